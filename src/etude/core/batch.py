@@ -1,0 +1,80 @@
+"""Batches in every form users bring: a tensor, a tuple, a mapping, a `DataBatch`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Batch = Any
+"""Tensor · (input,) · (input, …, labels) · DataBatch · mapping with `input_ids`, `tokens` or other model inputs."""
+
+
+class DataBatch(NamedTuple):
+    """Inputs and labels of one batch."""
+
+    data: Tensor
+    labels: Tensor | None
+
+
+LABEL_KEYS = ("labels", "label", "targets", "target")
+"""Keys under which a mapping holds its labels; the first one present is taken."""
+
+
+def batch_labels(batch: Batch) -> Any:
+    """Return the labels of a batch, or None if it has none.
+
+    >>> batch_labels((torch.zeros(2, 3), torch.tensor([1, 0])))
+    tensor([1, 0])
+    >>> batch_labels({"input_ids": torch.zeros(2, 3)}) is None
+    True
+    """
+    if isinstance(batch, Tensor):
+        return None
+    if isinstance(batch, Mapping):
+        return next((batch[key] for key in LABEL_KEYS if key in batch), None)
+    return batch[-1] if len(batch) > 1 else None
+
+
+def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+    """Apply `function` to every tensor of a batch and keep its form.
+
+    >>> map_tensors({"x": torch.ones(2)}, lambda t: t + 1)
+    {'x': tensor([2., 2.])}
+    """
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(value, function) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(value, function) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(map_tensors(value, function) for value in batch)
+    return batch
+
+
+def first_tensor(batch: Batch) -> Tensor | None:
+    """Return the first tensor of a batch in its own order, or None."""
+    if isinstance(batch, Tensor):
+        return batch
+    values = (
+        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    )
+    return next((found for value in values if (found := first_tensor(value)) is not None), None)
+
+
+def num_samples(batch: Batch) -> int:
+    """Return the length of the first dimension: how many samples the batch holds.
+
+    >>> num_samples({"input_ids": torch.zeros(4, 7)})
+    4
+    """
+    tensor = first_tensor(batch)
+    if tensor is None:
+        return 0
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Move every tensor to `device`; from pinned memory the copy does not wait."""
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))

@@ -1,0 +1,40 @@
+"""What the engine needs of a loader: batches of an epoch from a position on, and the position after each."""
+
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
+
+from etude.core.batch import Batch
+
+
+class BatchIterator(Protocol):
+    """Batches of one epoch. `position` always belongs to the batch handed out last, however much is prefetched."""
+
+    @property
+    def position(self) -> int:
+        """Samples of this epoch consumed so far over all ranks, including the batch returned last."""
+        ...
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Return self."""
+        ...
+
+    def __next__(self) -> Batch:
+        """Return the next batch of this rank."""
+        ...
+
+    def close(self) -> None:
+        """Stop any prefetching and release its resources; safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class Loader(Protocol):
+    """A source of batches whose order is a pure function of (seed, epoch, position)."""
+
+    def __len__(self) -> int:
+        """Batches in one whole epoch."""
+        ...
+
+    def iterate(self, epoch: int, position: int = 0) -> BatchIterator:
+        """Return the batches of `epoch` from sample `position` on (a value of `BatchIterator.position`)."""
+        ...

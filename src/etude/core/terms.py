@@ -1,0 +1,57 @@
+"""A loss is sums and counts: what a task returns, and the only form in which the engine sees a loss.
+
+The engine divides each sum once, by its count over all micro-batches and all ranks. So k micro-batches of b
+samples give the gradient of one batch of k·b samples, whatever the masks and whatever the number of ranks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from etude.core.batch import Batch
+
+
+@dataclass(slots=True)
+class LossTerm:
+    """One term of a loss: `weight · sum / count`, before the division.
+
+    A term of weight 0 is a metric: it is summed, reduced and reported like the others, and has no gradient.
+    """
+
+    sum: Tensor
+    """Sum over the elements that count (0-dim; with gradient history unless the weight is 0)."""
+    count: Tensor | float
+    """How many elements the sum runs over: a number, or a 0-dim tensor if it depends on the data."""
+    weight: Tensor | float = 1.0
+    """The factor of this term in the objective."""
+
+
+Terms = dict[str, LossTerm]
+"""Terms by name. The objective is Σ weight·sum/count; the term of a single-task loss is called "loss"."""
+
+
+@runtime_checkable
+class Task(Protocol):
+    """What the engine trains: turns a model and a batch into terms.
+
+    `metrics` asks for the terms of weight 0 as well (always in evaluation, in training if configured).
+    """
+
+    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
+        """Run the model on the batch and return its terms."""
+        ...
+
+
+@runtime_checkable
+class CountsAhead(Protocol):
+    """A task that knows its counts from the batch alone.
+
+    Needed by tasks with several weighted terms under gradient accumulation: each term has to be divided
+    by its own count over the whole step before the first backward pass.
+    """
+
+    def counts(self, batch: Batch) -> Mapping[str, Tensor | float]:
+        """Return the count of every weighted term, without running the model."""
+        ...
