@@ -1,1 +1,1 @@
-
+"""Concrete callbacks; the engine knows only their protocol."""

@@ -1,1 +1,1 @@
-
+"""Checkpoints: file format, atomic store, retention, and `CheckpointManager`."""

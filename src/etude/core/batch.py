@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 Batch = Any
-"""Tensor · (input,) · (input, …, labels) · DataBatch · mapping with `input_ids`, `tokens` or other model inputs."""
+"""Tensor · (input,) · (input, …, labels) · DataBatch · mapping with `input_ids`, `tokens` or other inputs."""
 
 
 class DataBatch(NamedTuple):

@@ -14,7 +14,7 @@ def set_seed(seed: int) -> None:
     True
     """
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - users' code draws from this global generator
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
@@ -41,7 +41,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """Restore what `rng_state` returned."""
     python, numpy_state = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    np.random.set_state(  # noqa: NPY002
+    np.random.set_state(
         {
             "bit_generator": "MT19937",
             "state": {"key": numpy_state["key"].numpy().astype(np.uint32), "pos": numpy_state["pos"]},

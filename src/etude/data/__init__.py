@@ -1,1 +1,1 @@
-
+"""Keyed permutation, samplers, loaders, prefetching and data sets."""

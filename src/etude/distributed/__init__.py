@@ -1,1 +1,1 @@
-
+"""Process groups, wrapping for data parallelism, and reductions over ranks."""

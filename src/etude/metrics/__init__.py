@@ -1,1 +1,1 @@
-
+"""Metrics that are exact over batches and ranks, and trackers for loops."""

@@ -1,1 +1,1 @@
-
+"""Models that ship with the library."""

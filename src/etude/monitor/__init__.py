@@ -1,1 +1,1 @@
-
+"""The run folder, its records and the sinks that write them."""

@@ -1,1 +1,1 @@
-
+"""Optimizers on their fastest kernel, schedules as functions of the step, clipping."""

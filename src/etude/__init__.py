@@ -1,0 +1,1 @@
+"""Etude: exact, fast and clear training for PyTorch."""

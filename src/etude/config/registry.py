@@ -1,0 +1,89 @@
+"""The registry: components by kind and name. A component's signature is its schema.
+
+    @register("optimizer", "adamw")
+    class AdamW: ...
+
+A YAML section names the component (`name: adamw`) and gives its arguments; nothing else describes them.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from etude.core.errors import ConfigError
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A registered class or function."""
+
+    kind: str
+    name: str
+    factory: Callable[..., Any]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other spellings of its arguments that config files may use: {"learning_rate": "lr"}."""
+    companions: Mapping[str, Any] = field(default_factory=dict)
+    """Sections an experiment gets if it leaves them out: {"data": {"name": "mnist"}}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Marks an argument that is itself a component: `Annotated[Schedule, Section("scheduler")]`."""
+
+    kind: str
+
+
+_COMPONENTS: dict[str, dict[str, Component]] = {}
+
+
+def register(
+    kind: str,
+    name: str,
+    *,
+    aliases: Mapping[str, str] | None = None,
+    companions: Mapping[str, Any] | None = None,
+) -> Callable[[T], T]:
+    """Register a class or function under `name`; config files then use it by that name.
+
+    Raises ConfigError if another component already has the name.
+    """
+
+    def add(factory: T) -> T:
+        known = _COMPONENTS.setdefault(kind, {})
+        previous = known.get(name)
+        if previous is not None and _origin(previous.factory) != _origin(factory):
+            raise ConfigError(
+                f"{kind} '{name}' is registered twice: by {_origin(previous.factory)} and by {_origin(factory)}; "
+                f"give one of them another name"
+            )
+        known[name] = Component(kind, name, factory, dict(aliases or {}), dict(companions or {}))
+        return factory
+
+    return add
+
+
+def lookup(kind: str, name: str) -> Component:
+    """Return the component, or raise ConfigError with the nearest spelling and the names there are."""
+    known = _COMPONENTS.get(kind, {})
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise ConfigError(f"unknown {kind} '{name}'{hint} (known: {', '.join(sorted(known)) or 'none'})")
+    return known[name]
+
+
+def names(kind: str) -> list[str]:
+    """Return the registered names of a kind, sorted."""
+    return sorted(_COMPONENTS.get(kind, {}))
+
+
+def kinds() -> list[str]:
+    """Return the kinds that have at least one component, sorted."""
+    return sorted(_COMPONENTS)
+
+
+def _origin(factory: Callable[..., Any]) -> str:
+    return f"{factory.__module__}.{getattr(factory, '__qualname__', type(factory).__qualname__)}"
