@@ -57,9 +57,7 @@ def first_tensor(batch: Batch) -> Tensor | None:
     """Return the first tensor of a batch in its own order, or None."""
     if isinstance(batch, Tensor):
         return batch
-    values = (
-        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    )
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
     return next((found for value in values if (found := first_tensor(value)) is not None), None)
 
 

@@ -21,7 +21,7 @@ def set_seed(seed: int) -> None:
 def rng_state() -> dict[str, Any]:
     """Return the state of every generator, as tensors, numbers and lists (nothing that needs pickle)."""
     version, words, gauss = random.getstate()
-    numpy_state: dict[str, Any] = np.random.get_state(legacy=False)  # type: ignore[assignment]
+    numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
     state: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
         "numpy": {
@@ -32,7 +32,7 @@ def rng_state() -> dict[str, Any]:
         },
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
