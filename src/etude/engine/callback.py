@@ -1,0 +1,198 @@
+"""Callbacks: the protocol, the order of its hooks, and the list that calls them.
+
+A run calls the hooks in this order; within a hook, callbacks run in the order in which they are listed:
+
+    on_train_begin(run)
+    for each epoch:
+        on_epoch_begin(epoch)
+        for each step:
+            on_step_end(report)                     # nothing has been read from the device yet
+            on_log(record)                          # every `log_interval` steps: plain numbers
+            [on_validation_begin · on_validation_end] [on_checkpoint]   # if asked for, or every N steps
+        on_validation_begin(epoch) · on_validation_end(epoch, metrics)
+        on_epoch_end(epoch, logs)                   # training and validation numbers of the epoch
+        on_checkpoint(path)
+    on_exception(error)                             # instead of what follows the error
+    on_train_end(result)
+
+Saving and validating are phases of the loop, not callbacks, so no order of callbacks can make a checkpoint wrong.
+Epochs are counted from zero. A hook that no callback overrides costs nothing.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from etude.core import Clock, Control, StepReport
+
+Logs = Mapping[str, float]
+"""Numbers by name: loss, accuracy, lr, grad_norm, samples_per_s …; validation numbers start with `val_`."""
+
+
+@dataclass(slots=True)
+class RunInfo:
+    """What a callback may look at."""
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    clock: Clock
+    device: torch.device
+    total_epochs: int | None
+    total_steps: int | None
+    """Optimizer steps of the whole run; None if it has no end."""
+    steps_per_epoch: int | None
+    run_dir: Path | None
+    """Run folder, or None if nothing is written."""
+    is_main: bool = True
+    """True on the one process that writes files and prints."""
+    resumed: bool = False
+
+
+class Callback:
+    """Base class: override the hooks you need. Set `self.control.stop`, `.save` or `.validate` to steer the loop."""
+
+    control: Control
+
+    def __init__(self) -> None:
+        self.control = Control()
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        """Called once before the first step, after a checkpoint has been restored."""
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Called before the first step of an epoch, and again when a run resumes inside one."""
+
+    def on_step_end(self, report: StepReport) -> None:
+        """Called after every optimizer step; reading a tensor of the report waits for the device."""
+
+    def on_log(self, record: Logs) -> None:
+        """Called every `log_interval` steps with the averages since the last call."""
+
+    def on_validation_begin(self, epoch: int) -> None:
+        """Called before validation."""
+
+    def on_validation_end(self, epoch: int, metrics: Logs) -> None:
+        """Called after validation; names start with `val_`."""
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Called after an epoch and its validation."""
+
+    def on_checkpoint(self, path: Path) -> None:
+        """Called after a checkpoint is safely on disk."""
+
+    def on_exception(self, error: BaseException) -> None:
+        """Called when the run ends by an error."""
+
+    def on_train_end(self, result: Logs) -> None:
+        """Called once at the end of a run that was not ended by an error."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: numbers, strings, lists, dicts and tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+class CallbackList:
+    """Calls each hook of each callback in the listed order; usable by hand in a loop of your own.
+
+    >>> class Count(Callback):
+    ...     epochs = 0
+    ...     def on_epoch_end(self, epoch, logs): self.epochs += 1
+    >>> count = Count()
+    >>> CallbackList([count]).on_epoch_end(0, {"loss": 0.5})
+    >>> count.epochs
+    1
+    """
+
+    def __init__(self, callbacks: Iterable[Callback] = (), control: Control | None = None) -> None:
+        self.control = control if control is not None else Control()
+        self._callbacks: list[Callback] = []
+        self._hooks: dict[str, list[Callable[..., None]]] = {name: [] for name in HOOKS}
+        for callback in callbacks:
+            self.append(callback)
+
+    def append(self, callback: Callback) -> None:
+        """Add a callback at the end of the order and give it this list's control."""
+        callback.control = self.control
+        self._callbacks.append(callback)
+        for name in HOOKS:
+            if getattr(type(callback), name) is not getattr(Callback, name):
+                self._hooks[name].append(getattr(callback, name))
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._callbacks)
+
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
+    def hooks(self, name: str) -> list[Callable[..., None]]:
+        """Return the overridden methods of one hook: empty if no callback implements it."""
+        return self._hooks[name]
+
+    def _call(self, name: str, *args: Any) -> None:
+        for hook in self._hooks[name]:
+            hook(*args)
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        """Call the hook of every callback."""
+        self._call("on_train_begin", run)
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Call the hook of every callback."""
+        self._call("on_epoch_begin", epoch)
+
+    def on_step_end(self, report: StepReport) -> None:
+        """Call the hook of every callback."""
+        self._call("on_step_end", report)
+
+    def on_log(self, record: Logs) -> None:
+        """Call the hook of every callback."""
+        self._call("on_log", record)
+
+    def on_validation_begin(self, epoch: int) -> None:
+        """Call the hook of every callback."""
+        self._call("on_validation_begin", epoch)
+
+    def on_validation_end(self, epoch: int, metrics: Logs) -> None:
+        """Call the hook of every callback."""
+        self._call("on_validation_end", epoch, metrics)
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Call the hook of every callback."""
+        self._call("on_epoch_end", epoch, logs)
+
+    def on_checkpoint(self, path: Path) -> None:
+        """Call the hook of every callback."""
+        self._call("on_checkpoint", path)
+
+    def on_exception(self, error: BaseException) -> None:
+        """Call the hook of every callback."""
+        self._call("on_exception", error)
+
+    def on_train_end(self, result: Logs) -> None:
+        """Call the hook of every callback."""
+        self._call("on_train_end", result)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each callback, by class name and place in the list."""
+        return {_key(i, callback): callback.state_dict() for i, callback in enumerate(self._callbacks)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the callbacks whose class and place are unchanged; others start fresh."""
+        for i, callback in enumerate(self._callbacks):
+            if saved := state.get(_key(i, callback)):
+                callback.load_state_dict(saved)
+
+
+def _key(index: int, callback: Callback) -> str:
+    return f"{index}.{type(callback).__name__}"
