@@ -1,1 +1,145 @@
-"""Etude: exact, fast and clear training for PyTorch."""
+"""Etude: exact, fast and clear training for PyTorch.
+
+Names are loaded when they are first used, so that `import etude` and `etude --help` stay quick.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etude.callbacks import CSVLogger, EarlyStopping, LRSchedule, ModelCheckpoint, ProgressDisplay
+    from etude.checkpoint import CheckpointManager
+    from etude.config import register
+    from etude.core import Batch, Clock, Control, DataBatch, EtudeError, LossTerm, StepReport
+    from etude.core.random import set_seed
+    from etude.data import BatchSampler, DataLoader, prefetch_stream
+    from etude.engine.accumulation import GradientAccumulator
+    from etude.engine.callback import Callback, CallbackList
+    from etude.experiment import (
+        create_model_config,
+        create_trainer_config,
+        load_experiment_config,
+        resume_run,
+        train_experiment,
+    )
+    from etude.losses import (
+        LanguageModelingLoss,
+        LossStrategy,
+        SegmentationLoss,
+        TextClassificationLoss,
+        VisionClassificationLoss,
+        cross_entropy,
+    )
+    from etude.metrics import Accuracy, LossTracker, TrainingMetrics
+    from etude.models import MLP, LeNet5
+    from etude.trainer import (
+        BasicTrainingLoop,
+        EpochResult,
+        Trainer,
+        TrainerConfig,
+        TrainingLoop,
+        ValidationLoop,
+        configure_cuda_performance,
+        training_step,
+    )
+
+_HOME = {
+    "etude.callbacks": ("CSVLogger", "EarlyStopping", "LRSchedule", "ModelCheckpoint", "ProgressDisplay"),
+    "etude.checkpoint": ("CheckpointManager",),
+    "etude.config": ("register",),
+    "etude.core": ("Batch", "Clock", "Control", "DataBatch", "EtudeError", "LossTerm", "StepReport"),
+    "etude.core.random": ("set_seed",),
+    "etude.data": ("BatchSampler", "DataLoader", "prefetch_stream"),
+    "etude.engine.accumulation": ("GradientAccumulator",),
+    "etude.engine.callback": ("Callback", "CallbackList"),
+    "etude.experiment": (
+        "create_model_config",
+        "create_trainer_config",
+        "load_experiment_config",
+        "resume_run",
+        "train_experiment",
+    ),
+    "etude.losses": (
+        "LanguageModelingLoss",
+        "LossStrategy",
+        "SegmentationLoss",
+        "TextClassificationLoss",
+        "VisionClassificationLoss",
+        "cross_entropy",
+    ),
+    "etude.metrics": ("Accuracy", "LossTracker", "TrainingMetrics"),
+    "etude.models": ("MLP", "LeNet5"),
+    "etude.trainer": (
+        "BasicTrainingLoop",
+        "EpochResult",
+        "Trainer",
+        "TrainerConfig",
+        "TrainingLoop",
+        "ValidationLoop",
+        "configure_cuda_performance",
+        "training_step",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__version__ = version("etude")
+__all__ = [
+    "MLP",
+    "Accuracy",
+    "BasicTrainingLoop",
+    "Batch",
+    "BatchSampler",
+    "CSVLogger",
+    "Callback",
+    "CallbackList",
+    "CheckpointManager",
+    "Clock",
+    "Control",
+    "DataBatch",
+    "DataLoader",
+    "EarlyStopping",
+    "EpochResult",
+    "EtudeError",
+    "GradientAccumulator",
+    "LRSchedule",
+    "LanguageModelingLoss",
+    "LeNet5",
+    "LossStrategy",
+    "LossTerm",
+    "LossTracker",
+    "ModelCheckpoint",
+    "ProgressDisplay",
+    "SegmentationLoss",
+    "StepReport",
+    "TextClassificationLoss",
+    "Trainer",
+    "TrainerConfig",
+    "TrainingLoop",
+    "TrainingMetrics",
+    "ValidationLoop",
+    "VisionClassificationLoss",
+    "configure_cuda_performance",
+    "create_model_config",
+    "create_trainer_config",
+    "cross_entropy",
+    "load_experiment_config",
+    "prefetch_stream",
+    "register",
+    "resume_run",
+    "set_seed",
+    "train_experiment",
+    "training_step",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'etude' has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

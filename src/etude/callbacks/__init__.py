@@ -1,1 +1,21 @@
-"""Concrete callbacks; the engine knows only their protocol."""
+"""Callbacks that come with the package; the protocol itself is in `etude.engine.callback`."""
+
+from etude.callbacks.csv_logger import CSVLogger
+from etude.callbacks.early_stopping import EarlyStopping
+from etude.callbacks.lr_schedule import LRSchedule
+from etude.callbacks.model_checkpoint import ModelCheckpoint
+from etude.callbacks.progress import ProgressDisplay
+from etude.callbacks.recorder import RunRecorder
+from etude.engine.callback import Callback, CallbackList, RunInfo
+
+__all__ = [
+    "CSVLogger",
+    "Callback",
+    "CallbackList",
+    "EarlyStopping",
+    "LRSchedule",
+    "ModelCheckpoint",
+    "ProgressDisplay",
+    "RunInfo",
+    "RunRecorder",
+]

@@ -35,6 +35,16 @@ class Section:
 
     kind: str
 
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Let pydantic validate the argument as a section; imported late, so that the registry stays light."""
+        from etude.config.selection import section_core_schema
+
+        return section_core_schema(self)
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
+        """Stand in for the kind; `json_schema` puts its components here."""
+        return {"x-section": self.kind}
+
 
 _COMPONENTS: dict[str, dict[str, Component]] = {}
 

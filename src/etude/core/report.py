@@ -7,19 +7,24 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class StepReport:
-    """Device-side results of one step. Reading a tensor here waits for the device: do it at log points only."""
+    """Device-side results of one step. Reading a tensor here waits for the device: only at log points."""
 
     sums: dict[str, Tensor]
     """Per term, the sum over this rank's micro-batches (detached)."""
     counts: dict[str, Tensor | float]
     """Per term, the count over this rank's micro-batches."""
-    grad_norm: Tensor | None
-    """Global gradient norm before clipping, of the averaged loss; None if the updater has no parameters."""
-    skipped: Tensor | None
+    norm: Tensor
+    """Global norm of the gradient of the summed loss, before it is divided and clipped."""
+    divisor: Tensor | float
+    """What the gradient is divided by to become that of the averaged loss."""
+    skipped: Tensor
     """1.0 if the update was not finite and was skipped on the device, else 0.0."""
     lr: float
     """Learning rate of the first parameter group in this step."""
     num_samples: int
     """Samples on this rank."""
-    num_micro: int
-    """Micro-batches in this step."""
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """Global gradient norm of the averaged loss, before clipping."""
+        return self.norm / self.divisor

@@ -52,6 +52,6 @@ class CountsAhead(Protocol):
     by its own count over the whole step before the first backward pass.
     """
 
-    def counts(self, batch: Batch) -> Mapping[str, Tensor | float]:
-        """Return the count of every weighted term, without running the model."""
+    def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
+        """Return the count of every weighted term without running the model, or None if it cannot be known."""
         ...

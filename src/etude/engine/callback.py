@@ -184,15 +184,18 @@ class CallbackList:
         self._call("on_train_end", result)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each callback, by class name and place in the list."""
-        return {_key(i, callback): callback.state_dict() for i, callback in enumerate(self._callbacks)}
+        """Return the state of each callback, by class name and its place among those of its class."""
+        return {key: callback.state_dict() for key, callback in self._by_key().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the callbacks whose class and place are unchanged; others start fresh."""
-        for i, callback in enumerate(self._callbacks):
-            if saved := state.get(_key(i, callback)):
+        """Restore the callbacks that were there when the state was saved; new ones start fresh."""
+        for key, callback in self._by_key().items():
+            if saved := state.get(key):
                 callback.load_state_dict(saved)
 
-
-def _key(index: int, callback: Callback) -> str:
-    return f"{index}.{type(callback).__name__}"
+    def _by_key(self) -> dict[str, Callback]:
+        keyed: dict[str, Callback] = {}
+        for callback in self._callbacks:
+            name = type(callback).__name__
+            keyed[f"{name}.{sum(key.startswith(f'{name}.') for key in keyed)}"] = callback
+        return keyed

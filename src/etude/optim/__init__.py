@@ -1,1 +1,53 @@
 """Optimizers on their fastest kernel, schedules as functions of the step, clipping."""
+
+from etude.optim.clipping import clip_gradients, clip_gradients_by_value, clip_to_norm, global_norm
+from etude.optim.optimizers import SGD, Adam, AdamW, RMSprop, choose_kernel, decay_groups, get_lr, set_lr
+from etude.optim.schedules import (
+    Schedule,
+    constant,
+    cosine,
+    cosine_restarts,
+    cosine_schedule_with_warmup,
+    exponential,
+    inverse_sqrt,
+    linear,
+    multistep,
+    one_cycle,
+    polynomial,
+    product,
+    sequence,
+    step_decay,
+    warmup,
+    warmup_cosine,
+)
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "RMSprop",
+    "Schedule",
+    "choose_kernel",
+    "clip_gradients",
+    "clip_gradients_by_value",
+    "clip_to_norm",
+    "constant",
+    "cosine",
+    "cosine_restarts",
+    "cosine_schedule_with_warmup",
+    "decay_groups",
+    "exponential",
+    "get_lr",
+    "global_norm",
+    "inverse_sqrt",
+    "linear",
+    "multistep",
+    "one_cycle",
+    "polynomial",
+    "product",
+    "sequence",
+    "set_lr",
+    "step_decay",
+    "warmup",
+    "warmup_cosine",
+]

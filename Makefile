@@ -1,0 +1,56 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`.
+PYTHON ?= python3
+PIP := .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
+EXPERIMENT ?= lenet5/lecun1998
+
+.PHONY: train test test-slow lint format bench clean help
+
+help:
+	@echo "make train      set up .venv and train $(EXPERIMENT) on real data (EXPERIMENT=… for another)"
+	@echo "make test       set up .venv, then lint, types and tests"
+	@echo "make test-slow  the fault, soak and scale tests in full"
+	@echo "make bench      speed tables, measured against a hand-written loop and other trainers"
+	@echo "make lint       ruff, mypy --strict and import-linter alone"
+
+train: .venv/.core
+	.venv/bin/etude train $(EXPERIMENT)
+
+test: lint
+	.venv/bin/pytest -n 2 --dist worksteal -m "not slow" --doctest-modules src tests
+
+test-slow: .venv/.dev
+	.venv/bin/pytest -m "slow" tests
+
+lint: .venv/.dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports --no-logo
+
+format: .venv/.dev
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+bench: .venv/.bench
+	.venv/bin/python -m benchmarks
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+
+.venv/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "etude needs Python 3.11 or newer; say which with: make PYTHON=/path/to/python3.11"; exit 2; }
+	$(PYTHON) -m venv .venv
+
+.venv/.core: pyproject.toml constraints.txt | .venv/bin/pip
+	@echo "setting up .venv (torch is large; the first time takes a minute or two)"
+	$(PIP) -e .
+	@touch $@
+
+.venv/.dev: .venv/.core
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+.venv/.bench: .venv/.core
+	$(PIP) -e '.[bench]'
+	@touch $@

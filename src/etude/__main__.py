@@ -1,0 +1,5 @@
+"""`python -m etude`: the same as the `etude` command, for torchrun."""
+
+from etude.cli.main import main
+
+main()

@@ -1,0 +1,74 @@
+"""Stop a run whose monitored number no longer improves."""
+
+from typing import Annotated, Any
+
+from annotated_types import Ge
+
+from etude.callbacks.monitored import Mode, Monitored
+from etude.config.registry import register
+from etude.core import ConfigError
+from etude.engine.callback import Callback, Logs, RunInfo
+
+
+@register("callback", "early_stopping")
+class EarlyStopping(Callback):
+    """Stops after `patience` epochs in a row without an improvement of more than `min_delta`.
+
+    Epochs without validation are not counted when a validation number is monitored. NaN is no improvement.
+
+    >>> from etude.engine.callback import CallbackList
+    >>> callbacks = CallbackList([EarlyStopping(monitor="loss", patience=2)])
+    >>> for epoch, loss in enumerate([0.5, 0.4, 0.4, 0.41]):
+    ...     callbacks.on_epoch_end(epoch, {"loss": loss})
+    >>> callbacks.control.stop, callbacks.control.reason
+    (True, 'loss has not improved for 2 epochs (best 0.4 in epoch 2)')
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        patience: Annotated[int, Ge(0)] = 10,
+        mode: Mode = "min",
+        min_delta: Annotated[float, Ge(0.0)] = 0.0,
+    ) -> None:
+        super().__init__()
+        if patience < 0:
+            raise ConfigError(f"EarlyStopping: patience is at least 0, found {patience}")
+        self.patience = patience
+        self.monitored = Monitored("EarlyStopping", monitor, mode, min_delta)
+        self.wait = 0
+        """Epochs since the last improvement."""
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        """Forget an earlier run; one that goes on keeps its count."""
+        if run.clock.step == 0:
+            self.wait = 0
+            self.monitored.reset()
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Compare with the best epoch so far."""
+        improved = self.monitored.update(epoch, logs)
+        if improved is None:
+            return
+        self.wait = 0 if improved else self.wait + 1
+        if not improved and self.wait >= self.patience:
+            self.control.request_stop(self._reason())
+
+    def on_train_end(self, result: Logs) -> None:
+        """Say if the number never came."""
+        self.monitored.warn_if_never_seen()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count and the best value."""
+        return {"wait": self.wait, "monitored": self.monitored.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.wait = state["wait"]
+        self.monitored.load_state_dict(state["monitored"])
+
+    def _reason(self) -> str:
+        best, epoch = self.monitored.best, self.monitored.best_epoch
+        epochs = f"{self.wait} epoch{'s' * (self.wait != 1)}"
+        found = "no finite value yet" if best is None or epoch is None else f"best {best:.6g} in epoch {epoch + 1}"
+        return f"{self.monitored.name} has not improved for {epochs} ({found})"

@@ -1,0 +1,118 @@
+"""Drive a torch learning-rate scheduler from the hooks of a run."""
+
+import math
+from collections import Counter
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from etude.callbacks.monitored import Monitored
+from etude.core import ConfigError, StepReport, TrainingError
+from etude.engine.callback import Callback, Logs, RunInfo
+
+
+class LRSchedule(Callback):
+    """Steps a scheduler of `torch.optim.lr_scheduler` after every epoch or every optimizer step.
+
+    `ReduceLROnPlateau` needs `monitor`, the number it looks at; epochs without that number do not count.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    >>> schedule = LRSchedule(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0), monitor="loss")
+    >>> for epoch, loss in enumerate([0.5, 0.4, 0.6]):
+    ...     schedule.on_epoch_end(epoch, {"loss": loss})
+    >>> optimizer.param_groups[0]["lr"]
+    0.1
+    """
+
+    def __init__(
+        self,
+        scheduler: LRScheduler | ReduceLROnPlateau,
+        interval: Literal["epoch", "step"] = "epoch",
+        monitor: str | None = None,
+    ) -> None:
+        super().__init__()
+        if interval not in ("epoch", "step"):
+            raise ConfigError(f"LRSchedule: interval is 'epoch' or 'step', found {interval!r}")
+        watches = isinstance(scheduler, ReduceLROnPlateau)
+        if watches and (monitor is None or interval == "step"):
+            raise ConfigError("LRSchedule: ReduceLROnPlateau needs monitor, such as 'val_loss', and interval='epoch'")
+        if monitor is not None and not watches:
+            raise ConfigError(f"LRSchedule: {type(scheduler).__name__} looks at no number; leave out monitor")
+        self.scheduler: Any = scheduler
+        self.interval = interval
+        self._monitored: Monitored | None = None
+        if monitor is not None:
+            self._monitored = Monitored("LRSchedule", monitor, self.scheduler.mode)
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        """See that the scheduler drives the optimizer that trains."""
+        if run.optimizer is not None and self.scheduler.optimizer is not run.optimizer:
+            raise TrainingError(
+                "LRSchedule drives another optimizer than the one that trains; "
+                "make the scheduler from the optimizer given to the trainer"
+            )
+
+    def on_step_end(self, report: StepReport) -> None:
+        """Set the rate of the next step."""
+        if self.interval == "step":
+            self.scheduler.step()
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Set the rate of the next epoch."""
+        if self.interval == "step":
+            return
+        if self._monitored is None:
+            self.scheduler.step()
+        elif (value := self._monitored.value(logs)) is not None:
+            self.scheduler.step(value)
+
+    def on_train_end(self, result: Logs) -> None:
+        """Say if the monitored number never came."""
+        if self._monitored is not None:
+            self._monitored.warn_if_never_seen()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scheduler."""
+        monitored = self._monitored.state_dict() if self._monitored is not None else None
+        return {"scheduler": _encode(self.scheduler.state_dict()), "monitored": monitored}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the scheduler, and give its optimizer the rate it had set."""
+        if self._monitored is not None and state["monitored"] is not None:
+            self._monitored.load_state_dict(state["monitored"])
+        self.scheduler.load_state_dict(_decode(state["scheduler"]))
+        for group, lr in zip(self.scheduler.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+
+# Schedulers keep things that JSON would change: counters with integer keys (milestones), infinities (best so far).
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Counter):
+        return {"counter": [[_encode(key), count] for key, count in value.items()]}
+    if isinstance(value, dict):
+        return {"dict": {key: _encode(item) for key, item in value.items()}}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "counter":
+        return Counter({_decode(key): count for key, count in content})
+    if kind == "dict":
+        return {key: _decode(item) for key, item in content.items()}
+    return float(content)

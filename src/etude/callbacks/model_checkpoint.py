@@ -1,0 +1,164 @@
+"""Keep the weights of the best epoch in one safetensors file."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from etude.callbacks.monitored import Mode, Monitored, with_other_names
+from etude.callbacks.paths import resolve
+from etude.checkpoint import clean_state_dict
+from etude.config.registry import register
+from etude.core import CheckpointError, ConfigError, TrainingError
+from etude.engine.callback import Callback, Logs, RunInfo
+from etude.monitor.files import replacing
+
+logger = logging.getLogger("etude")
+
+SUFFIX = ".safetensors"
+
+
+@register("callback", "model_checkpoint")
+class ModelCheckpoint(Callback):
+    """Writes the model's weights whenever the monitored number is the best so far.
+
+    `filepath` is a file (`checkpoints/best_model.safetensors`) or a folder, which gets a `best_model.safetensors`. It
+    may contain fields: `weights/{epoch:03d}-{val_loss:.4f}.safetensors` keeps a file of every epoch that was the best
+    until then; epochs are counted from zero. A relative path lies in the run folder, if there is one.
+
+    The file is replaced atomically. Its metadata hold epoch, step, and the monitored name and value;
+    `safetensors.torch.load_model(model, path)` loads it. A disk that is full costs the file, not the run.
+    In a loop of your own, without `on_train_begin`, set `.model` to the model to save.
+    """
+
+    def __init__(self, filepath: str | Path, monitor: str = "val_loss", mode: Mode = "min") -> None:
+        super().__init__()
+        self.filepath = _file(filepath)
+        self.monitored = Monitored("ModelCheckpoint", monitor, mode)
+        self.model: nn.Module | None = None
+        self.best_path: Path | None = None
+        """The file of the best epoch; None before the first."""
+        self._run: RunInfo | None = None
+        self._warned = False
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        """Take the model of the run and see that the folder can be written."""
+        self._run, self.model = run, run.model
+        if run.clock.step == 0:
+            self.monitored.reset()
+            self.best_path = None
+        if run.is_main:
+            folder = next(p for p in resolve(self.filepath, run).parents if "{" not in str(p))
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(
+                    f"ModelCheckpoint cannot write in {folder}: {error.strerror or error}; give a writable filepath"
+                ) from error
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Write the weights if this epoch is the best."""
+        before = self.monitored.state_dict()
+        if not self.monitored.update(epoch, logs):
+            return
+        path = self._path(epoch, logs)
+        if self._run is None or self._run.is_main:
+            if self.model is None:
+                self._warn_without_model()
+                return
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                save_weights(self.model, path, self._metadata(epoch))
+            except CheckpointError as error:
+                self.monitored.load_state_dict(before)  # the best epoch is the best of those that are on the disk
+                logger.warning(f"{error}; training goes on")
+                return
+        self.best_path = path
+
+    def on_train_end(self, result: Logs) -> None:
+        """Say if the number never came."""
+        self.monitored.warn_if_never_seen()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and its file."""
+        path = str(self.best_path) if self.best_path is not None else None
+        return {"best_path": path, "monitored": self.monitored.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.best_path = Path(state["best_path"]) if state["best_path"] is not None else None
+        self.monitored.load_state_dict(state["monitored"])
+
+    def _path(self, epoch: int, logs: Logs) -> Path:
+        try:
+            name = str(self.filepath).format_map({**with_other_names(logs), "epoch": epoch})
+        except (KeyError, IndexError, ValueError) as error:
+            raise TrainingError(
+                f"ModelCheckpoint cannot fill in filepath '{self.filepath}' ({error}); "
+                f"its fields can be: epoch, {', '.join(sorted(logs))}"
+            ) from error
+        return resolve(name, self._run)
+
+    def _metadata(self, epoch: int) -> dict[str, str]:
+        metadata = {"epoch": str(epoch), "monitor": self.monitored.name, "value": repr(self.monitored.best)}
+        return metadata | ({"step": str(self._run.clock.step)} if self._run is not None else {})
+
+    def _warn_without_model(self) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "ModelCheckpoint saved nothing: it has no model; call on_train_begin(run), or set its `.model`"
+            )
+
+
+def save_weights(model: nn.Module, path: Path, metadata: dict[str, str]) -> None:
+    """Write a model's state as safetensors, atomically; tied weights are stored once, under their first name.
+
+    The other names of a tied weight are in the metadata, as safetensors' own `save_model` has it.
+    Raises CheckpointError if it cannot be written; an earlier file stays as it was.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors, tied = _store_once(clean_state_dict(model))
+    try:
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, metadata={"format": "pt", **tied, **metadata})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {path}: {error}") from error
+
+
+def _store_once(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return tensors that share no memory, and for each tied name the one it is stored under."""
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    stored: dict[tuple[Any, ...], str] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        # Empty tensors have no address of their own; a view of a part of another tensor has one and is stored in full.
+        identity = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() and (first := stored.setdefault(identity, name)) != name:
+            tied[name] = first
+        else:
+            tensors[name] = value.detach().contiguous()
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in storages:
+            tensors[name] = tensor.clone()
+        storages.add(storage)
+    return tensors, tied
+
+
+def _file(filepath: str | Path) -> Path:
+    text = str(filepath)
+    path = Path(text)
+    if path.suffix == SUFFIX:
+        return path
+    if text.endswith(("/", "\\")) or path.is_dir() or not path.suffix:
+        return path / f"best_model{SUFFIX}"
+    raise ConfigError(
+        f"ModelCheckpoint writes safetensors: filepath '{text}' has to end in {SUFFIX}, or in / if it is a folder"
+    )

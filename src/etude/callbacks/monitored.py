@@ -1,0 +1,103 @@
+"""The number that a callback watches: found in the logs by name, compared with the best so far."""
+
+import difflib
+import logging
+import math
+from typing import Any, Literal
+
+from etude.core import ConfigError, TrainingError
+from etude.engine.callback import Logs
+
+logger = logging.getLogger("etude")
+
+Mode = Literal["min", "max"]
+
+_OTHER_NAMES = {"acc": "accuracy", "val_acc": "val_accuracy", "accuracy": "acc", "val_accuracy": "val_acc"}
+
+
+def with_other_names(logs: Logs) -> dict[str, float]:
+    """Return the numbers under their own and their other names: `accuracy` also as `acc`."""
+    return {_OTHER_NAMES[name]: value for name, value in logs.items() if name in _OTHER_NAMES} | dict(logs)
+
+
+class Monitored:
+    """A named number and the best value it has had. `acc` and `accuracy` are one name.
+
+    >>> watched = Monitored("EarlyStopping", "val_acc", "max")
+    >>> watched.update(0, {"val_accuracy": 0.91}), watched.update(1, {"val_accuracy": 0.90})
+    (True, False)
+    >>> watched.best, watched.best_epoch
+    (0.91, 0)
+    """
+
+    def __init__(self, owner: str, name: str, mode: Mode, min_delta: float = 0.0) -> None:
+        if mode not in ("min", "max"):
+            raise ConfigError(f"{owner}: mode is 'min' or 'max', found {mode!r}")
+        if mode == "min" and name in _OTHER_NAMES:
+            raise ConfigError(
+                f"{owner}: monitor={name!r} with mode='min' takes the worst for the best; give mode='max'"
+            )
+        if not min_delta >= 0:
+            raise ConfigError(f"{owner}: min_delta is at least 0, found {min_delta}")
+        self.name, self.mode, self.min_delta = name, mode, min_delta
+        self._owner = owner
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every value."""
+        self.best: float | None = None
+        self.best_epoch: int | None = None
+        self._seen = False
+
+    def value(self, logs: Logs) -> float | None:
+        """Return the number; None in an epoch without validation if it is a validation number.
+
+        Raises TrainingError if nothing of that name has ever been reported.
+        """
+        name = self.name if self.name in logs else _OTHER_NAMES.get(self.name, self.name)
+        if name in logs:
+            self._seen = True
+            return logs[name]
+        validated = any(key.startswith("val_") for key in logs)
+        if self._seen or (self.name.startswith("val_") and not validated):
+            return None
+        close = difflib.get_close_matches(self.name, logs, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise TrainingError(
+            f"{self._owner} monitors '{self.name}', which is not reported{hint} (there are: {', '.join(sorted(logs))})"
+        )
+
+    def update(self, epoch: int, logs: Logs) -> bool | None:
+        """Take the number of this epoch: True if it is the best so far, False if not, None if there is none.
+
+        A number that is not finite is never the best.
+        """
+        value = self.value(logs)
+        if value is None:
+            return None
+        if not math.isfinite(value) or not self._improves(value):
+            return False
+        self.best, self.best_epoch = float(value), epoch
+        return True
+
+    def warn_if_never_seen(self) -> None:
+        """Say at the end of a run that the number never came: the callback has done nothing."""
+        if not self._seen:
+            logger.warning(
+                f"{self._owner} did nothing: '{self.name}' was never reported, because there was no validation; "
+                f"give validation data or monitor a training number"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and where it was."""
+        return {"best": self.best, "best_epoch": self.best_epoch, "seen": self._seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.best, self.best_epoch, self._seen = state["best"], state["best_epoch"], state["seen"]
+
+    def _improves(self, value: float) -> bool:
+        if self.best is None:
+            return True
+        gain = self.best - value if self.mode == "min" else value - self.best
+        return gain > self.min_delta

@@ -1,0 +1,101 @@
+"""Write a run's numbers and events to its folder."""
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from etude.core import Clock
+from etude.engine.callback import Callback, Logs, RunInfo
+from etude.monitor import CsvSink, EventLog, JsonlSink, RunFolder
+
+
+logger = logging.getLogger("etude")
+
+
+class RunRecorder(Callback):
+    """Records log points (split `train`), validations (`val`) and epochs (`epoch`) in metrics.jsonl and metrics.csv.
+
+    Start, checkpoints, stop and errors go to events.jsonl. Only the main process is given one. A folder that cannot
+    be written for a while costs records, never the run.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        super().__init__()
+        self.folder = folder
+        self._events = EventLog(folder.events_path)
+        self._sinks = (
+            JsonlSink(folder.metrics_path, self._warn),
+            CsvSink(folder.metrics_csv_path, self._warn),
+        )
+        self._clock: Clock | None = None
+        self._epoch = 0
+        self._repeated: set[tuple[int, str]] = set()
+        """Step and split of records that the run wrote before it was resumed, and will make again."""
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        """Note the start, or where the run goes on."""
+        self._clock = run.clock
+        step = run.clock.step
+        self._repeated = {(step, str(r.get("split"))) for r in self.folder.read_metrics() if r.get("step") == step}
+        kind, words = ("resume", f"resumed at step {step}") if run.resumed else ("start", "started")
+        self._events.write(kind, f"{run.name} {words}", step=step, epoch=run.clock.epoch, device=str(run.device))
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Remember the epoch."""
+        self._epoch = epoch
+
+    def on_log(self, record: Logs) -> None:
+        """Write a log point."""
+        self._record("train", self._epoch, record)
+
+    def on_validation_end(self, epoch: int, metrics: Logs) -> None:
+        """Write a validation."""
+        self._record("val", epoch, metrics)
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Write the averages of an epoch."""
+        self._record("epoch", epoch, logs)
+
+    def on_checkpoint(self, path: Path) -> None:
+        """Note a checkpoint."""
+        self._events.write("checkpoint", f"saved {path.name}", path=str(path), **self._place())
+
+    def on_exception(self, error: BaseException) -> None:
+        """Note how the run broke off."""
+        kind = "interrupt" if isinstance(error, KeyboardInterrupt) else "error"
+        text = f"{type(error).__name__}: {error}".rstrip(": ")
+        self._events.write(kind, text, error=type(error).__name__, **self._place())
+        self._close()
+
+    def on_train_end(self, result: Logs) -> None:
+        """Note how the run ended."""
+        stopped = self.control.stop
+        kind, words = ("stop", f"stopped: {self.control.reason}") if stopped else ("end", "finished")
+        self._events.write(kind, words, result=dict(result), **self._place())
+        self._close()
+
+    def _record(self, split: str, epoch: int, numbers: Logs) -> None:
+        record: Mapping[str, Any] = {
+            **self._place(),
+            "epoch": epoch,
+            "split": split,
+            "time": round(time.time(), 3),
+            **numbers,
+        }
+        if (record.get("step"), split) in self._repeated:
+            return
+        for sink in self._sinks:
+            sink.write(record)
+
+    def _place(self) -> dict[str, int]:
+        return {"step": self._clock.step} if self._clock is not None else {}
+
+    def _warn(self, message: str) -> None:
+        self._events.write("warning", message)
+        logger.warning(message)
+
+    def _close(self) -> None:
+        for sink in (*self._sinks, self._events):
+            sink.close()

@@ -1,0 +1,219 @@
+"""Files and folders that are on the disk when we say so: hashed while written, synced, renamed into place."""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+TEMPORARY, REPLACED, DELETED = ".tmp-", ".old-", ".trash-"
+"""Name prefixes of folders that are not checkpoints: being written, replaced by a newer one, being deleted."""
+
+_PIECE_BYTES = 8 << 20
+_INLINE_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
+
+
+class HashedFile:
+    """A new file whose SHA-256 is computed while it is written, so that nothing has to be read back."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._hash = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes. A large piece is hashed by a second thread while this one writes it."""
+        view = memoryview(data)
+        for start in range(0, len(view), _PIECE_BYTES):
+            piece = view[start : start + _PIECE_BYTES]
+            if len(piece) < _INLINE_BYTES:
+                self._hash.update(piece)
+                self._write_all(piece)
+                continue
+            hashing = threading.Thread(target=self._hash.update, args=(piece,))
+            hashing.start()
+            try:
+                self._write_all(piece)
+            finally:
+                hashing.join()
+
+    def _write_all(self, view: memoryview) -> None:
+        while view:  # the system may take less than it was given
+            written = os.write(self._fd, view)
+            self.size += written
+            view = view[written:]
+
+    @property
+    def sha256(self) -> str:
+        """The checksum of what has been written so far."""
+        return self._hash.hexdigest()
+
+    def sync(self) -> None:
+        """Return once the disk has the file."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file; it is not synced by this."""
+        os.close(self._fd)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return once the disk has the names in `folder`."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Give a temporary folder to fill; it appears under the name `target` complete and on the disk, or not at all.
+
+    A folder that is already there is replaced. A crash between the two renames leaves it under a name that
+    `find_folders` knows, so at every moment a reader finds the old or the new one.
+    """
+    _make_root(target.parent)
+    temporary = _beside(target, TEMPORARY)
+    temporary.mkdir()
+    lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _try_lock(lock)  # tells `clean_leftovers` of another process that the writer is alive
+        yield temporary
+        sync_folder(temporary)
+        _publish(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def delete_folder(folder: Path) -> None:
+    """Delete a folder so that a crash halfway leaves nothing that looks like a damaged checkpoint."""
+    _remove(folder.rename(_beside(folder, DELETED)))
+
+
+def find_folders(root: Path) -> dict[str, Path]:
+    """Return the finished folders of `root` by name, one caught in the middle of a replacement included."""
+    found, replaced = {}, {}
+    for path in sorted(root.iterdir()):
+        if path.is_symlink() or not path.is_dir():
+            continue
+        if path.name.startswith(REPLACED):
+            replaced[_original_name(path)] = path
+        elif not path.name.startswith((TEMPORARY, DELETED)):
+            found[path.name] = path
+    return {**replaced, **found}
+
+
+def clean_leftovers(root: Path) -> list[str]:
+    """Remove what dead writers left in `root` and return the names; finished checkpoints are never touched.
+
+    A checkpoint that was moved aside for a replacement that never came gets its name back.
+    """
+    cleaned = []
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        if not path.name.startswith((TEMPORARY, REPLACED, DELETED)) or not _is_abandoned(path):
+            continue
+        original = root / _original_name(path)
+        if path.name.startswith(REPLACED) and not original.exists():
+            path.rename(original)
+        else:
+            _remove(path)
+        cleaned.append(path.name)
+    return cleaned
+
+
+def link_to(root: Path, name: str, target: str | None) -> None:
+    """Point the symbolic link `root/name` at its sibling `target` in one atomic step, or remove it for None."""
+    link = root / name
+    if target is None:
+        link.unlink(missing_ok=True)
+        return
+    if link.is_symlink() and str(link.readlink()) == target:
+        return
+    temporary = _beside(link, TEMPORARY)
+    try:
+        temporary.symlink_to(target, target_is_directory=True)
+    except OSError as error:
+        # Links are a convenience for people: a file system without them can still hold checkpoints.
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            return
+        raise
+    try:
+        temporary.replace(link)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _make_root(root: Path) -> None:
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    aside: Path | None = None
+    if target.exists():
+        aside = target.rename(_beside(target, REPLACED))
+    try:
+        temporary.rename(target)
+    except OSError:
+        if aside is not None:
+            aside.rename(target)
+        raise
+    sync_folder(target.parent)
+    if aside is not None:
+        _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    """Remove a leftover; failing to is no reason to lose a run, so it is only logged."""
+    try:
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        _log.warning("could not remove %s: %s", path, error.strerror)
+
+
+def _beside(path: Path, prefix: str) -> Path:
+    return path.parent / f"{prefix}{path.name}-{secrets.token_hex(4)}"
+
+
+def _original_name(path: Path) -> str:
+    """Undo `_beside`: .old-step-00000010-1a2b3c4d gives step-00000010."""
+    return path.name.removeprefix(REPLACED).rpartition("-")[0]
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Say whether no living process writes `path`. A lock dies with its process; a process number comes back."""
+    if path.is_symlink():
+        return True
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:  # gone in the meantime, or not ours to open
+        return False
+    try:
+        return _try_lock(fd)
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # a file system without locks: nothing can be known, a leftover is the likely case
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True

@@ -1,0 +1,79 @@
+"""Finding checkpoints in a folder: by step, and the first one that is intact."""
+
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from etude.checkpoint.durable import find_folders
+from etude.checkpoint.store import Checkpoint, read_checkpoint, verify_checkpoint
+from etude.core.errors import CheckpointError
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+
+
+def folder_name(step: int) -> str:
+    """Return the name of a step's checkpoint.
+
+    >>> folder_name(1200)
+    'step-00001200'
+    """
+    return f"step-{step:08d}"
+
+
+def find_checkpoints(root: Path) -> dict[int, Path]:
+    """Return the checkpoint folders in `root` by step, oldest first; they are not verified."""
+    if not root.is_dir():
+        return {}
+    try:
+        folders = find_folders(root)
+    except OSError as error:
+        raise CheckpointError(f"cannot list {root}: {error.strerror}") from error
+    steps = {int(match[1]): path for name, path in folders.items() if (match := _STEP_FOLDER.fullmatch(name))}
+    return dict(sorted(steps.items()))
+
+
+def newest_intact(root: Path) -> tuple[Path, list[str]]:
+    """Return the newest checkpoint that is intact, and one warning for each newer one that is not.
+
+    Raises CheckpointError if there is none, saying what is wrong with each.
+    """
+
+    def verified(path: Path) -> Path:
+        verify_checkpoint(path)
+        return path
+
+    return _first(verified, _newest_first(root), root)
+
+
+def read_newest_intact(root: Path) -> Checkpoint:
+    """Read the newest intact checkpoint; its `warnings` tell of newer ones that are not."""
+    return read_first_intact(_newest_first(root), root)
+
+
+def read_first_intact(candidates: Iterable[Path], root: Path) -> Checkpoint:
+    """Read the first of `candidates` that is intact; its `warnings` tell of those before it."""
+    checkpoint, warnings = _first(read_checkpoint, candidates, root)
+    return replace(checkpoint, warnings=tuple(warnings))
+
+
+def _newest_first(root: Path) -> list[Path]:
+    return list(reversed(find_checkpoints(root).values()))
+
+
+def _first(action: Callable[[Path], T], candidates: Iterable[Path], root: Path) -> tuple[T, list[str]]:
+    """Return the first result that does not fail as damaged, and what was wrong with those before."""
+    problems: list[str] = []
+    for path in candidates:
+        try:
+            return action(path), [f"passed over: {problem}" for problem in problems]
+        except CheckpointError as error:
+            _log.warning("passed over: %s", error)
+            problems.append(str(error))
+    if not problems:
+        raise CheckpointError(f"there is no checkpoint in {root}; train first, or give another folder")
+    raise CheckpointError(f"no checkpoint in {root} is intact: " + "; ".join(problems))

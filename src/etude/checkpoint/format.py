@@ -1,0 +1,155 @@
+"""A state as tensors plus JSON: any tree of dicts, lists, tuples, numbers, strings and tensors, and back, exactly."""
+
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from etude.checkpoint.tensorfile import DTYPES
+from etude.core.errors import CheckpointError
+
+Structure = Any
+"""JSON that mirrors a tree. A JSON object has one key, the kind of node it stands for:
+
+dict       {"dict": {key: node}}            string keys
+           {"items": [[key, node], …]}      with integer keys
+tuple      {"tuple": [node, …]}             a list is a JSON list
+tensor     {"tensor": name}                 tensors that share memory have one name
+           {"complex": name}                stored as real and imaginary parts
+float      {"float": 16 hex digits}         the bits of inf and nan, which JSON does not know
+int        {"int": "0x…"}                   beyond 64 bits
+"""
+
+_ALLOWED = "allowed are dict, list, tuple, None, bool, int, float, str and tensors"
+_MAX_DEPTH = 100
+
+
+def pack(tree: Any, name: str = "state") -> tuple[dict[str, Tensor], Structure]:
+    """Split a tree into tensors by name and a JSON-able structure; `unpack` gives the tree back.
+
+    Nothing is copied: the tensors are those of the tree, detached. A tensor is named by its dotted path. Subclasses
+    come back as what they hold (an OrderedDict as a dict, a Parameter as a Tensor, NumPy's float64 as a float).
+    Raises CheckpointError with the dotted path, starting with `name`, of anything that is not data.
+
+    >>> tensors, structure = pack({"weights": [torch.ones(2)], "betas": (0.9, 0.99)})
+    >>> list(tensors), structure
+    (['weights.0'], {'dict': {'weights': [{'tensor': 'weights.0'}], 'betas': {'tuple': [0.9, 0.99]}}})
+    >>> unpack(tensors, structure)
+    {'weights': [tensor([1., 1.])], 'betas': (0.9, 0.99)}
+    """
+    packer = _Packer(name)
+    structure = packer.node(tree, ())
+    return packer.tensors, structure
+
+
+def unpack(tensors: Mapping[str, Tensor], structure: Structure) -> Any:
+    """Build the tree that `pack` took apart; tensors that shared memory share it again."""
+    if structure is None or isinstance(structure, (bool, int, float, str)):
+        return structure
+    if isinstance(structure, list):
+        return [unpack(tensors, node) for node in structure]
+    ((kind, content),) = structure.items()
+    match kind:
+        case "dict":
+            return {key: unpack(tensors, node) for key, node in content.items()}
+        case "items":
+            return {unpack(tensors, key): unpack(tensors, node) for key, node in content}
+        case "tuple":
+            return tuple(unpack(tensors, node) for node in content)
+        case "tensor":
+            return tensors[content]
+        case "complex":
+            return torch.view_as_complex(tensors[content])
+        case "float":
+            return struct.unpack(">d", bytes.fromhex(content))[0]
+        case "int":
+            return int(content, 16)
+    raise CheckpointError(f"the checkpoint's structure has an unknown kind of node '{kind}'; update etude to read it")
+
+
+class _Packer:
+    """One walk over a tree."""
+
+    def __init__(self, root: str) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._root = root
+        self._name_of: dict[tuple[Any, ...], str] = {}
+
+    def node(self, value: Any, path: tuple[str, ...]) -> Structure:
+        if len(path) > _MAX_DEPTH:
+            raise self._error(path[:4], f"is nested more than {_MAX_DEPTH} deep (does it contain itself?)")
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, int):
+            number = int(value)
+            return number if -(2**63) <= number < 2**63 else {"int": hex(number)}
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, dict):
+            return self._dict(value, path)
+        if type(value) is list:
+            return [self.node(item, (*path, str(i))) for i, item in enumerate(value)]
+        if type(value) is tuple or isinstance(value, torch.Size):
+            return {"tuple": [self.node(item, (*path, str(i))) for i, item in enumerate(value)]}
+        kind = type(value)
+        raise self._error(path, f"is a {kind.__module__}.{kind.__qualname__}, which is not data; {_ALLOWED}")
+
+    def _dict(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> Structure:
+        for key in value:
+            if type(key) is not str and type(key) is not int:
+                raise self._error(path, f"has the key {key!r}; keys have to be strings or integers")
+        nodes = {key: self.node(item, (*path, str(key))) for key, item in value.items()}
+        if all(type(key) is str for key in nodes):
+            return {"dict": nodes}
+        return {"items": [[self.node(key, path), node] for key, node in nodes.items()]}
+
+    def _tensor(self, value: Tensor, path: tuple[str, ...]) -> Structure:
+        if problem := _not_storable(value):
+            raise self._error(path, problem)
+        tensor = value.detach()
+        kind = "tensor"
+        # Memory shared in part is stored twice; only tensors that are the same one come back as one.
+        identity: tuple[Any, ...] = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        identity += (tensor.is_conj(), tensor.is_neg())
+        tensor = tensor.resolve_conj().resolve_neg()
+        if tensor.is_complex():
+            kind, tensor = "complex", torch.view_as_real(tensor)
+        if tensor.numel() == 0:
+            return {kind: self._add(tensor, path)}
+        if identity not in self._name_of:
+            self._name_of[identity] = self._add(tensor, path)
+        return {kind: self._name_of[identity]}
+
+    def _add(self, tensor: Tensor, path: tuple[str, ...]) -> str:
+        plain = ".".join(path).encode("utf-8", "backslashreplace").decode() or "value"
+        name, count = plain, 1
+        while name in self.tensors or name == "__metadata__":  # {"a.b": …} beside {"a": {"b": …}}
+            count += 1
+            name = f"{plain}#{count}"
+        self.tensors[name] = tensor
+        return name
+
+    def _error(self, path: tuple[str, ...], problem: str) -> CheckpointError:
+        return CheckpointError(f"cannot save {'.'.join((self._root, *path))}: it {problem}")
+
+
+def _not_storable(tensor: Tensor) -> str | None:
+    if is_lazy(tensor):
+        return "has no shape yet; run one batch through the model before saving"
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"is a {type(tensor).__name__}, whose values are elsewhere; gather it into a plain tensor first"
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}; convert it with .to_dense() first"
+    if tensor.device.type == "meta":
+        return "is on the meta device and has no values; materialise the model before saving"
+    if not tensor.is_complex() and tensor.dtype not in DTYPES:
+        return f"has the type {tensor.dtype}, which safetensors cannot hold; convert it first"
+    return None

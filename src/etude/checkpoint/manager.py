@@ -1,0 +1,173 @@
+"""`CheckpointManager`: a folder of checkpoints, of which the newest and the best are kept. Usable alone."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from torch import nn
+from torch.optim import Optimizer
+
+from etude.checkpoint.durable import clean_leftovers, delete_folder, link_to
+from etude.checkpoint.find import find_checkpoints, folder_name, read_first_intact, read_newest_intact
+from etude.checkpoint.match import clean_state_dict, load_model_state
+from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state
+from etude.checkpoint.retention import Entry, Mode, best_first, to_delete
+from etude.checkpoint.store import Checkpoint, cannot_save, read_checkpoint, read_meta, write_checkpoint
+from etude.core.errors import CheckpointError, ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Checkpoints of one run: `root/step-NNNNNNNN`, and the links `root/last` and `root/best` for people.
+
+    Kept are the newest and the best `keep_best` by the metric `monitor`. Everything is read from the folders, so
+    a new manager continues where another one stopped. A manager that only loads changes nothing on the disk.
+
+    >>> from tempfile import mkdtemp
+    >>> import torch
+    >>> model = nn.Linear(3, 2)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> manager = CheckpointManager(mkdtemp(), keep_best=2)
+    >>> manager.save_modules(100, model=model, optimizer=optimizer, extra={"epoch": 3}, metrics={"val_loss": 0.5}).name
+    'step-00000100'
+    >>> manager.load_into(model, optimizer)
+    {'epoch': 3}
+    """
+
+    def __init__(
+        self, root: str | Path, *, keep_best: int = 3, monitor: str = "val_loss", mode: Mode = "min"
+    ) -> None:
+        if keep_best < 0:
+            raise ConfigError(f"keep_best is {keep_best}; it has to be 0 (only the last) or more")
+        if mode not in get_args(Mode):
+            raise ConfigError(f"mode is {mode!r}; allowed are 'min' and 'max'")
+        self.root = Path(root)
+        self.keep_best = keep_best
+        self.monitor = monitor
+        self.mode: Mode = mode
+        self._cleaned = False
+
+    def save(
+        self,
+        step: int,
+        *,
+        model_state: Mapping[str, Any],
+        state: Any,
+        metrics: Mapping[str, float] | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Write the checkpoint of `step`, then delete those no longer kept; return its folder.
+
+        When this returns the checkpoint is on the disk. Raises CheckpointError if it cannot be written; the earlier
+        ones are then as they were.
+        """
+        if step < 0:
+            raise CheckpointError(f"cannot save step {step}; steps count from 0")
+        path = self.root / folder_name(step)
+        numbers = _numbers(metrics or {})
+        try:
+            if not self._cleaned:
+                clean_leftovers(self.root)
+                self._cleaned = True
+            write_checkpoint(path, model_state, state, {**(meta or {}), "step": step, "metrics": numbers})
+            self._tidy(step)
+        except OSError as error:
+            raise cannot_save(path, error) from error
+        return path
+
+    def load(self, which: str | Path | None = None) -> Checkpoint:
+        """Read a checkpoint: "last" (the default), "best", or one by its path or name.
+
+        If the last or the best one is damaged, the next one that is intact is read, with a warning. Raises
+        CheckpointError if there is none, or if the folder that was asked for is damaged.
+        """
+        if which is None or which == "last":
+            return read_newest_intact(self.root)
+        if which != "best":
+            path = Path(which)
+            return read_checkpoint(path if path.exists() else self.root / path)
+        ranked = best_first(self.all(), self.mode)
+        if not ranked:
+            raise CheckpointError(f'no checkpoint in {self.root} has a value of {self.monitor}; load "last" instead')
+        folders = find_checkpoints(self.root)
+        return read_first_intact([folders[entry.step] for entry in ranked], self.root)
+
+    def latest(self) -> Path | None:
+        """Return the folder of the newest checkpoint, not verified, or None."""
+        return next(reversed(find_checkpoints(self.root).values()), None)
+
+    def best(self) -> Path | None:
+        """Return the folder of the best checkpoint, not verified, or None if none has a value."""
+        ranked = best_first(self.all(), self.mode)
+        return find_checkpoints(self.root)[ranked[0].step] if ranked else None
+
+    def all(self) -> list[Entry]:
+        """Return every checkpoint with its monitored value, oldest first."""
+        return [Entry(step, self._value(path)) for step, path in find_checkpoints(self.root).items()]
+
+    def save_modules(
+        self,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Path:
+        """Save a module, its optimizer and whatever else is data (`extra`), for loops written by hand."""
+        state = {
+            "optimizer": None if optimizer is None else optimizer_state(optimizer, model),
+            "extra": dict(extra or {}),
+        }
+        return self.save(step, model_state=clean_state_dict(model), state=state, metrics=metrics)
+
+    def load_into(
+        self, model: nn.Module, optimizer: Optimizer | None = None, which: str | Path | None = "last"
+    ) -> dict[str, Any]:
+        """Load what `save_modules` saved into the same kind of module and optimizer; return `extra`.
+
+        Raises CheckpointError, before anything is changed, if they do not fit.
+        """
+        checkpoint = self.load(which)
+        if optimizer is not None:
+            saved = checkpoint.state.get("optimizer")
+            if saved is None:
+                raise CheckpointError(f"{checkpoint.path} has no optimizer state; load it without the optimizer")
+            check_optimizer(optimizer, model, saved)
+        load_model_state(model, checkpoint.model_state)
+        if optimizer is not None:
+            load_optimizer_state(optimizer, model, saved)
+        extra: dict[str, Any] = checkpoint.state.get("extra", {})
+        return extra
+
+    def _tidy(self, saved: int) -> None:
+        """Point the links at the newest and the best, then delete what is no longer kept."""
+        entries = self.all()
+        ranked = best_first(entries, self.mode)
+        link_to(self.root, "last", folder_name(entries[-1].step))
+        link_to(self.root, "best", folder_name(ranked[0].step) if ranked else None)
+        folders = find_checkpoints(self.root)
+        # The one just saved is kept even if a later step is there: that may be the damaged one we resumed before.
+        for step in to_delete(entries, self.keep_best, self.mode, protect={saved}):
+            try:
+                delete_folder(folders[step])
+            except OSError as error:
+                _log.warning("could not delete %s: %s", folders[step], error.strerror)
+
+    def _value(self, path: Path) -> float | None:
+        try:
+            value = read_meta(path).get("metrics", {}).get(self.monitor)
+            return None if value is None else float(value)
+        except (CheckpointError, ValueError, TypeError, AttributeError):
+            return None  # damaged: it is passed over when it is read, with the reason
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot save the metrics {dict(metrics)!r}: {error}; give one number per name"
+        ) from error

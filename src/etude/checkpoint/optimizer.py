@@ -1,0 +1,141 @@
+"""Optimizer state by parameter name, so that it survives another order of parameters and can be read by people."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from etude.checkpoint.match import clean_name, unwrap
+from etude.core.errors import CheckpointError
+
+_NUM_NAMED = 8
+
+
+def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Return all state of an optimizer as a tree: per parameter by its name in `model`, and per group.
+
+    The tensors are the optimizer's own, not copies. A parameter that `model` does not have is named by its place.
+    """
+    saved = optimizer.state_dict()
+    groups = _named_groups(optimizer, model)
+    named = {name: parameter for group in groups for name, parameter in group.items()}
+    indices = (index for group in saved["param_groups"] for index in group["params"])
+    name_of = dict(zip(indices, named, strict=True))
+    return {
+        "optimizer": type(optimizer).__name__,
+        "shapes": {name: tuple(parameter.shape) for name, parameter in named.items()},
+        "groups": [
+            {"params": list(names), "settings": _settings(group)}
+            for group, names in zip(saved["param_groups"], groups, strict=True)
+        ],
+        "state": {name_of[key]: value for key, value in saved["state"].items() if key in name_of},
+        "shared": {key: value for key, value in saved["state"].items() if key not in name_of},
+        "other": {key: value for key, value in saved.items() if key not in ("state", "param_groups")},
+    }
+
+
+def load_optimizer_state(optimizer: Optimizer, model: nn.Module, tree: Mapping[str, Any]) -> None:
+    """Load what `optimizer_state` returned, exactly: element types, devices and memory layout as training needs them.
+
+    Raises CheckpointError, before anything is changed, if the optimizer or its parameters are not those saved.
+    """
+    check_optimizer(optimizer, model, tree)
+    groups = _named_groups(optimizer, model)
+    named = {name: parameter for group in groups for name, parameter in group.items()}
+    index_of = {name: index for index, name in enumerate(named)}
+    settings = [_settings(group) for group in optimizer.param_groups]
+    state = {name: _copy(value, named[name]) for name, value in tree["state"].items()}
+    optimizer.load_state_dict(
+        {
+            **_copy(tree["other"]),
+            "state": {**_copy(tree["shared"]), **{index_of[name]: value for name, value in state.items()}},
+            "param_groups": [
+                # Settings that the saved run did not know keep the value they have.
+                {**own, **saved["settings"], "params": [index_of[name] for name in names]}
+                for own, saved, names in zip(settings, _saved_groups(groups, tree), groups, strict=True)
+            ],
+        }
+    )
+    for group, before in zip(optimizer.param_groups, settings, strict=True):
+        for key, value in before.items():
+            if isinstance(value, Tensor) and isinstance(group[key], Tensor):
+                group[key] = group[key].to(value.device)
+    for name, values in state.items():
+        _restore_types(optimizer.state[named[name]], values)
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module, tree: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless `tree` is the state of such an optimizer with these parameters in these groups."""
+    if tree["optimizer"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {tree['optimizer']}, the optimizer is {type(optimizer).__name__}; "
+            f"use the same optimizer, or load the model alone"
+        )
+    groups, saved = _named_groups(optimizer, model), tree["shapes"]
+    own = {name: tuple(parameter.shape) for group in groups for name, parameter in group.items()}
+    problems = [
+        *(f"{name}: not in the checkpoint" for name in own if name not in saved),
+        *(f"{name}: not in the optimizer" for name in saved if name not in own),
+        *(f"{n}: checkpoint {saved[n]}, model {own[n]}" for n in own if n in saved and saved[n] != own[n]),
+    ]
+    if problems:
+        rest = f" (and {len(problems) - _NUM_NAMED} more)" if len(problems) > _NUM_NAMED else ""
+        raise CheckpointError(f"the saved optimizer has other parameters: {'; '.join(problems[:_NUM_NAMED])}{rest}")
+    _saved_groups(groups, tree)
+
+
+def _named_groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Tensor]]:
+    """Return each group's parameters by name, in the optimizer's order."""
+    names = {id(parameter): clean_name(name) for name, parameter in unwrap(model).named_parameters()}
+    return [
+        {names.get(id(parameter), f"groups.{i}.params.{j}"): parameter for j, parameter in enumerate(group["params"])}
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _saved_groups(groups: Sequence[Mapping[str, Tensor]], tree: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return for each group of the optimizer the saved one with the same parameters."""
+    left = list(tree["groups"])
+    matching = []
+    for names in groups:
+        found = next((i for i, saved in enumerate(left) if set(saved["params"]) == set(names)), None)
+        if found is None:
+            some = ", ".join(list(names)[:_NUM_NAMED]) + (" …" if len(names) > _NUM_NAMED else "")
+            raise CheckpointError(
+                f"the saved optimizer groups its parameters otherwise: no saved group has exactly {some or 'none'}; "
+                f"build the parameter groups as in the saved run"
+            )
+        matching.append(left.pop(found))
+    if left:
+        raise CheckpointError(
+            f"the saved optimizer has {len(tree['groups'])} parameter groups, this one {len(groups)}; "
+            f"build the parameter groups as in the saved run"
+        )
+    return matching
+
+
+def _copy(value: Any, parameter: Tensor | None = None) -> Any:
+    """Copy the tensors of a tree, so that training on does not change it; they take the layout of the parameter."""
+    if isinstance(value, dict):
+        return {key: _copy(item, parameter) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copy(item, parameter) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    if parameter is None or value.shape != parameter.shape:
+        return value.detach().clone()
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
+
+
+def _restore_types(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Undo the cast of torch's loader, which gives floating-point state the type of the parameter."""
+    for key, value in saved.items():
+        current = loaded.get(key)
+        if isinstance(value, Tensor) and isinstance(current, Tensor) and current.dtype != value.dtype:
+            loaded[key] = value.to(current.device)

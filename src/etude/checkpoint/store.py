@@ -1,0 +1,175 @@
+"""Writing, verifying and reading one checkpoint folder."""
+
+import errno
+import json
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from platform import python_version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.checkpoint.durable import HashedFile, new_folder
+from etude.checkpoint.format import pack, unpack
+from etude.checkpoint.manifest import (
+    FILES,
+    FORMAT,
+    MANIFEST,
+    META,
+    MODEL_TENSORS,
+    STATE,
+    STATE_TENSORS,
+    FileRecord,
+    check_contents,
+    check_size,
+    damaged,
+    read_manifest,
+    render_manifest,
+)
+from etude.checkpoint.tensorfile import read_tensors, write_tensors
+from etude.core.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a checkpoint folder holds, in memory on the CPU."""
+
+    path: Path
+    model_state: dict[str, Any]
+    """The module's state by name; tied weights are one tensor under each of their names."""
+    state: Any
+    """Everything else, as it was given."""
+    meta: dict[str, Any]
+    """The contents of meta.json, for people."""
+    warnings: tuple[str, ...] = ()
+    """One line for every newer or better checkpoint that was damaged and passed over."""
+
+
+def write_checkpoint(folder: Path, model_state: Mapping[str, Any], state: Any, meta: Mapping[str, Any]) -> None:
+    """Write a checkpoint; when this returns it is on the disk, and until then there is nothing under its name.
+
+    `meta` is for people: step, epoch, metrics, a summary of the config; versions, time and shapes are added.
+    A checkpoint of the same name is replaced. Raises CheckpointError if `state` holds anything that is not data
+    or if the disk refuses; earlier checkpoints are untouched either way.
+    """
+    model_tensors, model_structure = pack(dict(model_state), "model")
+    state_tensors, state_structure = pack(state, "state")
+    structure = {"format": FORMAT, "model": model_structure, "state": state_structure}
+    try:
+        with new_folder(folder) as temporary, ExitStack() as stack:
+            files = {}
+            for name in (*FILES, MANIFEST):
+                files[name] = HashedFile(temporary / name)
+                stack.callback(files[name].close)
+            write_tensors(files[MODEL_TENSORS], model_tensors)
+            write_tensors(files[STATE_TENSORS], state_tensors)
+            files[STATE].write(json.dumps(structure, separators=(",", ":"), allow_nan=False).encode())
+            files[META].write(_render_meta(meta, model_state))
+            records = {name: FileRecord(files[name].size, files[name].sha256) for name in FILES}
+            files[MANIFEST].write(render_manifest(records))
+            # Synced only after the last write, so that the file system can commit them together.
+            for file in files.values():
+                file.sync()
+    except OSError as error:
+        raise cannot_save(folder, error) from error
+
+
+def verify_checkpoint(folder: Path) -> None:
+    """Raise CheckpointError, saying which file and how, unless every byte is as it was written."""
+    records = read_manifest(folder)
+    for name in FILES:
+        check_size(folder, name, records[name])
+    for name in FILES:
+        check_contents(folder, name, records[name])
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Verify a checkpoint and read it; nothing in it can run code. Raises CheckpointError if it is damaged."""
+    verify_checkpoint(folder)
+    structure = _read_json(folder, STATE)
+    try:
+        return Checkpoint(
+            path=folder,
+            model_state=unpack(read_tensors(folder / MODEL_TENSORS), structure["model"]),
+            state=unpack(read_tensors(folder / STATE_TENSORS), structure["state"]),
+            meta=_read_json(folder, META),
+        )
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # checksums right, contents not ours
+        raise damaged(folder, f"{STATE} does not fit the tensors ({error})") from error
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Read meta.json alone, verified; the tensors are not looked at."""
+    record = read_manifest(folder)[META]
+    check_size(folder, META, record)
+    check_contents(folder, META, record)
+    return _read_json(folder, META)
+
+
+def cannot_save(folder: Path, error: OSError) -> CheckpointError:
+    """Return the error for a disk that refuses, with the remedy that fits."""
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            remedy = "free some space or keep fewer checkpoints"
+        case errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOTDIR:
+            remedy = "choose a folder that can be written"
+        case _:
+            remedy = "check the disk"
+    what = error.strerror or str(error)
+    return CheckpointError(f"cannot save {folder}: {what}; {remedy} (earlier checkpoints are untouched)")
+
+
+def _render_meta(meta: Mapping[str, Any], model_state: Mapping[str, Any]) -> bytes:
+    shapes = {
+        name: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        for name, value in model_state.items()
+        if isinstance(value, Tensor)
+    }
+    content = {
+        "format": FORMAT,
+        **meta,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "etude": _etude_version(),
+        "torch": torch.__version__,
+        "python": python_version(),
+        "parameters": shapes,
+    }
+    return (json.dumps(_plain(content), indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` as standard JSON that a person can read; what has no such form is given in words."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / name).read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error
+    except (ValueError, RecursionError):
+        raise damaged(folder, f"{name} is not JSON") from None
+    if not isinstance(content, dict):
+        raise damaged(folder, f"{name} is not a JSON object")
+    return content
+
+
+@cache
+def _etude_version() -> str:
+    try:
+        return metadata.version("etude")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"

@@ -1,0 +1,167 @@
+"""The `etude` command: parses arguments, calls the library, prints what it says. Torch loads when needed."""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="etude",
+    help="Train PyTorch models from a config file: exact, fast and clear.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Look at, check and describe experiment configs.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+Experiment = Annotated[str, typer.Argument(help="lenet5/baseline, or the path of a YAML or JSON file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes, such as training.epochs=3.")
+]
+RunDir = Annotated[Path, typer.Argument(help="A run folder made by `etude train`.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No live display.")]
+
+
+@app.command()
+def train(
+    experiment: Experiment,
+    overrides: Overrides = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run folder [default: runs/EXPERIMENT/TIME].")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Remove a run that is already in the run folder.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train an experiment in a new run folder."""
+    from etude.experiment import train_experiment
+
+    outcome = train_experiment(experiment, overrides or [], run_dir=run_dir, overwrite=overwrite, progress=not quiet)
+    _conclude(outcome)
+
+
+@app.command()
+def resume(run_dir: RunDir, overrides: Overrides = None, quiet: Quiet = False) -> None:
+    """Go on with a run from its newest intact checkpoint."""
+    from etude.experiment import resume_run
+
+    _conclude(resume_run(run_dir, overrides or [], progress=not quiet))
+
+
+@app.command()
+def evaluate(
+    run_dir: RunDir,
+    split: Annotated[str, typer.Option(help="test, validation or train.")] = "test",
+    checkpoint: Annotated[str, typer.Option(help="best, last or a step number.")] = "best",
+) -> None:
+    """Evaluate a checkpoint of a run."""
+    from etude.experiment import evaluate_run
+
+    path, metrics = evaluate_run(run_dir, split=split, which=checkpoint)
+    print(f"{path} on the {split} split:")
+    _print_metrics(metrics)
+
+
+@app.command("list")
+def list_experiments() -> None:
+    """List the experiments that can be named, and the registered components."""
+    from etude.config import kinds, names
+    from etude.config import list_experiments as found
+    from etude.experiment import load_components
+
+    print("experiments")
+    for name, path in found():
+        print(f"  {name:<28} {path}")
+    load_components()
+    for kind in kinds():
+        print(f"{kind}: {', '.join(names(kind))}")
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="Name of the experiment: a folder of that name is made.")],
+    root: Annotated[Path, typer.Option(help="Where experiments live.")] = Path("experiments"),
+) -> None:
+    """Make a new experiment from the template."""
+    from etude.experiment import new_experiment
+
+    folder = new_experiment(name, root)
+    print(f"made {folder}; train it with: etude train {name}/baseline")
+
+
+@config_app.command("show")
+def config_show(experiment: Experiment, overrides: Overrides = None) -> None:
+    """Print the whole resolved config, defaults included, as YAML."""
+    from etude.experiment import load_experiment_config
+
+    print(load_experiment_config(experiment, overrides=overrides or []).to_yaml(), end="")
+
+
+@config_app.command("check")
+def config_check(experiment: Experiment, overrides: Overrides = None) -> None:
+    """Check a config; every mistake is one line."""
+    from etude.experiment import load_experiment_config
+
+    config = load_experiment_config(experiment, overrides=overrides or [])
+    print(f"{config.path}: fine")
+
+
+@config_app.command("schema")
+def config_schema(
+    imports: Annotated[list[str] | None, typer.Option("--import", help="Modules that register components.")] = None,
+) -> None:
+    """Print the JSON Schema of experiment files, for editors that complete and check YAML."""
+    import json
+
+    from etude.experiment import experiment_schema
+
+    print(json.dumps(experiment_schema(imports or []), indent=2))
+
+
+def _conclude(outcome: Any) -> None:
+    if not outcome.is_main:
+        raise SystemExit(130 if outcome.status == "interrupted" else 0)
+    if outcome.status == "interrupted":
+        print(f"stopped at step {outcome.step} and saved; go on with: etude resume {outcome.run_dir}")
+        raise SystemExit(130)
+    why = f" ({outcome.reason})" if outcome.reason else ""
+    print(f"finished at step {outcome.step}{why}; run folder {outcome.run_dir}")
+    validation = {name: value for name, value in outcome.metrics.items() if name.startswith("val_")}
+    _print_metrics(validation or outcome.metrics)
+
+
+def _print_metrics(metrics: dict[str, float]) -> None:
+    for name, value in metrics.items():
+        percent = f"   ({100 - 100 * value:.2f} % error)" if name.endswith("accuracy") else ""
+        print(f"  {name:<16} {value:.6g}{percent}")
+
+
+@contextlib.contextmanager
+def _errors_in_words() -> Iterator[None]:
+    """Print errors a user can cause as one message, with exit code 2; everything else keeps its traceback."""
+    try:
+        yield
+    except Exception as error:
+        from etude.core.errors import EtudeError
+
+        if not isinstance(error, EtudeError):
+            raise
+        print(f"etude: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print("etude: stopped at once; the last checkpoint is intact", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def main() -> None:
+    """Run the command line."""
+    logging.basicConfig(format="etude: %(message)s", level=logging.WARNING)
+    with _errors_in_words():
+        app()
+
+
+if __name__ == "__main__":
+    main()

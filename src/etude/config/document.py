@@ -1,0 +1,126 @@
+"""A config as read: plain data, and for every value the file and line it came from."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+COMMAND_LINE = "command line"
+"""Stands for the file name of values that were given as overrides."""
+
+
+class Location(NamedTuple):
+    """Where a value was written."""
+
+    file: str
+    line: int | None = None
+    layer: int = 0
+    """Files that extend others, and the command line, come later: the higher layer wins."""
+    written: str = ""
+    """The dotted path as the user wrote it, where the key has since been renamed."""
+
+    def __str__(self) -> str:
+        return self.file if self.line is None else f"{self.file}:{self.line}"
+
+
+@dataclass(slots=True)
+class Document:
+    """Plain data of a config with its origins; made by `read_config`, or from a dict for configs made in Python.
+
+    >>> Document({"training": {"epochs": 3}}).place("training.epochs")
+    'training.epochs'
+    """
+
+    data: dict[str, Any]
+    path: Path | None = None
+    locations: dict[str, Location] = field(default_factory=dict)
+    """Dotted path to origin; elements of lists are numbered: `callbacks.0.patience`."""
+
+    def where(self, path: str) -> Location | None:
+        """Return the origin of a value, or that of the nearest section around it."""
+        while path:
+            if path in self.locations:
+                return self.locations[path]
+            path = path.rpartition(".")[0]
+        return Location(display(self.path)) if self.path else None
+
+    def place(self, path: str) -> str:
+        """Return "file:line: dotted.path" for the start of a message."""
+        location = self.where(path)
+        if location is None:
+            return path
+        exact = self.locations.get(path)
+        shown = exact.written if exact and exact.written else path
+        return f"{location}: {shown}" if shown else str(location)
+
+    def layer(self, path: str) -> int:
+        """Return how late the value was given; 0 if nothing is known of it."""
+        location = self.where(path)
+        return location.layer if location else 0
+
+    def renamed(self, old: str, new: str) -> None:
+        """Note that the value at `new` was written as `old`, so that messages show what the user wrote."""
+        for path, location in list(self.locations.items()):
+            if path == old or path.startswith(f"{old}."):
+                moved = self.locations.pop(path)
+                self.locations[new + path[len(old) :]] = moved._replace(written=location.written or path)
+
+    def forget(self, path: str) -> None:
+        """Drop the origins of a value and of everything below it."""
+        for known in [known for known in self.locations if known == path or known.startswith(f"{path}.")]:
+            del self.locations[known]
+
+
+def join(path: str, key: object) -> str:
+    """Return the dotted path of `key` below `path`.
+
+    >>> join("", "model"), join("callbacks", 0)
+    ('model', 'callbacks.0')
+    """
+    return f"{path}.{key}" if path else str(key)
+
+
+def display(path: Path) -> str:
+    """Return the path as a reader would type it: relative to the current folder if it lies inside."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def merge(base: Document, top: Document) -> Document:
+    """Lay `top` over `base`: sections are merged key by key, everything else is replaced.
+
+    A section that names another component replaces the whole section, because the arguments of one component
+    mean nothing to another. A section given as a bare name (`optimizer: sgd`) counts as `name: sgd`.
+
+    >>> merge(Document({"a": {"x": 1, "y": 2}}), Document({"a": {"y": 3}})).data
+    {'a': {'x': 1, 'y': 3}}
+    >>> merge(Document({"o": {"name": "sgd", "momentum": 0.9}}), Document({"o": {"name": "adamw"}})).data
+    {'o': {'name': 'adamw'}}
+    """
+    merged = Document({}, top.path, dict(base.locations))
+    merged.data = _merge(base.data, top.data, "", merged)
+    merged.locations.update(top.locations)
+    return merged
+
+
+def _merge(base: Mapping[str, Any], top: Mapping[str, Any], path: str, merged: Document) -> dict[str, Any]:
+    result = {key: copy.deepcopy(value) for key, value in base.items() if key not in top}
+    for key, value in top.items():
+        below, where = base.get(key), join(path, key)
+        if isinstance(below, str) and isinstance(value, Mapping) and "name" not in value:
+            below = {"name": below}
+        if isinstance(below, Mapping) and isinstance(value, Mapping) and not names_another(below, value):
+            result[key] = _merge(below, value, where, merged)
+        else:
+            merged.forget(where)
+            result[key] = copy.deepcopy(value)
+    # Keep the order of the base, then what is new: a resolved config reads like the file it extends.
+    return {key: result[key] for key in [*base, *(key for key in top if key not in base)]}
+
+
+def names_another(base: Mapping[str, Any], top: Mapping[str, Any]) -> bool:
+    """Return whether both sections name a component, and not the same one."""
+    return "name" in base and "name" in top and base["name"] != top["name"]

@@ -1,0 +1,184 @@
+"""From pydantic's errors to ours: one complete line for every mistake in a file."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+
+from etude.config.document import Document, join
+from etude.config.messages import Detail, is_type_error, message, mismatch, show
+from etude.config.shapes import Shape, shape_at
+from etude.config.spelling import listed, nearest
+from etude.core.errors import ConfigError
+
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+Loc = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake: the dotted path and what is wrong there."""
+
+    path: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """An error at its place in the data; `branch` says which member of a union reported it, and where."""
+
+    loc: Loc
+    detail: Detail
+    branch: tuple[Loc, str] | None = None
+
+
+@dataclass(slots=True)
+class _Context:
+    """What the messages for one section need to know."""
+
+    hint: Any
+    data: Any
+    path: str
+    elsewhere: Mapping[str, Shape]
+    provided: frozenset[str]
+    suggested: set[Loc] = field(default_factory=set)
+    """Keys that were suggested for unknown ones: that they are missing goes without saying."""
+
+
+def raise_problems(problems: Sequence[Problem], document: Document | None) -> NoReturn:
+    """Raise one ConfigError with a line for every problem, in the order of the file."""
+    assert problems
+    origin = document or Document({})
+
+    def position(problem: Problem) -> tuple[int, int]:
+        location = origin.where(problem.path)
+        return (-location.layer, location.line or 0) if location else (0, 0)
+
+    lines = [f"{origin.place(problem.path)}: {problem.message}" for problem in sorted(problems, key=position)]
+    raise ConfigError("\n".join(dict.fromkeys(line.removeprefix(": ") for line in lines)))
+
+
+def problems_in(
+    error: ValidationError,
+    hint: Any,
+    data: Any,
+    *,
+    path: str = "",
+    elsewhere: Mapping[str, Shape] | None = None,
+    provided: frozenset[str] = frozenset(),
+) -> list[Problem]:
+    """Return the mistakes that a validation found, each explained from the schema and the data around it.
+
+    `hint` is the model (or other type) that `data` was validated against; `elsewhere` holds the keys of other
+    sections by their path, so that a misplaced key can be sent home.
+    """
+    context = _Context(hint, data, path, elsewhere or {}, provided)
+    found = [_locate(detail, data) for detail in error.errors(include_url=False)]
+    found.sort(key=lambda each: each.detail["type"] not in _UNKNOWN)  # suggestions first, for `suggested`
+    problems = []
+    for each in found:
+        if each.branch is None:
+            text = _explain(each, context)
+            if text:
+                problems.append(Problem(_dotted(path, each.loc), text))
+    return problems + _unions([each for each in found if each.branch], context)
+
+
+def _locate(detail: Detail, data: Any) -> _Found:
+    """Follow pydantic's location through the data; what is no key there names a member of a union."""
+    loc: list[Any] = []
+    branch: tuple[Loc, str] | None = None
+    value = data
+    parts = detail["loc"]
+    for index, part in enumerate(parts):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+            loc.append(part)
+        elif isinstance(value, (list, tuple)) and isinstance(part, int) and part < len(value):
+            value = value[part]
+            loc.append(part)
+        elif detail["type"] == "missing" and index == len(parts) - 1:
+            loc.append(part)
+        elif detail["type"] != "component" or part != "name":
+            branch = branch or (tuple(loc), str(part))
+        elif isinstance(value, Mapping):
+            loc.append(part)
+    return _Found(tuple(loc), detail, branch)
+
+
+def _unions(found: Sequence[_Found], context: _Context) -> list[Problem]:
+    """Merge what the members of each union say into one line, or take the word of the member that was meant."""
+    by_anchor: dict[Loc, dict[str, list[_Found]]] = {}
+    for each in found:
+        assert each.branch is not None
+        anchor, member = each.branch
+        by_anchor.setdefault(anchor, {}).setdefault(member, []).append(each)
+    problems = []
+    for anchor, members in by_anchor.items():
+        errors = [each for group in members.values() for each in group]
+        meant = [
+            group for group in members.values() if any(each.loc != anchor for each in group)
+        ] or [[each] for each in errors if not is_type_error(each.detail)]
+        if meant:
+            texts = [(each.loc, _explain(each, context)) for each in min(meant, key=len)]
+        else:
+            texts = [(anchor, mismatch([each.detail for each in errors]))]
+        problems += [Problem(_dotted(context.path, loc), text) for loc, text in texts if text]
+    return problems
+
+
+def _explain(found: _Found, context: _Context) -> str:
+    """Return the message for one error; empty if another line already says it."""
+    kind, loc = found.detail["type"], found.loc
+    if kind in _UNKNOWN:
+        return _unknown(loc, context)
+    if kind != "missing":
+        return message(found.detail)
+    if loc and isinstance(loc[-1], int):
+        given = found.detail["input"]
+        return f"expected more values: number {loc[-1] + 1} is missing, got {show(given)}"
+    return "" if loc in context.suggested else "missing; this key is required"
+
+
+def _unknown(loc: Loc, context: _Context) -> str:
+    key, shape = str(loc[-1]), shape_at(context.hint, loc[:-1], context.data, context.provided) or Shape()
+    noun = "unknown section" if len(loc) == 1 and not context.path else "unknown key"
+    if key in shape.supplied:
+        return "is supplied when the component is built and cannot be given here; remove it"
+    if key in shape.spellings:
+        return _conflict(key, loc, shape, context)
+    here = _dotted(context.path, loc[:-1])
+    home = next((path for path, other in context.elsewhere.items() if key in other.spellings and path != here), None)
+    near = nearest(key, shape.spellings)
+    if near:
+        context.suggested.add((*loc[:-1], shape.spellings[near]))
+        hint = f"; did you mean '{near}'?" + (f" '{key}' itself belongs to '{home}'" if home else "")
+    elif home:
+        hint = f"; '{key}' belongs to '{home}'"
+    else:
+        hint = _near_elsewhere(key, here, context)
+    return f"{noun}{hint} (allowed: {listed(shape.names, shorten=bool(hint))})"
+
+
+def _conflict(key: str, loc: Loc, shape: Shape, context: _Context) -> str:
+    """Two spellings of one argument stand side by side."""
+    canonical = shape.spellings[key]
+    section: Any = context.data
+    for part in loc[:-1]:
+        section = section[part]
+    others = [other for other in section if other != key and shape.spellings.get(other) == canonical]
+    return f"means the same as '{others[0] if others else canonical}', which is given too; keep one of them"
+
+
+def _near_elsewhere(key: str, here: str, context: _Context) -> str:
+    known = {join(path, name): name for path, shape in context.elsewhere.items() if path != here for name in shape.names}
+    close = nearest(key, known.values())
+    path = next((path for path, name in known.items() if name == close), None)
+    return f"; did you mean '{path}'?" if path else ""
+
+
+def _dotted(path: str, loc: Loc) -> str:
+    for part in loc:
+        path = join(path, part)
+    return path

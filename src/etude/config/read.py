@@ -1,0 +1,113 @@
+"""Reading a config file: YAML or JSON, with `extends:` resolved."""
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from etude.config.dialect import parse_yaml
+from etude.config.document import Document, Location, display, merge
+from etude.config.spelling import listed, nearest
+from etude.core.errors import ConfigError
+
+SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def read_config(path: str | os.PathLike[str]) -> Document:
+    """Read a YAML or JSON file and the files it extends; return plain data with the line of every value.
+
+    `extends: base.yaml` (or a list of files, later ones win) names files relative to the one that says it.
+    Raises ConfigError in one line if a file is missing, empty, not valid, or extends itself.
+    """
+    return _load(Path(path), (), itertools.count(), "")
+
+
+def _load(path: Path, chain: tuple[Path, ...], layers: Iterator[int], said_at: str) -> Document:
+    real = path.resolve()
+    if real in chain:
+        circle = " → ".join(display(step) for step in (*chain[chain.index(real) :], real))
+        raise ConfigError(f"{said_at}files extend each other in a circle: {circle}")
+    own = _parse(path, said_at)
+    parents = own.data.pop("extends", None)
+    result: Document | None = None
+    for number, name in enumerate(_parent_names(parents, own)):
+        key = "extends" if isinstance(parents, str) else f"extends.{number}"
+        parent = _load(path.parent / name, (*chain, real), layers, f"{own.place(key)}: ")
+        result = parent if result is None else merge(result, parent)
+    own.forget("extends")
+    layer = next(layers)
+    own.locations = {known: location._replace(layer=layer) for known, location in own.locations.items()}
+    return own if result is None else merge(result, own)
+
+
+def _parent_names(parents: Any, own: Document) -> list[str]:
+    names = [parents] if isinstance(parents, str) else [] if parents is None else parents
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{own.place('extends')}: expected a file name or a list of file names, got {parents!r}")
+    return names
+
+
+def _parse(path: Path, said_at: str) -> Document:
+    shown = display(path)
+    text = _read_text(path, said_at)
+    data, lines = _parse_json(text, shown) if path.suffix == ".json" else parse_yaml(text, shown)
+    if data is None:
+        raise ConfigError(f"{shown}: the file is empty; write sections such as 'model:' and 'training:'")
+    if not isinstance(data, dict):
+        found = "a list" if isinstance(data, list) else f"the single value {data!r}"
+        raise ConfigError(f"{shown}: expected sections such as 'model:' and 'training:' at the top, found {found}")
+    if odd := [key for key in data if not isinstance(key, str)]:
+        raise ConfigError(f"{shown}: the name of a section must be text, found {odd[0]!r}")
+    return Document(data, path, {known: Location(shown, line) for known, line in lines.items()})
+
+
+def _read_text(path: Path, said_at: str) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{said_at}{missing_file(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{said_at}'{display(path)}' is a folder; name a file in it") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{display(path)}: not a text file in UTF-8 (byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"{said_at}cannot read '{display(path)}': {error.strerror}") from error
+
+
+def missing_file(path: Path) -> str:
+    """Say that a file does not exist, and what its folder holds instead."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"no file '{display(path)}': its folder does not exist"
+    there = sorted(file.name for file in folder.iterdir() if file.suffix in (*SUFFIXES, path.suffix))
+    close = nearest(path.name, there)
+    hint = f"; did you mean '{close}'?" if close else ""
+    return f"no file '{display(path)}'{hint} (in {display(folder)}: {listed(there, shorten=close is not None)})"
+
+
+def _parse_json(text: str, file: str) -> tuple[Any, dict[str, int]]:
+    """Parse JSON strictly; lines come from reading it as YAML too, which covers all but rare escapes."""
+    twice: list[str] = []
+
+    def note_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        twice.extend(key for key in keys if keys.count(key) > 1)
+        return dict(pairs)
+
+    if not text.strip():
+        return None, {}
+    try:
+        data = json.loads(text, object_pairs_hook=note_twice)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: values are nested too deeply") from None
+    try:
+        _, lines = parse_yaml(text.expandtabs(2), file)
+    except ConfigError as error:
+        if twice:
+            raise error if twice[0] in str(error) else ConfigError(f"{file}: key '{twice[0]}' is given twice") from None
+        return data, {}
+    return data, lines

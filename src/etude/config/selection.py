@@ -1,0 +1,141 @@
+"""What a component section says: which component, with which arguments; validated, and not yet built."""
+
+import dataclasses
+import enum
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+
+from etude.config.registry import Component, Section, lookup, names
+from etude.config.section_model import SectionModel, spellings
+from etude.config.signature import schema_of
+from etude.config.spelling import listed
+from etude.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """A component and its validated arguments."""
+
+    component: Component
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """What the section gives, under the canonical names; a nested section is a `Selection` itself."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """What the signature adds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SuppliedSection(Section):
+    """A section whose builder supplies some arguments."""
+
+    provided: frozenset[str] = frozenset()
+
+
+def select(kind: str, value: Any, provided: Collection[str] = ()) -> Selection:
+    """Validate a section against the signature of the component it names; raise pydantic's ValidationError.
+
+    A bare name stands for the component with its defaults.
+    """
+    component = named_component(kind, value)
+    given = {} if isinstance(value, str) else {key: item for key, item in value.items() if key != "name"}
+    model = component_model(component, provided)
+    validated = model.model_validate(given, context={"provided": frozenset(provided)})
+    values = field_values(validated)
+    extra = validated.model_extra or {}
+    canonical = {spellings(model, name)[0] for name in validated.model_fields_set if name not in extra}
+    return Selection(
+        component,
+        {key: item for key, item in values.items() if key in canonical} | extra,
+        {key: item for key, item in values.items() if key not in canonical and key not in provided},
+    )
+
+
+def named_component(kind: str, value: Any) -> Component:
+    """Return the component that a section names, or raise pydantic's ValidationError at `name`."""
+    known = f"(known: {listed(names(kind))})"
+    if not isinstance(value, (str, Mapping)):
+        raise _error(kind, (), value, f"expected the name of a {kind}, or a mapping with 'name:' {known}")
+    name = value if isinstance(value, str) else value.get("name")
+    if name is None:
+        raise _error(kind, ("name",), value, f"missing; name a {kind} {known}")
+    if not isinstance(name, str):
+        raise _error(kind, ("name",), name, f"expected the name of a {kind}, got {name!r} {known}")
+    try:
+        return lookup(kind, name)
+    except ConfigError as error:
+        raise _error(kind, ("name",), name, str(error)) from None
+
+
+def _error(kind: str, loc: tuple[str, ...], value: Any, problem: str) -> ValidationError:
+    # Braces in the text would be taken for placeholders, so it goes in as the one value.
+    custom = PydanticCustomError("component", "{problem}", {"problem": problem})
+    return ValidationError.from_exception_data(kind, [InitErrorDetails(type=custom, loc=loc, input=value)])
+
+
+def component_model(component: Component, provided: Collection[str] = ()) -> type[SectionModel]:
+    """Return the schema of the component's arguments."""
+    return schema_of(
+        component.factory,
+        provided=provided,
+        aliases=component.aliases,
+        name=f"{component.kind}.{component.name}",
+    )
+
+
+def section_core_schema(section: Section) -> CoreSchema:
+    """Return the schema of an argument marked as a `Section`: a mapping with `name:`, a bare name, or a ready object."""
+
+    def validate(value: Any, info: core_schema.ValidationInfo) -> Any:
+        if not isinstance(value, (str, bytes, int, float, list, tuple, Mapping, type(None))):
+            return value  # made in Python: only the component that takes it can judge it
+        provided = frozenset((info.context or {}).get("provided", ()))
+        if isinstance(section, SuppliedSection):
+            provided |= section.provided
+        return select(section.kind, value, provided)
+
+    return core_schema.with_info_plain_validator_function(validate)
+
+
+def field_values(model: BaseModel) -> dict[str, Any]:
+    """Return the fields of a validated section under their canonical names."""
+    return {spellings(type(model), name)[0]: getattr(model, name) for name in type(model).model_fields}
+
+
+def plain(value: Any) -> Any:
+    """Return validated values as a config file would give them: only mappings, lists, text, numbers and null.
+
+    Raises TypeError for objects that no file can hold; in sections such arguments are left out.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
+        return value
+    if isinstance(value, Selection):
+        return {"name": value.component.name, **_plain_items(value.arguments | value.defaults)}
+    if isinstance(value, BaseModel):
+        return _plain_items(field_values(value) | (value.model_extra or {}))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain_items({item.name: getattr(value, item.name) for item in dataclasses.fields(value)})
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(plain(item) for item in value)
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
+    if isinstance(value, PurePath):
+        return str(value)
+    raise TypeError(f"a config file cannot hold a {type(value).__name__}")
+
+
+def _plain_items(values: Mapping[str, Any]) -> dict[str, Any]:
+    result = {}
+    for key, value in values.items():
+        try:
+            result[key] = plain(value)
+        except TypeError:
+            continue
+    return result

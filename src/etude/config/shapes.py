@@ -1,0 +1,133 @@
+"""Which keys are allowed at a place in a config: walks type hints alongside the data."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ValidationError
+
+from etude.config.registry import Section, lookup, names
+from etude.config.section_model import SectionModel, spellings
+from etude.config.selection import SuppliedSection, component_model, named_component
+
+
+@dataclass(slots=True)
+class Shape:
+    """The keys of a section."""
+
+    names: list[str] = field(default_factory=list)
+    """The canonical keys, in the order of the signature."""
+    spellings: dict[str, str] = field(default_factory=dict)
+    """Every key that is understood, with its canonical name."""
+    hints: dict[str, list[Any]] = field(default_factory=dict)
+    """What a value may be, by canonical name."""
+    supplied: frozenset[str] = frozenset()
+    """Arguments that the builder supplies and that a file cannot give."""
+
+
+def shape_at(hint: Any, loc: Sequence[Any], data: Any, provided: frozenset[str] = frozenset()) -> Shape | None:
+    """Return the keys of the section that `loc` leads to, or None if there is none there."""
+    hints, value = list(_members(hint)), data
+    for part in loc:
+        hints = [below for each in hints for below in _step(each, part, value, provided)]
+        value = _child(value, part)
+    shapes = (_shape(each, value, provided) for each in hints)
+    return next((shape for shape in shapes if shape is not None), None)
+
+
+def sections_of(hint: Any, data: Any, provided: frozenset[str] = frozenset()) -> dict[str, Shape]:
+    """Return the shapes of the sections directly below; of a section that names nothing yet, those of its kind."""
+    root = shape_at(hint, (), data, provided)
+    found: dict[str, Shape] = {}
+    for name, hints in (root.hints if root else {}).items():
+        value = _child(data, name)
+        for each in hints:
+            shape = _shape(each, value, provided)
+            if shape is None and isinstance(each, Section) and value is None:
+                shape = _shape_of_kind(each, provided)
+            if shape is not None:
+                found.setdefault(name, shape)
+    return found
+
+
+def _child(value: Any, part: Any) -> Any:
+    if isinstance(value, Mapping):
+        return value.get(part)
+    if isinstance(value, (list, tuple)) and isinstance(part, int) and part < len(value):
+        return value[part]
+    return None
+
+
+def _members(hint: Any, metadata: Sequence[Any] = ()) -> Iterator[Any]:
+    """Yield what a value of this type may be: section marks, models, generic types; unions are taken apart."""
+    section = next((extra for extra in metadata if isinstance(extra, Section)), None)
+    origin = typing.get_origin(hint)
+    if section is not None:
+        yield section
+    elif origin is Annotated:
+        yield from _members(hint.__origin__, hint.__metadata__)
+    elif origin in (typing.Union, types.UnionType):
+        for member in typing.get_args(hint):
+            yield from _members(member)
+    else:
+        yield hint
+
+
+def _step(hint: Any, part: Any, value: Any, provided: frozenset[str]) -> list[Any]:
+    """Return what may stand at key or index `part` of a value of this type."""
+    shape = _shape(hint, value, provided)
+    if shape is not None:
+        return shape.hints.get(shape.spellings.get(part, part), [])
+    arguments = [argument for argument in typing.get_args(hint) if argument is not Ellipsis]
+    if isinstance(value, Mapping):
+        arguments = arguments[-1:]
+    elif isinstance(part, int) and typing.get_origin(hint) is tuple and len(arguments) > part:
+        arguments = arguments[part : part + 1]
+    return [member for argument in arguments for member in _members(argument)]
+
+
+def _shape(hint: Any, value: Any, provided: frozenset[str]) -> Shape | None:
+    if isinstance(hint, Section):
+        try:
+            component = named_component(hint.kind, value)
+        except ValidationError:
+            return None
+        shape = _shape_of_model(component_model(component, _provided(hint, provided)))
+        shape.names.insert(0, "name")
+        shape.spellings["name"] = "name"
+        return shape
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return _shape_of_model(hint)
+    if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or typing.is_typeddict(hint)):
+        hints = {name: list(_members(each)) for name, each in typing.get_type_hints(hint, include_extras=True).items()}
+        return Shape(list(hints), {name: name for name in hints}, hints)
+    return None
+
+
+def _shape_of_model(model: type[BaseModel]) -> Shape:
+    shape = Shape()
+    for name, info in model.model_fields.items():
+        keys = spellings(model, name)
+        shape.names.append(keys[0])
+        shape.spellings.update(dict.fromkeys(keys, keys[0]))
+        shape.hints[keys[0]] = list(_members(info.annotation, info.metadata))
+    if issubclass(model, SectionModel):
+        shape.supplied = model.supplied_
+    return shape
+
+
+def _shape_of_kind(section: Section, provided: frozenset[str]) -> Shape:
+    """Return the keys that any component of the kind takes."""
+    merged = Shape()
+    for name in names(section.kind):
+        shape = _shape_of_model(component_model(lookup(section.kind, name), _provided(section, provided)))
+        merged.names += [key for key in shape.names if key not in merged.names]
+        merged.spellings = shape.spellings | merged.spellings
+    return merged
+
+
+def _provided(section: Section, provided: frozenset[str]) -> frozenset[str]:
+    return provided | section.provided if isinstance(section, SuppliedSection) else provided

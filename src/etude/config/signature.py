@@ -1,0 +1,190 @@
+"""A signature is a schema: the pydantic model of a component's arguments, made from its typed parameters."""
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, create_model
+from pydantic.errors import PydanticUserError
+from pydantic_core import PydanticUndefined
+
+from etude.config.section_model import OpenSectionModel, SectionModel
+from etude.core.errors import ConfigError
+
+_LOOSE = ConfigDict(arbitrary_types_allowed=True)
+Parameter = tuple[Any, Any]
+"""Type hint and default of an argument; the default is `PydanticUndefined` where there is none."""
+
+
+def schema_of(
+    factory: Callable[..., Any],
+    *,
+    provided: Collection[str] = (),
+    aliases: Mapping[str, str] | None = None,
+    name: str | None = None,
+) -> type[SectionModel]:
+    """Return the model of what a config section may say about `factory`: one field per parameter.
+
+    `provided` names parameters that the builder supplies (`params`, `total_steps`): a section need not give them,
+    and may give those whose type can be written in YAML. `aliases` maps other spellings to parameters.
+
+    >>> def sgd(params, lr: float, momentum: float = 0.0): ...
+    >>> schema_of(sgd, provided=["params"]).model_validate({"lr": 1}).model_dump()
+    {'lr': 1.0, 'momentum': 0.0}
+    """
+    parameters, is_open = parameters_of(factory)
+    fields: dict[str, Parameter] = {}
+    supplied = set()
+    for parameter, (hint, default) in parameters.items():
+        if parameter in provided:
+            if not _is_expressible(hint):
+                supplied.add(parameter)
+                continue
+            default = None if default is PydanticUndefined else default
+        fields[parameter] = (hint, default)
+    base = OpenSectionModel if is_open else SectionModel
+    model = make_model(name or _name_of(factory), fields, aliases or {}, base, doc=_summary(factory))
+    model.supplied_ = frozenset(supplied)
+    return model
+
+
+def make_model(
+    name: str,
+    fields: Mapping[str, Parameter],
+    aliases: Mapping[str, str],
+    base: type[SectionModel] = SectionModel,
+    doc: str | None = None,
+) -> type[SectionModel]:
+    """Return a model with the given fields; hints that pydantic cannot make sense of count as `Any`."""
+    others: dict[str, list[str]] = {}
+    for alias, argument in aliases.items():
+        if argument not in fields:
+            raise ConfigError(f"{name}: alias '{alias}' stands for '{argument}', which is no argument of it")
+        others.setdefault(argument, []).append(alias)
+
+    def definitions(usable: Callable[[Any], bool]) -> dict[str, Any]:
+        return {
+            _field_name(argument): (
+                _with_description(hint) if usable(hint) else Any,
+                Field(default, validation_alias=AliasChoices(argument, *others.get(argument, ()))),
+            )
+            for argument, (hint, default) in fields.items()
+        }
+
+    make = functools.partial(create_model, name, __base__=base, __doc__=doc)
+    try:
+        return make(**definitions(lambda _hint: True))
+    except Exception:  # whatever a foreign hint makes pydantic raise: find the hint, keep the others
+        return make(**definitions(_is_usable))
+
+
+def parameters_of(factory: Callable[..., Any]) -> tuple[dict[str, Parameter], bool]:
+    """Return hint and default of every keyword parameter, and whether there is a `**kwargs`.
+
+    A parameter `name` is left out: in a section that key names the component.
+    """
+    signature = inspect.signature(factory)
+    hints = _hints_of(factory, signature)
+    found: dict[str, Parameter] = {}
+    for parameter in signature.parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name == "name":
+            continue
+        required = parameter.default is parameter.empty
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            if required:
+                raise ConfigError(
+                    f"{_name_of(factory)} takes '{parameter.name}' by position only; a config gives arguments by name"
+                )
+            continue
+        hint = hints.get(parameter.name, Any)
+        if parameter.default is None:
+            hint = _or_none(hint)
+        found[parameter.name] = (hint, PydanticUndefined if required else parameter.default)
+    return found, any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+
+
+def _hints_of(factory: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
+    """Return the hints that can be resolved; a name only a type checker knows is no reason to fail."""
+    target = _annotated(factory)
+    try:
+        return typing.get_type_hints(target, include_extras=True)
+    except Exception:  # evaluating a hint may raise anything: take the parameters one by one
+        hints = {}
+        for name, parameter in signature.parameters.items():
+            if parameter.annotation is parameter.empty:
+                continue
+            alone = type("alone", (), {"__annotations__": {name: parameter.annotation}})
+            try:
+                hints |= typing.get_type_hints(alone, getattr(target, "__globals__", {}), include_extras=True)
+            except Exception:
+                hints[name] = Any
+        return hints
+
+
+def _annotated(factory: Callable[..., Any]) -> Any:
+    """Return the function whose annotations describe the call."""
+    if isinstance(factory, functools.partial):
+        return _annotated(factory.func)
+    if inspect.isclass(factory):
+        own = inspect.unwrap(factory.__init__)
+        return own if inspect.isfunction(own) else inspect.unwrap(factory.__new__)
+    if inspect.isroutine(factory):
+        return inspect.unwrap(factory)
+    return type(factory).__call__
+
+
+def _or_none(hint: Any) -> Any:
+    """Return the hint with None allowed, as a default of None implies."""
+    try:
+        return typing.Union[hint, None]  # noqa: UP007 - `|` is not defined for every hint
+    except TypeError:
+        return Any
+
+
+def _field_name(argument: str) -> str:
+    """Return a field name that hides nothing of pydantic's own; the argument's name is the key in any case."""
+    if argument.startswith("_") or hasattr(SectionModel, argument):
+        return f"{argument.lstrip('_')}_argument"
+    return argument
+
+
+def _with_description(hint: Any) -> Any:
+    """Add the text of a `Doc("…")` in the hint as pydantic's description."""
+    for extra in getattr(hint, "__metadata__", ()):
+        text = getattr(extra, "documentation", None)
+        if isinstance(text, str):
+            return Annotated[hint, Field(description=text)]
+    return hint
+
+
+def _is_usable(hint: Any) -> bool:
+    try:
+        TypeAdapter(hint, config=_LOOSE)
+    except Exception:
+        return False
+    return True
+
+
+def _is_expressible(hint: Any) -> bool:
+    """Return whether every value of this type can be written in YAML."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return all(_is_expressible(member) for member in typing.get_args(hint))
+    try:
+        return bool(TypeAdapter(hint, config=_LOOSE).json_schema())
+    except (PydanticUserError, TypeError, ValueError, LookupError, AttributeError):
+        return False
+
+
+def _name_of(factory: Callable[..., Any]) -> str:
+    return getattr(factory, "__qualname__", type(factory).__qualname__)
+
+
+def _summary(factory: Callable[..., Any]) -> str | None:
+    """Return the first line of the docstring, unless Python made it (for dataclasses) or it is that of `partial`."""
+    doc = inspect.cleandoc(factory.__doc__ or "")
+    if not doc or isinstance(factory, functools.partial) or doc.startswith(f"{_name_of(factory)}("):
+        return None
+    return doc.splitlines()[0]

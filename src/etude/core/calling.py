@@ -1,0 +1,218 @@
+"""How a model is called with a batch of any form, and where that batch keeps its targets.
+
+    x                                  model(x)
+    (x,) · (x, labels) · DataBatch     model(x)
+    (x, y, …, labels)                  model(x, y, …)
+    {"tokens", "types", "attn_mask"}   model(tokens[:, :-1], types[:, :-1], attn_mask[:, :-1]); targets: tokens[:, 1:]
+    {"input_ids", …} · any mapping     model(**inputs), by the names of `forward`, without the labels
+
+A mapping with `tokens` and no labels is a next-token batch; with labels it is a mapping like any other.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from etude.core.batch import LABEL_KEYS, Batch, batch_labels
+from etude.core.errors import TrainingError
+
+WRAPPED_MODULES = ("_orig_mod", "_fsdp_wrapped_module")
+"""Names under which torch.compile and FSDP hold the module they wrap."""
+
+
+class ModelCall:
+    """Calls a model with a batch; what its `forward` takes is read once, here.
+
+    >>> model = nn.Linear(3, 2)
+    >>> call = ModelCall(model)
+    >>> import torch
+    >>> call(model, (torch.zeros(4, 3), torch.zeros(4))).shape
+    torch.Size([4, 2])
+    """
+
+    __slots__ = ("_forward", "_plans")
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self._forward = Forward.of(model)
+        self._plans: dict[tuple[str, ...], Plan] = {}
+
+    def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
+        """Run `model` (the one given at the start, or a wrapper of it) on the inputs of `batch`."""
+        if isinstance(batch, (tuple, list)):
+            if 1 <= len(batch) <= 2:
+                return model(batch[0])
+            if batch:
+                return model(*batch[:-1])
+        elif isinstance(batch, Tensor):
+            return model(batch)
+        elif isinstance(batch, Mapping):
+            keys = tuple(batch)
+            plan = self._plans.get(keys)
+            if plan is None:
+                plan = self._plans[keys] = self._forward.plan(keys)
+            return plan.run(model, batch)
+        raise TrainingError(
+            f"a batch is a tensor, a tuple such as (input, labels) or a mapping; "
+            f"found {'an empty ' if isinstance(batch, (tuple, list)) else ''}{type(batch).__name__}"
+        )
+
+
+class Plan(NamedTuple):
+    """Which values of a mapping go where."""
+
+    positional: tuple[str, ...]
+    keywords: tuple[str, ...]
+    next_token: bool
+    """Leave out the last position of every input: it has no next token."""
+
+    def run(self, model: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
+        """Call the model as planned; an optional input that the batch lacks is None."""
+        positional = [batch.get(key) for key in self.positional]
+        keywords = {key: batch[key] for key in self.keywords}
+        if self.next_token:
+            positional = [_without_last(value) for value in positional]
+            keywords = {key: _without_last(value) for key, value in keywords.items()}
+        return model(*positional, **keywords)
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What a `forward` takes."""
+
+    positional: tuple[str, ...]
+    """Parameters that can be given by position, in order."""
+    names: frozenset[str]
+    """Parameters that can be given by name."""
+    required: tuple[str, ...]
+    any_positional: bool
+    any_keyword: bool
+    text: str
+    """The signature, for messages."""
+
+    @classmethod
+    def of(cls, model: Callable[..., Any]) -> "Forward":
+        """Read the signature of the innermost module (or of a plain function)."""
+        if isinstance(model, nn.Module):
+            model = unwrap(model).forward
+        parameters = inspect.signature(model).parameters.values()
+        kinds = {parameter.kind for parameter in parameters}
+        single = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        return cls(
+            positional=tuple(p.name for p in single if p.kind is not p.KEYWORD_ONLY),
+            names=frozenset(p.name for p in single if p.kind is not p.POSITIONAL_ONLY),
+            required=tuple(p.name for p in single if p.default is p.empty),
+            any_positional=inspect.Parameter.VAR_POSITIONAL in kinds,
+            any_keyword=inspect.Parameter.VAR_KEYWORD in kinds,
+            text=", ".join(f"{p.name}=…" if p.default is not p.empty else str(p).split(":")[0] for p in parameters),
+        )
+
+    def plan(self, keys: tuple[str, ...]) -> Plan:
+        """Decide how a mapping with these keys is passed; raise TrainingError if it does not fit."""
+        plan = self._next_token_plan(keys) if is_next_token(keys) else self._mapping_plan(keys)
+        given = {*plan.keywords, *self.positional[: len(plan.positional)]}
+        missing = [name for name in self.required if name not in given]
+        if missing or not (plan.positional or plan.keywords):
+            lacks = f"; it lacks {', '.join(missing)}" if missing else "; none of them fits"
+            raise TrainingError(
+                f"the batch does not fit the model: forward takes ({self.text}), "
+                f"the batch has the keys {', '.join(keys) or 'none'}{lacks}"
+            )
+        return plan
+
+    def _mapping_plan(self, keys: tuple[str, ...]) -> Plan:
+        inputs = [key for key in keys if key not in LABEL_KEYS or key in self.required]
+        keywords = [key for key in inputs if self.any_keyword or key in self.names]
+        if "decoder_input_ids" in self.names and "decoder_input_ids" not in keys and "labels" in keys:
+            keywords.append("labels")  # an encoder-decoder makes the inputs of its decoder from the labels
+        main = next(
+            (key for key in ("input_ids", "tokens") if key in inputs), inputs[0] if len(inputs) == 1 else None
+        )
+        if main is None or main in self.names or not self._takes_first(inputs):
+            return Plan((), tuple(keywords), next_token=False)
+        # forward calls its first argument something else (`x`, `input`): give it by position.
+        return Plan((main,), tuple(key for key in keywords if key != main), next_token=False)
+
+    def _takes_first(self, inputs: Collection[str]) -> bool:
+        """Whether the first position is free for an input that forward does not know by name."""
+        if self.positional:
+            return self.positional[0] not in inputs
+        return self.any_positional and not self.any_keyword
+
+    def _next_token_plan(self, keys: tuple[str, ...]) -> Plan:
+        extras = tuple(key for key in ("types", "attn_mask") if key in keys)
+        named = tuple(key for key in extras if key in self.names)
+        if not self.positional and not self.any_positional:
+            return Plan((), ("tokens", *(extras if self.any_keyword else named)), next_token=True)
+        if named or not extras:
+            return Plan(("tokens",), named, next_token=True)
+        if self.any_positional or len(self.positional) >= 3:
+            return Plan(("tokens", "types", "attn_mask")[: 3 if "attn_mask" in keys else 2], (), next_token=True)
+        if self.any_keyword:
+            return Plan(("tokens",), extras, next_token=True)
+        if len(self.positional) == 1 + len(extras):
+            return Plan(("tokens", *extras), (), next_token=True)
+        return Plan(("tokens",), (), next_token=True)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel, DataParallel, torch.compile or FSDP wrappers."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+            continue
+        inner = next((model._modules[name] for name in WRAPPED_MODULES if name in model._modules), None)
+        if inner is None:
+            return model
+        model = inner
+
+
+def is_next_token(keys: Collection[str]) -> bool:
+    """Whether a mapping with these keys is a next-token batch: `tokens` that are inputs and targets at once."""
+    return "tokens" in keys and "input_ids" not in keys and not any(key in keys for key in LABEL_KEYS)
+
+
+def inputs_of(batch: Batch) -> Any:
+    """Return the main input of a batch: the first of a tuple, `input_ids` or the first non-label of a mapping."""
+    if isinstance(batch, Tensor):
+        return batch
+    if isinstance(batch, Mapping):
+        if "input_ids" in batch:
+            return batch["input_ids"]
+        return next((batch[key] for key in batch if key not in LABEL_KEYS), None)
+    return batch[0]
+
+
+def targets_of(batch: Batch) -> tuple[Any, bool]:
+    """Return the labels of a batch (None if it has none), and whether they are already the next tokens.
+
+    >>> import torch
+    >>> targets_of({"tokens": torch.tensor([[5, 6, 7]])})
+    (tensor([[6, 7]]), True)
+    >>> targets_of((torch.zeros(1, 3), torch.tensor([2])))
+    (tensor([2]), False)
+    """
+    if isinstance(batch, (tuple, list)):
+        return (batch[-1] if len(batch) > 1 else None), False
+    if isinstance(batch, Mapping) and is_next_token(batch):
+        return batch["tokens"][:, 1:], True
+    return batch_labels(batch), False
+
+
+def padding_mask_of(batch: Batch) -> Tensor | None:
+    """Return the (B, L) mask of real positions, aligned with the labels of `targets_of`, or None.
+
+    Attention masks of other shapes, (B, 1, L, L) for one, say who sees whom and not what is padding.
+    """
+    if not isinstance(batch, Mapping):
+        return None
+    mask = next((batch[key] for key in ("attention_mask", "attn_mask") if key in batch), None)
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    return mask[:, 1:] if is_next_token(batch) else mask
+
+
+def _without_last(value: Any) -> Any:
+    return value[:, :-1] if isinstance(value, Tensor) else value

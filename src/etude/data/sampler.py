@@ -1,0 +1,95 @@
+"""Which samples make up a batch: arithmetic on (seed, epoch, position), the same for any number of ranks."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from etude.core.errors import DataError
+from etude.core.random import mix
+from etude.data.permutation import Indices, KeyedPermutation
+
+
+class BatchSampler:
+    """Batches of sample indices, a new shuffle every epoch.
+
+    `batch_size` is global. A position counts the samples of the epoch consumed over all ranks; the batch at a
+    position covers `batch_size` samples from there on, and rank r takes the r-th of `world_size` even slices. So
+    the ranks together see the same batches however many they are. A ragged last batch may be empty on some rank.
+
+    It also serves as `batch_sampler` of a torch DataLoader, with `set_epoch` to change the shuffle.
+
+    >>> sampler = BatchSampler(10, 4, shuffle=False)
+    >>> list(sampler)
+    [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    >>> [BatchSampler(10, 4, shuffle=False, rank=r, world_size=2).batch(0, 4).tolist() for r in (0, 1)]
+    [[4, 5], [6, 7]]
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if num_samples < 1:
+            raise DataError("the data is empty: there is no sample to make a batch of")
+        if batch_size < 1:
+            raise DataError(f"batch_size is {batch_size}; it must be at least 1")
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise DataError(f"rank {rank} of world_size {world_size}: rank must be in 0 … world_size-1")
+        if drop_last and batch_size > num_samples:
+            raise DataError(
+                f"batch_size {batch_size} is larger than the {num_samples} samples, so drop_last leaves no batch; "
+                f"lower batch_size to {num_samples} or less, or set drop_last to false"
+            )
+        self.num_samples, self.batch_size = num_samples, batch_size
+        self.shuffle, self.drop_last, self.seed = shuffle, drop_last, seed
+        self.rank, self.world_size = rank, world_size
+        self.epoch = 0
+        self.epoch_samples = num_samples - num_samples % batch_size if drop_last else num_samples
+        """Samples that one epoch hands out over all ranks."""
+        self.num_batches = -(-self.epoch_samples // batch_size)
+        self._order: tuple[int, KeyedPermutation] | None = None
+
+    def batch(self, epoch: int, position: int) -> Indices:
+        """Return this rank's indices of the batch that begins at `position`."""
+        count = min(self.batch_size, self.epoch_samples - position)
+        if position < 0 or count <= 0:
+            raise DataError(
+                f"position {position} is not within the {self.epoch_samples} samples of an epoch; "
+                f"does the checkpoint belong to other data?"
+            )
+        start = position + count * self.rank // self.world_size
+        stop = position + count * (self.rank + 1) // self.world_size
+        if not self.shuffle:
+            return np.arange(start, stop, dtype=np.int64)
+        order = self._order
+        if order is None or order[0] != epoch:
+            self._order = order = (epoch, KeyedPermutation(self.num_samples, mix(self.seed, epoch)))
+        return order[1].indices(start, stop)
+
+    def next_position(self, position: int) -> int:
+        """Return the position after the batch that begins at `position`."""
+        return min(position + self.batch_size, self.epoch_samples)
+
+    def has_batch(self, position: int) -> bool:
+        """Whether a batch begins at `position`; with `drop_last` only a full one counts."""
+        return position + (self.batch_size if self.drop_last else 1) <= self.epoch_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that iteration runs over."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, position = self.epoch, 0
+        while self.has_batch(position):
+            yield self.batch(epoch, position).tolist()
+            position = self.next_position(position)

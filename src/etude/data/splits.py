@@ -1,0 +1,97 @@
+"""The parts of a data set, for training, validation and test, and loaders over them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from etude.core.errors import DataError
+from etude.data.loader import DataLoader
+
+SplitName = Literal["train", "validation", "test"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorData:
+    """Samples in memory, with the function that prepares a batch of them."""
+
+    data: Any
+    """A tensor, a NumPy array or a mapping of them."""
+    labels: Tensor | None = None
+    transform: Callable[..., Any] | None = None
+
+    def __len__(self) -> int:
+        return len(next(iter(self.data.values())) if isinstance(self.data, Mapping) else self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class DataSplits:
+    """What a data component returns. Each part is a `TensorData`, a map-style dataset, or absent."""
+
+    train: Any
+    validation: Any = None
+    test: Any = None
+    num_classes: int | None = None
+    input_shape: tuple[int, ...] | None = None
+    """The shape of one sample's input."""
+
+    def __post_init__(self) -> None:
+        for part in (self.train, self.validation, self.test):
+            if isinstance(part, TensorData) and part.labels is not None and self.num_classes is not None:
+                check_labels(part.labels, self.num_classes)
+
+    def make_loader(
+        self, split: SplitName, batch_size: int, *, shuffle: bool | None = None, **options: Any
+    ) -> DataLoader:
+        """Return a loader over one part; only the training part is shuffled unless `shuffle` says otherwise.
+
+        `options` are those of `DataLoader`. Raises DataError if there is no such part.
+        """
+        part = {"train": self.train, "validation": self.validation, "test": self.test}.get(split)
+        if part is None:
+            raise DataError(f"the data has no {split} part")
+        shuffle = split == "train" if shuffle is None else shuffle
+        return make_loader(part, batch_size, shuffle=shuffle, **options)
+
+
+def make_loader(
+    part: Any, batch_size: int, *, shuffle: bool = True, num_classes: int | None = None, **options: Any
+) -> DataLoader:
+    """Return a loader over a `TensorData`, a tensor or a map-style dataset; `options` are those of `DataLoader`.
+
+    Raises DataError if labels are not in range(num_classes).
+
+    >>> part = TensorData(torch.arange(4), torch.tensor([0, 1, 0, 1]))
+    >>> len(make_loader(part, 2, num_classes=2))
+    2
+    """
+    if not isinstance(part, TensorData):
+        return DataLoader(part, batch_size=batch_size, shuffle=shuffle, **options)
+    if part.labels is not None and num_classes is not None:
+        check_labels(part.labels, num_classes)
+    options.setdefault("transform", part.transform)
+    return DataLoader(part.data, part.labels, batch_size, shuffle, **options)
+
+
+def check_labels(labels: Tensor, num_classes: int, ignore_index: int = -100) -> None:
+    """Raise DataError unless every label is a class, 0 … num_classes-1, or `ignore_index`.
+
+    Floating-point labels are not classes and pass unchecked.
+
+    >>> check_labels(torch.tensor([0, 9, -100]), num_classes=10)
+    """
+    if labels.is_floating_point() or labels.numel() == 0:
+        return
+    lowest, highest = (int(value) for value in labels.aminmax())
+    if lowest >= 0 and highest < num_classes:
+        return
+    values = labels.flatten().to(torch.int64)
+    wrong = ((values < 0) | (values >= num_classes)) & (values != ignore_index)
+    if bool(wrong.any()):
+        place = int(wrong.nonzero()[0])
+        raise DataError(
+            f"{int(wrong.sum())} labels are out of range: the first is {int(values[place])} (entry {place}), "
+            f"but there are {num_classes} classes, numbered from 0; mend the labels or set num_classes"
+        )

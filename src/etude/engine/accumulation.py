@@ -1,0 +1,49 @@
+"""Gradient accumulation: how many micro-batches make a step, in any epoch."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from etude.core import Batch, ConfigError
+
+
+class GradientAccumulator:
+    """Groups batches into steps of `accumulation_steps` micro-batches.
+
+    The step that receives them divides once by their common count, so the result equals that of one large batch.
+    A mapping gives a schedule: `{0: 1, 5: 4}` uses 1 micro-batch from epoch 0 on and 4 from epoch 5 on.
+
+    >>> [len(group) for group in GradientAccumulator(accumulation_steps=2).group(range(5), epoch=0)]
+    [2, 2, 1]
+    >>> GradientAccumulator(accumulation_steps={0: 1, 5: 4}).steps_at(7)
+    4
+    """
+
+    def __init__(self, optimizer: Any = None, accumulation_steps: int | Mapping[int, int] = 1) -> None:
+        """Set the number of micro-batches. `optimizer` is accepted for readability of call sites; the step owns it."""
+        schedule = {0: accumulation_steps} if isinstance(accumulation_steps, int) else dict(accumulation_steps)
+        if 0 not in schedule or any(epoch < 0 for epoch in schedule):
+            raise ConfigError(f"an accumulation schedule must start at epoch 0, got epochs {sorted(schedule)}")
+        if any(steps < 1 for steps in schedule.values()):
+            raise ConfigError(f"accumulation steps must be at least 1, got {min(schedule.values())}")
+        self.optimizer = optimizer
+        self._schedule = sorted(schedule.items())
+
+    def steps_at(self, epoch: int) -> int:
+        """Return the number of micro-batches per step in `epoch`."""
+        return next(steps for first, steps in reversed(self._schedule) if first <= epoch)
+
+    def num_steps(self, num_batches: int, epochs: range) -> int:
+        """Return the optimizer steps in `epochs`, with `num_batches` batches in each."""
+        return sum(-(-num_batches // self.steps_at(epoch)) for epoch in epochs)
+
+    def group(self, batches: Iterable[Batch], epoch: int) -> Iterator[list[Batch]]:
+        """Yield the micro-batches of each step; the last step of an epoch may have fewer."""
+        steps = self.steps_at(epoch)
+        if steps == 1:
+            for batch in batches:
+                yield [batch]
+        else:
+            iterator = iter(batches)
+            while group := list(islice(iterator, steps)):
+                yield group

@@ -1,0 +1,61 @@
+"""Evaluation: the model in eval mode, no gradients, sums and counts exact over batches and ranks."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from etude.core import DataError, Loader, Task
+from etude.core.calling import unwrap
+from etude.distributed import World
+from etude.engine.precision import Precision
+
+
+def evaluate(
+    model: nn.Module,
+    task: Task,
+    loader: Loader,
+    *,
+    precision: Precision | None = None,
+    world: World | None = None,
+) -> dict[str, float]:
+    """Return the mean of every term over one epoch of `loader`, metrics included.
+
+    Raises DataError if the loader gives no batch at all. The host reads the device once, at the end.
+    """
+    precision = precision if precision is not None else Precision("fp32")
+    world = world if world is not None else World()
+    model = unwrap(model)  # ranks may have different numbers of batches, so none may wait for another inside
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}
+    batches = loader.iterate(epoch=0)
+    with eval_mode(model), torch.no_grad():
+        try:
+            for batch in batches:
+                with precision.autocast():
+                    terms = task(model, batch, metrics=True)
+                for name, term in terms.items():
+                    zero = torch.zeros((), dtype=torch.float64, device=term.sum.device)
+                    sums[name] = sums.get(name, zero) + term.sum
+                    counts[name] = counts.get(name, zero) + term.count
+        finally:
+            batches.close()
+    if not sums:
+        raise DataError("the evaluation loader gave no batch: its data is empty, or drop_last dropped all of it")
+    table = world.sum(torch.stack([torch.stack([sums[name], counts[name]]) for name in sums]))
+    pairs = zip(sums, table.tolist(), strict=True)
+    return {name: total / count if count else math.nan for name, (total, count) in pairs}
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put every submodule into eval mode, and afterwards back into the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,75 @@
+"""Ctrl-C and SIGTERM: the first asks the run to stop after the current step, the second stops it at once."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from etude.distributed import World
+
+POLL_S = 0.5
+"""How often ranks ask each other whether one of them was told to stop."""
+
+
+class Interrupts:
+    """Context in which signals become a request. Outside the main thread it changes nothing.
+
+    >>> with Interrupts(print) as interrupts:
+    ...     signal.raise_signal(signal.SIGINT)
+    stopping after this step; press Ctrl-C again to stop at once
+    >>> interrupts.requested
+    'SIGINT'
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        """`say` receives one sentence for the person at the keyboard when the first signal arrives."""
+        self.requested = ""
+        """Name of the first signal received, or nothing."""
+        self._say = say
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = signal.Signals(number).name
+        if self._say is not None:
+            self._say("stopping after this step; press Ctrl-C again to stop at once")
+
+
+class StopPoll:
+    """Tells the loop of a signal. Several ranks must stop after the same step, so they ask each other now and then."""
+
+    def __init__(self, interrupts: Interrupts, world: World) -> None:
+        self._interrupts = interrupts
+        self._world = world
+        self._last = (time.perf_counter(), 0)
+        self.due = 0 if world.size > 1 else 2**62
+        """The next step after which ranks ask each other; a single process looks after every step."""
+
+    def asked(self, step: int) -> str:
+        """Return why the run is to stop after `step`, or nothing."""
+        mine = self._interrupts.requested
+        if self._world.size == 1:
+            return mine
+        if step < self.due:
+            return ""
+        now, (then, since) = time.perf_counter(), self._last
+        pace = (step - since) / max(now - then, 1e-9)
+        anyone, gap = self._world.host_max([int(bool(mine)), int(min(max(pace * POLL_S, 1), 1000))])
+        self.due, self._last = step + gap, (now, step)
+        return (mine or "signal to another process") if anyone else ""

@@ -1,0 +1,155 @@
+"""The numbers of a run between log points: kept on the device step by step, read by the host in one transfer."""
+
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.core import StepReport
+from etude.distributed import World
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums and counts of some steps on the host, in float64 and over all ranks."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+    samples: float = 0.0
+    skipped: int = 0
+    norm_sum: float = 0.0
+    norm_count: int = 0
+    norm_min: float = math.inf
+    norm_max: float = -math.inf
+    seconds: float = 0.0
+    waited: float = 0.0
+    """Seconds of `seconds` in which the step waited for data."""
+
+    def means(self) -> dict[str, float]:
+        """Return sum/count by name; nan where nothing finite was counted."""
+        return {name: self.sums[name] / count if (count := self.counts[name]) else math.nan for name in self.sums}
+
+    def logs(self) -> dict[str, float]:
+        """Return the averages, gradient norms and rates in the form that callbacks receive."""
+        logs = self.means()
+        if self.norm_count:
+            logs |= {"grad_norm": self.norm_sum / self.norm_count}
+            logs |= {"grad_norm_min": self.norm_min, "grad_norm_max": self.norm_max}
+        logs["skipped"] = self.skipped
+        if self.seconds > 0:
+            logs |= {"samples_per_s": self.samples / self.seconds, "data_wait": self.waited / self.seconds}
+        return logs
+
+
+class Ledger:
+    """Collects step reports; `flush` reads them all at once. The only place where training reads the device."""
+
+    def __init__(self, world: World | None = None) -> None:
+        self.world = world if world is not None else World()
+        self.window = Tally()
+        """Since the last log point."""
+        self.epoch = Tally()
+        """Since the start of the epoch."""
+        self.bad_streak = 0
+        """Updates skipped in a row, up to now."""
+        self._pending: list[StepReport] = []
+        self._since = time.perf_counter()
+        self._waited = 0.0
+
+    def add(self, report: StepReport) -> None:
+        """Remember a report without reading it."""
+        self._pending.append(report)
+
+    def add_wait(self, seconds: float) -> None:
+        """Count time spent waiting for data."""
+        self._waited += seconds
+
+    def restart_timer(self) -> None:
+        """Leave the time since the last flush (validation, saving) out of the rates."""
+        self._since = time.perf_counter()
+        self._waited = 0.0
+
+    def flush(self) -> None:
+        """Read all pending reports from the device (a host synchronisation, wanted here) and add them up."""
+        if not self._pending:
+            return
+        reports, self._pending = self._pending, []
+        fresh = self._read(reports)
+        now = time.perf_counter()
+        fresh.seconds, fresh.waited = now - self._since, self._waited
+        self._since, self._waited = now, 0.0
+        for tally in (self.window, self.epoch):
+            _merge(tally, fresh)
+
+    def take_window(self) -> dict[str, float]:
+        """Flush, return the logs since the last log point, and begin a new window."""
+        self.flush()
+        logs, self.window = self.window.logs(), Tally()
+        return logs
+
+    def take_epoch(self) -> Tally:
+        """Flush, return the tally of the epoch, and begin a new epoch."""
+        self.flush()
+        tally, self.epoch = self.epoch, Tally()
+        return tally
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums in flight, so that a resumed run logs what an uninterrupted one would."""
+        self.flush()
+        return {"window": asdict(self.window), "epoch": asdict(self.epoch), "bad_streak": self.bad_streak}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the sums in flight."""
+        self._pending = []
+        self.window, self.epoch = Tally(**state["window"]), Tally(**state["epoch"])
+        self.bad_streak = state["bad_streak"]
+
+    def _read(self, reports: list[StepReport]) -> Tally:
+        names = list(reports[0].sums)
+        columns: list[Tensor] = []
+        for name in names:
+            columns += [_column([r.sums[name] for r in reports]), _column([r.counts[name] for r in reports])]
+        columns.append(_column([float(r.num_samples) for r in reports]))
+        device = reports[0].norm.device
+        per_rank = self.world.sum(torch.stack([column.to(device) for column in columns]))
+        shared = torch.stack(
+            [_column([getattr(r, key) for r in reports]).to(device) for key in ("norm", "divisor", "skipped")]
+        )
+        rows = torch.cat([per_rank, shared]).cpu()  # the one transfer
+        return self._summarise(names, rows)
+
+    def _summarise(self, names: list[str], rows: Tensor) -> Tally:
+        norms, divisors, skipped = rows[-3:]
+        tally = Tally(steps=rows.shape[1], samples=float(rows[-4].sum()), skipped=int(skipped.sum()))
+        for place, name in enumerate(names):
+            sums, counts = rows[2 * place], rows[2 * place + 1]
+            finite = torch.isfinite(sums)
+            tally.sums[name], tally.counts[name] = float(sums[finite].sum()), float(counts[finite].sum())
+        good = (norms / divisors)[skipped == 0]
+        if good.numel():
+            tally.norm_sum, tally.norm_count = float(good.sum()), good.numel()
+            tally.norm_min, tally.norm_max = float(good.min()), float(good.max())
+        for bad in skipped.tolist():
+            self.bad_streak = self.bad_streak + 1 if bad else 0
+        return tally
+
+
+def _column(values: list[Any]) -> Tensor:
+    """Return numbers or 0-dim tensors as one float64 vector, on the device of the tensors."""
+    if isinstance(values[0], Tensor):
+        return torch.stack(values).double()
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _merge(total: Tally, fresh: Tally) -> None:
+    for name in fresh.sums:
+        total.sums[name] = total.sums.get(name, 0.0) + fresh.sums[name]
+        total.counts[name] = total.counts.get(name, 0.0) + fresh.counts[name]
+    for key in ("steps", "samples", "skipped", "norm_sum", "norm_count", "seconds", "waited"):
+        setattr(total, key, getattr(total, key) + getattr(fresh, key))
+    total.norm_min = min(total.norm_min, fresh.norm_min)
+    total.norm_max = max(total.norm_max, fresh.norm_max)

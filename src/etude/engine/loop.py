@@ -1,0 +1,189 @@
+"""The loop: epochs of steps, and between steps logging, validating, saving and stopping. It knows no mathematics."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from etude.core import Batch, Control, DataError, Loader
+from etude.engine.accumulation import GradientAccumulator
+from etude.engine.callback import CallbackList
+from etude.engine.interrupt import Interrupts, StopPoll
+from etude.engine.recovery import check_finite
+from etude.engine.saving import Saver
+from etude.engine.schedule import LearningRate
+from etude.engine.state import TrainState
+from etude.engine.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """When the loop ends and what it does on the way. Intervals of 0 or None mean never."""
+
+    epochs: int | None = 1
+    max_steps: int | None = None
+    log_interval: int = 100
+    """Steps."""
+    validate_interval: int = 1
+    """Epochs."""
+    checkpoint_interval: int = 1
+    """Epochs."""
+    save_every_steps: int | None = None
+    max_skipped_steps: int = 20
+    """Updates in a row that may be skipped because they are not finite."""
+
+
+class Loop:
+    """Drives one run from where its state stands to where its plan ends."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        step: Step,
+        loader: Loader,
+        plan: Plan,
+        *,
+        learning_rate: LearningRate,
+        accumulator: GradientAccumulator | None = None,
+        callbacks: CallbackList | None = None,
+        validate: Callable[[], dict[str, float]] | None = None,
+        saver: Saver | None = None,
+        interrupts: Interrupts | None = None,
+    ) -> None:
+        self.state = state
+        self.clock = state.clock
+        self.ledger = state.ledger
+        self.step = step
+        self.loader = loader
+        self.plan = plan
+        self.learning_rate = learning_rate
+        self.accumulator = accumulator if accumulator is not None else GradientAccumulator()
+        self.callbacks = callbacks if callbacks is not None else CallbackList()
+        self.control: Control = self.callbacks.control
+        self.validate = validate
+        self.saver = saver
+        self.interrupts = interrupts if interrupts is not None else Interrupts()
+        self.stop_poll = StopPoll(self.interrupts, state.world)
+        self.logs: dict[str, float] = {}
+        """Numbers of the last epoch or validation."""
+        self._logs_at = -1  # the step they belong to: a checkpoint carries only numbers of its own step
+
+    def run(self) -> dict[str, float]:
+        """Train until the plan is fulfilled or a stop is asked for; save; return the last numbers."""
+        while not self._finished():
+            self._run_epoch()
+        if self.clock.position and not self.control.stop:  # max_steps ended the run inside an epoch
+            self.ledger.flush()
+            self._set_logs(self.ledger.epoch.logs() | self._validate())
+        self._save()
+        return self.logs
+
+    def _run_epoch(self) -> None:
+        clock, control = self.clock, self.control
+        self.callbacks.on_epoch_begin(clock.epoch)
+        on_step_end = self.callbacks.hooks("on_step_end")
+        batches = self.loader.iterate(clock.epoch, clock.position)
+        self.ledger.restart_timer()
+        due = self._next_due()
+        try:
+            for micro_batches in self._timed(self.accumulator.group(batches, clock.epoch)):
+                self.learning_rate.set(clock.step)
+                report = self.step(micro_batches)
+                clock.step += 1
+                clock.samples += batches.position - clock.position
+                clock.position = batches.position
+                self.ledger.add(report)
+                for hook in on_step_end:
+                    hook(report)
+                if clock.step >= due or control.stop or control.save or control.validate or self.interrupts.requested:
+                    self._between_steps()
+                    due = self._next_due()
+                    if self._finished():
+                        break
+            else:
+                self._end_epoch()
+        finally:
+            batches.close()
+
+    def _end_epoch(self) -> None:
+        clock, plan, epoch = self.clock, self.plan, self.clock.epoch
+        if clock.position == 0:
+            raise DataError("the training loader gave no batch: its data is empty, or drop_last dropped all of it")
+        tally = self.ledger.take_epoch()
+        check_finite(self.ledger.bad_streak, plan.max_skipped_steps, clock.step)
+        logs = tally.logs() | {"lr": self.step.updater.lr, "epoch_s": tally.seconds}
+        if _every(plan.validate_interval, epoch + 1) or epoch + 1 == plan.epochs:
+            logs |= self._validate()
+        self._set_logs(logs)
+        self.callbacks.on_epoch_end(epoch, self.logs)
+        clock.epoch, clock.position = epoch + 1, 0
+        if _every(plan.checkpoint_interval, epoch + 1) or self.control.save:
+            self._save()
+
+    def _between_steps(self) -> None:
+        plan, control, step = self.plan, self.control, self.clock.step
+        if _every(plan.log_interval, step):
+            record = self.ledger.take_window()
+            check_finite(self.ledger.bad_streak, plan.max_skipped_steps, step)
+            position = {"step": step, "epoch": self.clock.epoch, "samples": self.clock.samples}
+            self.callbacks.on_log({**position, **record, "lr": self.step.updater.lr})
+        if asked := self.stop_poll.asked(step):
+            control.request_stop(asked)
+        if control.validate:
+            control.validate = False
+            self._set_logs(self._validate())
+        if _every(plan.save_every_steps, step) or control.save:
+            self._save()
+
+    def _validate(self) -> dict[str, float]:
+        if self.validate is None:
+            return {}
+        self.ledger.flush()
+        self.callbacks.on_validation_begin(self.clock.epoch)
+        metrics = {f"val_{name}": value for name, value in self.validate().items()}
+        self.callbacks.on_validation_end(self.clock.epoch, metrics)
+        self.ledger.restart_timer()
+        return metrics
+
+    def _save(self) -> None:
+        self.control.save = False
+        if self.saver is None:
+            return
+        metrics = self.logs if self._logs_at == self.clock.step else {}
+        if (path := self.saver.save(metrics)) is not None:
+            self.callbacks.on_checkpoint(path)
+        self.ledger.restart_timer()
+
+    def _set_logs(self, logs: dict[str, float]) -> None:
+        self.logs, self._logs_at = logs, self.clock.step
+
+    def _finished(self) -> bool:
+        clock, plan = self.clock, self.plan
+        return (
+            self.control.stop
+            or (plan.epochs is not None and clock.epoch >= plan.epochs)
+            or (plan.max_steps is not None and clock.step >= plan.max_steps)
+        )
+
+    def _next_due(self) -> int:
+        """Return the step after which something is to be done: between two such steps nothing is even asked."""
+        step, plan = self.clock.step, self.plan
+        intervals = (plan.log_interval, plan.save_every_steps)
+        dues = [step - step % interval + interval for interval in intervals if interval]
+        if plan.max_steps is not None:
+            dues.append(plan.max_steps)
+        dues.append(self.stop_poll.due)
+        return min(dues)
+
+    def _timed(self, groups: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+        """Yield from `groups`, counting the time spent waiting for data."""
+        while True:
+            start = time.perf_counter()
+            group = next(groups, None)
+            self.ledger.add_wait(time.perf_counter() - start)
+            if group is None:
+                return
+            yield group
+
+
+def _every(interval: int | None, count: int) -> bool:
+    return bool(interval) and count % interval == 0  # type: ignore[operator]

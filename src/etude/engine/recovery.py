@@ -1,0 +1,59 @@
+"""When training cannot go on: what happened and what to do, in words that fit this run."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from etude.core import TrainingError
+
+
+def check_finite(bad_streak: int, limit: int, step: int) -> None:
+    """Raise TrainingError if `limit` updates in a row were not finite. They were skipped: the weights are intact."""
+    if bad_streak >= limit:
+        raise TrainingError(
+            f"the loss or its gradients were not finite in the last {bad_streak} steps, up to step {step}; "
+            f"these updates were skipped and the weights are those from before. Lower the learning rate, set "
+            f"training.gradient_clip_norm, use precision bf16 or fp32 instead of fp16, or look for NaN in the data "
+            f"(training.max_skipped_steps sets how many are allowed)"
+        )
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(
+    *, batch_size: int | None, grad_accum_steps: int, precision: str, device: torch.device
+) -> Iterator[None]:
+    """Turn an out-of-memory error inside this block into one message with the remedies that apply."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise TrainingError(
+            f"out of memory on {device}; remedies: {_remedies(batch_size, grad_accum_steps, precision, device)}"
+        ) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return "DefaultCPUAllocator: can't allocate memory" in text or "out of memory" in text.lower()
+
+
+def _remedies(batch_size: int | None, grad_accum_steps: int, precision: str, device: torch.device) -> str:
+    remedies = []
+    if batch_size is None:
+        remedies.append("use smaller batches")
+    elif batch_size > 1:
+        half = batch_size // 2
+        remedies.append(
+            f"training.batch_size={half} with training.grad_accum_steps={grad_accum_steps * 2} (the same result in "
+            f"half the memory)"
+        )
+    if precision == "fp32" and device.type == "cuda":
+        remedies.append("training.precision=bf16")
+    remedies.append("a smaller model or shorter inputs")
+    if device.type == "cuda":
+        remedies.append("see that no other process holds the device (nvidia-smi)")
+    return "; ".join(remedies)

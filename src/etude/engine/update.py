@@ -1,0 +1,116 @@
+"""One optimizer update: divide the summed gradients, clip them, skip them if they are not finite.
+
+All of it stays on the device. A fused kernel divides and skips by itself, so the division by the count, the
+division by the loss scale and the clipping are one number handed to it: no pass over the gradients is spent.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from etude.engine.precision import Precision
+from etude.optim.clipping import global_norm
+
+
+class Updater:
+    """Applies gradients of a summed loss to the parameters of an optimizer."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+        self.clip_value = clip_value
+        self.precision = precision if precision is not None else Precision("fp32")
+        self.params: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+        self._kernel_divides = _supports_fused_scaling(optimizer) and clip_value is None
+        self._constants: dict[float, Tensor] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the first parameter."""
+        return self.params[0].device
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for param in self.params:
+            param.grad = None
+
+    def apply(self, divisor: Tensor | float) -> tuple[Tensor, Tensor]:
+        """Update the parameters with gradients divided by `divisor`, and clipped.
+
+        Returns the gradient norm before division, and 1.0 if the update was skipped because it was not finite.
+        """
+        grads = [param.grad for param in self.params if param.grad is not None]
+        norm = global_norm(grads)
+        skipped = norm.mul(0.0).ne_(0.0)  # inf·0 and nan·0 are nan, which differs from 0
+        divisor = self.precision.unscale(divisor)
+        if self.clip_norm is not None:
+            # |g|/divisor > clip  ⇔  |g|/clip > divisor, and then dividing by |g|/clip leaves a norm of clip
+            scaled_norm = norm / self.clip_norm
+            divisor = scaled_norm.clamp_min(divisor)
+        if not self.optimizer.state:
+            # Once: kernels that create their state in the first update would leave it half-made if skipped.
+            if not skipped.item():
+                self._divide_and_step(grads, divisor)
+        elif self._kernel_divides:
+            self._fused_step(divisor, skipped, norm)
+        elif norm.is_cpu:
+            if not skipped.item():  # on the CPU reading a number waits for nothing
+                self._divide_and_step(grads, divisor)
+        else:
+            self._guarded_step(grads, divisor, skipped)
+        self.precision.update(skipped)
+        return norm, skipped
+
+    def _fused_step(self, divisor: Tensor | float, skipped: Tensor, norm: Tensor) -> None:
+        optimizer: Any = self.optimizer
+        optimizer.grad_scale = divisor if isinstance(divisor, Tensor) else self._constant(divisor, norm)
+        optimizer.found_inf = skipped
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+    def _divide_and_step(self, grads: list[Tensor], divisor: Tensor | float) -> None:
+        torch._foreach_div_(grads, divisor)
+        if self.clip_value is not None:
+            torch._foreach_clamp_min_(grads, -self.clip_value)
+            torch._foreach_clamp_max_(grads, self.clip_value)
+        self.optimizer.step()
+
+    def _guarded_step(self, grads: list[Tensor], divisor: Tensor | float, skipped: Tensor) -> None:
+        """Step an optimizer that cannot skip by itself on a device that must not wait: step, then undo if bad."""
+        tensors = [param.data for param in self.params] + list(_state_tensors(self.optimizer))
+        before = [tensor.clone() for tensor in tensors]
+        self._divide_and_step(grads, divisor)
+        bad = skipped.bool()
+        for tensor, old in zip(tensors, before, strict=True):
+            torch.where(bad.to(tensor.device), old, tensor, out=tensor)
+
+    def _constant(self, value: float, like: Tensor) -> Tensor:
+        if value not in self._constants:
+            self._constants = {value: torch.full((), value, dtype=torch.float32, device=like.device)}
+        return self._constants[value]
+
+
+def _supports_fused_scaling(optimizer: torch.optim.Optimizer) -> bool:
+    supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return supports and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))

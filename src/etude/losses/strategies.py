@@ -1,0 +1,194 @@
+"""Loss strategies: from a model's output and a batch to loss terms, one per kind of task."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from annotated_types import Ge, Le
+from torch import Tensor
+
+from etude.config.registry import register
+from etude.core.batch import Batch
+from etude.core.calling import inputs_of, padding_mask_of, targets_of
+from etude.core.errors import TrainingError
+from etude.core.terms import LossTerm, Terms
+from etude.losses.functional import (
+    IGNORE_INDEX,
+    accuracy_term,
+    count_labels,
+    cross_entropy_sum,
+    cross_entropy_term,
+    label_weights,
+    mask_labels,
+    mean_of,
+)
+from etude.losses.outputs import logits_of
+
+Smoothing = Annotated[float, Ge(0), Le(1)]
+
+
+class LossStrategy(ABC):
+    """Computes the terms of one kind of task. Subclass it for a task of your own."""
+
+    @abstractmethod
+    def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
+        """Return the terms of the loss, and with `metrics` the terms of weight 0 as well."""
+
+    def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:  # noqa: ARG002
+        """Return the count of every weighted term from the batch alone, or None if only the model's output tells."""
+        return None
+
+    def compute_loss(self, output: Any, batch: Batch) -> Tensor:
+        """Return the loss of this batch alone, a scalar: Σ weight·sum/count.
+
+        >>> loss = ClassificationLoss().compute_loss(torch.eye(3), (torch.zeros(3, 1), torch.arange(3)))
+        >>> round(loss.item(), 4)
+        0.5514
+        """
+        terms = self.terms(output, batch, metrics=False).values()
+        return torch.stack([mean_of(term) * term.weight for term in terms]).sum()
+
+
+@register("loss", "cross_entropy")
+@register("loss", "text_classification")
+@register("loss", "vision_classification")
+class ClassificationLoss(LossStrategy):
+    """Cross entropy of logits (B, …, C) with labels (B, …): class indices, or probabilities (B, …, C)."""
+
+    def __init__(
+        self,
+        label_smoothing: Smoothing = 0.0,
+        ignore_index: int | None = None,
+        class_weights: list[float] | None = None,
+    ) -> None:
+        """Every label must be a class, unless `ignore_index` names the one that marks elements without a label."""
+        self.label_smoothing = label_smoothing
+        self.ignore_index = ignore_index
+        self.class_weights = None if class_weights is None else torch.as_tensor(class_weights, dtype=torch.float32)
+        self._class_dim = -1
+
+    def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
+        """Return "loss", and "accuracy" with `metrics`."""
+        logits, labels = logits_of(output), self._labels(batch)
+        weights, skip, class_dim = self.class_weights, self.ignore_index, self._class_dim
+        if weights is not None and weights.device != logits.device:
+            weights = self.class_weights = weights.to(logits.device)  # once
+        terms = {"loss": cross_entropy_term(logits, labels, None, self.label_smoothing, skip, weights, class_dim)}
+        if metrics:
+            add_accuracy(terms, logits, labels, skip, class_dim, weighted=weights is not None)
+        return terms
+
+    def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
+        """Return the number of labels that count; None for probabilities."""
+        labels = self._labels(batch)
+        return None if labels.is_floating_point() else {"loss": self._count(labels)}
+
+    def _count(self, labels: Tensor) -> Tensor | float:
+        if self.class_weights is not None:
+            return label_weights(labels, self.class_weights, self.ignore_index).sum()
+        return count_labels(labels, self.ignore_index)
+
+    def _labels(self, batch: Batch) -> Tensor:
+        return required_labels(batch, type(self).__name__)
+
+
+TextClassificationLoss = ClassificationLoss
+VisionClassificationLoss = ClassificationLoss
+
+
+@register("loss", "segmentation")
+class SegmentationLoss(ClassificationLoss):
+    """Cross entropy of logits (B, C, H, W) with labels (B, H, W); pixels labelled `ignore_index` do not count."""
+
+    def __init__(
+        self,
+        label_smoothing: Smoothing = 0.0,
+        ignore_index: int | None = IGNORE_INDEX,
+        class_weights: list[float] | None = None,
+    ) -> None:
+        super().__init__(label_smoothing, ignore_index, class_weights)
+        self._class_dim = 1
+
+
+@register("loss", "language_modeling")
+class LanguageModelingLoss(LossStrategy):
+    """Cross entropy of logits (B, L, V) with the next token.
+
+    The labels are those of the batch, or its input ids where it has none. With `shift` position t predicts label
+    t + 1; a batch of `tokens` is already set up that way and is not shifted again. Use `shift=False` for labels that
+    line up with the logits: next tokens prepared beforehand, masked language modelling, token classification.
+    Labels equal to `ignore_index`, and those where the attention mask of the batch is 0, do not count.
+    """
+
+    def __init__(
+        self, shift: bool = True, ignore_index: int = IGNORE_INDEX, label_smoothing: Smoothing = 0.0
+    ) -> None:
+        self.shift = shift
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+
+    def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
+        """Return "loss", and "accuracy" with `metrics`."""
+        logits = logits_of(output)
+        # The mask of an encoder-decoder's batch belongs to the encoder, the labels to the decoder.
+        targets, count = self._targets(batch, masked=not is_encoder_decoder(output))
+        if logits.dim() != 3 or logits.shape[:2] != targets.shape:
+            raise TrainingError(
+                f"language modelling needs logits (batch, length, vocabulary) for labels (batch, length): "
+                f"found logits {tuple(logits.shape)} and labels {tuple(targets.shape)}"
+            )
+        terms = {"loss": LossTerm(cross_entropy_sum(logits, targets, self.label_smoothing, self.ignore_index), count)}
+        if metrics:
+            terms["accuracy"] = accuracy_term(logits, targets, count, self.ignore_index)
+        return terms
+
+    def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
+        """Return the number of tokens to predict."""
+        return {"loss": self._targets(batch, masked=True)[1]}
+
+    def _targets(self, batch: Batch, *, masked: bool) -> tuple[Tensor, Tensor | float]:
+        """Return labels that line up with the logits, and how many of them count."""
+        labels, already_shifted = targets_of(batch)
+        own = labels is None or already_shifted
+        if labels is None:
+            labels = inputs_of(batch)
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 2:
+            found = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+            raise TrainingError(f"language modelling needs integer labels (batch, length), found {found}")
+        mask = padding_mask_of(batch) if masked else None
+        if mask is not None:
+            labels = mask_labels(labels, mask, self.ignore_index)
+        known = labels.numel()
+        if self.shift and not already_shifted:
+            known -= labels.shape[0]
+            # Move the labels, not the logits: a slice of the logits would have to be copied.
+            labels = F.pad(labels[:, 1:], (0, 1), value=self.ignore_index)
+        if own and mask is None and self.ignore_index < 0:
+            return labels, known  # input ids are never negative: every one counts
+        return labels, labels.ne(self.ignore_index).sum()
+
+
+def add_accuracy(
+    terms: Terms, logits: Tensor, labels: Tensor, ignore_index: int | None, class_dim: int, *, weighted: bool
+) -> None:
+    """Add the metric "accuracy"; it counts what the loss counts, but without the weights of classes."""
+    count = count_labels(labels, ignore_index) if weighted and not labels.is_floating_point() else terms["loss"].count
+    terms["accuracy"] = accuracy_term(logits, labels, count, ignore_index, class_dim)
+
+
+def required_labels(batch: Batch, who: str) -> Tensor:
+    """Return the labels of the batch, or raise TrainingError if it has none."""
+    labels = targets_of(batch)[0]
+    if isinstance(labels, Tensor):
+        return labels
+    found = "none" if labels is None else f"a {type(labels).__name__}"
+    raise TrainingError(
+        f"{who} needs a tensor of labels, the batch has {found}: give (input, labels) or a mapping with 'labels'"
+    )
+
+
+def is_encoder_decoder(output: Any) -> bool:
+    """Whether the output is that of a Hugging Face encoder-decoder."""
+    return isinstance(output, Mapping) and "encoder_last_hidden_state" in output

@@ -1,0 +1,40 @@
+"""The supervised task: call the model with the batch, hand its output to a loss strategy."""
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from etude.core.batch import Batch
+from etude.core.calling import ModelCall
+from etude.core.terms import Terms
+from etude.losses.inferred import as_strategy
+from etude.losses.strategies import LossStrategy
+from etude.losses.wrapped import LossFunction
+
+
+class SupervisedTask:
+    """Turns a model and a batch of any form into the terms of a loss strategy.
+
+    `loss` is anything `as_strategy` takes: a strategy, a torch loss, a function, or None to choose by shapes.
+
+    >>> import torch
+    >>> task = SupervisedTask(nn.CrossEntropyLoss())
+    >>> terms = task(nn.Linear(4, 3), (torch.zeros(2, 4), torch.tensor([0, 2])), metrics=True)
+    >>> sorted(terms), int(terms["loss"].count)
+    (['accuracy', 'loss'], 2)
+    """
+
+    def __init__(self, loss: LossStrategy | LossFunction | None = None) -> None:
+        self.strategy = as_strategy(loss)
+        self._model: nn.Module | None = None
+        self._call: ModelCall | None = None
+
+    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
+        """Run the model on the batch and return its terms."""
+        if self._call is None or model is not self._model:
+            self._model, self._call = model, ModelCall(model)
+        return self.strategy.terms(self._call(model, batch), batch, metrics=metrics)
+
+    def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
+        """Return the count of every weighted term from the batch alone, or None if the strategy cannot know it."""
+        return self.strategy.counts(batch)

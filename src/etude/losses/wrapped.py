@@ -1,0 +1,173 @@
+"""Plain loss functions and torch's loss modules as loss strategies.
+
+A function that returns a mean hides what it divided by. Torch's own losses are known here, and are computed as sums
+with their exact counts; of any other function the mean is taken to run over the samples of the batch.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from annotated_types import Gt
+from torch import Tensor, nn
+
+from etude.config.registry import register
+from etude.core.batch import Batch, num_samples
+from etude.core.errors import ConfigError, TrainingError
+from etude.core.terms import LossTerm, Terms
+from etude.losses.functional import IGNORE_INDEX, cross_entropy_term, nll_term
+from etude.losses.outputs import logits_of
+from etude.losses.strategies import LossStrategy, add_accuracy, required_labels
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+TORCH_FUNCTIONS: Mapping[Callable[..., Tensor], tuple[str, ...]] = {
+    F.cross_entropy: ("weight", "ignore_index", "label_smoothing"),
+    F.nll_loss: ("weight", "ignore_index"),
+    F.mse_loss: (),
+    F.l1_loss: (),
+    F.smooth_l1_loss: ("beta",),
+    F.huber_loss: ("delta",),
+    F.binary_cross_entropy_with_logits: ("weight", "pos_weight"),
+    F.binary_cross_entropy: ("weight",),
+}
+"""Torch's losses and their options. The first two average over labels, the others over all elements."""
+
+TORCH_MODULES: Mapping[type[nn.Module], Callable[..., Tensor]] = {
+    nn.CrossEntropyLoss: F.cross_entropy,
+    nn.NLLLoss: F.nll_loss,
+    nn.MSELoss: F.mse_loss,
+    nn.L1Loss: F.l1_loss,
+    nn.SmoothL1Loss: F.smooth_l1_loss,
+    nn.HuberLoss: F.huber_loss,
+    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
+    nn.BCELoss: F.binary_cross_entropy,
+}
+"""Torch's loss modules and the function each one calls."""
+
+
+class FunctionLoss(LossStrategy):
+    """Makes a strategy of `function(predictions, labels)`, where predictions are the logits of the model's output.
+
+    - Torch's losses, as modules or functions (also in a `functools.partial`), become exact sums and counts: over
+      elements for `mse_loss` and its like, over labels for `cross_entropy`, with its weights and `ignore_index`. With
+      reduction="sum" their sum is divided by the number of samples, so the step does not grow with the batch.
+    - Any other function that returns a scalar is taken as a mean over the samples of the batch.
+    - One that returns more than one value is averaged over these.
+
+    >>> batch = (torch.zeros(2, 3), torch.tensor([[1.0], [3.0]]))
+    >>> FunctionLoss(nn.MSELoss()).terms(torch.zeros(2, 1), batch, metrics=False)["loss"]
+    LossTerm(sum=tensor(10.), count=2, weight=1.0)
+    """
+
+    def __init__(self, function: LossFunction) -> None:
+        """Wrap a function, a module or a partial of one; raise ConfigError if it cannot be called."""
+        if not callable(function):
+            raise ConfigError(f"a loss is a function of (predictions, labels), found a {type(function).__name__}")
+        self.function = function
+        self._torch_function, self._options = _recognise(function)
+        self._sum_only = self._options.pop("reduction", "mean") == "sum"
+
+    @property
+    def name(self) -> str:
+        """The name of the wrapped function, for messages."""
+        inner = self.function.func if isinstance(self.function, functools.partial) else self.function
+        return getattr(inner, "__name__", type(inner).__name__)
+
+    def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
+        """Return "loss", and "accuracy" with `metrics` if the function is torch's cross entropy or nll_loss."""
+        predictions, labels = logits_of(output), required_labels(batch, "the loss function")
+        options = self._options
+        for name, value in options.items():
+            if isinstance(value, Tensor) and value.device != predictions.device:
+                options[name] = value.to(predictions.device)  # once: weights stay where the model is
+        if self._torch_function in (F.cross_entropy, F.nll_loss):
+            return self._classification_terms(predictions, labels, batch, metrics)
+        if self._torch_function is not None:
+            term = self._elementwise_term(self._torch_function, predictions, labels)
+        else:
+            term = self._mean_term(predictions, labels)
+        if self._sum_only:
+            term.count = num_samples(batch)
+        return {"loss": term}
+
+    def _classification_terms(self, logits: Tensor, labels: Tensor, batch: Batch, metrics: bool) -> Terms:
+        weight, skip = self._options.get("weight"), self._options.get("ignore_index", IGNORE_INDEX)
+        class_dim = _class_dim(logits, labels)
+        if self._torch_function is F.cross_entropy:
+            smoothing = self._options.get("label_smoothing", 0.0)
+            terms = {"loss": cross_entropy_term(logits, labels, None, smoothing, skip, weight, class_dim)}
+        else:
+            terms = {"loss": nll_term(logits, labels, skip, weight, class_dim)}
+        if metrics:
+            add_accuracy(terms, logits, labels, skip, class_dim, weighted=weight is not None)
+        if self._sum_only:
+            terms["loss"].count = num_samples(batch)
+        return terms
+
+    def _elementwise_term(self, function: Callable[..., Tensor], predictions: Tensor, labels: Tensor) -> LossTerm:
+        if predictions.shape != labels.shape:
+            raise TrainingError(
+                f"labels of shape {tuple(labels.shape)} do not fit predictions of shape {tuple(predictions.shape)}: "
+                f"{self.name} compares them element by element, reshape one of them"
+            )
+        if predictions.dtype is torch.bfloat16 or predictions.dtype is torch.float16:
+            predictions = predictions.float()
+        labels = labels.to(predictions.dtype)
+        return LossTerm(function(predictions, labels, reduction="sum", **self._options), labels.numel())
+
+    def _mean_term(self, predictions: Tensor, labels: Tensor) -> LossTerm:
+        value = self.function(predictions, labels)
+        if not isinstance(value, Tensor):
+            raise TrainingError(
+                f"the loss {self.name} returned a {type(value).__name__}; it must return a tensor, without .item()"
+            )
+        if value.numel() != 1:
+            return LossTerm(value.sum(), value.numel())
+        samples = num_samples(labels)
+        return LossTerm(value.reshape(()) * samples, samples)
+
+
+@register("loss", "mse")
+def mean_squared_error() -> FunctionLoss:
+    """Mean over all elements of the squared difference."""
+    return FunctionLoss(nn.MSELoss())
+
+
+@register("loss", "l1")
+def mean_absolute_error() -> FunctionLoss:
+    """Mean over all elements of the absolute difference."""
+    return FunctionLoss(nn.L1Loss())
+
+
+@register("loss", "huber")
+def huber(delta: Annotated[float, Gt(0)] = 1.0) -> FunctionLoss:
+    """Half the squared difference up to `delta`, linear beyond: a regression that outliers do not rule."""
+    return FunctionLoss(nn.HuberLoss(delta=delta))
+
+
+def _recognise(function: LossFunction) -> tuple[Callable[..., Tensor] | None, dict[str, Any]]:
+    """Return the torch function behind a function, module or partial, and its options; None if it is none of torch's."""
+    if isinstance(function, functools.partial):
+        inner, options = _recognise(function.func)
+        known = () if inner is None else ("reduction", *TORCH_FUNCTIONS[inner])
+        if inner is not None and not function.args and all(name in known for name in function.keywords):
+            return inner, {**options, **function.keywords}
+    elif isinstance(function, nn.Module):
+        # The exact type: a subclass may compute something else.
+        inner = TORCH_MODULES.get(type(function))
+        if inner is not None:
+            return inner, {name: getattr(function, name) for name in ("reduction", *TORCH_FUNCTIONS[inner])}
+    elif function in TORCH_FUNCTIONS:
+        return function, {}
+    return None, {}
+
+
+def _class_dim(logits: Tensor, labels: Tensor) -> int:
+    """Return 1, where torch has the classes, unless only the last dimension fits the labels."""
+    if logits.dim() < 2:
+        return 0
+    torch_style = logits.shape[:1] + logits.shape[2:]
+    return -1 if labels.shape == logits.shape[:-1] != torch_style else 1

@@ -1,0 +1,126 @@
+"""Accuracy: how many of the elements that count are predicted right."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from etude.config.registry import register
+from etude.core.errors import ConfigError, DataError
+from etude.metrics.base import Metric
+
+
+def accuracy_counts(
+    predictions: Tensor,
+    targets: Tensor,
+    *,
+    mask: Tensor | None = None,
+    ignore_index: int | None = -100,
+    top_k: int = 1,
+    class_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return how many elements are right and how many count, as 0-dim int64 tensors on the device.
+
+    `predictions` are class ids with the shape of `targets`, or logits with one dimension more: the classes are the
+    last dimension, (N, C) and (B, L, C), or the second, (N, C, H, W). Where the shapes allow both, say `class_dim`.
+
+    >>> logits = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
+    >>> correct, count = accuracy_counts(logits, torch.tensor([1, 1, -100]))
+    >>> int(correct), int(count)
+    (1, 2)
+    """
+    if predictions.shape == targets.shape:
+        if predictions.is_floating_point() or top_k != 1:
+            raise DataError(
+                f"accuracy: predictions {_form(predictions)} have the shape of the targets, which fits class ids "
+                f"(integers) and top_k 1 only; give class ids, or logits with one more dimension"
+            )
+        right = predictions == targets
+    else:
+        right = _right(predictions, targets, top_k, class_dim)
+    counts = _counted(targets, mask, ignore_index)
+    if counts is None:
+        return right.sum(), torch.full((), targets.numel(), dtype=torch.int64, device=targets.device)
+    return (right & counts).sum(), counts.sum()
+
+
+@register("metric", "accuracy")
+class Accuracy(Metric):
+    """Share of right predictions over everything seen, exact over batches and ranks.
+
+    >>> accuracy = Accuracy()
+    >>> accuracy.update(torch.tensor([1, 2, 3]), torch.tensor([1, 2, 0]))
+    >>> accuracy.update(torch.tensor([[0.2, 0.8]]), torch.tensor([1]))
+    >>> accuracy.compute()
+    0.75
+    """
+
+    num_sums = 2
+
+    def __init__(self, top_k: int = 1, ignore_index: int | None = -100, class_dim: int | None = None) -> None:
+        super().__init__()
+        if top_k < 1:
+            raise ConfigError(f"Accuracy: top_k is {top_k}; it must be at least 1")
+        self.top_k, self.ignore_index, self.class_dim = top_k, ignore_index, class_dim
+
+    def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the number of right elements and of elements that count."""
+        counts = accuracy_counts(
+            predictions,
+            targets,
+            mask=mask,
+            ignore_index=self.ignore_index,
+            top_k=self.top_k,
+            class_dim=self.class_dim,
+        )
+        return torch.stack(counts)
+
+    def value(self, sums: list[float]) -> float:
+        """Return the share of right elements."""
+        correct, count = sums
+        return correct / count if count else math.nan
+
+
+def _right(logits: Tensor, targets: Tensor, top_k: int, class_dim: int | None) -> Tensor:
+    """Return which elements have their target among the `top_k` highest logits."""
+    dim = _class_dim(logits, targets, class_dim)
+    if top_k == 1:
+        return logits.argmax(dim) == targets
+    if top_k > logits.shape[dim]:
+        raise ConfigError(f"accuracy: top_k is {top_k} but there are {logits.shape[dim]} classes; lower top_k")
+    return (logits.topk(top_k, dim).indices == targets.unsqueeze(dim)).any(dim)
+
+
+def _class_dim(logits: Tensor, targets: Tensor, class_dim: int | None) -> int:
+    """Return the one dimension of the logits that the targets lack: the given one, else the last or the second."""
+    shape, rest = tuple(logits.shape), tuple(targets.shape)
+    if class_dim is None:
+        candidates = sorted({1, len(shape) - 1})
+    else:
+        candidates = [class_dim + len(shape) if class_dim < 0 else class_dim]
+    fitting = [dim for dim in candidates if 0 <= dim < len(shape) and shape[:dim] + shape[dim + 1 :] == rest]
+    if not fitting:
+        place = "the last or the second" if class_dim is None else f"number {class_dim}"
+        raise DataError(
+            f"accuracy: predictions {_form(logits)} do not fit targets {_form(targets)}; they need the same shape "
+            f"(class ids), or one more dimension for the classes, {place}"
+        )
+    if len(fitting) > 1:
+        raise ConfigError(
+            f"accuracy: the classes of predictions {shape} may be dimension 1 or {fitting[1]}; set class_dim"
+        )
+    return fitting[0]
+
+
+def _counted(targets: Tensor, mask: Tensor | None, ignore_index: int | None) -> Tensor | None:
+    """Return which elements count, or None if all do."""
+    if mask is not None and mask.shape != targets.shape:
+        raise DataError(f"accuracy: the mask {_form(mask)} must have the shape of the targets {_form(targets)}")
+    if ignore_index is None:
+        return None if mask is None else mask != 0
+    counted = targets != ignore_index
+    return counted if mask is None else counted & (mask != 0)
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

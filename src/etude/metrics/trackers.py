@@ -1,0 +1,149 @@
+"""Trackers for loops written by hand: averages of a loss, and the numbers of a run at a glance."""
+
+import math
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.core.errors import ConfigError
+from etude.metrics.base import Meter
+
+
+class LossTracker(Meter):
+    """Averages of a value over everything seen and over the last `window_size` updates.
+
+    A tensor is copied on its device and not read until an average is asked for. Sums are float64.
+
+    >>> tracker = LossTracker(window_size=2)
+    >>> for loss in (4.0, 2.0, torch.tensor(3.0)): tracker.update(loss)
+    >>> tracker.get_average(), tracker.get_recent_average(), tracker.count
+    (3.0, 2.5, 3)
+    """
+
+    def __init__(self, window_size: int = 100) -> None:
+        if window_size < 1:
+            raise ConfigError(f"LossTracker: window_size is {window_size}; it must be at least 1")
+        self.window_size = window_size
+        self.count = 0
+        self._place(torch.zeros(window_size + 1), torch.device("cpu"))
+
+    def update(self, value: float | Tensor) -> None:
+        """Add one value. Copies it, so its graph is freed and its memory may be used again; never waits."""
+        if not isinstance(value, Tensor):
+            slot = self._cells[self.count % self.window_size].fill_(value)
+        else:
+            if value.device != self._buffer.device and self._buffer.is_cpu:
+                self._place(self._buffer, value.device)  # at the first tensor only
+            slot = self._cells[self.count % self.window_size].copy_(value.detach(), non_blocking=True)
+        self._total.add_(slot)
+        self.count += 1
+
+    def get_average(self) -> float:
+        """Return the mean of all values; nan if there are none. Waits for the device."""
+        return float(self._total) / self.count if self.count else math.nan
+
+    def get_recent_average(self) -> float:
+        """Return the mean of the last `window_size` values; nan if there are none. Waits for the device."""
+        recent = self.values
+        return math.fsum(recent) / len(recent) if recent else math.nan
+
+    @property
+    def values(self) -> list[float]:
+        """The last `window_size` values, oldest first. Waits for the device."""
+        ring: list[float] = self._buffer[: min(self.count, self.window_size)].tolist()
+        oldest = self.count % self.window_size if self.count > self.window_size else 0
+        return ring[oldest:] + ring[:oldest]
+
+    def compute(self) -> float:
+        """Return the mean of all values: what a list of metrics reports."""
+        return self.get_average()
+
+    def reset(self) -> None:
+        """Forget everything seen."""
+        self.count = 0
+        self._buffer.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return count, total and recent values."""
+        return {"count": self.count, "total": float(self._total), "values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the averages; after a change of `window_size`, as many recent values as there are."""
+        self.reset()
+        values = state["values"][-self.window_size :]
+        self.count = state["count"] - len(values)
+        for value in values:
+            self.update(value)
+        self._total.fill_(state["total"])
+
+    def _place(self, buffer: Tensor, device: torch.device) -> None:
+        """Keep `buffer` on `device`: the ring of recent values, then the total."""
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+        with torch.inference_mode(False):  # a buffer made in inference mode could not be changed outside of it
+            self._buffer = buffer.to(device, dtype, non_blocking=True)
+        *self._cells, self._total = self._buffer.unbind()
+
+
+@dataclass(slots=True)
+class TrainingMetrics:
+    """Where a run stands, in plain numbers: the current epoch and the best one.
+
+    >>> metrics = TrainingMetrics(current_epoch=3)
+    >>> metrics.update_val_metrics(loss=0.5, accuracy=0.9)
+    >>> metrics.best_val_loss, metrics.best_epoch
+    (0.5, 3)
+    """
+
+    current_epoch: int = 0
+    current_batch: int = 0
+    train_loss: float = 0.0
+    train_accuracy: float = 0.0
+    val_loss: float = 0.0
+    val_accuracy: float = 0.0
+    best_val_loss: float = math.inf
+    best_val_accuracy: float = 0.0
+    best_epoch: int = 0
+    """The epoch of `best_val_loss`."""
+
+    def reset_epoch(self) -> None:
+        """Begin an epoch: forget its batch and training numbers, keep the validation ones and the best."""
+        self.current_batch = 0
+        self.train_loss = 0.0
+        self.train_accuracy = 0.0
+
+    def update_train_metrics(self, loss: float, accuracy: float) -> None:
+        """Set the training numbers of the current epoch."""
+        self.train_loss, self.train_accuracy = float(loss), float(accuracy)
+
+    def update_val_metrics(self, loss: float, accuracy: float) -> None:
+        """Set the validation numbers; a lower loss makes the current epoch the best, a higher accuracy is kept."""
+        self.val_loss, self.val_accuracy = float(loss), float(accuracy)
+        if self.val_loss < self.best_val_loss:
+            self.best_val_loss, self.best_epoch = self.val_loss, self.current_epoch
+        self.best_val_accuracy = max(self.best_val_accuracy, self.val_accuracy)
+
+    def summary(self) -> str:
+        """Return the numbers in four lines."""
+        return (
+            f"epoch {self.current_epoch}, batch {self.current_batch}\n"
+            f"training    loss {self.train_loss:.4f}  accuracy {self.train_accuracy:.4f}\n"
+            f"validation  loss {self.val_loss:.4f}  accuracy {self.val_accuracy:.4f}\n"
+            f"best        loss {self.best_val_loss:.4f} (epoch {self.best_epoch})  "
+            f"accuracy {self.best_val_accuracy:.4f}"
+        )
+
+    def print_summary(self) -> None:
+        """Write the summary to standard output."""
+        sys.stdout.write(self.summary() + "\n")
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Return the numbers by name."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        """Restore `state_dict`."""
+        for name in asdict(self):
+            setattr(self, name, state[name])

@@ -1,0 +1,88 @@
+"""What a run ran on: versions, device, threads, the repository's commit, the command line."""
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+GIT_TIMEOUT_S = 5.0
+
+
+def collect_environment(device: torch.device | None = None, folder: Path | None = None) -> dict[str, Any]:
+    """Return what `env.json` holds. Nothing here touches the network, or names the machine or its user.
+
+    `folder` is where the repository is looked for: the current directory unless given.
+
+    >>> sorted(collect_environment(torch.device("cpu"))["versions"])
+    ['etude', 'numpy', 'python', 'torch']
+    """
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "etude": _version("etude"),
+        },
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "device": _describe(device if device is not None else torch.device("cpu")),
+        "cpu_threads": torch.get_num_threads(),
+        "cpu_count": os.cpu_count(),
+        "git": _git(folder if folder is not None else Path.cwd()),
+        "command": list(sys.argv),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _describe(device: torch.device) -> dict[str, Any]:
+    described: dict[str, Any] = {"name": str(device), "type": device.type}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        described |= {
+            "model": properties.name,
+            "memory_bytes": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        }
+    return described
+
+
+def _git(folder: Path) -> dict[str, Any] | None:
+    """Return commit and dirty flag (changes in tracked files); None if this is no repository or git is absent."""
+    commit = _ask_git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = _ask_git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _ask_git(folder: Path, *arguments: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", *arguments],
+            cwd=folder,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # look without taking the repository's index lock
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=GIT_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

@@ -1,0 +1,219 @@
+"""The run folder: everything a run leaves behind, where it lies, and who may write it.
+
+config.yaml      the whole resolved config; a folder with this file holds a run
+metrics.jsonl    one record per log point, validation and epoch; metrics.csv holds the same
+events.jsonl     what happened: start, checkpoints, warnings, errors, end
+env.json         versions, device, commit, command line
+checkpoints/     what `etude resume` starts from
+result.json      the outcome, written at the end
+.lock            names the process that writes here
+"""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from etude.core import RunFolderError
+from etude.monitor.environment import collect_environment
+from etude.monitor.files import drop_torn_line, replacing, write_text
+from etude.monitor.lock import FolderLock
+from etude.monitor.records import decode, plain, read_jsonl
+from etude.monitor.sinks import rewrite_csv
+
+FINISHED = "finished"
+"""The `status` in result.json of a run that reached its end."""
+
+
+class RunFolder:
+    """Paths and files of one run. The constructor touches nothing: use `create` or `open`."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config_path = self.path / "config.yaml"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.metrics_csv_path = self.path / "metrics.csv"
+        self.events_path = self.path / "events.jsonl"
+        self.environment_path = self.path / "env.json"
+        self.result_path = self.path / "result.json"
+        self.checkpoints_path = self.path / "checkpoints"
+        self.lock_path = self.path / ".lock"
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    @classmethod
+    def create(cls, path: str | Path, *, overwrite: bool = False) -> "RunFolder":
+        """Make a folder for a new run; `overwrite` removes the run that is there, checkpoints included.
+
+        Raises RunFolderError if it cannot be written, holds a run, or is in use.
+        """
+        folder = cls(path)
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            with folder.lock():  # also shows that files can be written here
+                if folder.holds_run and not overwrite:
+                    raise RunFolderError(
+                        f"{folder.path} already holds a run; use `etude resume {folder.path}` or another --run-dir"
+                    )
+                if folder.holds_run:
+                    folder._remove_run()
+                folder.checkpoints_path.mkdir(exist_ok=True)
+        except RunFolderError:
+            raise
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot write run folder {folder.path}: {error.strerror or error}; choose a writable --run-dir"
+            ) from error
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> "RunFolder":
+        """Open the folder of an earlier run; raises RunFolderError if there is none."""
+        folder = cls(path)
+        if folder.holds_run:
+            return folder
+        if not folder.path.is_dir():
+            raise RunFolderError(f"there is no run folder {folder.path}; give a folder made by `etude train`")
+        hint = "; give a folder made by `etude train`"
+        if inside := newest_run(folder.path):
+            hint = f"; did you mean {inside.path}?"
+        raise RunFolderError(f"{folder.path} is not a run folder: it has no config.yaml{hint}")
+
+    @property
+    def holds_run(self) -> bool:
+        """True if a run has been started here."""
+        return self.config_path.is_file()
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the run reached its end."""
+        return self.read_result().get("status") == FINISHED
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder for this process; raises RunFolderError if another one has it.
+
+        The lock is freed when the block ends or the process dies, also by `kill -9`.
+        """
+        with FolderLock(self.lock_path):
+            yield
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write the resolved config; from now on the folder holds a run."""
+        import yaml
+
+        self._write(self.config_path, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+
+    def write_environment(self, device: torch.device | None = None) -> None:
+        """Write versions, device, commit and command line."""
+        self._write(self.environment_path, _json(collect_environment(device)))
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """Write the outcome; `"status": "finished"` marks a run that reached its end."""
+        self._write(self.result_path, _json(plain(result)))
+
+    def read_result(self) -> dict[str, Any]:
+        """Return the outcome; empty while there is none."""
+        try:
+            return decode(self.result_path.read_bytes()) or {}
+        except FileNotFoundError:
+            return {}
+
+    def read_metrics(self) -> Iterator[dict[str, Any]]:
+        """Yield the records written so far, in order."""
+        return read_jsonl(self.metrics_path)
+
+    def trim(self, step: int) -> None:
+        """Prepare to go on from a checkpoint: drop what was recorded after `step`, and lines that were cut short.
+
+        Events are kept: they tell what happened, also what happened in vain.
+        """
+        try:
+            if self.metrics_path.exists():
+                _trim_jsonl(self.metrics_path, step)
+            if self.metrics_csv_path.exists():
+                rewrite_csv(self.metrics_csv_path, keep=lambda row: _csv_step(row) <= step)
+            if self.events_path.exists():
+                with self.events_path.open("r+b") as file:
+                    drop_torn_line(file.fileno())
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def _remove_run(self) -> None:
+        if self.checkpoints_path.exists():
+            shutil.rmtree(self.checkpoints_path)
+        for path in (self.result_path, self.metrics_path, self.metrics_csv_path, self.events_path):
+            path.unlink(missing_ok=True)
+        self.environment_path.unlink(missing_ok=True)
+        self.config_path.unlink()  # last: until then the folder holds a run, so removal can be repeated
+
+    def _write(self, path: Path, text: str) -> None:
+        try:
+            write_text(path, text)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError) -> RunFolderError:
+        return RunFolderError(
+            f"cannot write in run folder {self.path}: {error.strerror or error}; "
+            f"free disk space or permissions there, then `etude resume {self.path}`"
+        )
+
+
+def default_run_dir(experiment: str, root: str | Path = "runs") -> Path:
+    """Make and return a new folder `runs/<experiment>/<timestamp>`; never one that was there before.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as root:
+    ...     first, second = default_run_dir("lenet5/baseline", root), default_run_dir("lenet5/baseline", root)
+    ...     first.parent.relative_to(root).as_posix(), first == second
+    ('lenet5/baseline', False)
+    """
+    parts = [re.sub(r"[^\w.+=-]+", "-", part) for part in Path(experiment).parts]
+    parent = Path(root, *(part for part in parts if part.strip(".-")))
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for attempt in itertools.count(1):
+            path = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
+            with suppress(
+                FileExistsError
+            ):  # of processes that start in the same second, mkdir lets one have the name
+                path.mkdir()
+                break
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot create a run folder in {parent}: {error.strerror or error}; choose a writable --run-dir"
+        ) from error
+    return path
+
+
+def newest_run(folder: str | Path) -> RunFolder | None:
+    """Return the run one or two levels below `folder` whose config was written last, or None."""
+    found = [path for depth in ("*", "*/*") for path in Path(folder).glob(f"{depth}/config.yaml")]
+    return RunFolder(max(found, key=os.path.getmtime).parent) if found else None
+
+
+def _trim_jsonl(path: Path, step: int) -> None:
+    with path.open("rb") as old, replacing(path) as temporary, temporary.open("wb") as new:
+        for line in old:
+            record = decode(line) if line.endswith(b"\n") else None
+            if record is not None and (record.get("step") or 0) <= step:
+                new.write(line)
+
+
+def _csv_step(row: Mapping[str, str | None]) -> int:
+    return int(row.get("step") or 0)
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"

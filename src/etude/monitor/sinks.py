@@ -1,0 +1,185 @@
+"""Where records go: JSON lines, CSV and the event log. A full disk costs records, never the run."""
+
+import csv
+import io
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from etude.monitor.files import drop_torn_line, replacing
+from etude.monitor.records import encode
+
+logger = logging.getLogger("etude")
+
+MAX_PENDING = 1000
+"""Records kept while the disk is full; they are written when there is room again, the oldest are dropped first."""
+
+
+class AppendFile:
+    """A file to which whole lines are added, each in one write that needs no flushing.
+
+    A write that fails leaves no part of a line behind. Its lines are kept and tried again with the next ones; the
+    problem is told once, by `on_problem`, until a write succeeds again.
+    """
+
+    def __init__(self, path: Path, on_problem: Callable[[str], None] = logger.warning) -> None:
+        self.path = path
+        self._on_problem = on_problem
+        self._descriptor: int | None = None
+        self._pending: deque[bytes] = deque(maxlen=MAX_PENDING)
+        self._failing = False
+
+    def add(self, line: str) -> None:
+        """Append a line; does not raise OSError."""
+        self._pending.append(line.encode())
+        try:
+            self._write(b"".join(self._pending))
+        except OSError as error:
+            if not self._failing:
+                self._failing = True
+                self._on_problem(f"cannot write {self.path}: {error.strerror or error}; training goes on without it")
+        else:
+            self._failing = False
+            self._pending.clear()
+
+    def close(self) -> None:
+        """Close the file; a later `add` opens it again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _write(self, data: bytes) -> None:
+        if self._descriptor is None:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            drop_torn_line(self._descriptor)
+        size = os.fstat(self._descriptor).st_size
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(self._descriptor, data[written:])
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, size)
+            self.close()  # opening it anew also mends a handle that a network disk has lost
+            raise
+
+
+class JsonlSink:
+    """Appends records to a file of JSON lines.
+
+    Numbers that are not finite are written as null and named under `nonfinite`, so every line is valid JSON.
+    """
+
+    def __init__(self, path: str | Path, on_problem: Callable[[str], None] = logger.warning) -> None:
+        self._file = AppendFile(Path(path), on_problem)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a record; `tail -f` shows it at once."""
+        self._file.add(encode(record) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class CsvSink:
+    """Appends records to a CSV file. A new key becomes a new last column; rows without it have an empty cell."""
+
+    def __init__(self, path: str | Path, on_problem: Callable[[str], None] = logger.warning) -> None:
+        self._file = AppendFile(Path(path), on_problem)
+        self._on_problem = on_problem
+        self._columns: list[str] | None = None
+        self._waiting: deque[Mapping[str, Any]] = deque(maxlen=MAX_PENDING)
+        """Records whose columns the file does not have, because its header could not be written."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a row; `tail -F` shows it at once."""
+        if self._columns is None:
+            self._columns = read_header(self._file.path)
+        self._waiting.append(dict(record))
+        new = dict.fromkeys(key for waiting in self._waiting for key in waiting if key not in self._columns)
+        if new and not self._add_columns([*self._columns, *new]):
+            return
+        for waiting in self._waiting:
+            self._file.add(_csv_line([waiting.get(column, "") for column in self._columns]))
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _add_columns(self, columns: list[str]) -> bool:
+        """Write the longer header, keep the rows; False, with a word once, if the disk is full."""
+        try:
+            rewrite_csv(self._file.path, columns)
+        except OSError as error:
+            if len(self._waiting) == 1:
+                self._on_problem(f"cannot write {self._file.path}: {error.strerror or error}; training goes on")
+            return False
+        self._file.close()  # it holds the file that was replaced
+        self._columns = columns
+        return True
+
+
+class EventLog:
+    """What happened to a run, for people and programs: one JSON line per event."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = AppendFile(Path(path))
+
+    def write(self, kind: str, message: str, **fields: Any) -> None:
+        """Append an event: what kind, in words, and anything that belongs to it."""
+        event = {"time": round(time.time(), 3), "kind": kind, "message": message, **fields}
+        self._file.add(encode(event) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_header(path: Path) -> list[str]:
+    """Return the columns of a CSV file; none if it is absent or empty, or its first line was cut short."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            line = file.readline()
+    except OSError:
+        return []
+    return next(csv.reader([line])) if line.endswith("\n") else []
+
+
+def count_rows(path: Path) -> int:
+    """Return how many rows a CSV file has below its header; 0 if it is absent."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return max(0, sum(1 for _ in csv.reader(file)) - 1)
+    except FileNotFoundError:
+        return 0
+
+
+def rewrite_csv(
+    path: Path, columns: list[str] | None = None, keep: Callable[[dict[str, str]], bool] = lambda _: True
+) -> None:
+    """Replace a CSV file atomically: its rows for which `keep` is true, under its own or the given columns.
+
+    A last row that was cut short goes; a file that is absent is made if columns are given.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    rows = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+    columns = columns if columns is not None else list(rows.fieldnames or [])
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        if columns:
+            file.write(_csv_line(columns))
+        for row in rows:
+            if keep(row):
+                file.write(_csv_line([row.get(column) or "" for column in columns]))
+
+
+def _csv_line(cells: list[Any]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow(cells)
+    return buffer.getvalue()

@@ -1,0 +1,87 @@
+"""Argument checks from annotations: a value out of its stated range is refused in Python as it is in YAML."""
+
+import functools
+import inspect
+import operator
+import types
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from etude.core.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Check the arguments of each call against the `Annotated` ranges of the signature.
+
+    Raises ConfigError with the argument, its value and the range. Types are left to mypy and to the config reader.
+
+    >>> from typing import Annotated
+    >>> from annotated_types import Gt
+    >>> @checked
+    ... def halve(size: Annotated[int, Gt(0)]) -> float:
+    ...     return size / 2
+    >>> halve(-1)
+    Traceback (most recent call last):
+    etude.core.errors.ConfigError: halve: size is -1; it must be above 0
+    """
+    signature = inspect.signature(function)
+    owner = function.__qualname__.removesuffix(".__init__")
+    hints = get_type_hints(function, include_extras=True)
+    ranged = {name: hint for name, hint in hints.items() if any(_annotations(hint))}
+
+    @functools.wraps(function)
+    def checking(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return function(*args, **kwargs)  # Python's own message names the function
+        for name, value in given.items():
+            if name in ranged and value is not None:
+                _check(f"{owner}: {name}", value, ranged[name])
+        return function(*args, **kwargs)
+
+    return checking
+
+
+def _check(what: str, value: Any, hint: Any) -> None:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        bounds = list(_bounds(args[1:]))
+        if not all(holds(value, limit) for holds, limit, _ in bounds):
+            allowed = " and ".join(f"{words} {limit}" for _, limit, words in bounds)
+            raise ConfigError(f"{what} is {value}; it must be {allowed}")
+        _check(what, value, args[0])
+    elif origin in (Union, types.UnionType):
+        for arg in args:
+            _check(what, value, arg)
+    elif args and isinstance(value, (tuple, list)):
+        for place, item in enumerate(value):
+            _check(f"{what}[{place}]", item, args[min(place, len(args) - 1)])
+
+
+def _bounds(metadata: tuple[Any, ...]) -> Iterator[tuple[Callable[[Any, Any], bool], Any, str]]:
+    """Yield comparison, limit and words of each bound; other metadata (sections, documentation) has none."""
+    for bound in metadata:
+        match bound:
+            case Gt(limit):
+                yield operator.gt, limit, "above"
+            case Ge(limit):
+                yield operator.ge, limit, "at least"
+            case Lt(limit):
+                yield operator.lt, limit, "below"
+            case Le(limit):
+                yield operator.le, limit, "at most"
+
+
+def _annotations(hint: Any) -> Iterator[Any]:
+    """Yield every `Annotated` inside a type hint."""
+    if get_origin(hint) is Annotated:
+        yield hint
+    for arg in get_args(hint):
+        if not isinstance(arg, (str, int)):
+            yield from _annotations(arg)

@@ -1,0 +1,272 @@
+"""Learning-rate schedules: pure functions from the step about to be taken (from 0) to a factor of the base rate.
+
+A schedule holds no state, so a resumed run needs only its step number. Lengths are counted in steps unless
+`unit: epoch` says otherwise. In an experiment file `total_steps` and `steps_per_epoch` come from the run when
+they are left out. After `total_steps` a schedule stays where it ended.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from etude.config.registry import Section, register
+from etude.core.errors import ConfigError
+from etude.optim.arguments import checked
+
+Schedule = Callable[[int], float]
+"""Maps the step about to be taken to a factor of the base learning rate."""
+
+Unit = Literal["step", "epoch"]
+Steps = Annotated[int, Ge(1)]
+Ratio = Annotated[float, Ge(0), Le(1)]
+Gamma = Annotated[float, Gt(0), Le(1)]
+Inner = Annotated[Schedule, Section("scheduler")]
+
+
+def cosine_schedule_with_warmup(
+    step: int, base_lr: float, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.1
+) -> float:
+    """Return the learning rate at `step`: a line from 0 to `base_lr`, then a half cosine to its `min_lr_ratio`.
+
+    >>> [round(cosine_schedule_with_warmup(s, 2.0, 10, 30), 4) for s in (0, 5, 10, 20, 30, 99)]
+    [0.0, 1.0, 2.0, 1.1, 0.2, 0.2]
+    """
+    _check_warmup(warmup_steps, total_steps)
+    return base_lr * _warmup_cosine(step, warmup_steps, total_steps, min_lr_ratio)
+
+
+@register("scheduler", "warmup_cosine")
+@checked
+def warmup_cosine(
+    total_steps: Steps, warmup_steps: Annotated[int, Ge(0)] = 2000, min_lr_ratio: Ratio = 0.1
+) -> Schedule:
+    """Rise linearly from 0 over `warmup_steps`, then fall along a half cosine to `min_lr_ratio` at `total_steps`."""
+    _check_warmup(warmup_steps, total_steps)
+    return lambda step: _warmup_cosine(step, warmup_steps, total_steps, min_lr_ratio)
+
+
+@register("scheduler", "constant")
+@checked
+def constant(factor: Ratio = 1.0) -> Schedule:
+    """Stay at `factor` of the base rate."""
+    return lambda _: factor
+
+
+@register("scheduler", "step")
+@register("scheduler", "step_decay")
+@checked
+def step_decay(
+    step_size: Steps, gamma: Gamma = 0.1, unit: Unit = "step", steps_per_epoch: Steps | None = None
+) -> Schedule:
+    """Multiply by `gamma` after every `step_size` steps or epochs.
+
+    >>> [step_decay(step_size=2, gamma=0.5)(step) for step in range(5)]
+    [1.0, 1.0, 0.5, 0.5, 0.25]
+    """
+    period = step_size * _unit_steps("step", unit, steps_per_epoch)
+    return lambda step: gamma ** (step // period)
+
+
+@register("scheduler", "multistep")
+@checked
+def multistep(
+    milestones: Sequence[Steps], gamma: Gamma = 0.1, unit: Unit = "step", steps_per_epoch: Steps | None = None
+) -> Schedule:
+    """Multiply by `gamma` at each milestone."""
+    ends = _ends("multistep", milestones, unit, steps_per_epoch)
+    return lambda step: gamma ** bisect_right(ends, step)
+
+
+@register("scheduler", "exponential")
+@checked
+def exponential(gamma: Gamma, unit: Unit = "step", steps_per_epoch: Steps | None = None) -> Schedule:
+    """Multiply by `gamma` after every step, or after every epoch."""
+    period = _unit_steps("exponential", unit, steps_per_epoch)
+    return lambda step: gamma ** (step // period)
+
+
+@register("scheduler", "cosine")
+@register("scheduler", "cosine_annealing")
+@checked
+def cosine(total_steps: Steps, min_lr_ratio: Ratio = 0.0) -> Schedule:
+    """Fall along a half cosine from 1 to `min_lr_ratio` at `total_steps`."""
+    return lambda step: _cosine(step / total_steps, 1.0, min_lr_ratio)
+
+
+@register("scheduler", "linear")
+@checked
+def linear(total_steps: Steps, end: Ratio = 0.0, start: Ratio = 1.0) -> Schedule:
+    """Go in a straight line from `start` to `end` at `total_steps`."""
+    return lambda step: _line(step / total_steps, start, end)
+
+
+@register("scheduler", "polynomial")
+@checked
+def polynomial(total_steps: Steps, power: Annotated[float, Gt(0)] = 1.0, end: Ratio = 0.0) -> Schedule:
+    """Fall from 1 to `end` at `total_steps` as a power of the time that is left."""
+    return lambda step: end + (1.0 - end) * (1.0 - min(step, total_steps) / total_steps) ** power
+
+
+@register("scheduler", "one_cycle")
+@checked
+def one_cycle(
+    total_steps: Steps,
+    pct_start: Ratio = 0.3,
+    div_factor: Annotated[float, Ge(1)] = 25.0,
+    final_div_factor: Annotated[float, Ge(1)] = 1e4,
+    anneal: Literal["cos", "linear"] = "cos",
+) -> Schedule:
+    """Rise from 1/div_factor to 1 in the first `pct_start` of the run, then fall to 1/(div_factor·final_div_factor).
+
+    The base rate is the highest rate of the cycle. The curve is that of torch's OneCycleLR; momentum is left alone.
+    """
+    low, curve = 1.0 / div_factor, _cosine if anneal == "cos" else _line
+    final = low / final_div_factor
+    peak, last = pct_start * total_steps - 1.0, total_steps - 1.0
+
+    def factor(step: int) -> float:
+        if step < peak:
+            return curve(step / peak, low, 1.0)
+        if last <= peak:  # pct_start 1.0, or a single step: there is no way down
+            return 1.0
+        return curve((step - peak) / (last - peak), 1.0, final)
+
+    return factor
+
+
+@register("scheduler", "sgdr")
+@register("scheduler", "cosine_restarts")
+@checked
+def cosine_restarts(
+    first_period: Steps,
+    multiplier: Steps = 1,
+    min_lr_ratio: Ratio = 0.0,
+    unit: Unit = "step",
+    steps_per_epoch: Steps | None = None,
+) -> Schedule:
+    """Fall along a half cosine, start again at 1; each period is `multiplier` times as long as the one before."""
+    first = first_period * _unit_steps("cosine_restarts", unit, steps_per_epoch)
+
+    def factor(step: int) -> float:
+        period = first
+        if multiplier == 1:
+            step %= period
+        while step >= period:  # whole numbers: a logarithm would miss restarts by rounding
+            step, period = step - period, period * multiplier
+        return _cosine(step / period, 1.0, min_lr_ratio)
+
+    return factor
+
+
+@register("scheduler", "inverse_sqrt")
+@checked
+def inverse_sqrt(warmup_steps: Steps = 2000) -> Schedule:
+    """Rise linearly from 0 over `warmup_steps`, then fall with the square root of the step."""
+    return lambda step: step / warmup_steps if step < warmup_steps else math.sqrt(warmup_steps / step)
+
+
+@register("scheduler", "warmup")
+@checked
+def warmup(
+    schedule: Inner,
+    warmup_steps: Steps,
+    start: Ratio = 0.0,
+    unit: Unit = "step",
+    steps_per_epoch: Steps | None = None,
+) -> Schedule:
+    """Replace the first `warmup_steps` of a schedule by a line from `start` to where the schedule then stands.
+
+    The clock of the schedule is not shifted: milestones stay where they are written, and a decay over the run
+    still ends with the run. To start a schedule at the end of a warm-up, use `sequence`.
+
+    >>> [warmup(step_decay(step_size=4, gamma=0.5), warmup_steps=2)(step) for step in range(6)]
+    [0.0, 0.5, 1.0, 1.0, 0.5, 0.5]
+    """
+    length = warmup_steps * _unit_steps("warmup", unit, steps_per_epoch)
+    top = schedule(length)
+    return lambda step: _line(step / length, start, top) if step < length else schedule(step)
+
+
+@register("scheduler", "sequence")
+@checked
+def sequence(
+    schedules: Sequence[Inner],
+    milestones: Sequence[Steps],
+    unit: Unit = "step",
+    steps_per_epoch: Steps | None = None,
+) -> Schedule:
+    """Follow one schedule after the other: each begins at its milestone and counts its steps from there.
+
+    Give the inner schedules their own `total_steps`, for the run's length is not theirs.
+
+    >>> chain = sequence([linear(2, start=0.0, end=1.0), cosine(4)], milestones=[2])
+    >>> [round(chain(step), 3) for step in range(7)]
+    [0.0, 0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
+    """
+    ends = _ends("sequence", milestones, unit, steps_per_epoch)
+    if len(schedules) != len(ends) + 1:
+        raise ConfigError(
+            f"sequence: {len(schedules)} schedules and {len(ends)} milestones; "
+            f"give one milestone for each schedule after the first"
+        )
+    starts = [0, *ends]
+
+    def factor(step: int) -> float:
+        place = bisect_right(ends, step)
+        return schedules[place](step - starts[place])
+
+    return factor
+
+
+@register("scheduler", "product")
+@checked
+def product(schedules: Sequence[Inner]) -> Schedule:
+    """Multiply schedules: each one scales what the others give."""
+    if not schedules:
+        raise ConfigError("product: no schedules; give at least one")
+    return lambda step: math.prod(schedule(step) for schedule in schedules)
+
+
+def _line(progress: float, start: float, end: float) -> float:
+    progress = min(progress, 1.0)
+    return start * (1.0 - progress) + end * progress
+
+
+def _cosine(progress: float, start: float, end: float) -> float:
+    weight = 0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0))
+    return start * weight + end * (1.0 - weight)
+
+
+def _warmup_cosine(step: int, warmup_steps: int, total_steps: int, min_lr_ratio: float) -> float:
+    if step < warmup_steps:
+        return step / warmup_steps
+    return _cosine((step - warmup_steps) / (total_steps - warmup_steps), 1.0, min_lr_ratio)
+
+
+def _check_warmup(warmup_steps: int, total_steps: int) -> None:
+    if not 0 <= warmup_steps < total_steps:
+        raise ConfigError(
+            f"warmup_steps is {warmup_steps} and the run has {total_steps} steps; "
+            f"set warmup_steps between 0 and {total_steps - 1}, or train longer"
+        )
+
+
+def _unit_steps(owner: str, unit: Unit, steps_per_epoch: int | None) -> int:
+    """Return the number of steps in one unit."""
+    if unit == "step":
+        return 1
+    if steps_per_epoch is None:
+        raise ConfigError(f"{owner}: unit is 'epoch' but steps_per_epoch is not known; give it, or count in steps")
+    return steps_per_epoch
+
+
+def _ends(owner: str, milestones: Sequence[int], unit: Unit, steps_per_epoch: int | None) -> list[int]:
+    """Return milestones in steps; refuse any that are out of order."""
+    if any(later <= earlier for earlier, later in pairwise(milestones)):
+        raise ConfigError(f"{owner}: milestones are {list(milestones)}; each must be above the one before")
+    scale = _unit_steps(owner, unit, steps_per_epoch)
+    return [milestone * scale for milestone in milestones]

@@ -1,0 +1,126 @@
+"""`TrainerConfig`: the `training` section of an experiment, and what a `Trainer` in Python is configured with."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[float, Field(gt=0)]
+
+TRAINING_ALIASES = {
+    "num_epochs": "epochs",
+    "log_every": "log_interval",
+    "grad_clip": "gradient_clip_norm",
+    "max_grad_norm": "gradient_clip_norm",
+    "gradient_accumulation_steps": "grad_accum_steps",
+    "accumulation_steps": "grad_accum_steps",
+    "compile": "compile_model",
+}
+"""Other spellings of keys of the `training` section."""
+
+
+class MeaningfulLossConfig(BaseModel):
+    """Settings of the expected-value reconstruction loss."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    enabled: bool = True
+    sample_k_per_modality: Annotated[int, Field(ge=1)] = 4096
+    weight_image: Annotated[float, Field(ge=0)] = 0.1
+    weight_scalar: Annotated[float, Field(ge=0)] = 0.1
+    weight_spectrum: Annotated[float, Field(ge=0)] = 0.1
+
+
+class TrainerConfig(BaseModel):
+    """How long to train, what to do on the way, and on what.
+
+    >>> TrainerConfig(epochs=3, batch_size=32).num_epochs
+    3
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, validate_assignment=True, use_attribute_docstrings=True)
+
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    """Epochs of the whole run (10 if neither this nor max_steps is given)."""
+    max_steps: Annotated[int, Field(ge=1)] | None = None
+    """Stop after this many optimizer steps, wherever in an epoch that is."""
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    """Samples per micro-batch, over all processes together."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of initial weights, data order, dropout and everything else."""
+    log_interval: Annotated[int, Field(ge=1)] = 100
+    """Steps between log records; the host reads the device only then."""
+    validate_interval: Annotated[int, Field(ge=0)] = 1
+    """Epochs between validations; 0 leaves only the one at the end."""
+    save_checkpoints: bool = True
+    """Write checkpoints into the run folder."""
+    checkpoint_interval: Annotated[int, Field(ge=0)] = 1
+    """Epochs between checkpoints; 0 leaves only the one at the end."""
+    save_every_steps: Annotated[int, Field(ge=1)] | None = None
+    """Also save after every so many steps."""
+    keep_best: Annotated[int, Field(ge=0)] = 3
+    """How many of the best checkpoints, by validation loss, are kept beside the last one."""
+    grad_accum_steps: Annotated[int, Field(ge=1)] | dict[int, Annotated[int, Field(ge=1)]] = 1
+    """Micro-batches per optimizer step; a mapping {epoch: steps} gives a schedule that starts at epoch 0."""
+    gradient_clip_norm: Positive | None = 1.0
+    """Clip the global gradient norm to this; null turns clipping off."""
+    gradient_clip_value: Positive | None = None
+    """Clip every gradient element to ± this."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Number format of the forward pass; auto is bf16 on CUDA and fp32 on the CPU."""
+    loss_scale: Positive = 65536.0
+    """Initial loss scale for fp16."""
+    compile_model: bool = False
+    """Run the model through torch.compile."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1 …; auto takes CUDA where there is one."""
+    deterministic: bool = False
+    """Use deterministic kernels only, so that CUDA runs repeat bit for bit too."""
+    num_threads: Annotated[int, Field(ge=1)] | None = None
+    """CPU threads of torch; results repeat bit for bit only with the same number."""
+    train_metrics: bool = True
+    """Compute accuracy and other metrics on training batches too."""
+    max_skipped_steps: Annotated[int, Field(ge=1)] = 20
+    """Stop with an error after so many updates in a row that were not finite."""
+    drop_last: bool = False
+    """Leave out the last, smaller batch of an epoch."""
+
+    learning_rate: Positive | None = None
+    """Learning rate, for configs that keep it here; optimizer.lr otherwise."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Weight decay, for configs that keep it here; optimizer.weight_decay otherwise."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Given without a scheduler section: linear warm-up over so many steps, then cosine decay to 10 %."""
+    use_scheduler: bool | None = None
+    """false turns the scheduler off; true asks for `scheduler_type`."""
+    scheduler_type: str | None = None
+    """Name of the schedule, for configs that keep it here; scheduler.name otherwise."""
+    use_mixed_precision: bool | None = None
+    """true: `precision_dtype`, or bf16; false: fp32. The key `precision` says it in one."""
+    precision_dtype: Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] | None = None
+    """Number format under use_mixed_precision."""
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    """Worker processes that load samples of a Dataset; tensors in memory need none."""
+    pin_memory: bool = True
+    """Page-locked host memory for asynchronous copies to CUDA."""
+    persistent_workers: bool = False
+    """Keep worker processes from epoch to epoch."""
+    prefetch_factor: Annotated[int, Field(ge=1)] | None = None
+    """Batches each worker loads ahead."""
+    meaningful_loss: MeaningfulLossConfig | None = None
+    """Expected-value reconstruction loss for models over tokens of several modalities."""
+
+    @property
+    def num_epochs(self) -> int | None:
+        """Epochs of the whole run; None if only max_steps ends it."""
+        return 10 if self.epochs is None and self.max_steps is None else self.epochs
+
+    @property
+    def resolved_precision(self) -> Literal["auto", "fp32", "bf16", "fp16"]:
+        """`precision`, with use_mixed_precision and precision_dtype taken into account."""
+        if self.use_mixed_precision is None:
+            return self.precision
+        if not self.use_mixed_precision:
+            return "fp32"
+        names: dict[str, Any] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+        chosen = self.precision_dtype or "bf16"
+        return names.get(chosen, chosen)

@@ -1,0 +1,136 @@
+"""Training from plain functions: a forward, a loss, an update, and no base class. The same step runs them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from etude.core import Batch, ConfigError, DataBatch, LossTerm, Terms
+from etude.engine.precision import Precision
+from etude.engine.step import Step
+from etude.engine.update import Updater
+from etude.optim import clip_to_norm, global_norm
+
+Forward = Callable[[Tensor], Tensor]
+ComputeLoss = Callable[[Tensor, Tensor], Tensor]
+Action = Callable[[], Any]
+
+
+def training_step(
+    model_forward: Forward,
+    compute_loss: ComputeLoss,
+    optimizer_step: Action,
+    zero_gradients: Action,
+    data: Tensor,
+    labels: Tensor,
+) -> float:
+    """Run one step from plain functions and return the loss.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    >>> x, y = torch.ones(4, 2), torch.zeros(4, 1)
+    >>> steps = [training_step(layer, nn.functional.mse_loss, optimizer.step, optimizer.zero_grad, x, y)
+    ...          for _ in range(20)]
+    >>> steps[-1] < steps[0]
+    True
+    """
+    step = function_step(model_forward, compute_loss, optimizer_step, zero_gradients)
+    report = step([DataBatch(data, labels)])
+    return float(report.sums["loss"])
+
+
+def function_step(
+    model_forward: Forward,
+    compute_loss: ComputeLoss,
+    optimizer_step: Action,
+    zero_gradients: Action,
+    *,
+    clip_norm: float | None = None,
+    metrics: bool = False,
+) -> Step:
+    """Return the engine's step made of plain functions.
+
+    If `optimizer_step` is the `step` method of a torch optimizer, clipping and skipping of non-finite updates are
+    those of any other run. Any other function is called as it is; to clip, its parameters must be known, so
+    `model_forward` must then be a module or a method of one.
+    """
+    updater: Updater | FunctionUpdater
+    owner = getattr(optimizer_step, "__self__", None)
+    if isinstance(owner, torch.optim.Optimizer):
+        updater = MethodUpdater(owner, zero_gradients, clip_norm)
+    else:
+        updater = FunctionUpdater(optimizer_step, zero_gradients, _params_of(model_forward), clip_norm)
+    task = FunctionTask(model_forward, compute_loss)
+    return Step(nn.Identity(), task, updater, Precision("fp32"), metrics=metrics)  # type: ignore[arg-type]
+
+
+class FunctionTask:
+    """A task from a forward function and a loss function of (predictions, labels)."""
+
+    def __init__(self, model_forward: Forward, compute_loss: ComputeLoss) -> None:
+        self.model_forward = model_forward
+        self.compute_loss = compute_loss
+
+    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:  # noqa: ARG002 - task protocol
+        """Return the loss as it is (count 1), and accuracy if the labels are class numbers."""
+        data, labels = batch
+        predictions = self.model_forward(data)
+        terms = {"loss": LossTerm(self.compute_loss(predictions, labels), 1.0)}
+        if metrics and not labels.is_floating_point() and predictions.dim() == labels.dim() + 1:
+            hits = (predictions.detach().argmax(dim=1) == labels).sum()
+            terms["accuracy"] = LossTerm(hits, float(labels.numel()), weight=0.0)
+        return terms
+
+
+class MethodUpdater(Updater):
+    """The engine's update, with the caller's own way of zeroing gradients."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, zero_gradients: Action, clip_norm: float | None) -> None:
+        super().__init__(optimizer, clip_norm=clip_norm)
+        self.zero_grad = zero_gradients  # type: ignore[method-assign]
+
+
+class FunctionUpdater:
+    """An update by a function that the engine cannot look into."""
+
+    lr = float("nan")
+
+    def __init__(
+        self,
+        optimizer_step: Action,
+        zero_gradients: Action,
+        params: list[nn.Parameter] | None,
+        clip_norm: float | None,
+    ) -> None:
+        if clip_norm is not None and params is None:
+            raise ConfigError(
+                "gradients cannot be clipped without knowing the parameters: pass a module's forward, or an "
+                "optimizer's step method, or set clip_gradients=False"
+            )
+        self.optimizer_step = optimizer_step
+        self.zero_grad = zero_gradients
+        self.params = params or []
+        self.clip_norm = clip_norm
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the first parameter, the CPU if none is known."""
+        return self.params[0].device if self.params else torch.device("cpu")
+
+    def apply(self, divisor: Tensor | float) -> tuple[Tensor, Tensor]:
+        """Clip if asked to, and call the function unless a known gradient is not finite."""
+        assert divisor == 1.0, "a function's loss is not divided"
+        grads = [param.grad for param in self.params if param.grad is not None]
+        norm = global_norm(grads)
+        if self.clip_norm is not None:
+            clip_to_norm(grads, norm, self.clip_norm)
+        skipped = norm.mul(0.0).ne_(0.0)
+        if not skipped.item():  # the function is host code, so the host decides
+            self.optimizer_step()
+        return norm, skipped
+
+
+def _params_of(function: Callable[..., Any]) -> list[nn.Parameter] | None:
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return list(owner.parameters()) if isinstance(owner, nn.Module) else None

@@ -1,0 +1,340 @@
+"""`Trainer`: the object most Python users hold. It puts the parts of a run together and runs the loop."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from etude.callbacks import LRSchedule, ProgressDisplay, RunRecorder
+from etude.checkpoint import CheckpointManager, newest_intact, read_checkpoint
+from etude.core import Clock, ConfigError, Loader, Task, TrainingError
+from etude.core.random import mix, set_seed
+from etude.distributed import World, join_world, wrap_data_parallel
+from etude.engine.accumulation import GradientAccumulator
+from etude.engine.callback import Callback, CallbackList, RunInfo
+from etude.engine.evaluation import evaluate
+from etude.engine.interrupt import Interrupts
+from etude.engine.ledger import Ledger
+from etude.engine.loop import Loop, Plan
+from etude.engine.precision import Precision
+from etude.engine.recovery import explain_out_of_memory
+from etude.engine.saving import Saver
+from etude.engine.schedule import LearningRate
+from etude.engine.state import TrainState
+from etude.engine.step import Step
+from etude.engine.update import Updater
+from etude.losses import LossStrategy, SupervisedTask, as_strategy
+from etude.monitor import RunFolder
+from etude.optim import AdamW, Schedule, warmup_cosine
+from etude.trainer.config import TRAINING_ALIASES, TrainerConfig
+from etude.trainer.device import configure_cuda_performance, make_deterministic, resolve_device
+from etude.trainer.feeding import make_loader
+
+logger = logging.getLogger("etude")
+
+TorchScheduler = torch.optim.lr_scheduler.LRScheduler
+
+
+class Trainer:
+    """Trains any `nn.Module`: `Trainer(model, train_loader, val_loader, config={"epochs": 3}).train()`.
+
+    Batches may be tensors, tuples, mappings or `DataBatch`es; model outputs tensors, tuples, mappings or objects
+    with `logits`. The run is reproducible: the same config gives the same weights, stopped and resumed or not.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_loader: Any = None,
+        val_loader: Any = None,
+        *,
+        config: TrainerConfig | Mapping[str, Any] | None = None,
+        optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        scheduler: Schedule | TorchScheduler | None = None,
+        loss: LossStrategy | nn.Module | Callable[..., Any] | None = None,
+        task: Task | None = None,
+        callbacks: Iterable[Callback] = (),
+        device: str | torch.device | None = None,
+        output_dir: str | Path | RunFolder | None = None,
+        use_amp: bool | None = None,
+        compile_model: bool | None = None,
+        progress: bool = True,
+        name: str = "run",
+        world: World | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Put a run together; nothing is trained and nothing written yet.
+
+        Args:
+            model: any module; it is moved to the device.
+            train_loader: an etude or torch DataLoader, a Dataset, a tensor or pair of tensors, or any iterable
+                of batches.
+            val_loader: the same, for validation.
+            config: a `TrainerConfig`, or its keys as a mapping.
+            optimizer: an optimizer, or a function of the parameters; AdamW by default.
+            scheduler: a function of the step that gives a factor of the learning rate, or a torch scheduler
+                (stepped once per optimizer step; use the `LRSchedule` callback to step it per epoch).
+            loss: a `LossStrategy`, a torch loss or a function of (predictions, labels); found from the shapes of
+                the first batch if left out.
+            task: replaces `loss` by full control over how model and batch become loss terms.
+            callbacks: called in this order.
+            device: overrides `config.device`.
+            output_dir: the run folder; without one, nothing is written.
+            use_amp: overrides `config.precision`: True is bf16 (fp16 where bf16 is missing), False is fp32.
+            compile_model: overrides `config.compile_model`.
+            progress: show a live display.
+            name: shown in the display.
+            world: the processes of the run; found from torchrun's variables by default.
+            meta: facts to keep in every checkpoint's `meta.json`.
+        """
+        self.config = _as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
+        config = self.config
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        if world is None:
+            world = join_world(resolve_device(config.device).type)
+        self.world = world
+        self.device = resolve_device(config.device, world.local_rank)
+        if config.deterministic:
+            make_deterministic()
+        elif self.device.type == "cuda" and config.resolved_precision != "fp32":
+            configure_cuda_performance()
+        self.name = name
+        self.model = model.to(self.device)
+        if config.compile_model:
+            self.model.compile()  # in place: names of parameters stay as they are
+        wrapped = wrap_data_parallel(self.model, world, self.device)
+        self.task: Task = task if task is not None else SupervisedTask(as_strategy(loss))
+        self.optimizer = _make_optimizer(optimizer, self.model, config)
+        self.train_loader = self._loader(train_loader, training=True)
+        self.val_loader = self._loader(val_loader, training=False)
+        self.accumulator = GradientAccumulator(self.optimizer, config.grad_accum_steps)
+        self.precision = Precision(
+            config.resolved_precision, self.device, loss_scale=config.loss_scale, summands=config.batch_size
+        )
+        updater = Updater(
+            self.optimizer,
+            clip_norm=config.gradient_clip_norm,
+            clip_value=config.gradient_clip_value,
+            precision=self.precision,
+        )
+        self.step = Step(wrapped, self.task, updater, self.precision, world=world, metrics=config.train_metrics)
+        self.callbacks = CallbackList(callbacks)
+        schedule = self._adopt_schedule(scheduler)
+        self.learning_rate = LearningRate(self.optimizer, schedule)
+        self.folder = self._open_folder(output_dir)
+        if world.is_main:
+            if self.folder is not None:
+                self.callbacks.append(RunRecorder(self.folder))
+            if progress:
+                self.callbacks.append(ProgressDisplay())
+        self.state = TrainState(
+            self.model,
+            self.optimizer,
+            self.precision,
+            Clock(),
+            Ledger(world),
+            self.callbacks,
+            world,
+            config.seed,
+        )
+        self._meta = dict(meta or {})
+        self._resumed = False
+
+    # ------------------------------------------------------------------------------------------------ doors
+
+    def train(self, num_epochs: int | None = None) -> dict[str, float]:
+        """Train to the end of the plan, from the loaded checkpoint if there is one; return the last numbers.
+
+        `num_epochs` counts from the start of the run, not from the checkpoint. After Ctrl-C the run is saved and
+        `control.reason` names the signal.
+        """
+        if self.train_loader is None:
+            raise ConfigError("there is nothing to train on: give the Trainer a train_loader")
+        if num_epochs is not None:
+            self.config = self.config.model_copy(update={"epochs": num_epochs})
+        if not self._resumed:
+            set_seed(mix(self.config.seed, self.world.rank))
+        control = self.callbacks.control
+        control.stop, control.reason = False, ""
+        config = self.config
+        with (
+            Interrupts(self._say) as interrupts,
+            explain_out_of_memory(
+                batch_size=config.batch_size,
+                grad_accum_steps=self.accumulator.steps_at(self.state.clock.epoch),
+                precision=self.precision.name,
+                device=self.device,
+            ),
+        ):
+            loop = self._loop(interrupts)
+            self.model.train()
+            try:
+                self.callbacks.on_train_begin(self._info())
+                result = loop.run()
+                self.callbacks.on_train_end(result)
+            except BaseException as error:
+                self.callbacks.on_exception(error)
+                raise
+        self._resumed = True
+        return result
+
+    def evaluate(self, loader: Any = None) -> dict[str, float]:
+        """Return the mean loss and metrics over a loader (the validation loader by default)."""
+        source = self.val_loader if loader is None else self._loader(loader, training=False)
+        if source is None:
+            raise ConfigError("there is nothing to evaluate on: give a loader")
+        return evaluate(self.model, self.task, source, precision=self.precision, world=self.world)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Restore a checkpoint folder, or the newest intact checkpoint of a run folder; `train` then goes on from it."""
+        path = Path(path)
+        if (path / "checkpoints").is_dir():
+            path = path / "checkpoints"
+        if not (path / "manifest.json").exists():
+            path, warnings = newest_intact(path)
+            for warning in warnings:
+                logger.warning(warning)
+        self.state.restore(read_checkpoint(path))
+        self._resumed = True
+
+    def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> Path | None:
+        """Write a checkpoint of this moment into the run folder and return its path."""
+        saver = self._saver()
+        if saver is None:
+            raise ConfigError("there is nowhere to save: give the Trainer an output_dir")
+        return saver.save(metrics or {})
+
+    # ------------------------------------------------------------------------------------------------ parts
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole run; None if the loader has no length and max_steps is not set."""
+        epochs, max_steps, batches = self.config.num_epochs, self.config.max_steps, self._num_batches()
+        if epochs is None or batches is None:
+            return max_steps
+        steps = self.accumulator.num_steps(batches, range(epochs))
+        return steps if max_steps is None else min(steps, max_steps)
+
+    def _num_batches(self) -> int | None:
+        try:
+            return None if self.train_loader is None else len(self.train_loader)
+        except TypeError:
+            return None
+
+    def _loader(self, source: Any, *, training: bool) -> Loader | None:
+        if source is None:
+            return None
+        return make_loader(source, self.config, self.device, self.world, training=training)
+
+    def _adopt_schedule(self, scheduler: Schedule | TorchScheduler | None) -> Schedule | None:
+        """Return the schedule as a function of the step; a torch scheduler becomes a callback that steps it."""
+        if isinstance(scheduler, TorchScheduler):
+            self.callbacks.append(LRSchedule(scheduler, interval="step"))
+            return None
+        if scheduler is None and self.config.warmup_steps is not None:
+            total = self.total_steps
+            if total is None:
+                raise ConfigError("training.warmup_steps needs a run with an end: set epochs or max_steps")
+            return warmup_cosine(total_steps=total, warmup_steps=self.config.warmup_steps)
+        return scheduler
+
+    def _open_folder(self, output_dir: str | Path | RunFolder | None) -> RunFolder | None:
+        if output_dir is None or isinstance(output_dir, RunFolder):
+            return output_dir
+        return RunFolder.ensure(Path(output_dir))
+
+    def _saver(self) -> Saver | None:
+        if self.folder is None or not self.config.save_checkpoints:
+            return None
+        manager = CheckpointManager(self.folder.path / "checkpoints", keep_best=self.config.keep_best)
+        return Saver(manager, self.state, self._meta)
+
+    def _loop(self, interrupts: Interrupts) -> Loop:
+        assert self.train_loader is not None
+        config = self.config
+        plan = Plan(
+            epochs=config.num_epochs,
+            max_steps=config.max_steps,
+            log_interval=config.log_interval,
+            validate_interval=config.validate_interval,
+            checkpoint_interval=config.checkpoint_interval,
+            save_every_steps=config.save_every_steps,
+            max_skipped_steps=config.max_skipped_steps,
+        )
+        return Loop(
+            self.state,
+            self.step,
+            self.train_loader,
+            plan,
+            learning_rate=self.learning_rate,
+            accumulator=self.accumulator,
+            callbacks=self.callbacks,
+            validate=self.evaluate if self.val_loader is not None else None,
+            saver=self._saver(),
+            interrupts=interrupts,
+        )
+
+    def _info(self) -> RunInfo:
+        batches = self._num_batches()
+        per_epoch = None if batches is None else self.accumulator.num_steps(batches, range(1))
+        return RunInfo(
+            name=self.name,
+            model=self.model,
+            optimizer=self.optimizer,
+            clock=self.state.clock,
+            device=self.device,
+            total_epochs=self.config.num_epochs,
+            total_steps=self.total_steps,
+            steps_per_epoch=per_epoch,
+            run_dir=None if self.folder is None else self.folder.path,
+            is_main=self.world.is_main,
+            resumed=self._resumed,
+        )
+
+    def _say(self, sentence: str) -> None:
+        if self.world.is_main:
+            logger.warning(sentence)
+
+
+def _as_config(
+    config: TrainerConfig | Mapping[str, Any] | None,
+    *,
+    device: str | torch.device | None,
+    use_amp: bool | None,
+    compile_model: bool | None,
+) -> TrainerConfig:
+    if not isinstance(config, TrainerConfig):
+        from etude.config import canonical_keys, validate_section
+
+        data = canonical_keys(dict(config or {}), TRAINING_ALIASES, "training", None)
+        config = validate_section(TrainerConfig, data, path="training", document=None)
+    changes: dict[str, Any] = {}
+    if device is not None:
+        changes["device"] = str(device)
+    if compile_model is not None:
+        changes["compile_model"] = compile_model
+    if use_amp is not None:
+        changes["use_mixed_precision"] = use_amp
+    return config.model_copy(update=changes)
+
+
+def _make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
+    params = [param for param in model.parameters() if param.requires_grad]
+    if not params:
+        raise ConfigError("the model has no parameters that require gradients: there is nothing to train")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        mine = {id(param) for param in params}
+        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            raise TrainingError(
+                "the optimizer holds none of the model's parameters: build it from model.parameters()"
+            )
+        return optimizer
+    if optimizer is not None:
+        made: torch.optim.Optimizer = optimizer(params)
+        return made
+    chosen: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    return AdamW(params, **{key: value for key, value in chosen.items() if value is not None})
