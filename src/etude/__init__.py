@@ -4,7 +4,7 @@ Names are loaded when they are first used, so that `import etude` and `etude --h
 """
 
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -83,7 +83,10 @@ _HOME = {
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
-__version__ = version("etude")
+try:
+    __version__ = version("etude")
+except PackageNotFoundError:  # run from the source folder, not installed
+    __version__ = "0+source"
 __all__ = [
     "MLP",
     "Accuracy",

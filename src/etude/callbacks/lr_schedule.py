@@ -1,4 +1,5 @@
 """Drive a torch learning-rate scheduler from the hooks of a run."""
+# ruff: noqa: ARG002 (hooks are given more than each callback uses)
 
 import math
 from collections import Counter
@@ -43,8 +44,8 @@ class LRSchedule(Callback):
         self.scheduler: Any = scheduler
         self.interval = interval
         self._monitored: Monitored | None = None
-        if monitor is not None:
-            self._monitored = Monitored("LRSchedule", monitor, self.scheduler.mode)
+        if monitor is not None and isinstance(scheduler, ReduceLROnPlateau):
+            self._monitored = Monitored("LRSchedule", monitor, scheduler.mode)
 
     def on_train_begin(self, run: RunInfo) -> None:
         """See that the scheduler drives the optimizer that trains."""

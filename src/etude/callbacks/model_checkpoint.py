@@ -1,18 +1,18 @@
 """Keep the weights of the best epoch in one safetensors file."""
+# ruff: noqa: ARG002 (hooks are given more than each callback uses)
 
 import logging
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from etude.callbacks.monitored import Mode, Monitored, with_other_names
 from etude.callbacks.paths import resolve
-from etude.checkpoint import clean_state_dict
+from etude.callbacks.weights import save_weights
 from etude.config.registry import register
 from etude.core import CheckpointError, ConfigError, TrainingError
 from etude.engine.callback import Callback, Logs, RunInfo
-from etude.monitor.files import replacing
 
 logger = logging.getLogger("etude")
 
@@ -68,7 +68,6 @@ class ModelCheckpoint(Callback):
                 self._warn_without_model()
                 return
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
                 save_weights(self.model, path, self._metadata(epoch))
             except CheckpointError as error:
                 self.monitored.load_state_dict(before)  # the best epoch is the best of those that are on the disk
@@ -110,46 +109,6 @@ class ModelCheckpoint(Callback):
             logger.warning(
                 "ModelCheckpoint saved nothing: it has no model; call on_train_begin(run), or set its `.model`"
             )
-
-
-def save_weights(model: nn.Module, path: Path, metadata: dict[str, str]) -> None:
-    """Write a model's state as safetensors, atomically; tied weights are stored once, under their first name.
-
-    The other names of a tied weight are in the metadata, as safetensors' own `save_model` has it.
-    Raises CheckpointError if it cannot be written; an earlier file stays as it was.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    tensors, tied = _store_once(clean_state_dict(model))
-    try:
-        with replacing(path) as temporary:
-            save_file(tensors, temporary, metadata={"format": "pt", **tied, **metadata})
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {path}: {error}") from error
-
-
-def _store_once(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tensors that share no memory, and for each tied name the one it is stored under."""
-    tensors: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    stored: dict[tuple[Any, ...], str] = {}
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            continue
-        # Empty tensors have no address of their own; a view of a part of another tensor has one and is stored in full.
-        identity = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
-        if value.numel() and (first := stored.setdefault(identity, name)) != name:
-            tied[name] = first
-        else:
-            tensors[name] = value.detach().contiguous()
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage().data_ptr()
-        if storage in storages:
-            tensors[name] = tensor.clone()
-        storages.add(storage)
-    return tensors, tied
 
 
 def _file(filepath: str | Path) -> Path:

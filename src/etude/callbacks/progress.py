@@ -1,4 +1,5 @@
 """The progress display: live on a terminal, plain lines in a file. It has no thread and no tensors."""
+# ruff: noqa: ARG002 (hooks are given more than each callback uses)
 
 import atexit
 import math
@@ -13,12 +14,12 @@ from etude.callbacks.progress_view import (
     Row,
     View,
     epoch_line,
-    is_metric,
     keep_rows,
     log_line,
     outcome_line,
     row_state,
 )
+from etude.callbacks.progress_words import is_metric, to_ascii
 from etude.core import Clock, StepReport
 from etude.engine.callback import Callback, Logs, RunInfo
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from etude.callbacks.terminal import LiveTerminal
 
 NEVER = sys.maxsize
+LOOKS = 4
+"""How often the clock is read between two refreshes."""
 MAX_SHARE = 0.01
 """Share of the run's time that drawing may take: on a slow terminal the display is refreshed less often."""
 
@@ -49,7 +52,7 @@ class ProgressDisplay(Callback):
         self._began = self._epoch_began = time.perf_counter()
         self._first_step = self._epoch_first_step = 0
         self._steps, self._next_tick = 0, NEVER
-        self._ticked = self._drawn = (0.0, 0)
+        self._ticked, self._drawn_at = (0.0, 0), 0.0
         self._interval_s = refresh_s
 
     # --- hooks
@@ -123,11 +126,17 @@ class ProgressDisplay(Callback):
 
     def on_exception(self, error: BaseException) -> None:
         """Leave the terminal as it was; the error itself is for others to report."""
-        self._finish("interrupted" if isinstance(error, KeyboardInterrupt) else f"failed ({type(error).__name__})")
+        if isinstance(error, KeyboardInterrupt):
+            self._finish("interrupted")
+        else:
+            self._finish("failed", type(error).__name__)
 
     def on_train_end(self, result: Logs) -> None:
         """Show the outcome."""
-        self._finish(f"stopped ({self.control.reason})" if self.control.stop else "finished")
+        if self.control.stop:
+            self._finish("stopped", self.control.reason)
+        else:
+            self._finish("finished")
 
     # --- state
 
@@ -145,7 +154,8 @@ class ProgressDisplay(Callback):
         """Show a sentence below the bars, such as what Ctrl-C does; safe to call from a signal handler."""
         self._view.note = text
         if self._terminal is not None:
-            self._drawn, self._next_tick = (0.0, 0), 0  # the next step draws it: a handler must not draw by itself
+            # The next step draws it: a signal may have come in the middle of drawing.
+            self._drawn_at, self._next_tick = -math.inf, 0
         else:
             self._say(text)
 
@@ -167,18 +177,17 @@ class ProgressDisplay(Callback):
         self._draw()
 
     def _tick(self) -> None:
-        """Draw if it is time, and guess from the pace of the steps when to look again."""
+        """Draw if it is time, and guess from the pace of the last steps when to look again."""
         now = time.perf_counter()
-        last, steps = self._ticked[0], self._steps - self._ticked[1]
-        wait = self._drawn[0] + self._interval_s - now
-        if wait <= 0:
-            self._draw()
-            now, wait = self._drawn[0], self._interval_s
+        then, first = self._ticked
+        stretch, pace = self._steps - first, (self._steps - first) / max(now - then, 1e-9)
         self._ticked = (now, self._steps)
-        pace = steps / max(now - last, 1e-9)
+        if now - self._drawn_at >= self._interval_s:
+            self._draw()
         if self._terminal is not None:
-            # At most twice the last stretch: steps that become slow must not freeze the display.
-            self._next_tick = self._steps + max(1, min(int(pace * wait), 2 * steps))
+            # Four looks per refresh, and at most twice the last stretch: steps that become slow do not freeze it.
+            guess = int(pace * self._interval_s / LOOKS)
+            self._next_tick = self._steps + max(1, min(guess, 2 * stretch))
 
     def _draw(self) -> None:
         if self._terminal is None:
@@ -187,14 +196,17 @@ class ProgressDisplay(Callback):
         self._update()
         try:
             self._terminal.draw(self._view)
-        except (OSError, ValueError):  # the terminal is gone, or the stream is closed
-            self._stream = None
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and self._stream is not None and not self._stream.closed:
+                raise
+            self._stream = None  # the terminal is gone, or the stream is closed
             self.close()
             return
         now = time.perf_counter()
         self._interval_s = max(self.refresh_s, (now - begin) / MAX_SHARE)
-        self._drawn = self._ticked = (now, self._steps)
-        self._next_tick = min(self._next_tick, self._steps + 1) if self._next_tick == NEVER else self._next_tick
+        self._drawn_at, self._ticked = now, (now, self._steps)
+        if self._next_tick == NEVER:
+            self._next_tick = self._steps + 1
 
     def _update(self) -> None:
         """Bring the counters and times of the view up to date."""
@@ -210,22 +222,24 @@ class ProgressDisplay(Callback):
         if view.total_steps is not None and done > 0:
             view.left_s = view.elapsed_s / done * max(0, view.total_steps - view.step)
 
-    def _finish(self, outcome: str) -> None:
+    def _finish(self, outcome: str, why: str = "") -> None:
         self._update()
-        self._view.outcome, self._view.note, self._view.validating = outcome, "", False
+        self._view.outcome, self._view.note, self._view.validating = outcome, why, False
         if self._terminal is not None:
             self._draw()
             self.close()
         else:
-            self._say(outcome_line(self._view))
+            self._say(outcome_line(self._view) + (f": {why}" if why else ""))
 
     def _say(self, text: str) -> None:
         if self._stream is None:
             return
         try:
-            print(text, file=self._stream, flush=True)
-        except UnicodeEncodeError:
-            print(ascii(text), file=self._stream, flush=True)
+            try:
+                self._stream.write(text + "\n")
+            except UnicodeEncodeError:
+                self._stream.write(to_ascii(text) + "\n")
+            self._stream.flush()
         except (OSError, ValueError):  # a closed pipe or file
             self._stream = None
 

@@ -1,9 +1,10 @@
 """What the progress display shows, as text with styles: pure functions of a `View`, no terminal in sight."""
 
-import math
-from collections.abc import Mapping
+import textwrap
 from dataclasses import dataclass, field
 from typing import Any
+
+from etude.callbacks.progress_words import cells, duration, fit, label, number, numbers, of_total, to_ascii
 
 Span = tuple[str, str]
 """Text and its style, in rich's words ("dim", "bold", "cyan" …)."""
@@ -14,8 +15,6 @@ MAX_ROWS = 10
 MAX_WIDTH = 104
 """Columns used at most: on a wide terminal a line stays within one glance."""
 
-_LABELS = {"accuracy": "acc", "perplexity": "ppl", "grad_norm": "grad norm"}
-_NOT_METRICS = frozenset({"step", "epoch", "samples", "lr", "skipped", "data_wait", "grad_norm"})
 _MIN_BAR = 8
 
 
@@ -55,15 +54,6 @@ class View:
     """How the run ended; empty while it runs."""
 
 
-def is_metric(name: str) -> bool:
-    """True for losses and metrics; False for rates, counters and settings.
-
-    >>> [name for name in ("loss", "val_accuracy", "lr", "samples_per_s", "grad_norm_max") if is_metric(name)]
-    ['loss', 'val_accuracy']
-    """
-    return name not in _NOT_METRICS and not name.endswith("_s") and not name.startswith("grad_norm_")
-
-
 def best_row(rows: list[Row]) -> Row | None:
     """Return the row with the least validation loss (or else the highest accuracy), the first if several are equal."""
     for name, sign in (("val_loss", 1.0), ("val_accuracy", -1.0)):
@@ -79,73 +69,6 @@ def keep_rows(rows: list[Row]) -> list[Row]:
     best = best_row(rows)
     last = rows[-MAX_ROWS:]
     return last if best is None or best in last else [best, *last]
-
-
-# --- words and numbers
-
-
-def label(name: str) -> str:
-    """Return the short name of a number.
-
-    >>> label("val_accuracy")
-    'val acc'
-    """
-    prefix, base = ("val ", name[4:]) if name.startswith("val_") else ("", name)
-    return prefix + _LABELS.get(base, base.replace("_", " "))
-
-
-def number(value: float | None) -> str:
-    """Return a number in at most nine characters.
-
-    >>> number(0.041234), number(4.1e-6), number(1234.5), number(float("nan")), number(7)
-    ('0.0412', '4.10e-06', '1234.50', 'nan', '7')
-    """
-    if value is None or not math.isfinite(value):
-        return "nan" if value is None else str(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    size = abs(value)
-    if size != 0 and (size < 1e-3 or size >= 1e5):
-        return f"{value:.2e}"
-    return f"{value:.4f}" if size < 100 else f"{value:.2f}"
-
-
-def duration(seconds: float) -> str:
-    """Return a time in words of the clock.
-
-    >>> duration(4.13), duration(42), duration(63), duration(3723)
-    ('4.1 s', '42 s', '1:03', '1:02:03')
-    """
-    if seconds < 59.5:
-        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def numbers(record: Mapping[str, float | None]) -> list[Span]:
-    """Return label and value of each number of a log point worth a glance, most important first."""
-    metrics = {name: value for name, value in record.items() if is_metric(name)}
-    names = [name for name in ("loss", "accuracy") if name in metrics]
-    names += [name for name in metrics if name not in names]
-    spans = [(label(name), number(metrics[name])) for name in names]
-    if (lr := record.get("lr")) is not None:
-        spans.append(("lr", f"{lr:.1e}"))
-    if "grad_norm" in record:
-        spans.append(("grad norm", number(record["grad_norm"])))
-    if rate := record.get("samples_per_s"):
-        spans.append(("", f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2f} samples/s"))
-    if (wait := record.get("data_wait")) and wait >= 0.05:
-        spans.append(("waiting for data", f"{wait:.0%}"))
-    if skipped := record.get("skipped"):
-        spans.append(("skipped steps", f"{skipped:.0f}"))
-    return spans
-
-
-def of_total(count: int, total: int | None, separator: str = ",") -> str:
-    """Return `3/10`, or `3` if the total is not known."""
-    pattern = f"{{:{separator}}}"
-    return pattern.format(count) + ("" if total is None else "/" + pattern.format(total))
 
 
 # --- lines for files: no styles, no control characters
@@ -170,7 +93,7 @@ def epoch_line(view: View, row: Row) -> str:
 def outcome_line(view: View) -> str:
     """Return how the run ended, and its best epoch."""
     best = best_row(view.rows)
-    parts = [f"{view.outcome} after {duration(view.elapsed_s)}"]
+    parts = [f"{view.outcome} {'in' if view.outcome == 'finished' else 'after'} {duration(view.elapsed_s)}"]
     if best is not None:
         name = "val_loss" if best.numbers.get("val_loss") is not None else "val_accuracy"
         parts.append(f"best {label(name)} {number(best.numbers[name])} in epoch {best.epoch + 1}")
@@ -192,9 +115,8 @@ def frame(view: View, width: int, height: int, ascii_only: bool = False) -> list
         lines.append([(" " + outcome_line(view), "bold")])
     else:
         lines += [*_bars(view, width, ascii_only), _numbers_line(view, width)]
-    if view.note:
-        lines.append([(" " + view.note, "yellow")])
-    return [_crop(line, width) for line in lines]
+    lines += [[(" " + part, "yellow")] for part in textwrap.wrap(view.note, max(20, width - 2))]
+    return [_crop(line, width, ascii_only) for line in lines]
 
 
 def _table(view: View, width: int, max_rows: int, ascii_only: bool) -> list[Line]:
@@ -216,23 +138,23 @@ def _table(view: View, width: int, max_rows: int, ascii_only: bool) -> list[Line
         lines.append([*line, (f"{duration(row.seconds):>10}", "dim")])
     if hidden := view.num_epochs - len(shown):
         dots = "..." if ascii_only else "⋮"
-        lines.insert(1, [(f"{dots:>8}   {hidden:,} more", "dim")])
+        lines.insert(1, [(f"{dots:>8}   {hidden:,} earlier", "dim")])
     return lines
 
 
 def _fitting_columns(rows: list[Row], room: int) -> list[Span]:
-    """Return name and title of the columns that fit: loss and accuracy first, the others while there is room."""
+    """Return name and title of the columns that fit; where room is short, losses and validation come first."""
     present = dict.fromkeys(name for row in rows for name in row.numbers)
-    order = [name for name in ("loss", "accuracy", "val_loss", "val_accuracy") if name in present]
+    order: list[str] = [name for name in ("loss", "accuracy", "val_loss", "val_accuracy") if name in present]
     order += [name for name in present if name not in order]
-    columns: list[Span] = []
-    for name in order:
-        title = label(name) if name.startswith("val_") else f"train {label(name)}"
-        room -= max(8, len(title)) + 3
+    titles = {name: label(name) if name.startswith("val_") else f"train {label(name)}" for name in order}
+    chosen = set()
+    for name in sorted(order, key=lambda name: (order.index(name) > 3, name == "accuracy")):
+        room -= max(8, len(titles[name])) + 3
         if room < 0:
             break
-        columns.append((name, title))
-    return columns
+        chosen.add(name)
+    return [(name, titles[name]) for name in order if name in chosen]
 
 
 def _bars(view: View, width: int, ascii_only: bool) -> list[Line]:
@@ -242,7 +164,9 @@ def _bars(view: View, width: int, ascii_only: bool) -> list[Line]:
     words = "validating" if view.validating else f"{share:.0%}" if share is not None else ""
     lines = [(epoch_label, share, of_total(done, view.steps_per_epoch), words)]
     run_share = view.step / view.total_steps if view.total_steps else None
-    left = f"{duration(view.left_s)} left" if view.left_s is not None else f"{duration(view.elapsed_s)} so far"
+    left = f"{duration(view.elapsed_s, tenths=False)} so far"
+    if view.left_s is not None:
+        left = f"{duration(view.left_s, tenths=False)} left"
     lines.append(("run", run_share, of_total(view.step, view.total_steps), left))
     label_width = max(len(line[0]) for line in lines)
     count_width = max(len(line[2]) for line in lines)
@@ -282,13 +206,12 @@ def _numbers_line(view: View, width: int) -> Line:
     return line
 
 
-def _crop(line: Line, width: int) -> Line:
+def _crop(line: Line, width: int, ascii_only: bool) -> Line:
     cropped: Line = []
     for text, style in line:
-        cropped.append((text[:width], style))
-        width -= len(text)
-        if width <= 0:
-            break
+        shown = fit(to_ascii(text) if ascii_only else text, width)
+        cropped.append((shown, style))
+        width -= cells(shown)
     return [span for span in cropped if span[0]]
 
 

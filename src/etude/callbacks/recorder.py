@@ -10,7 +10,6 @@ from etude.core import Clock
 from etude.engine.callback import Callback, Logs, RunInfo
 from etude.monitor import CsvSink, EventLog, JsonlSink, RunFolder
 
-
 logger = logging.getLogger("etude")
 
 
@@ -35,9 +34,11 @@ class RunRecorder(Callback):
         """Step and split of records that the run wrote before it was resumed, and will make again."""
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Note the start, or where the run goes on."""
+        """Drop records of work that is done again, or of an earlier run; note the start, or where the run goes on."""
         self._clock = run.clock
         step = run.clock.step
+        self._close()
+        self.folder.trim(step if step > 0 else -1)
         self._repeated = {(step, str(r.get("split"))) for r in self.folder.read_metrics() if r.get("step") == step}
         kind, words = ("resume", f"resumed at step {step}") if run.resumed else ("start", "started")
         self._events.write(kind, f"{run.name} {words}", step=step, epoch=run.clock.epoch, device=str(run.device))

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TextIO
 
 from rich.console import Console, ConsoleOptions
@@ -37,7 +38,8 @@ class LiveTerminal:
 
     def stop(self) -> None:
         """Leave the last picture, and give back the cursor, stdout and stderr."""
-        self._live.stop()
+        with suppress(OSError, ValueError):  # the terminal may be gone; rich has given back the streams by then
+            self._live.stop()
 
     def _make_room(self, width: int) -> None:
         """If the terminal has become narrower, its lines have wrapped: go up past the parts rich does not know of."""

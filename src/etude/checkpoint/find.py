@@ -51,13 +51,15 @@ def newest_intact(root: Path) -> tuple[Path, list[str]]:
 
 
 def read_newest_intact(root: Path) -> Checkpoint:
-    """Read the newest intact checkpoint; its `warnings` tell of newer ones that are not."""
+    """Read the newest intact checkpoint; its `warnings` tell of newer ones that are not, and are logged."""
     return read_first_intact(_newest_first(root), root)
 
 
 def read_first_intact(candidates: Iterable[Path], root: Path) -> Checkpoint:
-    """Read the first of `candidates` that is intact; its `warnings` tell of those before it."""
+    """Read the first of `candidates` that is intact; its `warnings` tell of those before it, and are logged."""
     checkpoint, warnings = _first(read_checkpoint, candidates, root)
+    for warning in warnings:
+        _log.warning(warning)
     return replace(checkpoint, warnings=tuple(warnings))
 
 
@@ -72,7 +74,6 @@ def _first(action: Callable[[Path], T], candidates: Iterable[Path], root: Path) 
         try:
             return action(path), [f"passed over: {problem}" for problem in problems]
         except CheckpointError as error:
-            _log.warning("passed over: %s", error)
             problems.append(str(error))
     if not problems:
         raise CheckpointError(f"there is no checkpoint in {root}; train first, or give another folder")

@@ -30,7 +30,8 @@ class CheckpointManager:
     >>> model = nn.Linear(3, 2)
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> manager = CheckpointManager(mkdtemp(), keep_best=2)
-    >>> manager.save_modules(100, model=model, optimizer=optimizer, extra={"epoch": 3}, metrics={"val_loss": 0.5}).name
+    >>> metrics = {"val_loss": 0.5}
+    >>> manager.save_modules(100, model=model, optimizer=optimizer, extra={"epoch": 3}, metrics=metrics).name
     'step-00000100'
     >>> manager.load_into(model, optimizer)
     {'epoch': 3}
@@ -145,12 +146,13 @@ class CheckpointManager:
     def _tidy(self, saved: int) -> None:
         """Point the links at the newest and the best, then delete what is no longer kept."""
         entries = self.all()
-        ranked = best_first(entries, self.mode)
+        # The one just saved is kept even if a later step is there: that may be the damaged one we resumed before.
+        delete = to_delete(entries, self.keep_best, self.mode, protect={saved})
+        ranked = best_first([entry for entry in entries if entry.step not in delete], self.mode)
         link_to(self.root, "last", folder_name(entries[-1].step))
         link_to(self.root, "best", folder_name(ranked[0].step) if ranked else None)
         folders = find_checkpoints(self.root)
-        # The one just saved is kept even if a later step is there: that may be the damaged one we resumed before.
-        for step in to_delete(entries, self.keep_best, self.mode, protect={saved}):
+        for step in delete:
             try:
                 delete_folder(folders[step])
             except OSError as error:

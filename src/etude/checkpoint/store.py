@@ -33,7 +33,7 @@ from etude.checkpoint.manifest import (
     read_manifest,
     render_manifest,
 )
-from etude.checkpoint.tensorfile import read_tensors, write_tensors
+from etude.checkpoint.tensorfile import read_tensors, safetensors_pieces
 from etude.core.errors import CheckpointError
 
 
@@ -68,8 +68,9 @@ def write_checkpoint(folder: Path, model_state: Mapping[str, Any], state: Any, m
             for name in (*FILES, MANIFEST):
                 files[name] = HashedFile(temporary / name)
                 stack.callback(files[name].close)
-            write_tensors(files[MODEL_TENSORS], model_tensors)
-            write_tensors(files[STATE_TENSORS], state_tensors)
+            for name, tensors in ((MODEL_TENSORS, model_tensors), (STATE_TENSORS, state_tensors)):
+                for piece in safetensors_pieces(tensors):
+                    files[name].write(piece)
             files[STATE].write(json.dumps(structure, separators=(",", ":"), allow_nan=False).encode())
             files[META].write(_render_meta(meta, model_state))
             records = {name: FileRecord(files[name].size, files[name].sha256) for name in FILES}

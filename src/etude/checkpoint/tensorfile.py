@@ -1,7 +1,7 @@
-"""Tensors to and from safetensors files; writing streams and hashes, and equal tensors give equal bytes."""
+"""Tensors to and from safetensors files; written as a stream, and equal tensors give equal bytes."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -9,7 +9,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from etude.checkpoint.durable import HashedFile
 from etude.core.errors import CheckpointError
 
 DTYPES = {
@@ -32,15 +31,17 @@ DTYPES = {
 """The element types a safetensors file can hold, and what it calls them."""
 
 
-def write_tensors(file: HashedFile, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors in the safetensors format.
+def safetensors_pieces(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file piece by piece, the same for equal tensors.
 
-    The library's own writer hides the bytes from us and would cost a second read for the checksum. Copies (from
-    a device, or to make a tensor contiguous) are made one tensor at a time, so a large state is never held twice.
+    The library's own writer hides the bytes, so a checksum would cost a second read, and orders metadata by chance.
+    Copies (from a device, or to make a tensor contiguous) are made one at a time: a large state is never held twice.
     """
     # Wide elements first keeps every tensor aligned; the name settles the rest, so that order never varies.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name in order:
         tensor = tensors[name]
@@ -48,11 +49,12 @@ def write_tensors(file: HashedFile, tensors: Mapping[str, Tensor]) -> None:
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
+    yield len(text).to_bytes(8, "little") + text
     for name in order:
         if tensors[name].numel():
-            flat = tensors[name].detach().cpu().reshape(-1)
-            file.write(flat.view(torch.uint8).numpy().data)
+            dense = tensors[name].detach().cpu().contiguous()
+            flat = dense.as_strided((dense.numel(),), (1,))  # a dimension of size 1 may have any stride
+            yield flat.view(torch.uint8).numpy().data
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -1,5 +1,96 @@
-"""Reading YAML and JSON, overrides, the registry of signatures, and error messages."""
+"""Reading YAML and JSON, overrides, the registry of signatures, and error messages.
+
+Every leaf imports the registry from here, so all else loads on first use: pydantic and YAML cost nothing until a
+config is read.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from etude.config.registry import Component, Section, kinds, lookup, names, register
 
-__all__ = ["Component", "Section", "kinds", "lookup", "names", "register"]
+if TYPE_CHECKING:
+    from etude.config.aliases import canonical_keys
+    from etude.config.build import build_component, build_selection, check_component, select_component
+    from etude.config.dialect import dump_yaml
+    from etude.config.document import Document, Location, merge
+    from etude.config.editor import json_schema
+    from etude.config.errors import Problem, config_error
+    from etude.config.imports import import_user_modules
+    from etude.config.overrides import apply_overrides, parse_override
+    from etude.config.read import read_config
+    from etude.config.resolve import find_config, list_experiments
+    from etude.config.schema import SectionSpec, validate_document, validate_section
+    from etude.config.section_model import SectionModel
+    from etude.config.selection import Selection, plain
+    from etude.config.signature import schema_of
+
+_HOME = {
+    "Document": "document",
+    "Location": "document",
+    "Problem": "errors",
+    "SectionModel": "section_model",
+    "SectionSpec": "schema",
+    "Selection": "selection",
+    "apply_overrides": "overrides",
+    "build_component": "build",
+    "build_selection": "build",
+    "canonical_keys": "aliases",
+    "check_component": "build",
+    "config_error": "errors",
+    "dump_yaml": "dialect",
+    "find_config": "resolve",
+    "import_user_modules": "imports",
+    "json_schema": "editor",
+    "list_experiments": "resolve",
+    "merge": "document",
+    "parse_override": "overrides",
+    "plain": "selection",
+    "read_config": "read",
+    "schema_of": "signature",
+    "select_component": "build",
+    "validate_document": "schema",
+    "validate_section": "schema",
+}
+
+__all__ = [
+    "Component",
+    "Document",
+    "Location",
+    "Problem",
+    "Section",
+    "SectionModel",
+    "SectionSpec",
+    "Selection",
+    "apply_overrides",
+    "build_component",
+    "build_selection",
+    "canonical_keys",
+    "check_component",
+    "config_error",
+    "dump_yaml",
+    "find_config",
+    "import_user_modules",
+    "json_schema",
+    "kinds",
+    "list_experiments",
+    "lookup",
+    "merge",
+    "names",
+    "parse_override",
+    "plain",
+    "read_config",
+    "register",
+    "schema_of",
+    "select_component",
+    "validate_document",
+    "validate_section",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

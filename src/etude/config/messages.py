@@ -19,9 +19,9 @@ _EXPECTED = {
     "complex_type": "a number",
     "bool_type": "true or false",
     "bool_parsing": "true or false",
-    "string_type": "text",
+    "string_type": "a string",
     "path_type": "a path",
-    "bytes_type": "text",
+    "bytes_type": "a string",
     "list_type": "a list",
     "tuple_type": "a list",
     "set_type": "a list",
@@ -68,7 +68,9 @@ def show(value: Any) -> str:
 
 def is_type_error(detail: Detail) -> bool:
     """Return whether the value has the wrong type altogether, as against a wrong size."""
-    return detail["type"] in _EXPECTED or detail["type"] in _PYTHON_ONLY or detail["type"] in ("literal_error", "enum")
+    return (
+        detail["type"] in _EXPECTED or detail["type"] in _PYTHON_ONLY or detail["type"] in ("literal_error", "enum")
+    )
 
 
 def message(detail: Detail) -> str:
@@ -126,7 +128,7 @@ def _remedy(nouns: Sequence[str], value: Any) -> str:
         return f"; write {value} without quotes"
     if "an integer" in nouns and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"
-    if "text" in nouns and isinstance(value, (bool, int, float)):
+    if "a string" in nouns and isinstance(value, (bool, int, float)):
         return "; put it in quotes"
     return ""
 

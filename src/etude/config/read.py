@@ -108,6 +108,8 @@ def _parse_json(text: str, file: str) -> tuple[Any, dict[str, int]]:
         _, lines = parse_yaml(text.expandtabs(2), file)
     except ConfigError as error:
         if twice:
-            raise error if twice[0] in str(error) else ConfigError(f"{file}: key '{twice[0]}' is given twice") from None
+            raise (
+                error if twice[0] in str(error) else ConfigError(f"{file}: key '{twice[0]}' is given twice")
+            ) from None
         return data, {}
     return data, lines

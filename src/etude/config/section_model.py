@@ -27,7 +27,7 @@ def _make_strict(node: Any, handler: GetCoreSchemaHandler, seen: set[str]) -> No
     elif kind == "definition-ref" and node["schema_ref"] not in seen:
         seen.add(node["schema_ref"])
         try:
-            target = handler.resolve_ref_schema(node)  # type: ignore[arg-type]
+            target = handler.resolve_ref_schema(node)
         except LookupError:  # a model that refers to itself is still being made
             return
         if target["type"] in ("dataclass", "typed-dict"):  # models are strict by their own base

@@ -13,7 +13,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 from etude.config.registry import Component, Section, lookup, names
 from etude.config.section_model import SectionModel, spellings
 from etude.config.signature import schema_of
-from etude.config.spelling import listed
+from etude.config.spelling import a, listed
 from etude.core.errors import ConfigError
 
 
@@ -58,12 +58,12 @@ def named_component(kind: str, value: Any) -> Component:
     """Return the component that a section names, or raise pydantic's ValidationError at `name`."""
     known = f"(known: {listed(names(kind))})"
     if not isinstance(value, (str, Mapping)):
-        raise _error(kind, (), value, f"expected the name of a {kind}, or a mapping with 'name:' {known}")
+        raise _error(kind, (), value, f"expected the name of {a(kind)}, or a mapping with 'name:' {known}")
     name = value if isinstance(value, str) else value.get("name")
     if name is None:
-        raise _error(kind, ("name",), value, f"missing; name a {kind} {known}")
+        raise _error(kind, ("name",), value, f"missing; name {a(kind)} {known}")
     if not isinstance(name, str):
-        raise _error(kind, ("name",), name, f"expected the name of a {kind}, got {name!r} {known}")
+        raise _error(kind, ("name",), name, f"expected the name of {a(kind)}, got {name!r} {known}")
     try:
         return lookup(kind, name)
     except ConfigError as error:
@@ -87,7 +87,7 @@ def component_model(component: Component, provided: Collection[str] = ()) -> typ
 
 
 def section_core_schema(section: Section) -> CoreSchema:
-    """Return the schema of an argument marked as a `Section`: a mapping with `name:`, a bare name, or a ready object."""
+    """Return the schema of an argument marked as a `Section`: a mapping with `name:`, a bare name, an object."""
 
     def validate(value: Any, info: core_schema.ValidationInfo) -> Any:
         if not isinstance(value, (str, bytes, int, float, list, tuple, Mapping, type(None))):
@@ -110,7 +110,7 @@ def plain(value: Any) -> Any:
 
     Raises TypeError for objects that no file can hold; in sections such arguments are left out.
     """
-    if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, Selection):
         return {"name": value.component.name, **_plain_items(value.arguments | value.defaults)}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ValidationError
 
-from etude.config.registry import Section, lookup, names
+from etude.config.registry import Component, Section, lookup, names
 from etude.config.section_model import SectionModel, spellings
 from etude.config.selection import SuppliedSection, component_model, named_component
 
@@ -26,6 +26,8 @@ class Shape:
     """What a value may be, by canonical name."""
     supplied: frozenset[str] = frozenset()
     """Arguments that the builder supplies and that a file cannot give."""
+    kind: str = ""
+    """The kind of component that the section names; empty for other sections."""
 
 
 def shape_at(hint: Any, loc: Sequence[Any], data: Any, provided: frozenset[str] = frozenset()) -> Shape | None:
@@ -39,18 +41,27 @@ def shape_at(hint: Any, loc: Sequence[Any], data: Any, provided: frozenset[str] 
 
 
 def sections_of(hint: Any, data: Any, provided: frozenset[str] = frozenset()) -> dict[str, Shape]:
-    """Return the shapes of the sections directly below; of a section that names nothing yet, those of its kind."""
+    """Return the shapes of the sections directly below; of one that names no known component, all of its kind."""
     root = shape_at(hint, (), data, provided)
     found: dict[str, Shape] = {}
     for name, hints in (root.hints if root else {}).items():
         value = _child(data, name)
         for each in hints:
             shape = _shape(each, value, provided)
-            if shape is None and isinstance(each, Section) and value is None:
+            if shape is None and isinstance(each, Section):
                 shape = _shape_of_kind(each, provided)
             if shape is not None:
                 found.setdefault(name, shape)
     return found
+
+
+def component_shape(component: Component, provided: frozenset[str] = frozenset()) -> Shape:
+    """Return the keys of a section that names this component."""
+    shape = _shape_of_model(component_model(component, provided))
+    shape.names.insert(0, "name")
+    shape.spellings["name"] = "name"
+    shape.kind = component.kind
+    return shape
 
 
 def _child(value: Any, part: Any) -> Any:
@@ -95,14 +106,13 @@ def _shape(hint: Any, value: Any, provided: frozenset[str]) -> Shape | None:
             component = named_component(hint.kind, value)
         except ValidationError:
             return None
-        shape = _shape_of_model(component_model(component, _provided(hint, provided)))
-        shape.names.insert(0, "name")
-        shape.spellings["name"] = "name"
-        return shape
+        return component_shape(component, _provided(hint, provided))
     if isinstance(hint, type) and issubclass(hint, BaseModel):
         return _shape_of_model(hint)
     if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or typing.is_typeddict(hint)):
-        hints = {name: list(_members(each)) for name, each in typing.get_type_hints(hint, include_extras=True).items()}
+        hints = {
+            name: list(_members(each)) for name, each in typing.get_type_hints(hint, include_extras=True).items()
+        }
         return Shape(list(hints), {name: name for name in hints}, hints)
     return None
 
@@ -123,7 +133,7 @@ def _shape_of_kind(section: Section, provided: frozenset[str]) -> Shape:
     """Return the keys that any component of the kind takes."""
     merged = Shape()
     for name in names(section.kind):
-        shape = _shape_of_model(component_model(lookup(section.kind, name), _provided(section, provided)))
+        shape = component_shape(lookup(section.kind, name), _provided(section, provided))
         merged.names += [key for key in shape.names if key not in merged.names]
         merged.spellings = shape.spellings | merged.spellings
     return merged

@@ -4,7 +4,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, create_model
@@ -35,6 +35,14 @@ def schema_of(
     >>> schema_of(sgd, provided=["params"]).model_validate({"lr": 1}).model_dump()
     {'lr': 1.0, 'momentum': 0.0}
     """
+    make = _schema if isinstance(factory, Hashable) else _schema.__wrapped__
+    return make(factory, frozenset(provided), tuple((aliases or {}).items()), name or _name_of(factory))
+
+
+@functools.lru_cache(maxsize=1024)
+def _schema(
+    factory: Callable[..., Any], provided: frozenset[str], aliases: tuple[tuple[str, str], ...], name: str
+) -> type[SectionModel]:
     parameters, is_open = parameters_of(factory)
     fields: dict[str, Parameter] = {}
     supplied = set()
@@ -46,7 +54,7 @@ def schema_of(
             default = None if default is PydanticUndefined else default
         fields[parameter] = (hint, default)
     base = OpenSectionModel if is_open else SectionModel
-    model = make_model(name or _name_of(factory), fields, aliases or {}, base, doc=_summary(factory))
+    model = make_model(name, fields, dict(aliases), base, doc=_summary(factory))
     model.supplied_ = frozenset(supplied)
     return model
 
@@ -58,11 +66,12 @@ def make_model(
     base: type[SectionModel] = SectionModel,
     doc: str | None = None,
 ) -> type[SectionModel]:
-    """Return a model with the given fields; hints that pydantic cannot make sense of count as `Any`."""
+    """Return a model with the given fields; hints that pydantic cannot make sense of count as `Any`.
+
+    `aliases` may be shared by several components: those of arguments that this one does not have are passed over.
+    """
     others: dict[str, list[str]] = {}
     for alias, argument in aliases.items():
-        if argument not in fields:
-            raise ConfigError(f"{name}: alias '{alias}' stands for '{argument}', which is no argument of it")
         others.setdefault(argument, []).append(alias)
 
     def definitions(usable: Callable[[Any], bool]) -> dict[str, Any]:
@@ -74,11 +83,12 @@ def make_model(
             for argument, (hint, default) in fields.items()
         }
 
-    make = functools.partial(create_model, name, __base__=base, __doc__=doc)
+    make: Any = functools.partial(create_model, name, __base__=base, __doc__=doc)
     try:
-        return make(**definitions(lambda _hint: True))
+        model: type[SectionModel] = make(**definitions(lambda _hint: True))
     except Exception:  # whatever a foreign hint makes pydantic raise: find the hint, keep the others
-        return make(**definitions(_is_usable))
+        model = make(**definitions(_is_usable))
+    return model
 
 
 def parameters_of(factory: Callable[..., Any]) -> tuple[dict[str, Parameter], bool]:
@@ -112,7 +122,7 @@ def _hints_of(factory: Callable[..., Any], signature: inspect.Signature) -> dict
     try:
         return typing.get_type_hints(target, include_extras=True)
     except Exception:  # evaluating a hint may raise anything: take the parameters one by one
-        hints = {}
+        hints: dict[str, Any] = {}
         for name, parameter in signature.parameters.items():
             if parameter.annotation is parameter.empty:
                 continue

@@ -7,8 +7,8 @@ MANY = 8
 """Beyond this many names a list is shortened where a suggestion already answers the question."""
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that looks most like `word`, or None if none is close.
+def nearest(word: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the candidate that looks most like `word`, or None if none is as close as `cutoff` (1 is equal).
 
     >>> nearest("batch_sise", ["epochs", "batch_size"])
     'batch_size'
@@ -16,7 +16,7 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
     True
     """
     by_lower = {candidate.lower(): candidate for candidate in candidates}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[close[0]] if close else None
 
 
@@ -30,6 +30,15 @@ def listed(names: Iterable[str], *, shorten: bool = False) -> str:
     if shorten and len(words) > MANY:
         words = [*words[:MANY], "…"]
     return ", ".join(words) or "none"
+
+
+def a(noun: str) -> str:
+    """Return the noun with its article.
+
+    >>> a("model"), a("optimizer")
+    ('a model', 'an optimizer')
+    """
+    return f"{'an' if noun[:1] in 'aeiou' else 'a'} {noun}"
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:

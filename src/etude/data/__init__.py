@@ -3,7 +3,7 @@
 from etude.data.foreign import ForeignLoader, as_loader
 from etude.data.idx import read_idx
 from etude.data.loader import DataLoader, EpochIterator
-from etude.data.mnist import fetch_mnist, mnist
+from etude.data.mnist import fetch_mnist, load_mnist
 from etude.data.normalize import Normalize
 from etude.data.permutation import KeyedPermutation
 from etude.data.prefetch import PrefetchStream, prefetch_stream
@@ -23,8 +23,8 @@ __all__ = [
     "as_loader",
     "check_labels",
     "fetch_mnist",
+    "load_mnist",
     "make_loader",
-    "mnist",
     "prefetch_stream",
     "read_idx",
 ]

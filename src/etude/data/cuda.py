@@ -21,7 +21,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # Data that already lies on the device may still be being written by the stream in use now.
         self.stream.wait_stream(torch.cuda.current_stream(device))
 
@@ -41,7 +41,7 @@ class SideStream:
         for item, done in staged:
             consumer = torch.cuda.current_stream(self.device)
             consumer.wait_event(done)
-            map_tensors(item[1], lambda tensor: _keep_for(tensor, consumer))
+            _keep_for(item[1], consumer)
             yield item
 
 
@@ -59,7 +59,12 @@ def ahead(items: Iterator[Any], count: int) -> Generator[Any, None, None]:
     yield from ready
 
 
-def _keep_for(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
-    if tensor.is_cuda:
-        tensor.record_stream(stream)
-    return tensor
+def _keep_for(batch: Batch, stream: torch.cuda.Stream) -> None:
+    """Tell the allocator that `stream` reads the batch, so its memory is not given away before that is done."""
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+        return tensor
+
+    map_tensors(batch, keep)

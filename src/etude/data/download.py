@@ -36,6 +36,7 @@ def from_mirror(mirror: str, files: Mapping[str, str]) -> Found:
         try:
             raw = gunzip(_download(url, deadline))
         except HTTPError as error:
+            error.close()
             return found, f"{name}.gz: HTTP {error.code} {error.reason}"
         except (OSError, HTTPException, DataError) as error:
             return found, f"{name}.gz: {_reason(error)}"
@@ -109,18 +110,23 @@ def _download(url: str, deadline: float) -> bytes:
 def _open(url: str) -> Any:
     """Open a URL within OPEN_TIMEOUT_S, name resolution included, which no socket timeout covers."""
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    abandoned = threading.Event()
 
     def open_url() -> None:
         try:
-            request = Request(url, headers={"User-Agent": "etude"})
-            answers.put(urlopen(request, timeout=READ_TIMEOUT_S))
+            answer = urlopen(Request(url, headers={"User-Agent": "etude"}), timeout=READ_TIMEOUT_S)
         except Exception as error:
             answers.put(error)
+            return
+        answers.put(answer)
+        if abandoned.is_set():
+            answer.close()
 
     threading.Thread(target=open_url, name="etude-download", daemon=True).start()
     try:
         answer = answers.get(timeout=OPEN_TIMEOUT_S)
     except queue.Empty:
+        abandoned.set()
         raise TimeoutError(f"no answer within {OPEN_TIMEOUT_S:.0f} s") from None
     if isinstance(answer, Exception):
         raise answer

@@ -1,6 +1,6 @@
 """Loaders made elsewhere (torch's DataLoader, a list of batches, a generator function), used as an Etude loader."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
@@ -30,9 +30,7 @@ class ForeignLoader:
     (torch.Size([3, 2]), 7)
     """
 
-    def __init__(
-        self, source: Iterable[Batch] | Callable[[], Iterable[Batch]], seed: int = 0, world_size: int = 1
-    ) -> None:
+    def __init__(self, source: Any, seed: int = 0, world_size: int = 1) -> None:
         self.source, self.seed, self.world_size = source, seed, world_size
         self._is_used_up = False
 
@@ -90,7 +88,7 @@ class ForeignIterator:
         with preserved_rng():
             seed_generators(self._seed)
             _set_epoch(self._source, self._epoch, self._seed)
-            self._batches = iter(self._source() if callable(self._source) else self._source)
+            self._batches = iter(self._source if isinstance(self._source, Iterable) else self._source())
             if self.position == 0:
                 first = next(self._batches, None)
                 if first is None:

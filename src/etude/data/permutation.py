@@ -1,5 +1,6 @@
 """A keyed permutation of range(size): computed, not stored, so any position of any epoch is reached at once."""
 
+import itertools
 import math
 
 import numpy as np
@@ -69,7 +70,7 @@ class KeyedPermutation:
         if stop <= first + self._step:
             return self._block(number)[start - first : stop - first].copy()
         edges = [start, *range(first + self._step, stop, self._step), stop]
-        return np.concatenate([self.indices(a, b) for a, b in zip(edges, edges[1:], strict=False)])
+        return np.concatenate([self.indices(a, b) for a, b in itertools.pairwise(edges)])
 
     def _block(self, number: int) -> Indices:
         last, values = self._last

@@ -7,21 +7,24 @@ from etude.optim.schedules import Schedule
 
 
 class LearningRate:
-    """Sets the learning rate of every parameter group to its base rate times the schedule's factor."""
+    """Sets the learning rate of every parameter group to its base rate times the schedule's factor.
+
+    The base rates are those the optimizer was made with, so they come from the config and not from a checkpoint.
+    Without a schedule the rates are left alone: they are constant, or somebody else sets them.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> None:
-        self._groups = optimizer.param_groups
+        self._optimizer = optimizer
         self._schedule = schedule
-        for group in self._groups:
-            group.setdefault("initial_lr", float(group["lr"]))
+        self._base = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
 
     def set(self, step: int) -> None:
         """Set the rate of the step about to be taken."""
         if self._schedule is None:
             return
         factor = self._schedule(step)
-        for group in self._groups:
+        for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(group["initial_lr"] * factor)
+                group["lr"].fill_(base * factor)
             else:
-                group["lr"] = group["initial_lr"] * factor
+                group["lr"] = base * factor

@@ -31,6 +31,7 @@ class Updater:
         self.precision = precision if precision is not None else Precision("fp32")
         self.params: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         self._kernel_divides = _supports_fused_scaling(optimizer) and clip_value is None
+        self._has_stepped = False
         self._constants: dict[float, Tensor] = {}
 
     @property
@@ -61,10 +62,11 @@ class Updater:
             # |g|/divisor > clip  ⇔  |g|/clip > divisor, and then dividing by |g|/clip leaves a norm of clip
             scaled_norm = norm / self.clip_norm
             divisor = scaled_norm.clamp_min(divisor)
-        if not self.optimizer.state:
+        if not (self._has_stepped or self.optimizer.state):
             # Once: kernels that create their state in the first update would leave it half-made if skipped.
             if not skipped.item():
                 self._divide_and_step(grads, divisor)
+                self._has_stepped = True
         elif self._kernel_divides:
             self._fused_step(divisor, skipped, norm)
         elif norm.is_cpu:
@@ -77,8 +79,9 @@ class Updater:
 
     def _fused_step(self, divisor: Tensor | float, skipped: Tensor, norm: Tensor) -> None:
         optimizer: Any = self.optimizer
-        optimizer.grad_scale = divisor if isinstance(divisor, Tensor) else self._constant(divisor, norm)
-        optimizer.found_inf = skipped
+        # The kernels take these two in float32, whatever the parameters are.
+        optimizer.grad_scale = divisor.float() if isinstance(divisor, Tensor) else self._constant(divisor, norm)
+        optimizer.found_inf = skipped.float()
         try:
             optimizer.step()
         finally:

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.experiment.build import build_trainer
-from etude.experiment.config import ExperimentConfig, load_config_file, load_experiment_config
-
-from etude.checkpoint import CheckpointManager, newest_intact, read_checkpoint
-from etude.core import CheckpointError, EtudeError, RunFolderError, TrainingError
+from etude.checkpoint import CheckpointManager, folder_name, newest_intact, read_checkpoint
+from etude.core import CheckpointError, ConfigError, EtudeError, RunFolderError
 from etude.distributed import World, join_world, leave_world
+from etude.experiment.build import build_data, build_trainer
+from etude.experiment.config import ExperimentConfig, load_config_file, load_experiment_config
 from etude.monitor import RunFolder, default_run_dir
 from etude.trainer import Trainer, resolve_device
 
@@ -56,7 +55,7 @@ def train_experiment(
             trainer = build_trainer(config, folder=folder, world=world, progress=progress)
             if world.is_main:
                 folder.write_environment(trainer.device)
-            return _run(trainer, config, folder)
+            return _run(trainer, folder)
 
 
 def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: bool = True) -> RunOutcome:
@@ -70,7 +69,8 @@ def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: 
         trainer = build_trainer(config, folder=folder, world=world, progress=progress)
         found = _newest_checkpoint(folder)
         if found is not None:
-            trainer.load_checkpoint(found)
+            changed = any(override.lstrip().startswith("optimizer") for override in overrides)
+            trainer.load_checkpoint(found, keep_hyperparameters=changed)
         clock = trainer.state.clock
         if folder.is_finished and (trainer.total_steps is None or clock.step >= trainer.total_steps or not overrides):
             raise RunFolderError(
@@ -82,7 +82,7 @@ def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: 
             if overrides:
                 folder.write_config(config.to_dict())
         world.barrier()
-        return _run(trainer, config, folder)
+        return _run(trainer, folder)
 
 
 def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best") -> tuple[Path, dict[str, float]]:
@@ -93,13 +93,13 @@ def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best
         trainer = build_trainer(config, folder=None, world=world, progress=False)
         path = _find_checkpoint(folder, which)
         trainer.state.restore(read_checkpoint(path))
-        loader = trainer.splits.loader(split) if trainer.splits is not None else None
+        loader = build_data(config, world).loader(split)
         if loader is None:
-            raise TrainingError(f"the data of this run has no {split} split")
+            raise ConfigError(f"the data of this run has no {split} split")
         return path, trainer.evaluate(loader)
 
 
-def _run(trainer: Trainer, config: ExperimentConfig, folder: RunFolder) -> RunOutcome:
+def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:
     metrics = trainer.train()
     clock, reason = trainer.state.clock, trainer.callbacks.control.reason
     interrupted = reason.startswith(("SIG", "signal"))
@@ -174,6 +174,6 @@ def _find_checkpoint(folder: RunFolder, which: str) -> Path:
         return path
     for entry in manager.all():
         if which.isdigit() and entry.step == int(which):
-            return manager.folder(entry.step)
+            return manager.root / folder_name(entry.step)
     steps = ", ".join(str(entry.step) for entry in manager.all()) or "none"
     raise CheckpointError(f"{folder.path} has no checkpoint '{which}' (steps there are: {steps}; or best, last)")

@@ -3,8 +3,6 @@
 Nothing here waits for the device: a count that depends on the data stays a tensor.
 """
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +12,10 @@ from etude.core.terms import LossTerm
 
 IGNORE_INDEX = -100
 """The label that torch and most data sets use for positions without a label."""
+EXACT_IN_FLOAT32 = 2**24
+"""Up to here a sum of ones in float32 is exact."""
+REDUCE_SUM = 2
+"""What ATen calls reduction="sum"."""
 NO_LABEL = -(2**31)
 """A label that never occurs: stands in where no label is to be ignored."""
 
@@ -55,23 +57,30 @@ def cross_entropy_term(
     With `class_weights` the count of indices is the sum of their weights, as in torch. Half-precision logits are
     computed in float32. Raises DataError for labels out of range, TrainingError for shapes that do not fit.
     """
-    if mask is not None and mask.is_floating_point():
-        return _weighted_term(logits, targets, mask, label_smoothing, ignore_index, class_weights, class_dim)
     skip = NO_LABEL if ignore_index is None else ignore_index
     hard = not targets.is_floating_point()
+    if mask is not None and (mask.is_floating_point() or not hard):
+        return _weighted_term(logits, targets, mask, label_smoothing, skip, class_weights, class_dim)
     if mask is not None:
-        if not hard:
-            mask = mask.to(torch.float32)
-            return _weighted_term(logits, targets, mask, label_smoothing, ignore_index, class_weights, class_dim)
         targets = mask_labels(targets, mask, skip)
-    total = cross_entropy_sum(logits, targets, label_smoothing, skip, class_weights, class_dim)
-    if not hard:
-        return LossTerm(total, logits.numel() // logits.shape[class_dim])
-    if class_weights is not None:
-        return LossTerm(total, label_weights(targets, class_weights, skip).sum())
-    if mask is None and ignore_index is None:
-        return LossTerm(total, targets.numel())
-    return LossTerm(total, targets.ne(skip).sum())
+    rows, labels, weights = _as_rows(logits, targets, class_weights, class_dim)
+    all_count = not hard or (mask is None and ignore_index is None and weights is None)
+    try:
+        if not all_count and label_smoothing == 0 and rows.dim() == 2 and labels.numel() <= EXACT_IN_FLOAT32:
+            # The kernel adds up the weights of the labels that count: taking its sum saves two more.
+            log_probs = torch.log_softmax(rows, 1)
+            return LossTerm(*torch.ops.aten.nll_loss_forward.default(log_probs, labels, weights, REDUCE_SUM, skip))
+        total = F.cross_entropy(
+            rows, labels, weights, ignore_index=skip, reduction="sum", label_smoothing=label_smoothing
+        )
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise_explained(error, logits, targets, skip, weights, class_dim)
+        raise
+    if all_count:
+        return LossTerm(total, labels.numel() if hard else rows.numel() // logits.shape[class_dim])
+    if weights is not None:
+        return LossTerm(total, label_weights(labels, weights, skip).sum())
+    return LossTerm(total, labels.ne(skip).sum())
 
 
 def nll_term(
@@ -83,24 +92,15 @@ def nll_term(
 ) -> LossTerm:
     """Return the sum of −log_probs at the labels, and how many labels count (with weights: their sum)."""
     check_shapes(log_probs, targets, class_dim)
-    if log_probs.dtype is torch.bfloat16 or log_probs.dtype is torch.float16:
-        log_probs = log_probs.float()
-    targets = targets.long()
-    if class_weights is not None:
-        class_weights = class_weights.to(log_probs)
+    rows, labels, weights = _as_rows(log_probs, targets, class_weights, class_dim)
     try:
-        total = F.nll_loss(
-            log_probs.movedim(class_dim, min(1, log_probs.dim() - 1)),
-            targets,
-            class_weights,
-            ignore_index=ignore_index,
-            reduction="sum",
-        )
-    except IndexError as error:
-        raise out_of_range(targets, log_probs.shape[class_dim], ignore_index) from error
-    if class_weights is not None:
-        return LossTerm(total, label_weights(targets, class_weights, ignore_index).sum())
-    return LossTerm(total, targets.ne(ignore_index).sum())
+        total = F.nll_loss(rows, labels, weights, ignore_index=ignore_index, reduction="sum")
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise_explained(error, log_probs, targets, ignore_index, weights, class_dim)
+        raise
+    if weights is not None:
+        return LossTerm(total, label_weights(labels, weights, ignore_index).sum())
+    return LossTerm(total, labels.ne(ignore_index).sum())
 
 
 def accuracy_term(
@@ -141,53 +141,24 @@ def mask_labels(targets: Tensor, mask: Tensor, ignore_index: int) -> Tensor:
         raise TrainingError(
             f"a mask of shape {tuple(mask.shape)} does not fit labels of shape {tuple(targets.shape)}"
         )
-    return targets.masked_fill(mask == 0, ignore_index)
+    return targets.long().masked_fill(mask == 0, ignore_index)
 
 
-def cross_entropy_sum(
-    logits: Tensor,
-    targets: Tensor,
-    label_smoothing: float = 0.0,
-    ignore_index: int = IGNORE_INDEX,
-    class_weights: Tensor | None = None,
-    class_dim: int = -1,
-    reduction: Literal["sum", "none"] = "sum",
-) -> Tensor:
-    """Call torch's cross entropy once, in at least float32, and explain its errors.
-
-    With the reduction "none" there is one value per element, in one dimension if the classes come last.
-    """
-    given = targets
+def _as_rows(
+    logits: Tensor, targets: Tensor, class_weights: Tensor | None, class_dim: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return logits, targets and weights as torch wants them: at least float32, int64, the classes in dimension 1."""
     if logits.dtype is torch.bfloat16 or logits.dtype is torch.float16:
         logits = logits.float()
+    soft = targets.is_floating_point()
     if targets.dtype is not torch.int64:
-        targets = targets.to(logits.dtype if targets.is_floating_point() else torch.int64)
-    rows, labels = logits, targets
-    if class_dim == -1 and logits.dim() > 2:
-        check_shapes(logits, targets, class_dim)
-        rows = logits.flatten(0, -2)
-        labels = targets.flatten(0, -2) if targets.is_floating_point() else targets.flatten()
+        targets = targets.to(logits.dtype if soft else torch.int64)
     if class_weights is not None:
         class_weights = class_weights.to(logits)
-    try:
-        return F.cross_entropy(
-            rows,
-            labels,
-            class_weights,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-        )
-    except IndexError as error:
-        raise out_of_range(targets, logits.shape[class_dim], ignore_index) from error
-    except (RuntimeError, ValueError):
-        check_shapes(logits, given, class_dim)
-        if class_weights is not None and class_weights.shape != (logits.shape[class_dim],):
-            raise TrainingError(
-                f"there are {class_weights.numel()} class weights, "
-                f"but the model's output has {logits.shape[class_dim]} classes"
-            ) from None
-        raise
+    if class_dim == -1 and logits.dim() > 2:
+        check_shapes(logits, targets, class_dim)
+        return logits.flatten(0, -2), targets.flatten(0, -2) if soft else targets.flatten(), class_weights
+    return logits, targets, class_weights
 
 
 def _weighted_term(
@@ -195,29 +166,34 @@ def _weighted_term(
     targets: Tensor,
     mask: Tensor,
     label_smoothing: float,
-    ignore_index: int | None,
+    ignore_index: int,
     class_weights: Tensor | None,
     class_dim: int,
 ) -> LossTerm:
-    """Cross entropy where every element has its own weight: not one fused sum, but one value per element."""
-    skip = NO_LABEL if ignore_index is None else ignore_index
-    if targets.is_floating_point():
-        shape = list(logits.shape)
-        del shape[class_dim]
-        if list(mask.shape) != shape:
+    """Cross entropy where every element has a weight of its own: one value per element, then a weighted sum."""
+    soft = targets.is_floating_point()
+    if soft:
+        check_shapes(logits, targets, class_dim)
+        if mask.shape != logits.select(class_dim, 0).shape:
             raise TrainingError(
-                f"a mask of shape {tuple(mask.shape)} does not fit logits of shape {tuple(logits.shape)}"
+                f"a mask of shape {tuple(mask.shape)} does not fit an output of shape {tuple(logits.shape)}"
             )
         counted = mask
     else:
-        targets = mask_labels(targets, mask, skip)
-        counted = mask * targets.ne(skip)
-    losses = cross_entropy_sum(logits, targets, label_smoothing, skip, class_weights, class_dim, "none")
-    losses = losses.view(mask.shape)
-    # Not a plain product: where the mask is 0, a loss that is not finite must not become NaN.
-    total = torch.where(mask == 0, 0.0, losses * mask).sum()
-    if class_weights is not None and not targets.is_floating_point():
-        counted = counted * label_weights(targets, class_weights, skip)
+        targets = mask_labels(targets, mask, ignore_index)
+        counted = mask * targets.ne(ignore_index)
+    rows, labels, weights = _as_rows(logits, targets, class_weights, class_dim)
+    try:
+        losses = F.cross_entropy(
+            rows, labels, weights, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+        ).view(mask.shape)
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise_explained(error, logits, targets, ignore_index, weights, class_dim)
+        raise
+    # masked_fill as well: where the mask is 0, a loss that is not finite must not become NaN.
+    total = (losses * mask).masked_fill(mask == 0, 0.0).sum()
+    if weights is not None and not soft:
+        counted = counted * label_weights(targets, weights, ignore_index)
     return LossTerm(total, counted.sum())
 
 
@@ -233,17 +209,24 @@ def label_weights(targets: Tensor, class_weights: Tensor, ignore_index: int | No
     return weights.masked_fill(ignored, 0.0)
 
 
-def out_of_range(targets: Tensor, num_classes: int, ignore_index: int | None) -> DataError:
-    """Say which label lies outside the classes of the model."""
-    labels = targets[targets != ignore_index] if ignore_index is not None else targets
-    bad = labels[(labels < 0) | (labels >= num_classes)]
-    found = f"found {bad[0].item()}, but " if bad.numel() else ""
-    hint = ""
-    if bad.numel() and bad[0] == IGNORE_INDEX:
-        hint = f"; set ignore_index: {IGNORE_INDEX} to leave such elements out"
-    return DataError(
-        f"labels out of range: {found}the model's output has {num_classes} classes (0 … {num_classes - 1}){hint}"
-    )
+def raise_explained(
+    error: Exception, logits: Tensor, targets: Tensor, ignore_index: int, weights: Tensor | None, class_dim: int
+) -> None:
+    """Raise a clear error in place of torch's, if the cause is a label out of range or a shape that does not fit."""
+    check_shapes(logits, targets, class_dim)
+    num_classes = logits.shape[class_dim]
+    if weights is not None and weights.shape != (num_classes,):
+        raise TrainingError(
+            f"there are {weights.numel()} class weights, but the model's output has {num_classes} classes"
+        ) from error
+    if not isinstance(error, IndexError):
+        return
+    bad = targets[(targets != ignore_index) & ((targets < 0) | (targets >= num_classes))]
+    hint = f"; set ignore_index: {IGNORE_INDEX} to leave such elements out" if (bad == IGNORE_INDEX).any() else ""
+    raise DataError(
+        f"labels out of range: found {int(bad[0])}, but the model's output has {num_classes} classes "
+        f"(0 … {num_classes - 1}){hint}"
+    ) from error
 
 
 def check_shapes(logits: Tensor, targets: Tensor, class_dim: int) -> None:

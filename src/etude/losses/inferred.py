@@ -74,9 +74,10 @@ def infer_strategy(output: Any, batch: Batch) -> LossStrategy:
             return SegmentationLoss()
     found = f"{labels.dtype} labels {tuple(labels.shape)}" if isinstance(labels, Tensor) else "no labels"
     raise TrainingError(
-        f"no loss fits an output of shape {tuple(logits.shape)} with {found}; by shape there are: classification, (B, C) "
-        f"with integers (B,); language modelling, (B, L, V) with integers (B, L) or integer inputs; segmentation, "
-        f"(B, C, H, W) with integers (B, H, W); regression, floating labels of the output's shape; otherwise name a loss"
+        f"no loss fits an output of shape {tuple(logits.shape)} with {found}; the shapes known are: "
+        f"classification, (B, C) with integers (B,); language modelling, (B, L, V) with integers (B, L) or integer "
+        f"inputs; segmentation, (B, C, H, W) with integers (B, H, W); regression, floating labels of the output's "
+        f"shape; for anything else name the loss"
     )
 
 

@@ -13,12 +13,11 @@ from etude.config.registry import register
 from etude.core.batch import Batch
 from etude.core.calling import inputs_of, padding_mask_of, targets_of
 from etude.core.errors import TrainingError
-from etude.core.terms import LossTerm, Terms
+from etude.core.terms import Terms
 from etude.losses.functional import (
     IGNORE_INDEX,
     accuracy_term,
     count_labels,
-    cross_entropy_sum,
     cross_entropy_term,
     label_weights,
     mask_labels,
@@ -139,17 +138,21 @@ class LanguageModelingLoss(LossStrategy):
                 f"language modelling needs logits (batch, length, vocabulary) for labels (batch, length): "
                 f"found logits {tuple(logits.shape)} and labels {tuple(targets.shape)}"
             )
-        terms = {"loss": LossTerm(cross_entropy_sum(logits, targets, self.label_smoothing, self.ignore_index), count)}
+        term = cross_entropy_term(logits, targets, None, self.label_smoothing, self.ignore_index)
+        if count is not None:
+            term.count = count
+        terms = {"loss": term}
         if metrics:
-            terms["accuracy"] = accuracy_term(logits, targets, count, self.ignore_index)
+            terms["accuracy"] = accuracy_term(logits, targets, term.count, self.ignore_index)
         return terms
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
         """Return the number of tokens to predict."""
-        return {"loss": self._targets(batch, masked=True)[1]}
+        targets, count = self._targets(batch, masked=True)
+        return {"loss": targets.ne(self.ignore_index).sum() if count is None else count}
 
-    def _targets(self, batch: Batch, *, masked: bool) -> tuple[Tensor, Tensor | float]:
-        """Return labels that line up with the logits, and how many of them count."""
+    def _targets(self, batch: Batch, *, masked: bool) -> tuple[Tensor, int | None]:
+        """Return labels that line up with the logits, and how many count if that does not depend on their values."""
         labels, already_shifted = targets_of(batch)
         own = labels is None or already_shifted
         if labels is None:
@@ -157,17 +160,17 @@ class LanguageModelingLoss(LossStrategy):
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 2:
             found = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
             raise TrainingError(f"language modelling needs integer labels (batch, length), found {found}")
+        labels = labels.long()
         mask = padding_mask_of(batch) if masked else None
         if mask is not None:
             labels = mask_labels(labels, mask, self.ignore_index)
-        known = labels.numel()
+        count = labels.numel()
         if self.shift and not already_shifted:
-            known -= labels.shape[0]
             # Move the labels, not the logits: a slice of the logits would have to be copied.
             labels = F.pad(labels[:, 1:], (0, 1), value=self.ignore_index)
-        if own and mask is None and self.ignore_index < 0:
-            return labels, known  # input ids are never negative: every one counts
-        return labels, labels.ne(self.ignore_index).sum()
+            count -= labels.shape[0]
+        all_count = own and mask is None and self.ignore_index < 0  # input ids are not negative
+        return labels, count if all_count else None
 
 
 def add_accuracy(
@@ -182,7 +185,9 @@ def required_labels(batch: Batch, who: str) -> Tensor:
     """Return the labels of the batch, or raise TrainingError if it has none."""
     labels = targets_of(batch)[0]
     if isinstance(labels, Tensor):
-        return labels
+        if labels.dtype is torch.int64 or labels.is_floating_point():
+            return labels
+        return labels.long()  # small integers cannot even be compared with -100
     found = "none" if labels is None else f"a {type(labels).__name__}"
     raise TrainingError(
         f"{who} needs a tensor of labels, the batch has {found}: give (input, labels) or a mapping with 'labels'"

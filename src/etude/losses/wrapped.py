@@ -149,20 +149,19 @@ def huber(delta: Annotated[float, Gt(0)] = 1.0) -> FunctionLoss:
 
 
 def _recognise(function: LossFunction) -> tuple[Callable[..., Tensor] | None, dict[str, Any]]:
-    """Return the torch function behind a function, module or partial, and its options; None if it is none of torch's."""
+    """Return the torch function behind a function, module or partial, and its options; None if it is not torch's."""
     if isinstance(function, functools.partial):
         inner, options = _recognise(function.func)
-        known = () if inner is None else ("reduction", *TORCH_FUNCTIONS[inner])
-        if inner is not None and not function.args and all(name in known for name in function.keywords):
-            return inner, {**options, **function.keywords}
+        options.update(function.keywords)
+        if inner is not None and not function.args and set(options) <= {"reduction", *TORCH_FUNCTIONS[inner]}:
+            return inner, options
     elif isinstance(function, nn.Module):
         # The exact type: a subclass may compute something else.
         inner = TORCH_MODULES.get(type(function))
         if inner is not None:
             return inner, {name: getattr(function, name) for name in ("reduction", *TORCH_FUNCTIONS[inner])}
-    elif function in TORCH_FUNCTIONS:
-        return function, {}
-    return None, {}
+    # By identity: a user's callable may not be hashable.
+    return next((known for known in TORCH_FUNCTIONS if known is function), None), {}
 
 
 def _class_dim(logits: Tensor, labels: Tensor) -> int:

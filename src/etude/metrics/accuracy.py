@@ -1,8 +1,10 @@
 """Accuracy: how many of the elements that count are predicted right."""
 
 import math
+from typing import Annotated
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from etude.config.registry import register
@@ -57,7 +59,9 @@ class Accuracy(Metric):
 
     num_sums = 2
 
-    def __init__(self, top_k: int = 1, ignore_index: int | None = -100, class_dim: int | None = None) -> None:
+    def __init__(
+        self, top_k: Annotated[int, Ge(1)] = 1, ignore_index: int | None = -100, class_dim: int | None = None
+    ) -> None:
         super().__init__()
         if top_k < 1:
             raise ConfigError(f"Accuracy: top_k is {top_k}; it must be at least 1")

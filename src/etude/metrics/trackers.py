@@ -27,19 +27,27 @@ class LossTracker(Meter):
         if window_size < 1:
             raise ConfigError(f"LossTracker: window_size is {window_size}; it must be at least 1")
         self.window_size = window_size
-        self.count = 0
+        self._seen = 0
+        """Values written to the ring."""
+        self._restored = 0
+        """Values that only the total still knows: they left the window before the state was saved."""
         self._place(torch.zeros(window_size + 1), torch.device("cpu"))
 
     def update(self, value: float | Tensor) -> None:
         """Add one value. Copies it, so its graph is freed and its memory may be used again; never waits."""
         if not isinstance(value, Tensor):
-            slot = self._cells[self.count % self.window_size].fill_(value)
+            slot = self._cells[self._seen % self.window_size].fill_(value)
         else:
             if value.device != self._buffer.device and self._buffer.is_cpu:
                 self._place(self._buffer, value.device)  # at the first tensor only
-            slot = self._cells[self.count % self.window_size].copy_(value.detach(), non_blocking=True)
+            slot = self._cells[self._seen % self.window_size].copy_(value.detach(), non_blocking=True)
         self._total.add_(slot)
-        self.count += 1
+        self._seen += 1
+
+    @property
+    def count(self) -> int:
+        """How many values were added."""
+        return self._restored + self._seen
 
     def get_average(self) -> float:
         """Return the mean of all values; nan if there are none. Waits for the device."""
@@ -48,13 +56,13 @@ class LossTracker(Meter):
     def get_recent_average(self) -> float:
         """Return the mean of the last `window_size` values; nan if there are none. Waits for the device."""
         recent = self.values
-        return math.fsum(recent) / len(recent) if recent else math.nan
+        return sum(recent) / len(recent) if recent else math.nan
 
     @property
     def values(self) -> list[float]:
         """The last `window_size` values, oldest first. Waits for the device."""
-        ring: list[float] = self._buffer[: min(self.count, self.window_size)].tolist()
-        oldest = self.count % self.window_size if self.count > self.window_size else 0
+        ring: list[float] = self._buffer[: min(self._seen, self.window_size)].tolist()
+        oldest = self._seen % self.window_size if self._seen > self.window_size else 0
         return ring[oldest:] + ring[:oldest]
 
     def compute(self) -> float:
@@ -63,7 +71,7 @@ class LossTracker(Meter):
 
     def reset(self) -> None:
         """Forget everything seen."""
-        self.count = 0
+        self._seen = self._restored = 0
         self._buffer.zero_()
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,10 +81,9 @@ class LossTracker(Meter):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the averages; after a change of `window_size`, as many recent values as there are."""
         self.reset()
-        values = state["values"][-self.window_size :]
-        self.count = state["count"] - len(values)
-        for value in values:
+        for value in state["values"][-self.window_size :]:
             self.update(value)
+        self._restored = state["count"] - self._seen
         self._total.fill_(state["total"])
 
     def _place(self, buffer: Tensor, device: torch.device) -> None:

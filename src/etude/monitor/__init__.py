@@ -4,14 +4,12 @@ from etude.monitor.environment import collect_environment
 from etude.monitor.files import replacing, write_text
 from etude.monitor.run_folder import FINISHED, RunFolder, default_run_dir, newest_run
 from etude.monitor.sinks import CsvSink, EventLog, JsonlSink
-from etude.monitor.throughput import Rate
 
 __all__ = [
     "FINISHED",
     "CsvSink",
     "EventLog",
     "JsonlSink",
-    "Rate",
     "RunFolder",
     "collect_environment",
     "default_run_dir",

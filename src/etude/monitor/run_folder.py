@@ -56,19 +56,26 @@ class RunFolder:
 
         Raises RunFolderError if it cannot be written, holds a run, or is in use.
         """
+        folder = cls.ensure(path)
+        with folder.lock():
+            if folder.holds_run and not overwrite:
+                raise RunFolderError(
+                    f"{folder.path} already holds a run; use `etude resume {folder.path}` or another --run-dir"
+                )
+            if folder.holds_run:
+                folder._remove_run()
+        return folder
+
+    @classmethod
+    def ensure(cls, path: str | Path) -> "RunFolder":
+        """Make a folder if there is none and use it, whatever it holds; raises RunFolderError if it cannot be written.
+
+        For a `Trainer` made in Python, whose user says where things go; every process of a run may call it.
+        """
         folder = cls(path)
         try:
-            folder.path.mkdir(parents=True, exist_ok=True)
-            with folder.lock():  # also shows that files can be written here
-                if folder.holds_run and not overwrite:
-                    raise RunFolderError(
-                        f"{folder.path} already holds a run; use `etude resume {folder.path}` or another --run-dir"
-                    )
-                if folder.holds_run:
-                    folder._remove_run()
-                folder.checkpoints_path.mkdir(exist_ok=True)
-        except RunFolderError:
-            raise
+            folder.checkpoints_path.mkdir(parents=True, exist_ok=True)
+            folder.lock_path.touch()  # shows that files can be written here
         except OSError as error:
             raise RunFolderError(
                 f"cannot write run folder {folder.path}: {error.strerror or error}; choose a writable --run-dir"
@@ -149,12 +156,15 @@ class RunFolder:
             raise self._cannot_write(error) from error
 
     def _remove_run(self) -> None:
-        if self.checkpoints_path.exists():
+        try:
             shutil.rmtree(self.checkpoints_path)
-        for path in (self.result_path, self.metrics_path, self.metrics_csv_path, self.events_path):
-            path.unlink(missing_ok=True)
-        self.environment_path.unlink(missing_ok=True)
-        self.config_path.unlink()  # last: until then the folder holds a run, so removal can be repeated
+            self.checkpoints_path.mkdir()
+            for path in (self.result_path, self.metrics_path, self.metrics_csv_path, self.events_path):
+                path.unlink(missing_ok=True)
+            self.environment_path.unlink(missing_ok=True)
+            self.config_path.unlink()  # last: until then the folder holds a run, so removal can be repeated
+        except OSError as error:
+            raise self._cannot_write(error) from error
 
     def _write(self, path: Path, text: str) -> None:
         try:

@@ -67,7 +67,7 @@ def step_decay(
     >>> [step_decay(step_size=2, gamma=0.5)(step) for step in range(5)]
     [1.0, 1.0, 0.5, 0.5, 0.25]
     """
-    period = step_size * _unit_steps("step", unit, steps_per_epoch)
+    period = step_size * _unit_steps("step_decay", unit, steps_per_epoch)
     return lambda step: gamma ** (step // period)
 
 
@@ -238,7 +238,7 @@ def _line(progress: float, start: float, end: float) -> float:
 
 def _cosine(progress: float, start: float, end: float) -> float:
     weight = 0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0))
-    return start * weight + end * (1.0 - weight)
+    return end + (start - end) * weight
 
 
 def _warmup_cosine(step: int, warmup_steps: int, total_steps: int, min_lr_ratio: float) -> float:

@@ -6,7 +6,7 @@ from etude.trainer.device import configure_cuda_performance, make_deterministic,
 from etude.trainer.functions import training_step
 from etude.trainer.loops import TrainingLoop, ValidationLoop
 from etude.trainer.results import EpochResult
-from etude.trainer.trainer import Trainer
+from etude.trainer.trainer import Trainer, planned_steps
 
 __all__ = [
     "TRAINING_ALIASES",
@@ -19,6 +19,7 @@ __all__ = [
     "ValidationLoop",
     "configure_cuda_performance",
     "make_deterministic",
+    "planned_steps",
     "resolve_device",
     "training_step",
 ]

@@ -189,8 +189,11 @@ class Trainer:
             raise ConfigError("there is nothing to evaluate on: give a loader")
         return evaluate(self.model, self.task, source, precision=self.precision, world=self.world)
 
-    def load_checkpoint(self, path: str | Path) -> None:
-        """Restore a checkpoint folder, or the newest intact checkpoint of a run folder; `train` then goes on from it."""
+    def load_checkpoint(self, path: str | Path, *, keep_hyperparameters: bool = False) -> None:
+        """Restore a checkpoint folder, or the newest intact checkpoint of a run folder; `train` goes on from it.
+
+        `keep_hyperparameters` keeps learning rate, weight decay and so on as the optimizer has them now.
+        """
         path = Path(path)
         if (path / "checkpoints").is_dir():
             path = path / "checkpoints"
@@ -198,7 +201,11 @@ class Trainer:
             path, warnings = newest_intact(path)
             for warning in warnings:
                 logger.warning(warning)
+        mine = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.state.restore(read_checkpoint(path))
+        if keep_hyperparameters:
+            for group, settings in zip(self.optimizer.param_groups, mine, strict=True):
+                group.update(settings)
         self._resumed = True
 
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> Path | None:
@@ -213,11 +220,7 @@ class Trainer:
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps of the whole run; None if the loader has no length and max_steps is not set."""
-        epochs, max_steps, batches = self.config.num_epochs, self.config.max_steps, self._num_batches()
-        if epochs is None or batches is None:
-            return max_steps
-        steps = self.accumulator.num_steps(batches, range(epochs))
-        return steps if max_steps is None else min(steps, max_steps)
+        return planned_steps(self.config, self._num_batches())
 
     def _num_batches(self) -> int | None:
         try:
@@ -298,6 +301,15 @@ class Trainer:
     def _say(self, sentence: str) -> None:
         if self.world.is_main:
             logger.warning(sentence)
+
+
+def planned_steps(config: TrainerConfig, num_batches: int | None) -> int | None:
+    """Return the optimizer steps of a whole run with `num_batches` batches per epoch; None if it has no known end."""
+    epochs, max_steps = config.num_epochs, config.max_steps
+    if epochs is None or num_batches is None:
+        return max_steps
+    steps = GradientAccumulator(accumulation_steps=config.grad_accum_steps).num_steps(num_batches, range(epochs))
+    return steps if max_steps is None else min(steps, max_steps)
 
 
 def _as_config(

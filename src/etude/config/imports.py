@@ -1,0 +1,101 @@
+"""Importing a user's own modules, so that what they register can be used by name in a config."""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from etude.config.document import Document, display, join
+from etude.config.read import missing_file
+from etude.core.errors import ConfigError
+
+
+def import_user_modules(
+    modules: Sequence[str], base: Path, *, path: str = "imports", document: Document | None = None
+) -> None:
+    """Import each module, by dotted name (`my_pkg.model`) or by file (`./model.py`).
+
+    Both are looked for in `base` (the config's folder), in the experiment's folder above a `configs` folder, and in
+    the current folder; dotted names in the installed packages first. Importing a module again does nothing.
+    Raises ConfigError in one line if a module is missing or imports something that is; other errors of the module's
+    own code come through as they are.
+    """
+    folders = _folders(base)
+    origin = document or Document({})
+    for number, module in enumerate(modules):
+        place = origin.place(join(path, number))
+        try:
+            if module.endswith(".py") or "/" in module:
+                _import_file(_find_file(module, folders))
+            else:
+                _import_name(module, folders)
+        except SyntaxError as error:
+            file = display(Path(error.filename)) if error.filename else module
+            raise ConfigError(f"{place}: cannot import '{module}': {file}:{error.lineno}: {error.msg}") from error
+        except ImportError as error:
+            raise ConfigError(f"{place}: cannot import '{module}': {_reason(error, module, folders)}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from error
+
+
+def _folders(base: Path) -> list[Path]:
+    base = base.resolve()
+    above = [base.parent] if base.name == "configs" else []
+    return list(dict.fromkeys([base, *above, Path.cwd()]))
+
+
+def _find_file(module: str, folders: Sequence[Path]) -> Path:
+    path = Path(module).expanduser()
+    candidates = [path] if path.is_absolute() else [folder / path for folder in folders]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate.resolve()
+    looked = f"; looked in {', '.join(display(folder) for folder in folders)}" if len(candidates) > 1 else ""
+    raise ConfigError(f"{missing_file(candidates[0])}{looked}")
+
+
+def _import_name(module: str, folders: Sequence[Path]) -> None:
+    """Import by dotted name. The folders stay on the path: worker processes import the module again."""
+    sys.path += [str(folder) for folder in folders if str(folder) not in sys.path]
+    importlib.invalidate_caches()
+    importlib.import_module(module)
+
+
+def _import_file(file: Path) -> None:
+    """Import a file under its own name if that is free, so that worker processes find it too; else a unique one."""
+    if any(vars(module).get("__file__") == str(file) for module in list(sys.modules.values())):
+        return
+    if file.stem.isidentifier() and _is_free(file.stem, file):
+        _import_name(file.stem, [file.parent])
+        return
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"'{display(file)}' is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+def _is_free(name: str, file: Path) -> bool:
+    """Return whether importing `name` would give this file or nothing."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ValueError:  # a module without a spec, such as `__main__`
+        return False
+    return spec is None or spec.origin == str(file)
+
+
+def _reason(error: ImportError, module: str, folders: Sequence[Path]) -> str:
+    text = " ".join(str(error).split())
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and (module == missing or module.startswith(f"{missing}.")):
+        looked = ", ".join(display(folder) for folder in folders)
+        return f"{text}; looked in the installed packages and in {looked}"
+    return f"{text} (raised while importing it)"

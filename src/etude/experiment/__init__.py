@@ -1,0 +1,35 @@
+"""Experiments: the sections of a config file, building them into a Trainer, and whole runs in a run folder."""
+
+from etude.experiment.build import build_data, build_trainer
+from etude.experiment.config import (
+    SECTIONS,
+    ExperimentConfig,
+    create_model_config,
+    create_trainer_config,
+    experiment_schema,
+    load_components,
+    load_config_file,
+    load_experiment_config,
+    validate_experiment,
+)
+from etude.experiment.run import RunOutcome, evaluate_run, resume_run, train_experiment
+from etude.experiment.template import new_experiment
+
+__all__ = [
+    "SECTIONS",
+    "ExperimentConfig",
+    "RunOutcome",
+    "build_data",
+    "build_trainer",
+    "create_model_config",
+    "create_trainer_config",
+    "evaluate_run",
+    "experiment_schema",
+    "load_components",
+    "load_config_file",
+    "load_experiment_config",
+    "new_experiment",
+    "resume_run",
+    "train_experiment",
+    "validate_experiment",
+]

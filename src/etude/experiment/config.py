@@ -1,0 +1,180 @@
+"""The root schema: which sections an experiment file has, and how a file becomes a validated `ExperimentConfig`."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from etude.config import (
+    Document,
+    SectionSpec,
+    Selection,
+    apply_overrides,
+    dump_yaml,
+    find_config,
+    import_user_modules,
+    json_schema,
+    lookup,
+    plain,
+    read_config,
+    validate_document,
+)
+from etude.core import ConfigError
+from etude.experiment.dialects import unify_dialects
+from etude.trainer import TrainerConfig
+
+SECTIONS: dict[str, SectionSpec] = {
+    "name": SectionSpec(model=str, description="Name of the experiment; found from the file's place if left out."),
+    "description": SectionSpec(model=str, description="What the experiment is about, in a sentence."),
+    "imports": SectionSpec(model=list[str], description="Modules or files that register your own components."),
+    "model": SectionSpec(kind="model", description="The model and its arguments."),
+    "data": SectionSpec(kind="data", description="The data set and its arguments."),
+    "loss": SectionSpec(kind="loss", description="The loss; found from the shapes of the first batch if left out."),
+    "optimizer": SectionSpec(kind="optimizer", provided=("params",), description="The optimizer; adamw by default."),
+    "scheduler": SectionSpec(
+        kind="scheduler", provided=("total_steps", "steps_per_epoch"), description="The learning-rate schedule."
+    ),
+    "training": SectionSpec(model=TrainerConfig, description="How long to train and what to do on the way."),
+    "callbacks": SectionSpec(kind="callback", many=True, description="Callbacks, called in this order."),
+}
+
+_COMPONENT_ROOMS = ("callbacks", "data", "losses", "metrics", "models", "optim")
+_MOVED_KEYS = ("learning_rate", "weight_decay", "warmup_steps", "use_scheduler", "scheduler_type")
+
+
+@dataclass(slots=True)
+class ExperimentConfig:
+    """A validated experiment: every section as it will be built, and the document for messages about it."""
+
+    name: str
+    path: Path | None
+    document: Document
+    sections: dict[str, Any]
+
+    @property
+    def training(self) -> TrainerConfig:
+        """The `training` section."""
+        training: TrainerConfig = self.sections["training"]
+        return training
+
+    def selection(self, section: str) -> Selection | None:
+        """Return the component of a section, or None if it has none."""
+        return self.sections.get(section)
+
+    def require(self, section: str) -> Selection:
+        """Return the component of a section; raise ConfigError if the file lacks it."""
+        selection = self.selection(section)
+        if selection is None:
+            where = f"{self.path}: " if self.path else ""
+            raise ConfigError(f"{where}there is no `{section}:` section; add one with `name:` and its arguments")
+        return selection
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the whole config as plain data, defaults included: it loads again to the same experiment."""
+        result: dict[str, Any] = {"name": self.name}
+        for key in SECTIONS:
+            value = self.sections.get(key)
+            if key == "imports" and value:
+                result[key] = [self._absolute_import(one) for one in value]
+            elif key != "name" and (value is not None or key == "scheduler"):
+                result[key] = plain(value)
+        training = result["training"]
+        result["training"] = {k: v for k, v in training.items() if v is not None or k not in _optional_keys()}
+        return result
+
+    def to_yaml(self) -> str:
+        """Return `to_dict` as YAML."""
+        return dump_yaml(self.to_dict())
+
+    def _absolute_import(self, one: str) -> str:
+        base = self.path.parent if self.path else Path.cwd()
+        file = base / one
+        return str(file.resolve()) if one.endswith(".py") and file.exists() else one
+
+
+def load_experiment_config(
+    experiment: str | Path, config: str | None = None, *, overrides: Sequence[str] = ()
+) -> ExperimentConfig:
+    """Load `experiments/<experiment>/configs/<config>.yaml`, or a file by its path.
+
+    Raises ConfigError with one line for every mistake.
+    """
+    return load_config_file(find_config(str(experiment), config), overrides=overrides)
+
+
+def load_config_file(path: str | Path, *, overrides: Sequence[str] = ()) -> ExperimentConfig:
+    """Load and validate a YAML or JSON file."""
+    return validate_experiment(read_config(Path(path)), overrides=overrides)
+
+
+def validate_experiment(document: Document, *, overrides: Sequence[str] = ()) -> ExperimentConfig:
+    """Validate a document: import the user's modules, apply overrides, unify dialects, fill in companions."""
+    load_components()
+    document = apply_overrides(document, overrides)
+    base = document.path.parent if document.path else Path.cwd()
+    imports = document.data.get("imports")
+    if isinstance(imports, list) and all(isinstance(one, str) for one in imports):
+        import_user_modules(imports, base, document=document)
+    unify_dialects(document)
+    _add_companions(document)
+    sections = validate_document(document, SECTIONS)
+    name = sections.get("name") or _name_of(document.path)
+    return ExperimentConfig(name, document.path, document, sections)
+
+
+def create_trainer_config(config: ExperimentConfig) -> TrainerConfig:
+    """Return the `training` section, with learning rate, weight decay and schedule filled in from theirs."""
+    optimizer, scheduler = config.selection("optimizer"), config.selection("scheduler")
+    update: dict[str, Any] = {"use_scheduler": scheduler is not None}
+    if optimizer is not None:
+        arguments = optimizer.defaults | optimizer.arguments
+        update |= {"learning_rate": arguments.get("lr"), "weight_decay": arguments.get("weight_decay")}
+    if scheduler is not None:
+        arguments = scheduler.defaults | scheduler.arguments
+        update |= {"scheduler_type": scheduler.component.name, "warmup_steps": arguments.get("warmup_steps")}
+    return config.training.model_copy(update=update)
+
+
+def create_model_config(config: ExperimentConfig) -> dict[str, Any]:
+    """Return the arguments of the model, defaults included: `LeNet5(**create_model_config(config))`."""
+    selection = config.require("model")
+    return {**selection.defaults, **selection.arguments}
+
+
+def experiment_schema(imports: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the JSON Schema of experiment files, with every registered component."""
+    load_components()
+    import_user_modules(list(imports), Path.cwd())
+    return json_schema(SECTIONS)
+
+
+def load_components() -> None:
+    """Import the rooms whose components config files can name."""
+    for room in _COMPONENT_ROOMS:
+        import_module(f"etude.{room}")
+
+
+def _add_companions(document: Document) -> None:
+    model = document.data.get("model")
+    name = model.get("name") if isinstance(model, dict) else model
+    if not isinstance(name, str):
+        return
+    try:
+        companions = lookup("model", name).companions
+    except ConfigError:
+        return  # validation tells, with its place
+    for section, value in companions.items():
+        document.data.setdefault(section, dict(value))
+
+
+def _optional_keys() -> set[str]:
+    return {*_MOVED_KEYS, "use_mixed_precision", "precision_dtype", "meaningful_loss", "num_threads"}
+
+
+def _name_of(path: Path | None) -> str:
+    if path is None:
+        return "experiment"
+    if path.parent.name == "configs":
+        return f"{path.parent.parent.name}/{path.stem}"
+    return path.stem

@@ -1,0 +1,65 @@
+"""Two habits of writing configs, one schema: keys that some files keep under `training` move to their own section."""
+
+from typing import Any
+
+from etude.config import Document, canonical_keys
+from etude.core import ConfigError
+from etude.trainer import TRAINING_ALIASES
+
+_MOVES = {
+    "learning_rate": ("optimizer", "lr", ("lr", "learning_rate")),
+    "weight_decay": ("optimizer", "weight_decay", ("weight_decay",)),
+    "warmup_steps": ("scheduler", "warmup_steps", ("warmup_steps",)),
+    "scheduler_type": ("scheduler", "name", ("name",)),
+}
+"""Key under `training` → section, key there, and the spellings under which that section may already have it."""
+
+DEFAULT_NAMES = {"optimizer": "adamw", "scheduler": "warmup_cosine"}
+"""The component of a section that exists only because a key of `training` speaks of it."""
+
+
+def unify_dialects(document: Document) -> None:
+    """Give every setting its one place, in the document itself; messages keep showing what was written.
+
+    Raises ConfigError if one file gives the same setting in both places. Between files, and from the command line,
+    the later one wins.
+    """
+    data = document.data
+    training = data.get("training")
+    if not isinstance(training, dict):
+        return
+    training = data["training"] = canonical_keys(training, TRAINING_ALIASES, "training", document)
+    if training.pop("use_scheduler", None) is False:
+        data["scheduler"] = None
+        training.pop("scheduler_type", None)
+        training.pop("warmup_steps", None)
+    for key, (section, name, spellings) in _MOVES.items():
+        if training.get(key) is not None:
+            _move(document, training, key, section, name, spellings)
+
+
+def _move(
+    document: Document, training: dict[str, Any], key: str, section: str, name: str, spellings: tuple[str, ...]
+) -> None:
+    here = f"training.{key}"
+    target = document.data.get(section)
+    if isinstance(target, str):
+        target = document.data[section] = {"name": target}
+    if target is not None and not isinstance(target, dict):
+        return  # not a section at all: validation says so
+    value = training.pop(key)
+    if target is None:
+        target = document.data[section] = {"name": DEFAULT_NAMES[section]}
+    for spelling in spellings:
+        if spelling not in target or (name == "name" and f"{section}.name" not in document.locations):
+            continue
+        there = f"{section}.{spelling}"
+        if document.layer(there) > document.layer(here):
+            return
+        if document.layer(there) == document.layer(here) and target[spelling] != value:
+            raise ConfigError(
+                f"{document.place(here)}: {value!r} contradicts {there}, which is {target[spelling]!r}; keep one"
+            )
+        del target[spelling]
+    target[name] = value
+    document.renamed(here, f"{section}.{name}")

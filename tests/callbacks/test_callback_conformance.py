@@ -1,0 +1,247 @@
+"""What every callback has to do: live with and without a run, break off anywhere, and resume exactly."""
+
+import csv
+import inspect
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from callback_life import Life, report
+
+import etude.callbacks
+from etude.callbacks import CallbackList, LRSchedule, ProgressDisplay, RunRecorder
+from etude.config.registry import lookup, names
+from etude.core import Clock
+from etude.engine.callback import HOOKS, Callback
+from etude.monitor import RunFolder
+
+ARGUMENTS = {"filename": "log.csv", "filepath": "weights/best.safetensors", "monitor": "val_loss", "patience": 3}
+"""Arguments for registered callbacks, by name of the argument."""
+
+
+def from_registry(name: str) -> Callable[[Life], Callback]:
+    factory = lookup("callback", name).factory
+    accepted = inspect.signature(factory).parameters
+    return lambda life: factory(**{key: value for key, value in ARGUMENTS.items() if key in accepted})
+
+
+def plateau(life: Life) -> LRSchedule:
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(life.optimizer, factor=0.5, patience=0)
+    return LRSchedule(scheduler, monitor="val_loss")
+
+
+def milestones(life: Life) -> LRSchedule:
+    return LRSchedule(torch.optim.lr_scheduler.MultiStepLR(life.optimizer, [3, 14, 15, 22, 33]), interval="step")
+
+
+MAKERS: dict[str, Callable[[Life], Callback]] = {
+    **{
+        name: from_registry(name)
+        for name in names("callback")
+        if "etude." in lookup("callback", name).factory.__module__
+    },
+    "lr_schedule_epoch": plateau,
+    "lr_schedule_step": milestones,
+    "recorder": lambda life: RunRecorder(RunFolder(life.folder)),
+    "progress": lambda life: ProgressDisplay(stream=io.StringIO()),
+}
+
+every_callback = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def through_json(state: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(state, allow_nan=False))
+
+
+def timeless(value: Any) -> Any:
+    """Return a copy without the parts that depend on the clock on the wall."""
+    if isinstance(value, dict):
+        return {key: timeless(item) for key, item in value.items() if key not in ("time", "seconds")}
+    return [timeless(item) for item in value] if isinstance(value, list) else value
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Return what all files of a folder say."""
+    found: dict[str, Any] = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in (".lock", "events.jsonl")):
+        name = str(path.relative_to(folder))
+        if path.suffix == ".jsonl":
+            found[name] = [timeless(json.loads(line)) for line in path.read_text().splitlines()]
+        elif path.suffix == ".csv":
+            found[name] = [timeless(row) for row in csv.DictReader(io.StringIO(path.read_text()))]
+        else:
+            found[name] = path.read_bytes()
+    return found
+
+
+def test_registered_callbacks_are_those_of_the_package():
+    assert {"early_stopping", "model_checkpoint", "csv_logger"} <= set(MAKERS)
+
+
+@every_callback
+def test_a_whole_life(make, tmp_path):
+    life = Life(tmp_path)
+    callbacks = life.whole(make(life))
+    assert all(len(callbacks.hooks(name)) <= 1 for name in HOOKS)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@every_callback
+def test_by_hand_without_a_run(make, tmp_path):
+    life = Life(tmp_path)
+    callbacks = CallbackList([make(life)])
+    for epoch in range(4):
+        callbacks.on_epoch_begin(epoch)
+        life.optimizer.step()
+        callbacks.on_step_end(report())
+        callbacks.on_log({"loss": 0.5})
+        callbacks.on_epoch_end(epoch, {"loss": 0.5 - epoch / 10, "val_loss": 0.6, "val_accuracy": 0.9})
+    callbacks.on_train_end({})
+
+
+@every_callback
+def test_a_process_that_is_not_the_main_one_leaves_no_trace(make, tmp_path, capsys):
+    life = Life(tmp_path, is_main=False)
+    callback = make(life)
+    if isinstance(callback, RunRecorder):
+        return  # only the main process is given one
+    life.whole(callback)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert capsys.readouterr() == ("", "")
+    if isinstance(callback, ProgressDisplay):
+        assert callback._given_stream.getvalue() == ""
+
+
+class Broken(Callback):
+    """Raises in one hook, at its nth call."""
+
+    def __init__(self, hook: str, calls: int) -> None:
+        super().__init__()
+        self.hook, self.calls = hook, calls
+
+    def _count(self, hook: str) -> None:
+        self.calls -= hook == self.hook
+        if self.calls == 0:
+            raise ArithmeticError(hook)
+
+
+for _name in HOOKS:
+    setattr(Broken, _name, lambda self, *args, _name=_name: self._count(_name))
+
+
+@every_callback
+@pytest.mark.parametrize("hook", [name for name in HOOKS if name not in ("on_exception", "on_train_end")])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_run_may_break_off_anywhere(make, hook, calls, tmp_path):
+    life = Life(tmp_path)
+    callback = make(life)
+    listed = CallbackList([Broken(hook, calls), callback])
+    error: BaseException = KeyboardInterrupt()
+    try:
+        listed.on_train_begin(life.run_info())
+        life.epoch(listed)
+        life.epoch(listed)
+        life.epoch(listed)
+    except ArithmeticError as raised:
+        error = raised
+    callback.on_exception(error)
+    callback.on_exception(error)  # once more changes nothing, and raises nothing
+    json.dumps(callback.state_dict(), allow_nan=False)
+
+
+@every_callback
+def test_state_goes_through_json_and_back(make, tmp_path):
+    life = Life(tmp_path)
+    first = make(life)
+    life.whole(first)
+    second = make(Life(tmp_path))
+    state = through_json(first.state_dict())
+    second.load_state_dict(state)
+    assert through_json(second.state_dict()) == state
+
+
+def test_the_state_of_a_life_is_not_that_of_its_beginning(tmp_path):
+    """Guards the tests here: callbacks that remember something have a state to lose."""
+    for name, make in MAKERS.items():
+        life = Life(tmp_path)
+        callback = make(life)
+        before = through_json(callback.state_dict())
+        life.whole(callback)
+        assert name == "recorder" or through_json(callback.state_dict()) != before, name
+
+
+@every_callback
+@pytest.mark.parametrize("saved_after", [1, 2, 3, 4, 6])
+def test_resumed_is_the_same_as_never_stopped(make, saved_after, tmp_path):
+    """The state of a checkpoint, an epoch of work that is lost, a new process: then everything as if nothing was."""
+    straight = Life(tmp_path / "straight")
+    RunFolder.create(straight.folder)
+    reference = make(straight)
+    stopped_at = straight.whole(reference)
+
+    life = Life(tmp_path / "resumed")
+    RunFolder.create(life.folder)
+    callback = make(life)
+    callbacks = CallbackList([callback])
+    callbacks.on_train_begin(life.run_info())
+    for _ in range(saved_after):
+        life.epoch(callbacks)
+    state, clock, lrs = through_json(callbacks.state_dict()), life.clock.state_dict(), list(life.lrs)
+    assert not callbacks.control.stop
+    life.epoch(callbacks)
+
+    again = Life(tmp_path / "resumed", clock=Clock(**clock), resumed=True)
+    RunFolder(again.folder).trim(again.clock.step)
+    second = make(again)
+    resumed = CallbackList([second])
+    resumed.load_state_dict(state)
+    resumed.on_train_begin(again.run_info())
+    while again.clock.epoch < again.total_epochs and not resumed.control.stop:
+        again.epoch(resumed)
+    resumed.on_train_end({})
+
+    assert lrs + again.lrs == straight.lrs
+    assert again.clock == straight.clock
+    assert resumed.control == stopped_at.control
+    assert _relative(second.state_dict(), again.folder) == _relative(reference.state_dict(), straight.folder)
+    assert contents(again.folder) == contents(straight.folder)
+
+
+def _relative(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return json.loads(json.dumps(timeless(state)).replace(str(folder), "RUN"))
+
+
+@every_callback
+def test_a_new_run_with_the_same_callback_begins_anew(make, tmp_path):
+    fresh = Life(tmp_path / "fresh")
+    reference = make(fresh)
+    if isinstance(reference, (LRSchedule, RunRecorder)):
+        return  # these belong to one optimizer, or one folder
+    end = fresh.whole(reference)
+    callback = make(fresh)
+    Life(tmp_path / "first").whole(callback)
+    second = Life(tmp_path / "second")
+    assert second.whole(callback).control == end.control
+    assert _relative(callback.state_dict(), second.folder) == _relative(reference.state_dict(), fresh.folder)
+    assert contents(second.folder) == contents(fresh.folder)
+
+
+def test_importing_the_callbacks_does_not_import_rich():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, etude.callbacks, etude.monitor; print(sorted({'rich', 'yaml', 'pydantic'} & set(sys.modules)))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+    assert etude.callbacks.__all__

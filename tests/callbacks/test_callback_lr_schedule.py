@@ -1,0 +1,117 @@
+"""LRSchedule against the same torch scheduler driven by hand."""
+
+import json
+
+import pytest
+import torch
+from callback_life import Life, report
+from torch.optim import lr_scheduler
+
+from etude.callbacks import LRSchedule
+from etude.core import ConfigError, TrainingError
+
+SCHEDULERS = {
+    "step": lambda o: lr_scheduler.StepLR(o, 3),
+    "multistep": lambda o: lr_scheduler.MultiStepLR(o, [2, 5, 5, 11]),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 12),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+    "onecycle": lambda o: lr_scheduler.OneCycleLR(o, 1.0, total_steps=20),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0, step_size_up=3),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 3), lr_scheduler.MultiStepLR(o, [2, 4])], milestones=[4]
+    ),
+}
+
+
+def optimizer() -> torch.optim.Optimizer:
+    groups = [
+        {"params": [torch.zeros(1, requires_grad=True)]},
+        {"params": [torch.zeros(1, requires_grad=True)], "lr": 0.3},
+    ]
+    return torch.optim.SGD(groups, lr=1.0, momentum=0.9)
+
+
+def rates(one: torch.optim.Optimizer) -> list[float]:
+    return [group["lr"] for group in one.param_groups]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+@pytest.mark.parametrize("resume_at", [0, 3, 7])
+def test_same_rates_as_the_scheduler_alone_also_after_a_resume(make, interval, resume_at):
+    reference = optimizer()
+    scheduler = make(reference)
+    wanted = []
+    for _ in range(14):
+        reference.step()
+        scheduler.step()
+        wanted.append(rates(reference))
+
+    driven = optimizer()
+    callback = LRSchedule(make(driven), interval)
+    found = []
+    for count in range(14):
+        if count == resume_at:
+            state = json.loads(json.dumps(callback.state_dict(), allow_nan=False))
+            groups = driven.state_dict()
+            driven = optimizer()
+            callback = LRSchedule(make(driven), interval)
+            driven.load_state_dict(groups)
+            callback.load_state_dict(state)
+        driven.step()
+        callback.on_step_end(report()) if interval == "step" else callback.on_epoch_end(count, {})
+        found.append(rates(driven))
+    assert found == wanted
+
+
+@pytest.mark.parametrize("resume_at", [None, 2, 5])
+def test_plateau_follows_the_monitored_number(resume_at):
+    losses = [1.0, 0.9, 0.95, 0.96, 0.5, 0.6, 0.7, 0.8]
+    reference = optimizer()
+    scheduler = lr_scheduler.ReduceLROnPlateau(reference, patience=0, cooldown=1)
+    driven = optimizer()
+    callback = LRSchedule(lr_scheduler.ReduceLROnPlateau(driven, patience=0, cooldown=1), monitor="val_loss")
+    for epoch, loss in enumerate(losses):
+        if epoch == resume_at:
+            state = json.loads(json.dumps(callback.state_dict(), allow_nan=False))
+            driven = optimizer()
+            callback = LRSchedule(lr_scheduler.ReduceLROnPlateau(driven, patience=0, cooldown=1), monitor="val_loss")
+            callback.load_state_dict(state)
+        scheduler.step(loss)
+        callback.on_epoch_end(epoch, {"loss": 9.0, "val_loss": loss})
+        callback.on_epoch_end(epoch, {"loss": 9.0})  # an epoch without validation does not count
+        assert rates(driven) == rates(reference)
+    assert rates(driven)[0] < 0.01
+
+
+def test_rates_held_in_tensors(tmp_path):
+    life = Life(tmp_path)
+    one = torch.optim.SGD(life.model.parameters(), lr=torch.tensor(1.0))
+    callback = LRSchedule(lr_scheduler.StepLR(one, 1))
+    one.step()
+    callback.on_epoch_end(0, {})
+    state = callback.state_dict()
+    two = torch.optim.SGD(life.model.parameters(), lr=torch.tensor(1.0))
+    tensor = two.param_groups[0]["lr"]
+    LRSchedule(lr_scheduler.StepLR(two, 1)).load_state_dict(state)
+    assert two.param_groups[0]["lr"] is tensor
+    assert float(tensor) == pytest.approx(0.1)
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    with pytest.raises(TrainingError, match="drives another optimizer than the one that trains"):
+        LRSchedule(lr_scheduler.StepLR(optimizer(), 1)).on_train_begin(Life(tmp_path).run_info())
+
+
+def test_mistakes_in_arguments():
+    plateau, step = lr_scheduler.ReduceLROnPlateau(optimizer()), lr_scheduler.StepLR(optimizer(), 1)
+    for arguments in ({}, {"monitor": "loss", "interval": "step"}):
+        with pytest.raises(
+            ConfigError, match="ReduceLROnPlateau needs monitor, such as 'val_loss', and interval='epoch'"
+        ):
+            LRSchedule(plateau, **arguments)
+    with pytest.raises(ConfigError, match="StepLR looks at no number; leave out monitor"):
+        LRSchedule(step, monitor="loss")
+    with pytest.raises(ConfigError, match="interval is 'epoch' or 'step', found 'batch'"):
+        LRSchedule(step, interval="batch")

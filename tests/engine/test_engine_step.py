@@ -1,0 +1,264 @@
+"""The step: equal to a hand-written loop, exact under accumulation, silent towards the host, safe with NaN."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from etude.core import LossTerm, TrainingError
+from etude.engine.precision import Precision
+from etude.engine.step import Step
+from etude.engine.update import Updater
+from etude.losses import ClassificationLoss, LanguageModelingLoss, SupervisedTask
+from etude.optim import SGD, Adam, AdamW, RMSprop
+
+OPTIMIZERS = {
+    "adamw": lambda p: AdamW(p, lr=1e-2),
+    "adam": lambda p: Adam(p, lr=1e-2),
+    "sgd": lambda p: SGD(p, lr=0.05, momentum=0.9, dampening=0.1),
+    "sgd_nesterov": lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "rmsprop": lambda p: RMSprop(p, lr=1e-3, momentum=0.5),
+    "adamw_loop": lambda p: AdamW(p, lr=1e-2, kernel="loop"),
+    "torch_adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+
+
+def small_model(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5)).to(dtype)
+
+
+def make_step(model, optimizer, task=None, *, clip_norm=None, clip_value=None, precision=None, metrics=False):
+    precision = precision or Precision("fp32")
+    updater = Updater(optimizer, clip_norm=clip_norm, clip_value=clip_value, precision=precision)
+    return Step(model, task or SupervisedTask(ClassificationLoss()), updater, precision, metrics=metrics)
+
+
+def batches(count, size=8, dtype=torch.float32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield (
+            torch.randn(size, 12, generator=generator, dtype=dtype),
+            torch.randint(5, (size,), generator=generator),
+        )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("clip_norm", [None, 0.3])
+def test_step_equals_hand_written_float64_loop(name, clip_norm):
+    model = small_model(dtype=torch.float64)
+    reference = copy.deepcopy(model)
+    step = make_step(model, OPTIMIZERS[name](model.parameters()), clip_norm=clip_norm)
+    optimizer = OPTIMIZERS[name](reference.parameters())
+    for x, y in batches(20, dtype=torch.float64):
+        report = step([(x, y)])
+        optimizer.zero_grad()
+        loss = F.cross_entropy(reference(x), y)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), clip_norm or float("inf"))
+        optimizer.step()
+        torch.testing.assert_close(report.sums["loss"] / report.counts["loss"], loss.detach())
+        torch.testing.assert_close(report.grad_norm.double(), norm)
+    # torch clips to max/(norm + 1e-6); the step clips to max/norm: a relative difference of 1e-6 at most
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_clip_value_equals_torch():
+    model = small_model()
+    reference = copy.deepcopy(model)
+    step = make_step(model, SGD(model.parameters(), lr=0.1), clip_value=0.01)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for x, y in batches(5):
+        step([(x, y)])
+        optimizer.zero_grad()
+        F.cross_entropy(reference(x), y).backward()
+        nn.utils.clip_grad_value_(reference.parameters(), 0.01)
+        optimizer.step()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+class TinyLanguageModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(23, 16)
+        self.mix = nn.GRU(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 23)
+
+    def forward(self, input_ids):
+        return self.head(self.mix(self.embed(input_ids))[0])
+
+
+def ragged_batch(generator):
+    ids = torch.randint(23, (64, 11), generator=generator)
+    lengths = torch.randint(2, 12, (64,), generator=generator)
+    lengths[16:32] = 2  # one micro-batch with far fewer tokens than the others: a mean of means would show
+    return {"input_ids": ids, "attention_mask": (torch.arange(11) < lengths[:, None]).long()}
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("knows_counts", [True, False])
+def test_accumulating_4x16_equals_1x64_with_ragged_masks(clip_norm, knows_counts):
+    torch.manual_seed(0)
+    model = TinyLanguageModel()
+    twin = copy.deepcopy(model)
+
+    class Task(SupervisedTask):
+        def counts(self, batch):
+            return super().counts(batch) if knows_counts else None
+
+    whole = make_step(model, AdamW(model.parameters(), lr=1e-3), Task(LanguageModelingLoss()), clip_norm=clip_norm)
+    parts = make_step(twin, AdamW(twin.parameters(), lr=1e-3), Task(LanguageModelingLoss()), clip_norm=clip_norm)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(50):
+        batch = ragged_batch(generator)
+        one = whole([batch])
+        four = parts([{key: value[i : i + 16] for key, value in batch.items()} for i in range(0, 64, 16)])
+        assert float(one.counts["loss"]) == float(four.counts["loss"])
+    weights = torch.cat([p.flatten() for p in model.parameters()])
+    other = torch.cat([p.flatten() for p in twin.parameters()])
+    # Rounding differs between one sum of 64 and four sums of 16; a mean of means would be off by percents.
+    assert (weights - other).norm() / weights.norm() < 1e-6
+
+
+class CountHostReads(TorchDispatchMode):
+    reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.reads += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("num_micro", [1, 3])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd_nesterov", "adam"])
+def test_step_reads_nothing_from_the_device(precision, num_micro, optimizer):
+    model = small_model()
+    chosen = Precision(precision)
+    step = make_step(
+        model, OPTIMIZERS[optimizer](model.parameters()), clip_norm=1.0, precision=chosen, metrics=True
+    )
+    data = list(batches(num_micro))
+    while float(step(data).skipped):  # up to the first update that counts, the step may look
+        pass
+    with CountHostReads() as counter:
+        step(data)
+    assert counter.reads == 0
+    with CountHostReads() as counter:  # the counter does count
+        float(step(data).sums["loss"])
+    assert counter.reads == 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("bad_step", [0, 3])
+def test_non_finite_update_is_skipped_and_leaves_no_trace(name, bad_step):
+    clean, dirty = small_model(), small_model()
+    clean_step = make_step(clean, OPTIMIZERS[name](clean.parameters()), clip_norm=1.0)
+    dirty_step = make_step(dirty, OPTIMIZERS[name](dirty.parameters()), clip_norm=1.0)
+    skipped = []
+    for place, (x, y) in enumerate(batches(6)):
+        if place == bad_step:
+            poisoned = x.clone()
+            poisoned[0, 0] = float("nan")
+            skipped.append(float(dirty_step([(poisoned, y)]).skipped))
+        clean_step([(x, y)])
+        skipped.append(float(dirty_step([(x, y)]).skipped))
+    assert skipped == [1.0 if place == bad_step else 0.0 for place in range(7)]
+    for mine, theirs in zip(dirty.parameters(), clean.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_fp16_scale_shrinks_on_overflow_and_training_goes_on():
+    model = small_model()
+    precision = Precision("fp16", loss_scale=2.0**60, summands=8)
+    step = make_step(model, AdamW(model.parameters(), lr=1e-2), precision=precision)
+    before = copy.deepcopy(model.state_dict())
+    x, y = next(iter(batches(1)))
+    first = step([(x, y)])
+    assert float(first.skipped) == 1.0
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert float(precision.scaler.scale) == 2.0**59
+    losses = [float(step([(x, y)]).sums["loss"]) for _ in range(80)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_fp16_and_bf16_follow_float32():
+    results = {}
+    for name in ("fp32", "bf16", "fp16"):
+        model = small_model()
+        step = make_step(model, AdamW(model.parameters(), lr=1e-2), clip_norm=1.0, precision=Precision(name, summands=8))
+        for batch in batches(30):
+            report = step([batch])
+        results[name] = float(report.sums["loss"])
+    assert results["bf16"] == pytest.approx(results["fp32"], rel=0.05)
+    assert results["fp16"] == pytest.approx(results["fp32"], rel=0.02)
+
+
+class TwoTerms:
+    """Two terms with their own counts; `ahead` says whether counts are known before the model runs."""
+
+    def __call__(self, model, batch, *, metrics):
+        x, y = batch
+        out = model(x)
+        keep = y < 3
+        return {
+            "classes": LossTerm(F.cross_entropy(out, y, reduction="sum"), float(len(y)), weight=0.7),
+            "rare": LossTerm(out[keep].square().sum(), keep.sum(), weight=torch.tensor(2.0)),
+        }
+
+
+class TwoTermsAhead(TwoTerms):
+    def counts(self, batch):
+        return {"classes": float(len(batch[1])), "rare": (batch[1] < 3).sum()}
+
+
+def test_several_terms_are_each_divided_by_their_own_count():
+    model = small_model(dtype=torch.float64)
+    twin, reference = copy.deepcopy(model), copy.deepcopy(model)
+    whole = make_step(model, SGD(model.parameters(), lr=0.1), TwoTerms())
+    parts = make_step(twin, SGD(twin.parameters(), lr=0.1), TwoTermsAhead())
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for x, y in batches(10, size=12, dtype=torch.float64):
+        whole([(x, y)])
+        parts([(x[:3], y[:3]), (x[3:4], y[3:4]), (x[4:], y[4:])])
+        optimizer.zero_grad()
+        out = reference(x)
+        keep = y < 3
+        (0.7 * F.cross_entropy(out, y) + 2.0 * out[keep].square().sum() / keep.sum()).backward()
+        optimizer.step()
+    for first, second, third in zip(model.parameters(), twin.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(first, third, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(second, third, rtol=1e-6, atol=1e-9)
+
+
+def test_several_terms_without_counts_cannot_accumulate():
+    model = small_model()
+    step = make_step(model, SGD(model.parameters(), lr=0.1), TwoTerms())
+    with pytest.raises(TrainingError, match=r"several terms \(classes, rare\).*grad_accum_steps to 1"):
+        step(list(batches(2)))
+
+
+def test_batch_in_which_nothing_counts_changes_nothing():
+    torch.manual_seed(0)
+    model = TinyLanguageModel()
+    before = copy.deepcopy(model.state_dict())
+    step = make_step(model, SGD(model.parameters(), lr=1.0), SupervisedTask(LanguageModelingLoss()), clip_norm=1.0)
+    report = step([{"input_ids": torch.zeros(2, 5, dtype=torch.long), "attention_mask": torch.zeros(2, 5).long()}])
+    assert float(report.counts["loss"]) == 0
+    assert float(report.skipped) == 0
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_loss_without_weighted_terms_is_an_error():
+    model = small_model()
+
+    def task(model, batch, *, metrics):
+        return {"accuracy": LossTerm(model(batch[0]).sum(), 1.0, weight=0.0)}
+
+    with pytest.raises(TrainingError, match="nothing to learn from"):
+        make_step(model, SGD(model.parameters(), lr=0.1), task)(list(batches(1)))

@@ -1,0 +1,49 @@
+"""env.json: versions, device and the repository's commit, also without git and without a repository."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import torch
+
+from etude.monitor import collect_environment
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    return subprocess.run(
+        ["git", *identity, *arguments], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_versions_threads_and_command():
+    found = collect_environment(torch.device("cpu"))
+    assert json.loads(json.dumps(found)) == found
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["numpy"] == np.__version__
+    assert found["cpu_threads"] == torch.get_num_threads()
+    assert found["device"]["type"] == "cpu"
+    assert found["command"] == sys.argv
+    assert os.uname().nodename not in json.dumps([value for key, value in found.items() if key != "command"]).split(
+        '"'
+    )
+
+
+def test_commit_and_dirty_flag(tmp_path):
+    assert collect_environment(folder=tmp_path)["git"] is None
+    git(tmp_path, "init")
+    (tmp_path / "file").write_text("one")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-m", "first")
+    commit = git(tmp_path, "rev-parse", "HEAD").strip()
+    (tmp_path / "runs").write_text("untracked files are no change")
+    assert collect_environment(folder=tmp_path)["git"] == {"commit": commit, "dirty": False}
+    (tmp_path / "file").write_text("two")
+    assert collect_environment(folder=tmp_path)["git"] == {"commit": commit, "dirty": True}
+
+
+def test_without_git(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert collect_environment()["git"] is None

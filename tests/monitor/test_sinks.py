@@ -1,0 +1,165 @@
+"""Sinks: every line valid, nothing torn, columns that grow, and a full disk that does not end a run."""
+
+import csv
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.monitor import CsvSink, EventLog, JsonlSink
+from etude.monitor.records import encode
+
+numbers = st.one_of(
+    st.integers(-(2**53), 2**53), st.floats(), st.floats(width=32).map(np.float32), st.text(max_size=8)
+)
+records = st.dictionaries(st.text(min_size=1, max_size=8).filter(lambda key: key != "nonfinite"), numbers, max_size=6)
+
+
+def strict(line: str) -> dict:
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+@given(records)
+def test_every_record_is_one_line_of_strict_json(record):
+    line = encode(record)
+    assert "\n" not in line
+    back = strict(line)
+    lost = back.pop("nonfinite", [])
+    assert lost == [key for key, value in record.items() if not isinstance(value, str) and not math.isfinite(value)]
+    assert back == {key: None if key in lost else value for key, value in record.items()}
+
+
+def test_a_record_can_be_read_as_soon_as_it_is_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    for step in range(3):
+        sink.write({"step": step})
+        assert [strict(line)["step"] for line in path.read_text().splitlines()] == list(range(step + 1))
+    sink.close()
+
+
+def test_appending_cuts_the_torn_line_of_a_dead_process(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + '{"step": 2, "x": "' + "y" * 10000)
+    sink = JsonlSink(path)
+    sink.write({"step": 2})
+    sink.close()
+    assert [strict(line) for line in path.read_text().splitlines()] == [{"step": 1}, {"step": 2}]
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.dictionaries(st.sampled_from("abcdef"), st.floats(allow_nan=False), min_size=1), max_size=12))
+def test_csv_columns_grow_and_old_rows_stay(tmp_path_factory, rows):
+    path = tmp_path_factory.mktemp("csv") / "metrics.csv"
+    for part in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):  # a second sink goes on in the same file
+        sink = CsvSink(path)
+        for row in part:
+            sink.write(row)
+        sink.close()
+    if not rows:
+        assert not path.exists()
+        return
+    found = read_csv(path)
+    assert list(found[0]) == list(dict.fromkeys(key for row in rows for key in row))
+    assert [{key: float(cell) for key, cell in row.items() if cell} for row in found] == rows
+
+
+def test_csv_quotes_text_and_keeps_nonfinite_numbers(tmp_path):
+    path = tmp_path / "metrics.csv"
+    sink = CsvSink(path)
+    sink.write({"split": 'a,"b"', "loss": float("nan")})
+    sink.write({"split": "val", "loss": float("inf"), "new": 1})
+    sink.close()
+    assert read_csv(path) == [
+        {"split": 'a,"b"', "loss": "nan", "new": ""},
+        {"split": "val", "loss": "inf", "new": "1"},
+    ]
+
+
+@pytest.mark.parametrize("sink_type", [JsonlSink, CsvSink])
+def test_an_unwritable_file_warns_once_and_never_raises(tmp_path, sink_type):
+    problems: list[str] = []
+    sink = sink_type(tmp_path / "absent" / "metrics", problems.append)
+    for step in range(5):
+        sink.write({"step": step})
+    assert len(problems) == 1
+    assert "No such file or directory; training goes on" in problems[0]
+    (tmp_path / "absent").mkdir()  # the disk is back: nothing has been lost
+    sink.write({"step": 5})
+    sink.close()
+    text = (tmp_path / "absent" / "metrics").read_text()
+    assert [int("".join(filter(str.isdigit, line))) for line in text.splitlines() if line != "step"] == list(range(6))
+    assert len(problems) == 1
+
+
+FULL_DISK = """
+import json, resource, sys
+from etude.monitor import CsvSink, JsonlSink
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # a file of 1000 bytes is a full disk
+problems = []
+sinks = [JsonlSink(sys.argv[1], problems.append), CsvSink(sys.argv[2], problems.append)]
+for step in range(100):
+    for sink in sinks:
+        sink.write({"step": step, "loss": 1 / 3})
+while_full = [open(path).read() for path in sys.argv[1:]]
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+for sink in sinks:
+    sink.write({"step": 100, "loss": 1 / 3})
+print(json.dumps([problems, while_full]))
+"""
+
+
+def test_full_disk_leaves_whole_lines_and_loses_nothing_when_there_is_room_again(tmp_path):
+    paths = [tmp_path / "metrics.jsonl", tmp_path / "metrics.csv"]
+    answer = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, *map(str, paths)], capture_output=True, text=True, check=True
+    )
+    problems, while_full = json.loads(answer.stdout)
+    assert len(problems) == 2
+    assert all("File too large" in problem for problem in problems)
+    for text in while_full:
+        assert text.endswith("\n")
+        assert 900 < len(text) <= 1000
+    assert [strict(line)["step"] for line in while_full[0].splitlines()] == list(range(while_full[0].count("\n")))
+    assert [strict(line)["step"] for line in paths[0].read_text().splitlines()] == list(range(101))
+    assert [int(row["step"]) for row in read_csv(paths[1])] == list(range(101))
+
+
+def test_events_carry_time_kind_message_and_fields(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write("error", "numbers are not finite\nat all", step=7, value=float("inf"), path=Path("a/b"))
+    log.close()
+    (event,) = [strict(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert event.pop("time") > 1.6e9
+    assert event == {
+        "kind": "error",
+        "message": "numbers are not finite\nat all",
+        "step": 7,
+        "value": None,
+        "path": "a/b",
+        "nonfinite": ["value"],
+    }
+
+
+def test_events_on_a_full_device_do_not_raise(caplog):
+    log = EventLog("/dev/full")
+    log.write("warning", "one")
+    log.write("warning", "two")
+    log.close()
+    assert [record.message for record in caplog.records] == [
+        "cannot write /dev/full: No space left on device; training goes on without it"
+    ]

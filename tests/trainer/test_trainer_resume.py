@@ -1,0 +1,188 @@
+"""Exactness: a run stopped after any step and resumed ends with the very same bytes as one never stopped."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, TensorDataset
+
+from etude import Callback, DataLoader, EarlyStopping, Trainer
+from etude.optim import SGD, AdamW, RMSprop, warmup_cosine
+
+EPOCHS, SAMPLES, BATCH = 3, 50, 8
+STEPS_PER_EPOCH = 7  # the last batch of an epoch has 2 samples
+
+
+def data():
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(SAMPLES, 6, generator=generator)
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+
+class StopAt(Callback):
+    def __init__(self, step):
+        super().__init__()
+        self.step, self.seen = step, 0
+
+    def on_train_begin(self, run):
+        self.seen = run.clock.step
+
+    def on_step_end(self, report):
+        self.seen += 1
+        if self.seen == self.step:
+            self.control.request_stop("test")
+
+
+class Noisy(Dataset):
+    """Draws from torch's generator for every sample, as augmentations do."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        x, y = data()
+        return x[index] + 0.1 * torch.randn(6), y[index]
+
+
+LOADERS = {
+    "etude": lambda: DataLoader(*data(), BATCH, seed=3),
+    "etude_dataset": lambda: DataLoader(Noisy(), batch_size=BATCH, seed=3),
+    "torch": lambda: TorchDataLoader(TensorDataset(*data()), batch_size=BATCH, shuffle=True),
+    "list": lambda: [(data()[0][i : i + BATCH], data()[1][i : i + BATCH]) for i in range(0, SAMPLES, BATCH)],
+}
+OPTIMIZERS = {
+    "adamw": lambda p: AdamW(p, lr=1e-2),
+    "sgd": lambda p: SGD(p, lr=0.05, momentum=0.9),
+    "rmsprop": lambda p: RMSprop(p, lr=1e-3),
+}
+
+
+def trainer(folder, *, loader="etude", optimizer="adamw", callbacks=(), **config):
+    config = {"epochs": EPOCHS, "batch_size": BATCH, "log_interval": 4, "device": "cpu", **config}
+    return Trainer(
+        model(),
+        LOADERS[loader](),
+        DataLoader(*data(), 25, shuffle=False),
+        config=config,
+        optimizer=OPTIMIZERS[optimizer],
+        scheduler=warmup_cosine(total_steps=21, warmup_steps=4),
+        callbacks=callbacks,
+        output_dir=folder,
+        progress=False,
+    )
+
+
+def weights(folder):
+    return (folder / "checkpoints" / "last" / "model.safetensors").read_bytes()
+
+
+def records(folder):
+    import json
+
+    timing = {"samples_per_s", "data_wait", "epoch_s", "time"}
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in timing} for line in lines]
+
+
+def straight(tmp_path, **kwargs):
+    folder = tmp_path / "straight"
+    trainer(folder, **kwargs).train()
+    return folder
+
+
+def stopped_and_resumed(tmp_path, step, **kwargs):
+    folder = tmp_path / f"stopped-{step}"
+    trainer(folder, callbacks=[StopAt(step)], **kwargs).train()
+    torch.rand(step)  # a new process starts with random generators in another state
+    second = trainer(folder, **kwargs)
+    second.load_checkpoint(folder)
+    assert second.state.clock.step == step
+    second.train()
+    return folder
+
+
+def test_resume_after_every_step_is_byte_identical(tmp_path):
+    reference = straight(tmp_path)
+    for step in range(1, EPOCHS * STEPS_PER_EPOCH):
+        folder = stopped_and_resumed(tmp_path, step)
+        assert weights(folder) == weights(reference), f"stopped after step {step}"
+        assert records(folder) == records(reference), f"stopped after step {step}"
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"loader": "etude_dataset"},
+        {"loader": "torch"},
+        {"loader": "list"},
+        {"optimizer": "sgd"},
+        {"optimizer": "rmsprop"},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"grad_accum_steps": 3},
+        {"grad_accum_steps": {0: 1, 1: 2}},
+        {"gradient_clip_norm": None, "gradient_clip_value": 0.01},
+    ],
+    ids=str,
+)
+def test_resume_is_byte_identical_in_every_variant(tmp_path, variant):
+    reference = straight(tmp_path, **variant)
+    last = 9 if "grad_accum_steps" in variant else EPOCHS * STEPS_PER_EPOCH
+    for step in (2, 5, last - 1):
+        folder = stopped_and_resumed(tmp_path, step, **variant)
+        assert weights(folder) == weights(reference), f"stopped after step {step}"
+
+
+def test_another_seed_gives_other_weights(tmp_path):
+    """The comparison above can fail."""
+    folder = tmp_path / "other"
+    trainer(folder, seed=1).train()
+    assert weights(folder) != weights(straight(tmp_path))
+
+
+def test_resume_twice_and_at_epoch_boundaries(tmp_path):
+    reference = straight(tmp_path)
+    folder = tmp_path / "twice"
+    for step in (STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH, None):
+        part = trainer(folder, callbacks=[StopAt(step)] if step else [])
+        if (folder / "checkpoints" / "last").exists():
+            part.load_checkpoint(folder)
+        part.train()
+    assert weights(folder) == weights(reference)
+
+
+def test_early_stopping_counts_on_after_resume(tmp_path):
+    def run(folder, stop=None):
+        patience = EarlyStopping(monitor="val_loss", patience=1, min_delta=100.0)
+        one = trainer(folder, callbacks=[patience, *([StopAt(stop)] if stop else [])])
+        if (folder / "checkpoints" / "last").exists():
+            one.load_checkpoint(folder)
+        one.train()
+        return one.state.clock.epoch
+
+    assert run(tmp_path / "a") == 2
+    run(tmp_path / "b", stop=STEPS_PER_EPOCH + 2)
+    assert run(tmp_path / "b") == 2
+
+
+def test_train_num_epochs_counts_from_the_start(tmp_path):
+    folder = tmp_path / "run"
+    first = trainer(folder)
+    first.train(num_epochs=1)
+    second = trainer(folder)
+    second.load_checkpoint(folder / "checkpoints" / "last")
+    second.train(num_epochs=3)
+    assert second.state.clock.epoch == 3
+    assert weights(folder) == weights(straight(tmp_path))
+
+
+def test_checkpoint_opens_with_safetensors_alone(tmp_path):
+    folder = straight(tmp_path)
+    saved = load_file(folder / "checkpoints" / "last" / "model.safetensors")
+    assert set(saved) == set(model().state_dict())
