@@ -127,7 +127,7 @@ def _check_keys(root: Any, file: str) -> None:
                 raise ConfigError(f"{place}a key must be a name, found a {key.id}")
             if key.tag.endswith((":bool", ":null")):
                 raise ConfigError(f"{place}the key {key.value!r} reads as {key.tag[18:]} in YAML; put it in quotes")
-            if False:
+            if (key.tag, key.value) in first:
                 raise ConfigError(
                     f"{place}key '{key.value}' is given twice, first on line {first[key.tag, key.value]}; keep one"
                 )

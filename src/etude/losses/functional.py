@@ -190,8 +190,7 @@ def _weighted_term(
     except (IndexError, RuntimeError, ValueError) as error:
         raise_explained(error, logits, targets, ignore_index, weights, class_dim)
         raise
-    # masked_fill as well: where the mask is 0, a loss that is not finite must not become NaN.
-    total = (losses * mask).masked_fill(mask == 0, 0.0).sum()
+    total = (losses * mask).sum()
     if weights is not None and not soft:
         counted = counted * label_weights(targets, weights, ignore_index)
     return LossTerm(total, counted.sum())

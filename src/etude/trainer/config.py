@@ -1,6 +1,6 @@
 """`TrainerConfig`: the `training` section of an experiment, and what a `Trainer` in Python is configured with."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,6 +16,17 @@ TRAINING_ALIASES = {
     "compile": "compile_model",
 }
 """Other spellings of keys of the `training` section."""
+
+
+PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+_PRECISIONS: dict[str, PrecisionName] = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "fp16": "fp16",
+}
 
 
 class MeaningfulLossConfig(BaseModel):
@@ -65,7 +76,7 @@ class TrainerConfig(BaseModel):
     """Clip the global gradient norm to this; null turns clipping off."""
     gradient_clip_value: Positive | None = None
     """Clip every gradient element to ± this."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: PrecisionName = "auto"
     """Number format of the forward pass; auto is bf16 on CUDA and fp32 on the CPU."""
     loss_scale: Positive = 65536.0
     """Initial loss scale for fp16."""
@@ -115,12 +126,10 @@ class TrainerConfig(BaseModel):
         return 10 if self.epochs is None and self.max_steps is None else self.epochs
 
     @property
-    def resolved_precision(self) -> Literal["auto", "fp32", "bf16", "fp16"]:
+    def resolved_precision(self) -> PrecisionName:
         """`precision`, with use_mixed_precision and precision_dtype taken into account."""
         if self.use_mixed_precision is None:
             return self.precision
         if not self.use_mixed_precision:
             return "fp32"
-        names: dict[str, Any] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-        chosen = self.precision_dtype or "bf16"
-        return names.get(chosen, chosen)
+        return _PRECISIONS[self.precision_dtype or "bf16"]
