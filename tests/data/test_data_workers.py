@@ -10,7 +10,10 @@ from torch.utils.data import Dataset, get_worker_info
 from etude.core.errors import DataError
 from etude.data import DataLoader
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on a machine with few cores
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),  # Python 3.12 on
+]
 
 
 def batches(dataset, epoch=0, position=0, **options):

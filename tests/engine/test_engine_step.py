@@ -140,9 +140,7 @@ class CountHostReads(TorchDispatchMode):
 def test_step_reads_nothing_from_the_device(precision, num_micro, optimizer):
     model = small_model()
     chosen = Precision(precision)
-    step = make_step(
-        model, OPTIMIZERS[optimizer](model.parameters()), clip_norm=1.0, precision=chosen, metrics=True
-    )
+    step = make_step(model, OPTIMIZERS[optimizer](model.parameters()), clip_norm=1.0, precision=chosen, metrics=True)
     data = list(batches(num_micro))
     while float(step(data).skipped):  # up to the first update that counts, the step may look
         pass
@@ -191,7 +189,8 @@ def test_fp16_and_bf16_follow_float32():
     results = {}
     for name in ("fp32", "bf16", "fp16"):
         model = small_model()
-        step = make_step(model, AdamW(model.parameters(), lr=1e-2), clip_norm=1.0, precision=Precision(name, summands=8))
+        precision = Precision(name, summands=8)
+        step = make_step(model, AdamW(model.parameters(), lr=1e-2), clip_norm=1.0, precision=precision)
         for batch in batches(30):
             report = step([batch])
         results[name] = float(report.sums["loss"])

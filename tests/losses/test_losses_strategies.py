@@ -191,6 +191,19 @@ class TestClassification:
         with pytest.raises(DataError, match=r"found -100.*set ignore_index: -100"):
             ClassificationLoss().terms(logits, (logits, labels), metrics=False)
 
+    def test_a_byte_that_wraps_to_the_ignored_label_counts(self):
+        labels = torch.tensor([156, 3], dtype=torch.uint8)  # 156 is -100 in eight bits
+        logits = F.one_hot(labels.long(), 200).float()
+        strategy = ClassificationLoss(ignore_index=-100, class_weights=[1.0] * 200)
+        terms = strategy.terms(logits, (None, labels), metrics=True)
+        counts = (
+            terms["loss"].count,
+            terms["accuracy"].count,
+            terms["accuracy"].sum,
+            strategy.counts((None, labels))["loss"],
+        )
+        assert [float(count) for count in counts] == [2, 2, 2, 2]
+
     def test_class_weights_divide_the_loss_but_not_the_accuracy(self, images):
         logits, labels = images
         weights = [0.5, 1.0, 2.0, 3.0, 4.0]

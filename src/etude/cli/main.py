@@ -8,9 +8,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+
+class Commands(TyperGroup):
+    """The commands, with errors put into words; inside of typer, which would swallow Ctrl-C without one."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        with _errors_in_words():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     name="etude",
+    cls=Commands,
     help="Train PyTorch models from a config file: exact, fast and clear.",
     add_completion=False,
     no_args_is_help=True,
@@ -141,7 +153,7 @@ def _print_metrics(metrics: dict[str, float]) -> None:
 
 @contextlib.contextmanager
 def _errors_in_words() -> Iterator[None]:
-    """Print errors a user can cause as one message, with exit code 2; everything else keeps its traceback."""
+    """Print errors a user can cause, a line for each, with exit code 2; everything else keeps its traceback."""
     try:
         yield
     except Exception as error:
@@ -149,18 +161,32 @@ def _errors_in_words() -> Iterator[None]:
 
         if not isinstance(error, EtudeError):
             raise
-        print(f"etude: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            _complain(line)
         raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        print("etude: stopped at once; the last checkpoint is intact", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        _complain("; ".join(["stopped at once", *getattr(stop, "__notes__", ())]))
         raise SystemExit(130) from None
+
+
+def _complain(line: str) -> None:
+    print(f"etude: {line}", file=sys.stderr)
+
+
+class WarningLines(logging.Handler):
+    """Prints what the library has to say while it works, in the same form as errors."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one message."""
+        _complain(record.getMessage())
 
 
 def main() -> None:
     """Run the command line."""
-    logging.basicConfig(format="etude: %(message)s", level=logging.WARNING)
-    with _errors_in_words():
-        app()
+    logger = logging.getLogger("etude")
+    if not any(isinstance(handler, WarningLines) for handler in logger.handlers):
+        logger.addHandler(WarningLines(logging.WARNING))
+    app()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def _make_strict(node: Any, handler: GetCoreSchemaHandler, seen: set[str]) -> No
             target = handler.resolve_ref_schema(node)
         except LookupError:  # a model that refers to itself is still being made
             return
-        if False:  # models are strict by their own base
+        if target["type"] in ("dataclass", "typed-dict"):  # models are strict by their own base
             _make_strict(target, handler, seen)
 
 

@@ -15,7 +15,7 @@ _MOVES = {
 """Key under `training` → section, key there, and the spellings under which that section may already have it."""
 
 DEFAULT_NAMES = {"optimizer": "adamw", "scheduler": "warmup_cosine"}
-"""The component of a section that exists only because a key of `training` speaks of it."""
+"""The component of an optimizer section without a name, or of one that only a key of `training` speaks of."""
 
 
 def unify_dialects(document: Document) -> None:
@@ -25,6 +25,9 @@ def unify_dialects(document: Document) -> None:
     the later one wins.
     """
     data = document.data
+    optimizer = data.get("optimizer")
+    if isinstance(optimizer, dict) and "name" not in optimizer:
+        data["optimizer"] = {"name": DEFAULT_NAMES["optimizer"], **optimizer}
     training = data.get("training")
     if not isinstance(training, dict):
         return

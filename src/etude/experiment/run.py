@@ -74,8 +74,8 @@ def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: 
         clock = trainer.state.clock
         if folder.is_finished and (trainer.total_steps is None or clock.step >= trainer.total_steps or not overrides):
             raise RunFolderError(
-                f"run {folder.path} is finished ({clock.epoch} epochs, {clock.step} steps); to train longer, give a new "
-                f"end: `etude resume {folder.path} training.epochs={clock.epoch + 5}`"
+                f"run {folder.path} is finished ({clock.epoch} epochs, {clock.step} steps); to train longer, give a "
+                f"new end: `etude resume {folder.path} training.epochs={clock.epoch + 5}`"
             )
         if world.is_main:
             folder.trim(clock.step)
@@ -151,7 +151,11 @@ def _held(folder: RunFolder, world: World) -> Iterator[None]:
                 error = str(failure)
         if shared := world.share_text(error):
             raise RunFolderError(shared)
-        yield
+        try:
+            yield
+        except KeyboardInterrupt as stop:
+            stop.add_note(f"what was saved before is intact, go on with: etude resume {folder.path}")
+            raise
 
 
 def _newest_checkpoint(folder: RunFolder) -> Path | None:

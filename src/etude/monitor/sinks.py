@@ -44,8 +44,8 @@ class AppendFile:
                 self._failing = True
                 self._on_problem(f"cannot write {self.path}: {error.strerror or error}; training goes on without it")
         else:
+            self._failing = False
             self._pending.clear()
-        self._pending.clear()
 
     def close(self) -> None:
         """Close the file; a later `add` opens it again."""

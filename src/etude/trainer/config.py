@@ -2,21 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 Positive = Annotated[float, Field(gt=0)]
-
-TRAINING_ALIASES = {
-    "num_epochs": "epochs",
-    "log_every": "log_interval",
-    "grad_clip": "gradient_clip_norm",
-    "max_grad_norm": "gradient_clip_norm",
-    "gradient_accumulation_steps": "grad_accum_steps",
-    "accumulation_steps": "grad_accum_steps",
-    "compile": "compile_model",
-}
-"""Other spellings of keys of the `training` section."""
-
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 _PRECISIONS: dict[str, PrecisionName] = {
@@ -48,9 +36,13 @@ class TrainerConfig(BaseModel):
     3
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, validate_assignment=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, validate_assignment=True, use_attribute_docstrings=True, validate_by_name=True
+    )
 
-    epochs: Annotated[int, Field(ge=1)] | None = None
+    epochs: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, validation_alias=AliasChoices("epochs", "num_epochs")
+    )
     """Epochs of the whole run (10 if neither this nor max_steps is given)."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
     """Stop after this many optimizer steps, wherever in an epoch that is."""
@@ -58,7 +50,9 @@ class TrainerConfig(BaseModel):
     """Samples per micro-batch, over all processes together."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of initial weights, data order, dropout and everything else."""
-    log_interval: Annotated[int, Field(ge=1)] = 100
+    log_interval: Annotated[int, Field(ge=1)] = Field(
+        default=100, validation_alias=AliasChoices("log_interval", "log_every")
+    )
     """Steps between log records; the host reads the device only then."""
     validate_interval: Annotated[int, Field(ge=0)] = 1
     """Epochs between validations; 0 leaves only the one at the end."""
@@ -70,9 +64,14 @@ class TrainerConfig(BaseModel):
     """Also save after every so many steps."""
     keep_best: Annotated[int, Field(ge=0)] = 3
     """How many of the best checkpoints, by validation loss, are kept beside the last one."""
-    grad_accum_steps: Annotated[int, Field(ge=1)] | dict[int, Annotated[int, Field(ge=1)]] = 1
+    grad_accum_steps: Annotated[int, Field(ge=1)] | dict[int, Annotated[int, Field(ge=1)]] = Field(
+        default=1,
+        validation_alias=AliasChoices("grad_accum_steps", "gradient_accumulation_steps", "accumulation_steps"),
+    )
     """Micro-batches per optimizer step; a mapping {epoch: steps} gives a schedule that starts at epoch 0."""
-    gradient_clip_norm: Positive | None = 1.0
+    gradient_clip_norm: Positive | None = Field(
+        default=1.0, validation_alias=AliasChoices("gradient_clip_norm", "grad_clip", "max_grad_norm")
+    )
     """Clip the global gradient norm to this; null turns clipping off."""
     gradient_clip_value: Positive | None = None
     """Clip every gradient element to ± this."""
@@ -80,7 +79,7 @@ class TrainerConfig(BaseModel):
     """Number format of the forward pass; auto is bf16 on CUDA and fp32 on the CPU."""
     loss_scale: Positive = 65536.0
     """Initial loss scale for fp16."""
-    compile_model: bool = False
+    compile_model: bool = Field(default=False, validation_alias=AliasChoices("compile_model", "compile"))
     """Run the model through torch.compile."""
     device: str = "auto"
     """cpu, cuda, cuda:1 …; auto takes CUDA where there is one."""
@@ -133,3 +132,13 @@ class TrainerConfig(BaseModel):
         if not self.use_mixed_precision:
             return "fp32"
         return _PRECISIONS[self.precision_dtype or "bf16"]
+
+
+TRAINING_ALIASES = {
+    alias: name
+    for name, field in TrainerConfig.model_fields.items()
+    if isinstance(field.validation_alias, AliasChoices)
+    for alias in map(str, field.validation_alias.choices)
+    if alias != name
+}
+"""Other spellings of keys of the `training` section: {"log_every": "log_interval", …}."""
