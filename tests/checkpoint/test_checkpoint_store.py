@@ -325,3 +325,11 @@ def test_a_state_that_is_one_tensor_or_nothing(tmp_path: Path) -> None:
         back = read_checkpoint(tmp_path / "step-00000001").state
         assert isinstance(state, Tensor) == isinstance(back, Tensor)
         assert_same(back, state)
+
+
+def test_a_name_that_safetensors_reserves(tmp_path: Path) -> None:
+    tree = {"__metadata__": torch.ones(3), "other": torch.zeros(2)}
+    write_checkpoint(tmp_path / "step-00000001", tree, tree, {})
+    checkpoint = read_checkpoint(tmp_path / "step-00000001")
+    assert_same(checkpoint.model_state, tree)
+    assert_same(checkpoint.state, tree)

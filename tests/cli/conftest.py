@@ -43,6 +43,8 @@ def etude(monkeypatch, tmp_path):
     logger = logging.getLogger("etude")
     monkeypatch.setattr(logger, "handlers", list(logger.handlers))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ETUDE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("ETUDE_DATA_DIR", raising=False)
 
     def call(*arguments: object) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["etude", *map(str, arguments)])

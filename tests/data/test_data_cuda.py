@@ -81,6 +81,7 @@ def test_memory_is_not_reused_while_the_device_is_busy(source):
     assert torch.stack(totals).tolist() == torch.stack(wanted).tolist()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_the_host_never_waits(prefetch):
     loader = DataLoader(IMAGES, LABELS, 64, prefetch=prefetch, transform=Normalize(0.1307, 0.3081), device="cuda")

@@ -68,7 +68,7 @@ def keep_rows(rows: list[Row]) -> list[Row]:
     """Return the last rows, and before them the best one."""
     best = best_row(rows)
     last = rows[-MAX_ROWS:]
-    return last
+    return last if best is None or best in last else [best, *last]
 
 
 # --- lines for files: no styles, no control characters

@@ -2,7 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Field
+
+from etude.config import SectionModel
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -17,10 +19,8 @@ _PRECISIONS: dict[str, PrecisionName] = {
 }
 
 
-class MeaningfulLossConfig(BaseModel):
+class MeaningfulLossConfig(SectionModel):
     """Settings of the expected-value reconstruction loss."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     enabled: bool = True
     sample_k_per_modality: Annotated[int, Field(ge=1)] = 4096
@@ -29,16 +29,14 @@ class MeaningfulLossConfig(BaseModel):
     weight_spectrum: Annotated[float, Field(ge=0)] = 0.1
 
 
-class TrainerConfig(BaseModel):
+class TrainerConfig(SectionModel):
     """How long to train, what to do on the way, and on what.
 
     >>> TrainerConfig(epochs=3, batch_size=32).num_epochs
     3
     """
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True, validate_assignment=True, use_attribute_docstrings=True, validate_by_name=True
-    )
+    model_config = ConfigDict(validate_assignment=True, use_attribute_docstrings=True, validate_by_name=True)
 
     epochs: Annotated[int, Field(ge=1)] | None = Field(
         default=None, validation_alias=AliasChoices("epochs", "num_epochs")

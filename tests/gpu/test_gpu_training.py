@@ -1,0 +1,175 @@
+"""On a CUDA device: the step never waits, precisions train, resumption is exact, memory errors are explained."""
+
+import pytest
+import torch
+from torch import nn
+
+from etude import Callback, DataLoader, Trainer
+from etude.core import TrainingError
+from etude.engine.precision import Precision
+from etude.engine.step import Step
+from etude.engine.update import Updater
+from etude.losses import ClassificationLoss, LanguageModelingLoss, SupervisedTask
+from etude.optim import SGD, Adam, AdamW, RMSprop
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
+
+OPTIMIZERS = {
+    "adamw": lambda p: AdamW(p, lr=1e-2),
+    "adam": lambda p: Adam(p, lr=1e-2),
+    "sgd": lambda p: SGD(p, lr=0.05),
+    "momentum": lambda p: SGD(p, lr=0.05, momentum=0.9),
+    "rmsprop": lambda p: RMSprop(p, lr=1e-3),
+    "torch_default": lambda p: torch.optim.AdamW(p, lr=1e-2),
+}
+
+
+def net(dropout=0.0):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 10)).cuda()
+
+
+def data(samples=512, device="cuda"):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 32, generator=generator)
+    y = (x @ torch.randn(32, 10, generator=generator)).argmax(1)
+    return x.to(device), y.to(device)
+
+
+@pytest.fixture
+def no_waiting():
+    """Within the test, switching this on makes any wait for the device an error."""
+
+    def switch(on):
+        torch.cuda.set_sync_debug_mode("error" if on else "default")
+
+    yield switch
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("num_micro", [1, 4])
+def test_step_never_waits(no_waiting, optimizer, precision, num_micro):
+    model = net()
+    chosen = Precision(precision, torch.device("cuda"), summands=64)
+    updater = Updater(OPTIMIZERS[optimizer](model.parameters()), clip_norm=1.0, precision=chosen)
+    step = Step(model, SupervisedTask(ClassificationLoss()), updater, chosen, metrics=True)
+    x, y = data()
+    batches = [(x[i : i + 64], y[i : i + 64]) for i in range(0, 64 * num_micro, 64)]
+    while float(step(batches).skipped):  # up to the first update that counts, the step may look
+        pass
+    no_waiting(True)
+    for _ in range(3):
+        step(batches)
+
+
+def test_language_modelling_step_with_masks_never_waits(no_waiting):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 50)).cuda()
+    precision = Precision("bf16", torch.device("cuda"))
+    updater = Updater(AdamW(model.parameters()), clip_norm=1.0, precision=precision)
+    step = Step(model, SupervisedTask(LanguageModelingLoss()), updater, precision, metrics=True)
+    ids = torch.randint(50, (8, 16), device="cuda")
+    mask = (torch.arange(16, device="cuda") < torch.randint(2, 17, (8, 1), device="cuda")).long()
+    batches = [{"input_ids": ids, "attention_mask": mask}] * 2
+    step(batches)
+    no_waiting(True)
+    step(batches)
+
+
+class Silence(Callback):
+    """Forbids waiting from step 3 on until the next log point."""
+
+    def __init__(self, switch):
+        super().__init__()
+        self.switch, self.steps = switch, 0
+
+    def on_step_end(self, report):
+        self.steps += 1
+        self.switch(self.steps % 20 not in (19, 0) and self.steps > 2)
+
+
+def test_loop_and_loader_never_wait_between_log_points(no_waiting):
+    x, y = data(64 * 40, device="cpu")
+    loader = DataLoader(x, y, 64, device=torch.device("cuda"))
+    config = {"epochs": 1, "log_interval": 20, "device": "cuda", "precision": "bf16", "max_steps": 38}
+    Trainer(net(), loader, config=config, callbacks=[Silence(no_waiting)], progress=False).train()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("bad_step", [0, 3])
+def test_non_finite_update_is_skipped_on_the_device(name, bad_step):
+    clean, dirty = net(), net()
+    steps = []
+    for model in (clean, dirty):
+        precision = Precision("fp32", torch.device("cuda"))
+        updater = Updater(OPTIMIZERS[name](model.parameters()), clip_norm=1.0, precision=precision)
+        steps.append(Step(model, SupervisedTask(ClassificationLoss()), updater, precision))
+    x, y = data()
+    for place in range(6):
+        batch = (x[place * 64 : place * 64 + 64], y[place * 64 : place * 64 + 64])
+        if place == bad_step:
+            poisoned = batch[0].clone()
+            poisoned[0, 0] = float("nan")
+            assert float(steps[1]([(poisoned, batch[1])]).skipped) == 1.0
+        steps[0]([batch])
+        steps[1]([batch])
+    for mine, theirs in zip(dirty.parameters(), clean.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_resume_is_byte_identical_with_deterministic_kernels(tmp_path, precision):
+    class StopAt(Callback):
+        seen = 0
+
+        def on_step_end(self, report):
+            self.seen += 1
+            if self.seen == 11:
+                self.control.request_stop("test")
+
+    def trainer(folder, callbacks=()):
+        x, y = data(device="cpu")
+        config = {
+            "epochs": 3,
+            "batch_size": 64,
+            "device": "cuda",
+            "deterministic": True,
+            "precision": precision,
+            "log_interval": 3,
+        }
+        return Trainer(
+            net(dropout=0.3), (x, y), (x, y), config=config, callbacks=callbacks, output_dir=folder, progress=False
+        )
+
+    trainer(tmp_path / "a").train()
+    trainer(tmp_path / "b", [StopAt()]).train()
+    torch.rand(3, device="cuda")
+    second = trainer(tmp_path / "b")
+    second.load_checkpoint(tmp_path / "b")
+    second.train()
+    files = [tmp_path / one / "checkpoints" / "last" / "model.safetensors" for one in "ab"]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    torch.use_deterministic_algorithms(False)
+
+
+def test_out_of_memory_is_explained():
+    class Hungry(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(32, 10))
+
+        def forward(self, x):
+            torch.empty(2**50, device="cuda")
+            return x @ self.weight
+
+    trainer = Trainer(Hungry(), data(), config={"device": "cuda", "precision": "fp32"}, progress=False)
+    with pytest.raises(TrainingError, match=r"out of memory on cuda:0.*precision=bf16"):
+        trainer.train()
+
+
+def test_auto_is_bf16_on_cuda():
+    trainer = Trainer(net(), data(), config={"epochs": 1}, progress=False)
+    assert (trainer.device.type, trainer.precision.name) == ("cuda", "bf16")
+    assert trainer.train()["loss"] < 2.4
