@@ -231,6 +231,7 @@ def test_a_new_run_with_the_same_callback_begins_anew(make, tmp_path):
     Life(tmp_path / "first").whole(callback)
     second = Life(tmp_path / "second")
     assert second.whole(callback).control == end.control
+    assert second.clock == fresh.clock
     assert _relative(callback.state_dict(), second.folder) == _relative(reference.state_dict(), fresh.folder)
     assert contents(second.folder) == contents(fresh.folder)
 

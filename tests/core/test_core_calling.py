@@ -83,6 +83,13 @@ def test_the_mask_still_goes_by_name_when_the_ids_go_by_position():
     assert mask is MASK
 
 
+def test_the_ids_do_not_take_a_first_argument_that_the_batch_names():
+    batch = {"inputs_embeds": X, "input_ids": IDS}
+    embeds, others = call(module(lambda self, inputs_embeds, **kwargs: (inputs_embeds, kwargs)), batch)
+    assert embeds is X
+    assert others["input_ids"] is IDS
+
+
 def test_a_lone_input_of_any_name_goes_to_the_first_argument():
     assert call(nn.Linear(3, 2), {"image": X, "label": Y}).shape == (4, 2)
 

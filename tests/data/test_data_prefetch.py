@@ -106,9 +106,10 @@ def test_closing_ends_a_blocked_producer_and_its_generator():
         finally:
             finished.set()
 
-    stream = prefetch_stream(source(), 2)
+    generator = source()  # kept, so that only the stream can have closed it
+    stream = prefetch_stream(generator, 2)
     assert next(stream) == 0
-    threads = prefetch_threads()
+    threads = [stream._thread]
     stream.close()
     assert finished.is_set()
     assert not any(thread.is_alive() for thread in threads)
@@ -136,19 +137,21 @@ def test_closing_wakes_a_waiting_consumer():
     go = threading.Event()
 
     def source():
-        go.wait(TIMEOUT_S)
+        go.wait()
         yield 1
 
     stream = prefetch_stream(source(), 1)
     results = []
-    consumer = threading.Thread(target=lambda: results.append(list(stream)))
-    consumer.start()
+    consumer = threading.Thread(target=lambda: results.append(list(stream)), daemon=True)
     closer = threading.Thread(target=stream.close)
+    consumer.start()
     closer.start()
-    consumer.join(TIMEOUT_S)
-    assert results == [[]]
+    consumer.join(TIMEOUT_S)  # while the source still waits
+    is_woken = not consumer.is_alive()
     go.set()
     closer.join(TIMEOUT_S)
+    assert is_woken
+    assert results == [[]]
 
 
 def test_breaking_off_a_loop_leaves_no_thread():

@@ -99,9 +99,8 @@ def test_iterators_without_persistent_workers_are_independent(random_dataset):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_the_callers_generators_are_untouched(random_dataset, num_workers):
-    iterator = DataLoader(random_dataset, batch_size=5, num_workers=num_workers).iterate(0)
     before = generators()
-    for _ in iterator:
+    for _ in DataLoader(random_dataset, batch_size=5, num_workers=num_workers).iterate(0):
         after = generators()
         assert before[:3] == after[:3]
         assert torch.equal(before[3], after[3])

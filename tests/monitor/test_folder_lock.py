@@ -19,7 +19,7 @@ with RunFolder(sys.argv[1]).lock():
     if child == 0 and sys.argv[2] == "child ends":
         sys.exit()  # leaves the block, as a worker that ends in an orderly way does
     if child > 0 and sys.argv[2] == "child ends":
-        os.waitpid(child, 0)
+        assert os.waitpid(child, 0)[1] == 0
     if child != 0:
         print(child, flush=True)
     os.read(0, 1)  # until stdin is closed

@@ -1,5 +1,4 @@
 """One CSV row per epoch."""
-# ruff: noqa: ARG002 (hooks are given more than each callback uses)
 
 import itertools
 from typing import Any

@@ -1,5 +1,4 @@
 """Stop a run whose monitored number no longer improves."""
-# ruff: noqa: ARG002 (hooks are given more than each callback uses)
 
 from typing import Annotated, Any
 

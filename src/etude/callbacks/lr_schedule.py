@@ -1,5 +1,4 @@
 """Drive a torch learning-rate scheduler from the hooks of a run."""
-# ruff: noqa: ARG002 (hooks are given more than each callback uses)
 
 import math
 from collections import Counter

@@ -1,5 +1,4 @@
 """Keep the weights of the best epoch in one safetensors file."""
-# ruff: noqa: ARG002 (hooks are given more than each callback uses)
 
 import logging
 from pathlib import Path

@@ -1,5 +1,4 @@
 """The progress display: live on a terminal, plain lines in a file. It has no thread and no tensors."""
-# ruff: noqa: ARG002 (hooks are given more than each callback uses)
 
 import atexit
 import math

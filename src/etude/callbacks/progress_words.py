@@ -68,7 +68,7 @@ def numbers(record: Mapping[str, float | None]) -> list[tuple[str, str]]:
         spans.append(("grad norm", number(record["grad_norm"])))
     if rate := record.get("samples_per_s"):
         spans.append(("", f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2f} samples/s"))
-    if (wait := record.get("data_wait")) and wait >= 0.05:
+    if (wait := record.get("data_wait")) and wait >= 0.25:
         spans.append(("waiting for data", f"{wait:.0%}"))
     if skipped := record.get("skipped"):
         spans.append(("skipped steps", f"{skipped:.0f}"))

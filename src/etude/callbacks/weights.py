@@ -1,14 +1,12 @@
 """A model's weights as one safetensors file: atomic, and the same bytes for the same weights."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from etude.checkpoint import clean_state_dict, pack
-from etude.checkpoint.tensorfile import DTYPES
+from etude.checkpoint.tensorfile import safetensors_pieces
 from etude.core import CheckpointError
 from etude.monitor.files import replacing
 
@@ -25,26 +23,8 @@ def save_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) -> N
     tied = {name: first for name, first in stored_as.items() if name != first}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            _write(temporary, tensors, {"format": "pt", **tied, **metadata})
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            for piece in safetensors_pieces(tensors, {**tied, **metadata}):
+                file.write(piece)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    # The library's writer puts metadata in an order that varies from call to call.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # wide elements stay aligned
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name in order:
-        tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            if tensors[name].numel():
-                flat = tensors[name].cpu().contiguous().reshape(-1)
-                file.write(flat.view(torch.uint8).numpy().data)

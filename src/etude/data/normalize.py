@@ -12,8 +12,8 @@ class Normalize:
     `mean` and `std` are in units of 0 … 1, one number or one per channel (the dimension before height and width).
     Whole numbers such as uint8 are taken to run from 0 to 255.
 
-    >>> Normalize(0.5, 0.25)(torch.tensor([[0, 255]], dtype=torch.uint8))
-    tensor([[-2.,  2.]])
+    >>> Normalize(mean=0.0, std=0.5)(torch.tensor([[0, 255]], dtype=torch.uint8))
+    tensor([[0., 2.]])
     """
 
     def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:

@@ -31,6 +31,8 @@ class Updater:
         self.precision = precision if precision is not None else Precision("fp32")
         self.params: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         self._kernel_divides = _supports_fused_scaling(optimizer) and clip_value is None
+        if not self._kernel_divides and self.params[0].is_cuda:
+            _keep_counters_on_device(optimizer)
         self._has_stepped = False
         self._constants: dict[float, Tensor] = {}
 
@@ -69,7 +71,7 @@ class Updater:
                 self._has_stepped = True
         elif self._kernel_divides:
             self._fused_step(divisor, skipped, norm)
-        elif norm.is_cpu:
+        elif norm.is_cpu or not _can_undo(self.optimizer):
             if not skipped.item():  # on the CPU reading a number waits for nothing
                 self._divide_and_step(grads, divisor)
         else:
@@ -101,7 +103,7 @@ class Updater:
         self._divide_and_step(grads, divisor)
         bad = skipped.bool()
         for tensor, old in zip(tensors, before, strict=True):
-            torch.where(bad.to(tensor.device), old, tensor, out=tensor)
+            torch.where(bad, old, tensor, out=tensor)
 
     def _constant(self, value: float, like: Tensor) -> Tensor:
         if value not in self._constants:
@@ -112,6 +114,22 @@ class Updater:
 def _supports_fused_scaling(optimizer: torch.optim.Optimizer) -> bool:
     supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     return supports and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _keep_counters_on_device(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer count its steps on the device, where a skipped one can be taken back without waiting."""
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
+            for param in group["params"]:
+                state = optimizer.state.get(param, {})
+                if isinstance(state.get("step"), Tensor):
+                    state["step"] = state["step"].to(param.device)
+
+
+def _can_undo(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all of the state is on the device; counters on the host force the host to know of a skipped step."""
+    return all(tensor.is_cuda for tensor in _state_tensors(optimizer))
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
