@@ -185,3 +185,9 @@ def test_user_components_from_a_file(tmp_path):
     assert written["imports"] == [str((tmp_path / "mine.py").resolve())]  # a run folder lies elsewhere
     with pytest.raises(ConfigError, match="did you mean 'width'"):
         load(tmp_path, "imports: [mine.py]\nmodel: {name: experiment_test_net, widht: 5}")
+
+
+def test_companion_section_is_completed_by_overrides(tmp_path):
+    config = load(tmp_path, IMAGE_DIALECT, "data.limit=100")
+    assert config.require("data").component.name == "mnist"
+    assert config.require("data").arguments["limit"] == 100

@@ -66,7 +66,7 @@ class ExperimentConfig:
         """Return the component of a section; raise ConfigError if the file lacks it."""
         selection = self.selection(section)
         if selection is None:
-            where = f"{self.path}: " if self.path else ""
+            where = f"{self.document.place('')}: " if self.path else ""
             raise ConfigError(f"{where}there is no `{section}:` section; add one with `name:` and its arguments")
         return selection
 
@@ -165,7 +165,9 @@ def _add_companions(document: Document) -> None:
     except ConfigError:
         return  # validation tells, with its place
     for section, value in companions.items():
-        document.data.setdefault(section, dict(value))
+        given = document.data.get(section, {})
+        if isinstance(given, dict) and "name" not in given:  # left out, or only some of its arguments given
+            document.data[section] = {**value, **given}
 
 
 def _optional_keys() -> set[str]:
