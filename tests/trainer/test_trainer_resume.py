@@ -139,6 +139,32 @@ def test_resume_is_byte_identical_in_every_variant(tmp_path, variant):
         assert weights(folder) == weights(reference), f"stopped after step {step}"
 
 
+def test_resume_of_a_channels_last_model_is_byte_identical(tmp_path):
+    """Its weights and momenta are not contiguous, and must not be laid out anew by a checkpoint."""
+
+    def run(folder, stop=None):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3))
+        images = torch.randn(40, 3, 8, 8)
+        one = Trainer(
+            net.to(memory_format=torch.channels_last),
+            (images.to(memory_format=torch.channels_last), images.mean((2, 3)).argmax(1)),
+            config={"epochs": 2, "batch_size": 8, "device": "cpu"},
+            optimizer=lambda p: SGD(p, lr=0.1, momentum=0.9),
+            callbacks=[StopAt(stop)] if stop else [],
+            output_dir=folder,
+            progress=False,
+        )
+        if (folder / "checkpoints" / "last").exists():
+            one.load_checkpoint(folder)
+        one.train()
+
+    run(tmp_path / "a")
+    run(tmp_path / "b", stop=4)
+    run(tmp_path / "b")
+    assert weights(tmp_path / "b") == weights(tmp_path / "a")
+
+
 def test_another_seed_gives_other_weights(tmp_path):
     """The comparison above can fail."""
     folder = tmp_path / "other"
