@@ -239,6 +239,8 @@ class ProgressDisplay(Callback):
             except UnicodeEncodeError:
                 self._stream.write(to_ascii(text) + "\n")
             self._stream.flush()
+        except RuntimeError:  # a signal came in the middle of a write, and this is its handler
+            pass
         except (OSError, ValueError):  # a closed pipe or file
             self._stream = None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from etude.core import Clock
 from etude.engine.callback import Callback, Logs, RunInfo
-from etude.monitor import CsvSink, EventLog, JsonlSink, RunFolder
+from etude.monitor import CsvSink, EventLog, JsonlSink, RunFolder, read_rows
 
 logger = logging.getLogger("etude")
 
@@ -24,14 +24,15 @@ class RunRecorder(Callback):
         super().__init__()
         self.folder = folder
         self._events = EventLog(folder.events_path)
-        self._sinks = (
+        self._sinks: tuple[JsonlSink | CsvSink, ...] = (
             JsonlSink(folder.metrics_path, self._warn),
             CsvSink(folder.metrics_csv_path, self._warn),
         )
         self._clock: Clock | None = None
         self._epoch = 0
-        self._repeated: set[tuple[int, str]] = set()
-        """Step and split of records that the run wrote before it was resumed, and will make again."""
+        self._resumed_at = 0
+        self._written: tuple[set[str], ...] = tuple(set() for _ in self._sinks)
+        """Splits recorded at that step before the run was resumed, and made again, by file: a kill may part them."""
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Drop records of work that is done again, or of an earlier run; note the start, or where the run goes on."""
@@ -39,7 +40,9 @@ class RunRecorder(Callback):
         step = run.clock.step
         self._close()
         self.folder.trim(step if step > 0 else -1)
-        self._repeated = {(step, str(r.get("split"))) for r in self.folder.read_metrics() if r.get("step") == step}
+        self._resumed_at = step
+        files = (self.folder.read_metrics(), read_rows(self.folder.metrics_csv_path))
+        self._written = tuple({str(r.get("split")) for r in rs if str(r.get("step")) == str(step)} for rs in files)
         kind, words = ("resume", f"resumed at step {step}") if run.resumed else ("start", "started")
         self._events.write(kind, f"{run.name} {words}", step=step, epoch=run.clock.epoch, device=str(run.device))
 
@@ -85,10 +88,9 @@ class RunRecorder(Callback):
             "time": round(time.time(), 3),
             **numbers,
         }
-        if (record.get("step"), split) in self._repeated:
-            return
-        for sink in self._sinks:
-            sink.write(record)
+        for sink, written in zip(self._sinks, self._written, strict=True):
+            if record.get("step") != self._resumed_at or split not in written:
+                sink.write(record)
 
     def _place(self) -> dict[str, int]:
         return {"step": self._clock.step} if self._clock is not None else {}

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,8 +74,9 @@ def evaluate(
     from etude.experiment import evaluate_run
 
     path, metrics = evaluate_run(run_dir, split=split, which=checkpoint)
-    print(f"{path} on the {split} split:")
-    _print_metrics(metrics)
+    if _is_main():
+        print(f"{path} on the {split} split:")
+        _print_metrics(metrics)
 
 
 @app.command("list")
@@ -137,7 +139,8 @@ def _conclude(outcome: Any) -> None:
     if not outcome.is_main:
         raise SystemExit(130 if outcome.status == "interrupted" else 0)
     if outcome.status == "interrupted":
-        print(f"stopped at step {outcome.step} and saved; go on with: etude resume {outcome.run_dir}")
+        # At once: a launcher that sees another process end may end this one too.
+        print(f"stopped at step {outcome.step} and saved; go on with: {outcome.resume_command}", flush=True)
         raise SystemExit(130)
     why = f" ({outcome.reason})" if outcome.reason else ""
     print(f"finished at step {outcome.step}{why}; run folder {outcome.run_dir}")
@@ -161,12 +164,18 @@ def _errors_in_words() -> Iterator[None]:
 
         if not isinstance(error, EtudeError):
             raise
-        for line in str(error).splitlines():
+        for line in () if error.told else str(error).splitlines():
             _complain(line)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt as stop:
-        _complain("; ".join(["stopped at once", *getattr(stop, "__notes__", ())]))
+        if _is_main():
+            _complain("; ".join(["stopped at once", *getattr(stop, "__notes__", ())]))
         raise SystemExit(130) from None
+
+
+def _is_main() -> bool:
+    """Whether this is the one of several processes that speaks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _complain(line: str) -> None:

@@ -5,6 +5,8 @@ class EtudeError(Exception):
     """A mistake the user can mend; the message says what was found and what to do next."""
 
     exit_code = 2
+    told = False
+    """True if another process of the same run tells it, so that it is printed once."""
 
 
 class ConfigError(EtudeError, ValueError):

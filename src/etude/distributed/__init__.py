@@ -1,6 +1,20 @@
-"""Process groups, wrapping for data parallelism, and reductions over ranks."""
+"""Processes of one run: joining them, reductions over ranks, and data parallelism."""
 
-from etude.distributed.parallel import local_gradients, wrap_data_parallel
-from etude.distributed.world import World, join_world, leave_world
+from etude.distributed.launch import before_joining, failing_together, join_world, leave_world
+from etude.distributed.parallel import check_gradients, local_gradients, share_buffers, wrap_data_parallel
+from etude.distributed.task import RankTask, is_empty
+from etude.distributed.world import World
 
-__all__ = ["World", "join_world", "leave_world", "local_gradients", "wrap_data_parallel"]
+__all__ = [
+    "RankTask",
+    "World",
+    "before_joining",
+    "check_gradients",
+    "failing_together",
+    "is_empty",
+    "join_world",
+    "leave_world",
+    "local_gradients",
+    "share_buffers",
+    "wrap_data_parallel",
+]

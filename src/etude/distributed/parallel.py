@@ -1,21 +1,47 @@
-"""Wrapping a model for data parallelism, and keeping gradients local while they accumulate."""
+"""Data parallelism: wrapping a model, gradients that stay local, buffers that are shared, ranks without samples."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from etude.core.errors import ConfigError, TrainingError
 from etude.distributed.world import World
 
 
-def wrap_data_parallel(model: nn.Module, world: World, device: torch.device) -> nn.Module:
-    """Return the model in DistributedDataParallel if there are several ranks, else the model itself."""
+def wrap_data_parallel(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    device: torch.device,
+    *,
+    find_unused_parameters: bool = False,
+) -> nn.Module:
+    """Return the model in DistributedDataParallel if there are several ranks, else the model itself.
+
+    Buffers (running statistics) are those of rank 0: it gives them to the others before every step. Raises
+    ConfigError if the optimizer updates anything else than the model, as that would not be the same on all ranks.
+    """
     if world.size == 1:
         return model
+    own = {id(param) for param in model.parameters()}
+    if any(id(param) not in own for group in optimizer.param_groups for param in group["params"]):
+        raise ConfigError(
+            "the optimizer holds parameters that are not the model's (of the loss, for one); with several processes "
+            "make them part of the model, so that they are the same on all of them"
+        )
     device_ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=False)
+    wrapped = DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=find_unused_parameters)
+    if not find_unused_parameters:
+        # After its first backward pass torch sorts the gradients into new buckets, and with them the order in which
+        # three ranks or more are added up. Done here, the first step after a resume adds up like any other.
+        idle_output(wrapped).backward()  # type: ignore[no-untyped-call]
+        for param in model.parameters():
+            param.grad = None
+    return wrapped
 
 
 @contextmanager
@@ -26,3 +52,63 @@ def local_gradients(model: nn.Module) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def idle_output(model: nn.Module) -> Tensor:
+    """Return 0 with a gradient of zeros for every parameter: what a rank without samples adds to a step.
+
+    The model itself is not run: few models take an empty batch. The ranks meet in its gradients all the same.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return _Idle(model)()  # type: ignore[no-any-return]
+    module = model.module
+    model.module = _Idle(module)
+    try:
+        return model()  # type: ignore[no-any-return]
+    finally:
+        model.module = module
+
+
+class _Idle(nn.Module):
+    """Stands in for a model for one call; it has the same parameters and buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> Tensor:
+        """Add up no element of every parameter."""
+        nothing = [param.flatten()[:0].sum() for param in self.model.parameters() if param.requires_grad]
+        return torch.stack([one.float() for one in nothing]).sum()
+
+
+def check_gradients(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
+    """Raise TrainingError if a parameter has no gradient: then the ranks have not met, and would drift apart."""
+    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
+        return
+    if all(param.grad is not None or not param.requires_grad for param in params):
+        return
+    missing = [name for name, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
+    if missing:
+        rest = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise TrainingError(
+            f"parameters without a part in the loss: {', '.join(missing[:3])}{rest}; several processes wait for all of "
+            f"them: freeze them with requires_grad_(False), or set training.find_unused_parameters=true"
+        )
+
+
+def share_buffers(model: nn.Module, world: World) -> None:
+    """Give every rank the buffers of rank 0, so that all of them evaluate the model that is saved."""
+    if world.size == 1:
+        return
+    buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+    if not buffers:
+        return
+    parts = [buffer.detach().flatten().contiguous().view(torch.uint8) for buffer in buffers]
+    data = torch.cat(parts)
+    dist.broadcast(data, src=0)
+    if world.is_main:
+        return
+    with torch.no_grad():
+        for buffer, part in zip(buffers, torch.split(data, [part.numel() for part in parts]), strict=True):
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # the clone is aligned for any type

@@ -1,17 +1,22 @@
 """The processes of a run: who this one is, and the few things they say to each other.
 
-A single process is a world of size one: every method then returns at once and costs nothing.
+A single process is a world of size one: every method then returns at once and costs nothing. With several, every
+rank must call the same methods in the same order.
 """
 
-import os
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from etude.core.errors import ConfigError, TrainingError
+from etude.core import errors
+from etude.core.errors import EtudeError
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -25,8 +30,11 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    """Number of this process on its machine."""
     host_group: Any = None
     """A gloo group: it talks between hosts without making a device wait."""
+    store: Any = None
+    """Where ranks leave notes; it can be used when another rank has failed and the group is broken."""
 
     @property
     def is_main(self) -> bool:
@@ -38,10 +46,6 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
-
-    def start_sum(self, tensor: Tensor) -> Any:
-        """Begin a sum over all ranks in place; call `.wait()` on the result before using the tensor."""
-        return dist.all_reduce(tensor, async_op=True)
 
     def host_max(self, values: list[int]) -> list[int]:
         """Return the elementwise maximum over ranks of a few small numbers, through the host."""
@@ -58,58 +62,65 @@ class World:
         length = torch.tensor([tensor.numel()], dtype=torch.int64)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
         dist.all_gather(lengths, length, group=self.host_group)
-        longest = max(int(one.item()) for one in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        sizes = [int(one.item()) for one in lengths]
+        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
         padded[: tensor.numel()] = tensor
         gathered = [torch.zeros_like(padded) for _ in range(self.size)]
         dist.all_gather(gathered, padded, group=self.host_group)
-        return [row[: int(one.item())] for row, one in zip(gathered, lengths, strict=True)]
+        return [row[:size] for row, size in zip(gathered, sizes, strict=True)]
+
+    def gather_text(self, text: str) -> list[str]:
+        """Return the texts of all ranks, in rank order."""
+        if self.size == 1:
+            return [text]
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        return [bytes(row.tolist()).decode() for row in self.gather_bytes(data)]
 
     def share_text(self, text: str) -> str:
         """Return rank 0's text on every rank."""
-        if self.size == 1:
-            return text
-        payload = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
-        return bytes(self.gather_bytes(payload)[0].tolist()).decode().rstrip("\0")
+        return self.gather_text(text if self.is_main else "")[0]
+
+    def union(self, names: list[str]) -> list[str]:
+        """Return the names that any rank has, in the same order on every rank."""
+        return list(dict.fromkeys(name for text in self.gather_text(json.dumps(names)) for name in json.loads(text)))
+
+    def attempt(self, action: Callable[[], T], *, here: bool = True) -> T | None:
+        """Run `action` on the ranks where `here` holds; an EtudeError of any of them is raised on every rank.
+
+        So no rank waits for one that has failed. Returns None where the action did not run.
+        """
+        result, failure = None, None
+        try:
+            result = action() if here else None
+        except EtudeError as error:
+            failure = error
+        if self.size > 1:
+            texts = self.gather_text("" if failure is None else f"{type(failure).__name__}: {failure}")
+            first = next((rank for rank, text in enumerate(texts) if text), self.rank)
+            failure = failure if first == self.rank else _retold(texts[first])
+        if failure is not None:
+            raise failure
+        return result
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
             dist.barrier(group=self.host_group)
 
-    def agree(self, error: str) -> None:
-        """Raise on every rank if rank 0 has an error to tell (an empty text means none)."""
-        shared = self.share_text(error if self.is_main else "")
-        if shared:
-            raise TrainingError(shared)
-
-
-def join_world(device_type: str) -> World:
-    """Join the processes that torchrun started, or return a world of one.
-
-    Raises ConfigError if the launcher's variables are incomplete or the group cannot be formed.
-    """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return World()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    if size == 1:
-        return World(local_rank=local_rank)
-    if device_type == "cuda":
-        torch.cuda.set_device(local_rank)
-    if not dist.is_initialized():
+    def claim(self, task: str) -> bool:
+        """Return True on one rank only, the first to ask; needs no answer from the others."""
+        if self.store is None:
+            return True
         try:
-            dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-        except (RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"cannot join the {size} processes of this run ({error}); start them with "
-                f"`torchrun --nproc-per-node N -m etude train …`"
-            ) from error
-    host_group = dist.new_group(backend="gloo") if device_type == "cuda" else dist.group.WORLD
-    return World(rank, size, local_rank, host_group)
+            return int(self.store.add(f"etude/{task}", 1)) == 1
+        except RuntimeError:  # the process that held the store is gone: better done twice than not at all
+            return True
 
 
-def leave_world() -> None:
-    """Leave the process group, if this process is in one."""
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+def _retold(text: str) -> EtudeError:
+    """Return an error of another rank, which tells it itself."""
+    name, _, message = text.partition(": ")
+    kind = getattr(errors, name, EtudeError)
+    error: EtudeError = kind(message)
+    error.told = True
+    return error

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from etude.core import DataError, Loader, Task
 from etude.core.calling import unwrap
-from etude.distributed import World
+from etude.distributed import World, is_empty, share_buffers
 from etude.engine.precision import Precision
 
 
@@ -23,17 +23,21 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean of every term over one epoch of `loader`, metrics included.
 
-    Raises DataError if the loader gives no batch at all. The host reads the device once, at the end.
+    Raises DataError if the loader gives no batch at all. The host reads the device once, at the end. With several
+    ranks each evaluates its share of the data, with the buffers of rank 0; every rank must call this together.
     """
     precision = precision if precision is not None else Precision("fp32")
     world = world if world is not None else World()
     model = unwrap(model)  # ranks may have different numbers of batches, so none may wait for another inside
+    share_buffers(model, world)
     sums: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
     batches = loader.iterate(epoch=0)
     with eval_mode(model), torch.no_grad():
         try:
             for batch in batches:
+                if world.size > 1 and is_empty(batch):
+                    continue  # the last batch may leave a rank without samples
                 with precision.autocast():
                     terms = task(model, batch, metrics=True)
                 for name, term in terms.items():
@@ -42,10 +46,13 @@ def evaluate(
                     counts[name] = counts.get(name, zero) + term.count
         finally:
             batches.close()
-    if not sums:
+    names = world.union(list(sums))
+    if not names:
         raise DataError("the evaluation loader gave no batch: its data is empty, or drop_last dropped all of it")
-    table = world.sum(torch.stack([torch.stack([sums[name], counts[name]]) for name in sums]))
-    pairs = zip(sums, table.tolist(), strict=True)
+    device = next((tensor.device for tensor in (*sums.values(), *model.parameters())), None)
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    rows = [torch.stack([sums.get(name, zero), counts.get(name, zero)]) for name in names]
+    pairs = zip(names, world.sum(torch.stack(rows)).tolist(), strict=True)
     return {name: total / count if count else math.nan for name, (total, count) in pairs}
 
 

@@ -57,7 +57,7 @@ class StopPoll:
     def __init__(self, interrupts: Interrupts, world: World) -> None:
         self._interrupts = interrupts
         self._world = world
-        self._last = (time.perf_counter(), 0)
+        self._last: tuple[float, int] | None = None
         self.due = 0 if world.size > 1 else 2**62
         """The next step after which ranks ask each other; a single process looks after every step."""
 
@@ -68,8 +68,10 @@ class StopPoll:
             return mine
         if step < self.due:
             return ""
-        now, (then, since) = time.perf_counter(), self._last
-        pace = (step - since) / max(now - then, 1e-9)
-        anyone, gap = self._world.host_max([int(bool(mine)), int(min(max(pace * POLL_S, 1), 1000))])
-        self.due, self._last = step + gap, (now, step)
+        now, (then, since) = time.perf_counter(), self._last or (0.0, step)
+        done = step - since
+        # At most twice the last stretch: when steps become slow, a signal does not wait long.
+        gap = max(1, min(2 * done, int(done / max(now - then, 1e-9) * POLL_S)))
+        anyone, shortest = self._world.host_max([int(bool(mine)), -gap])
+        self.due, self._last = step - shortest, (now, step)
         return (mine or "signal to another process") if anyone else ""

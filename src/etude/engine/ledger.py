@@ -139,10 +139,12 @@ class Ledger:
 
 
 def _column(values: list[Any]) -> Tensor:
-    """Return numbers or 0-dim tensors as one float64 vector, on the device of the tensors."""
-    if isinstance(values[0], Tensor):
-        return torch.stack(values).double()
-    return torch.tensor(values, dtype=torch.float64)
+    """Return numbers and 0-dim tensors as one float64 vector, on the device of the tensors."""
+    tensor = next((value for value in values if isinstance(value, Tensor)), None)
+    if tensor is None:
+        return torch.tensor(values, dtype=torch.float64)
+    # A count can be a number in one step and a tensor in another: a rank without samples has the number 0.
+    return torch.stack([v if isinstance(v, Tensor) else tensor.new_tensor(v) for v in values]).double()
 
 
 def _merge(total: Tally, fresh: Tally) -> None:

@@ -34,6 +34,21 @@ def explain_out_of_memory(
         ) from error
 
 
+@contextlib.contextmanager
+def explain_single_sample() -> Iterator[None]:
+    """Turn torch's error about batch statistics of a single sample into one message with the remedies."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise TrainingError(
+            "a batch norm layer was given a single sample, and needs two: the last batch of an epoch is smaller than "
+            "the others, and each is divided among the processes of the run; set training.drop_last=true or choose "
+            "another training.batch_size"
+        ) from error
+
+
 def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True

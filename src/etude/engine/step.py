@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from etude.core import Batch, LossTerm, StepReport, Task, Terms, TrainingError, num_samples
 from etude.core.terms import CountsAhead
-from etude.distributed import World, local_gradients
+from etude.distributed import RankTask, World, check_gradients, local_gradients
+from etude.engine.buffers import BufferGuard
 from etude.engine.precision import Precision
 from etude.engine.update import Updater
 
@@ -34,20 +35,22 @@ class Step:
     ) -> None:
         """Bind the parts. With `metrics`, terms of weight 0 (accuracy …) are computed in training too."""
         self.model = model
-        self.task = task
         self.updater = updater
         self.precision = precision
         self.world = world if world is not None else World()
+        self.task = task if self.world.size == 1 else RankTask(task, self.world)
         self.metrics = metrics
         self._count_ahead = task.counts if isinstance(task, CountsAhead) else None
+        self._buffers = BufferGuard(model)
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Zero the gradients, run every micro-batch forward and backward, divide, clip, update."""
         self.updater.zero_grad()
+        self._buffers.remember()
         sums: dict[str, Tensor] = {}
         counts: Counts = {}
         samples = 0
-        totals = self._totals_ahead(micro_batches)
+        totals: Counts | None = None
         for place, batch in enumerate(micro_batches, start=1):
             is_last = place == len(micro_batches)
             with nullcontext() if is_last else local_gradients(self.model):  # ranks meet in the last one only
@@ -55,49 +58,58 @@ class Step:
                     terms = self.task(self.model, batch, metrics=self.metrics)
                 weighted = {name: term for name, term in terms.items() if _has_weight(term)}
                 if totals is None and len(weighted) != 1:
-                    totals = self._totals_now(weighted, len(micro_batches))
+                    totals = self._totals_of(weighted, micro_batches)
                 objective = _objective(weighted, totals)
                 self.precision.scale(objective).backward()  # type: ignore[no-untyped-call]
             _add_up(terms, sums, counts)
             samples += num_samples(batch)
         # One term: its gradient is still that of the sum. Several: each was divided before the backward pass.
         divisor = self._total(counts[next(iter(weighted))]) if totals is None else 1.0
-        divisor = divisor / self.world.size  # data parallelism averages gradients over ranks; a sum is due
+        if self.world.size > 1:
+            check_gradients(self.model, self.updater.params)
+            divisor = divisor / self.world.size  # data parallelism averages gradients over ranks; a sum is due
         norm, skipped = self.updater.apply(divisor)
+        self._buffers.put_back(skipped)
         return StepReport(sums, counts, norm, divisor, skipped, self.updater.lr, samples)
 
-    def _totals_ahead(self, micro_batches: Sequence[Batch]) -> Counts | None:
-        """Return the counts over the whole step before it runs, where that is needed and the task knows them."""
-        if len(micro_batches) == 1 or self._count_ahead is None:
-            return None
-        totals: Counts = {}
-        for batch in micro_batches:
-            known = self._count_ahead(batch)
-            if known is None:
-                return None
-            for name, count in known.items():
-                totals[name] = totals.get(name, 0.0) + count
-        return {name: self._total(count) for name, count in totals.items()}
-
-    def _totals_now(self, weighted: Terms, num_micro: int) -> Counts:
-        """Return the counts of a step of one micro-batch, which are known after its forward pass."""
+    def _totals_of(self, weighted: Terms, micro_batches: Sequence[Batch]) -> Counts:
+        """Return the counts of several terms over the whole step, after the forward pass of its first micro-batch."""
         if not weighted:
             raise TrainingError("the loss has no term with a weight other than 0: there is nothing to learn from")
-        if num_micro > 1:
-            raise TrainingError(
-                f"the loss has several terms ({', '.join(weighted)}): with gradient accumulation its task must "
-                f"define `counts(batch)`; or set grad_accum_steps to 1"
-            )
-        return {name: self._total(term.count) for name, term in weighted.items()}
+        if len(micro_batches) == 1:
+            return self._totals({name: term.count for name, term in weighted.items()})
+        totals: Counts = dict.fromkeys(weighted, 0.0)
+        for batch in micro_batches:
+            ahead = self._count_ahead(batch) if self._count_ahead is not None else None
+            if ahead is None:
+                raise TrainingError(
+                    f"the loss has several terms ({', '.join(weighted)}): with gradient accumulation its task must "
+                    f"define `counts(batch)`; or set grad_accum_steps to 1"
+                )
+            totals = {name: total + ahead[name] for name, total in totals.items()}
+        return self._totals(totals)
+
+    def _totals(self, counts: Counts) -> Counts:
+        """Return counts over all ranks; 1 where nothing counts, so that its zero gradient is not divided by 0."""
+        if self.world.size > 1:
+            row = torch.stack([_on_device(count, self.updater.device) for count in counts.values()])
+            counts = dict(zip(counts, self.world.sum(row).unbind(), strict=True))
+        return {name: _nonzero(count) for name, count in counts.items()}
 
     def _total(self, count: Tensor | float) -> Tensor | float:
-        """Return a count over all ranks; 1 where nothing counts, so that its zero gradient is not divided by 0."""
-        if self.world.size > 1:
-            count = torch.as_tensor(count, dtype=torch.float64).to(self.updater.device)
-            count = self.world.sum(count.clone())
-        if isinstance(count, Tensor):
-            return torch.where(count > 0, count, 1.0).float()
-        return float(count) if count > 0 else 1.0
+        return _nonzero(count) if self.world.size == 1 else self._totals({"": count})[""]
+
+
+def _on_device(count: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(count, Tensor):
+        return count.to(device, torch.float64)
+    return torch.full((), count, dtype=torch.float64, device=device)  # a copy would make the host wait
+
+
+def _nonzero(count: Tensor | float) -> Tensor | float:
+    if isinstance(count, Tensor):
+        return torch.where(count > 0, count, 1.0).float()
+    return float(count) if count > 0 else 1.0
 
 
 def _has_weight(term: LossTerm) -> bool:

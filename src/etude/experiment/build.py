@@ -1,14 +1,15 @@
 """From a validated config to a `Trainer`: data, model, loss, optimizer, schedule and callbacks, in that order."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from etude.config import Selection, build_selection
-from etude.core import ConfigError
+from etude.core import ConfigError, DataError
 from etude.core.random import set_seed
 from etude.data import DataLoader, DataSplits
+from etude.data.splits import SplitName
 from etude.distributed import World
 from etude.experiment.config import ExperimentConfig
 from etude.monitor import RunFolder
@@ -24,48 +25,62 @@ class Data:
     config: TrainerConfig
     device: torch.device
     world: World
+    place: str
+    """Where the config speaks of the data, for messages."""
 
-    def loader(self, split: Any) -> DataLoader | None:
+    @property
+    def names(self) -> list[SplitName]:
+        """The splits that the data has."""
+        return [name for name in get_args(SplitName) if getattr(self.splits, name) is not None]
+
+    def loader(self, split: str) -> DataLoader | None:
         """Return a loader over a split, or None if the data has no such split."""
-        if getattr(self.splits, split, None) is None:
+        name = next((name for name in self.names if name == split), None)
+        if name is None:
             return None
         config = self.config
-        return self.splits.make_loader(
-            split,
-            config.batch_size,
-            drop_last=split == "train" and config.drop_last,
-            seed=config.seed,
-            rank=self.world.rank,
-            world_size=self.world.size,
-            device=self.device,
-            num_workers=config.num_workers,
-            pin_memory=config.pin_memory,
-            persistent_workers=config.persistent_workers,
-            prefetch_factor=config.prefetch_factor,
-        )
+        try:
+            return self.splits.make_loader(
+                name,
+                config.batch_size,
+                drop_last=name == "train" and config.drop_last,
+                seed=config.seed,
+                rank=self.world.rank,
+                world_size=self.world.size,
+                device=self.device,
+                num_workers=config.num_workers,
+                pin_memory=config.pin_memory,
+                persistent_workers=config.persistent_workers,
+                prefetch_factor=config.prefetch_factor,
+            )
+        except DataError as error:
+            raise DataError(f"{self.place}, split {name}: {error}") from error
 
 
 def build_data(config: ExperimentConfig, world: World) -> Data:
     """Build the `data` section; one process of a machine fetches it, the others wait and read what it cached."""
     selection = config.require("data")
-    if world.local_rank != 0:
-        world.barrier()
-    splits = _build(config, "data", selection)
-    if world.local_rank == 0:
-        world.barrier()
+    first = world.local_rank == 0
+    fetched = world.attempt(lambda: _build(config, "data", selection), here=first)
+    splits = fetched if first else _build(config, "data", selection)
     if not isinstance(splits, DataSplits):
         raise ConfigError(f"data '{selection.component.name}' must return DataSplits, got {type(splits).__name__}")
-    return Data(splits, config.training, resolve_device(config.training.device, world.local_rank), world)
+    device = resolve_device(config.training.device, world.local_rank)
+    return Data(splits, config.training, device, world, config.document.place("data"))
 
 
 def build_trainer(
     config: ExperimentConfig,
     *,
+    data: Data | None = None,
     folder: RunFolder | None = None,
     world: World | None = None,
     progress: bool = True,
 ) -> Trainer:
-    """Build everything and return the trainer; the seed is set first, so that the weights are always the same."""
+    """Build everything (the data only if it is not given) and return the trainer.
+
+    The seed is set first, so that the weights are always the same.
+    """
     training = config.training
     if training.meaningful_loss is not None and training.meaningful_loss.enabled:
         raise ConfigError(
@@ -75,9 +90,10 @@ def build_trainer(
     world = world if world is not None else World()
     set_seed(training.seed)
     model = _build(config, "model", config.require("model"))
-    data = build_data(config, world)
+    data = data if data is not None else build_data(config, world)
     train_loader = data.loader("train")
-    assert train_loader is not None
+    if train_loader is None:
+        raise DataError(f"{data.place}: there is no train split (there are: {', '.join(data.names) or 'none'})")
     supplied = {
         "total_steps": planned_steps(training, len(train_loader)),
         "steps_per_epoch": planned_steps(

@@ -3,20 +3,23 @@
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from etude.checkpoint import CheckpointManager, folder_name, newest_intact, read_checkpoint
-from etude.core import CheckpointError, ConfigError, EtudeError, RunFolderError
-from etude.distributed import World, join_world, leave_world
+from etude.checkpoint import Checkpoint, CheckpointManager, folder_name, load_model_state, newest_intact
+from etude.core import CheckpointError, ConfigError, DataError, RunFolderError, TrainingError
+from etude.distributed import World, before_joining, failing_together, join_world, leave_world
 from etude.experiment.build import build_data, build_trainer
 from etude.experiment.config import ExperimentConfig, load_config_file, load_experiment_config
 from etude.monitor import RunFolder, default_run_dir
 from etude.trainer import Trainer, resolve_device
 
 logger = logging.getLogger("etude")
+
+_EMPTY_RUN = {".lock", "checkpoints", "env.json", "events.jsonl"}
+"""What lies in the folder of a run that never made a step."""
 
 
 @dataclass(slots=True)
@@ -31,6 +34,8 @@ class RunOutcome:
     metrics: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     is_main: bool = True
+    resume_command: str = ""
+    """What to type to go on."""
 
 
 def train_experiment(
@@ -42,20 +47,26 @@ def train_experiment(
     progress: bool = True,
 ) -> RunOutcome:
     """Train an experiment in a new run folder and return how it ended."""
-    config = (
-        experiment
-        if isinstance(experiment, ExperimentConfig)
-        else load_experiment_config(experiment, overrides=overrides)
-    )
+    with before_joining():
+        config = (
+            experiment
+            if isinstance(experiment, ExperimentConfig)
+            else load_experiment_config(experiment, overrides=overrides)
+        )
     with _world(config) as world:
-        folder = _on_main(world, lambda: _new_folder(config, run_dir, overwrite))
+        folder = _made_by_main(world, lambda: _new_folder(config, run_dir, overwrite))
         with _held(folder, world):
-            if world.is_main:
-                folder.write_config(config.to_dict())
-            trainer = build_trainer(config, folder=folder, world=world, progress=progress)
-            if world.is_main:
-                folder.write_environment(trainer.device)
-            return _run(trainer, folder)
+            world.attempt(lambda: folder.write_config(config.to_dict()), here=world.is_main)
+            trainer: Trainer | None = None
+            try:
+                trainer = build_trainer(config, folder=folder, world=world, progress=progress)
+                device = trainer.device
+                world.attempt(lambda: folder.write_environment(device), here=world.is_main)
+                return _run(trainer, folder)
+            except (ConfigError, DataError, TrainingError):
+                if world.is_main and (trainer is None or trainer.state.clock.step == 0):
+                    _undo(folder, own=run_dir is None)
+                raise
 
 
 def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: bool = True) -> RunOutcome:
@@ -63,40 +74,40 @@ def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: 
 
     Raises RunFolderError if the run is finished and the overrides do not make it longer.
     """
-    folder = RunFolder.open(run_dir)
-    config = load_config_file(folder.config_path, overrides=overrides)
+    with before_joining():
+        folder = RunFolder.open(run_dir)
+        config = load_config_file(folder.config_path, overrides=overrides)
     with _world(config) as world, _held(folder, world):
         trainer = build_trainer(config, folder=folder, world=world, progress=progress)
-        found = _newest_checkpoint(folder)
-        if found is not None:
+        found = world.attempt(lambda: _newest_checkpoint(folder), here=world.is_main)
+        if path := world.share_text(str(found or "")):
             changed = any(override.lstrip().startswith("optimizer") for override in overrides)
-            trainer.load_checkpoint(found, keep_hyperparameters=changed)
+            trainer.load_checkpoint(path, keep_hyperparameters=changed)
         clock = trainer.state.clock
         if folder.is_finished and (trainer.total_steps is None or clock.step >= trainer.total_steps or not overrides):
             raise RunFolderError(
                 f"run {folder.path} is finished ({clock.epoch} epochs, {clock.step} steps); to train longer, give a "
                 f"new end: `etude resume {folder.path} training.epochs={clock.epoch + 5}`"
             )
-        if world.is_main:
-            folder.trim(clock.step)
-            if overrides:
-                folder.write_config(config.to_dict())
-        world.barrier()
+        world.attempt(lambda: _reopen(folder, clock.step, config if overrides else None), here=world.is_main)
         return _run(trainer, folder)
 
 
 def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best") -> tuple[Path, dict[str, float]]:
     """Evaluate a checkpoint of a run (`best`, `last` or a step number) on a split; return its path and the numbers."""
-    folder = RunFolder.open(run_dir)
-    config = load_config_file(folder.config_path)
+    with before_joining():
+        folder = RunFolder.open(run_dir)
+        config = load_config_file(folder.config_path)
     with _world(config) as world:
-        trainer = build_trainer(config, folder=None, world=world, progress=False)
-        path = _find_checkpoint(folder, which)
-        trainer.state.restore(read_checkpoint(path))
-        loader = build_data(config, world).loader(split)
+        checkpoint = world.attempt(lambda: _read_checkpoint(folder, which))
+        assert checkpoint is not None
+        data = build_data(config, world)
+        loader = data.loader(split)
         if loader is None:
-            raise ConfigError(f"the data of this run has no {split} split")
-        return path, trainer.evaluate(loader)
+            raise ConfigError(f"the data of this run has no split '{split}' (there are: {', '.join(data.names)})")
+        trainer = build_trainer(config, data=data, world=world, progress=False)
+        load_model_state(trainer.model, checkpoint.model_state)
+        return checkpoint.path, trainer.evaluate(loader)
 
 
 def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:
@@ -105,19 +116,22 @@ def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:
     interrupted = reason.startswith(("SIG", "signal"))
     outcome = RunOutcome(folder.path, "interrupted" if interrupted else "finished", clock.step, clock.epoch)
     outcome.reason, outcome.is_main = reason, trainer.world.is_main
+    outcome.resume_command = _resume_command(folder, trainer.world)
     outcome.metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
-    if not interrupted and trainer.world.is_main:
-        folder.write_result(
-            {"status": "finished", "reason": reason, "step": clock.step, "epoch": clock.epoch, "metrics": metrics}
-        )
+    result = {"status": "finished", "reason": reason, "step": clock.step, "epoch": clock.epoch, "metrics": metrics}
+    # Also where nothing is written: no process may end while another is still at work, its launcher would end both.
+    trainer.world.attempt(lambda: folder.write_result(result), here=trainer.world.is_main and not interrupted)
     return outcome
 
 
 @contextlib.contextmanager
 def _world(config: ExperimentConfig) -> Iterator[World]:
-    world = join_world(resolve_device(config.training.device).type)
+    with before_joining():
+        device = resolve_device(config.training.device)
+    world = join_world(device.type)
     try:
-        yield world
+        with failing_together(world):
+            yield world
     finally:
         leave_world()
 
@@ -126,36 +140,46 @@ def _new_folder(config: ExperimentConfig, run_dir: str | Path | None, overwrite:
     return RunFolder.create(run_dir if run_dir is not None else default_run_dir(config.name), overwrite=overwrite)
 
 
-def _on_main(world: World, make: Any) -> RunFolder:
+def _made_by_main(world: World, make: Callable[[], RunFolder]) -> RunFolder:
     """Make the folder on one process and tell the others its path, or its error."""
-    error, path = "", ""
-    if world.is_main:
-        try:
-            path = str(make().path)
-        except EtudeError as failure:
-            error = str(failure)
-    if shared := world.share_text(error):
-        raise RunFolderError(shared)
-    return RunFolder(world.share_text(path))
+    folder = world.attempt(make, here=world.is_main)
+    return RunFolder(world.share_text("" if folder is None else str(folder.path)))
 
 
 @contextlib.contextmanager
 def _held(folder: RunFolder, world: World) -> Iterator[None]:
     """Hold the folder's lock on the process that writes; the others fail with it if it is taken."""
     with contextlib.ExitStack() as stack:
-        error = ""
-        if world.is_main:
-            try:
-                stack.enter_context(folder.lock())
-            except RunFolderError as failure:
-                error = str(failure)
-        if shared := world.share_text(error):
-            raise RunFolderError(shared)
+        world.attempt(lambda: stack.enter_context(folder.lock()), here=world.is_main)
         try:
             yield
         except KeyboardInterrupt as stop:
-            stop.add_note(f"what was saved before is intact, go on with: etude resume {folder.path}")
+            stop.add_note(f"what was saved before is intact, go on with: {_resume_command(folder, world)}")
             raise
+
+
+def _resume_command(folder: RunFolder, world: World) -> str:
+    launcher = "" if world.size == 1 else f"torchrun --nproc-per-node {world.size} -m "
+    return f"{launcher}etude resume {folder.path}"
+
+
+def _reopen(folder: RunFolder, step: int, config: ExperimentConfig | None) -> None:
+    """Prepare a folder to go on from `step`, with a new config if one is given."""
+    folder.trim(step)
+    if config is not None:
+        folder.write_config(config.to_dict())
+    folder.result_path.unlink(missing_ok=True)  # a run that is made longer is not finished any more
+
+
+def _undo(folder: RunFolder, *, own: bool) -> None:
+    """Take back the beginning of a run that a mistake kept from its first step.
+
+    The same command then works once the mistake is mended, and nothing looks like a run that could be resumed.
+    `own` says that the folder itself was made for this run.
+    """
+    folder.config_path.unlink(missing_ok=True)
+    if own and {path.name for path in folder.path.iterdir()} <= _EMPTY_RUN:
+        shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def _newest_checkpoint(folder: RunFolder) -> Path | None:
@@ -165,19 +189,17 @@ def _newest_checkpoint(folder: RunFolder) -> Path | None:
         return None
     path, warnings = newest_intact(folder.checkpoints_path)
     for warning in warnings:
-        logger.warning(warning)
+        logger.warning("%s; going on from %s", warning, path.name)
     return path
 
 
-def _find_checkpoint(folder: RunFolder, which: str) -> Path:
+def _read_checkpoint(folder: RunFolder, which: str) -> Checkpoint:
+    """Read the best, the last, or that of a step; instead of a best or last that is damaged, the next one."""
     manager = CheckpointManager(folder.checkpoints_path)
-    if which == "best" and (best := manager.best()) is not None:
-        return best
     if which in ("best", "last"):
-        path, _ = newest_intact(folder.checkpoints_path)
-        return path
-    for entry in manager.all():
-        if which.isdigit() and entry.step == int(which):
-            return manager.root / folder_name(entry.step)
-    steps = ", ".join(str(entry.step) for entry in manager.all()) or "none"
-    raise CheckpointError(f"{folder.path} has no checkpoint '{which}' (steps there are: {steps}; or best, last)")
+        return manager.load(which if manager.best() is not None else "last")
+    steps = [entry.step for entry in manager.all()]
+    if not which.isdigit() or int(which) not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(f"{folder.path} has no checkpoint '{which}' (steps there are: {there}; or best, last)")
+    return manager.load(folder_name(int(which)))

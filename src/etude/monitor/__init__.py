@@ -3,7 +3,7 @@
 from etude.monitor.environment import collect_environment
 from etude.monitor.files import replacing, write_text
 from etude.monitor.run_folder import FINISHED, RunFolder, default_run_dir, newest_run
-from etude.monitor.sinks import CsvSink, EventLog, JsonlSink
+from etude.monitor.sinks import CsvSink, EventLog, JsonlSink, read_rows
 
 __all__ = [
     "FINISHED",
@@ -14,6 +14,7 @@ __all__ = [
     "collect_environment",
     "default_run_dir",
     "newest_run",
+    "read_rows",
     "replacing",
     "write_text",
 ]

@@ -152,13 +152,18 @@ def read_header(path: Path) -> list[str]:
     return next(csv.reader([line])) if line.endswith("\n") else []
 
 
-def count_rows(path: Path) -> int:
-    """Return how many rows a CSV file has below its header; 0 if it is absent."""
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file by column; none if it is absent."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            return max(0, sum(1 for _ in csv.reader(file)) - 1)
+            return list(csv.DictReader(file))
     except FileNotFoundError:
-        return 0
+        return []
+
+
+def count_rows(path: Path) -> int:
+    """Return how many rows a CSV file has below its header; 0 if it is absent."""
+    return len(read_rows(path))
 
 
 def rewrite_csv(

@@ -91,6 +91,8 @@ class TrainerConfig(SectionModel):
     """Stop with an error after so many updates in a row that were not finite."""
     drop_last: bool = False
     """Leave out the last, smaller batch of an epoch."""
+    find_unused_parameters: bool = False
+    """Several processes: allow parameters that have no part in the loss of a step, which costs a little time."""
 
     learning_rate: Positive | None = None
     """Learning rate, for configs that keep it here; optimizer.lr otherwise."""

@@ -11,6 +11,7 @@ from etude.core import Batch, BatchIterator, Loader, to_device
 from etude.data import DataLoader, as_loader
 from etude.distributed import World
 from etude.trainer.config import TrainerConfig
+from etude.trainer.sharing import share_source
 
 
 def make_loader(source: Any, config: TrainerConfig, device: torch.device, world: World, *, training: bool) -> Loader:
@@ -20,21 +21,20 @@ def make_loader(source: Any, config: TrainerConfig, device: torch.device, world:
     """
     if isinstance(source, (Tensor, Dataset)) or _is_tensor_pair(source):
         data, labels = source if isinstance(source, tuple) else (source, None)
-        return DataLoader(
+        source = DataLoader(
             data,
             labels,
             batch_size=config.batch_size,
             shuffle=training,
             drop_last=training and config.drop_last,
             seed=config.seed,
-            rank=world.rank,
-            world_size=world.size,
             device=device,
             num_workers=config.num_workers,
             pin_memory=config.pin_memory,
             persistent_workers=config.persistent_workers,
             prefetch_factor=config.prefetch_factor,
         )
+    source = share_source(source, world, training=training)
     loader = as_loader(source, seed=config.seed, world_size=world.size)
     if device.type == "cpu" or (isinstance(loader, DataLoader) and loader.device == device):
         return loader

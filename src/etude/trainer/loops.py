@@ -19,7 +19,7 @@ from etude.engine.interrupt import Interrupts
 from etude.engine.ledger import Ledger
 from etude.engine.loop import Loop, Plan
 from etude.engine.precision import Precision
-from etude.engine.recovery import check_finite, explain_out_of_memory
+from etude.engine.recovery import check_finite, explain_out_of_memory, explain_single_sample
 from etude.engine.schedule import LearningRate
 from etude.engine.state import TrainState
 from etude.engine.step import Step
@@ -99,6 +99,7 @@ class TrainingLoop:
         start, samples = time.perf_counter(), self.clock.samples
         with (
             Interrupts(logger.warning) as interrupts,
+            explain_single_sample(),
             explain_out_of_memory(
                 batch_size=None, grad_accum_steps=1, precision=self.precision.name, device=self.device
             ),

@@ -20,7 +20,7 @@ from etude.engine.interrupt import Interrupts
 from etude.engine.ledger import Ledger
 from etude.engine.loop import Loop, Plan
 from etude.engine.precision import Precision
-from etude.engine.recovery import explain_out_of_memory
+from etude.engine.recovery import explain_out_of_memory, explain_single_sample
 from etude.engine.saving import Saver
 from etude.engine.schedule import LearningRate
 from etude.engine.state import TrainState
@@ -106,9 +106,11 @@ class Trainer:
         self.model = model.to(self.device)
         if config.compile_model:
             self.model.compile()  # in place: names of parameters stay as they are
-        wrapped = wrap_data_parallel(self.model, world, self.device)
         self.task: Task = task if task is not None else SupervisedTask(as_strategy(loss))
         self.optimizer = _make_optimizer(optimizer, self.model, config)
+        wrapped = wrap_data_parallel(
+            self.model, self.optimizer, world, self.device, find_unused_parameters=config.find_unused_parameters
+        )
         self.train_loader = self._loader(train_loader, training=True)
         self.val_loader = self._loader(val_loader, training=False)
         self.accumulator = GradientAccumulator(self.optimizer, config.grad_accum_steps)
@@ -126,11 +128,12 @@ class Trainer:
         schedule = self._adopt_schedule(scheduler)
         self.learning_rate = LearningRate(self.optimizer, schedule)
         self.folder = self._open_folder(output_dir)
+        self._display = ProgressDisplay() if progress and world.is_main else None
         if world.is_main:
             if self.folder is not None:
                 self.callbacks.append(RunRecorder(self.folder))
-            if progress:
-                self.callbacks.append(ProgressDisplay())
+            if self._display is not None:
+                self.callbacks.append(self._display)
         self.state = TrainState(
             self.model,
             self.optimizer,
@@ -143,6 +146,8 @@ class Trainer:
         )
         self._meta = dict(meta or {})
         self._resumed = False
+        self._restored_from: Path | None = None
+        self._restored_metrics: dict[str, float] = {}
 
     # ------------------------------------------------------------------------------------------------ doors
 
@@ -163,6 +168,7 @@ class Trainer:
         config = self.config
         with (
             Interrupts(self._say) as interrupts,
+            explain_single_sample(),
             explain_out_of_memory(
                 batch_size=config.batch_size,
                 grad_accum_steps=self.accumulator.steps_at(self.state.clock.epoch),
@@ -179,7 +185,7 @@ class Trainer:
             except BaseException as error:
                 self.callbacks.on_exception(error)
                 raise
-        self._resumed = True
+        self._resumed, self._restored_from = True, None
         return result
 
     def evaluate(self, loader: Any = None) -> dict[str, float]:
@@ -194,15 +200,13 @@ class Trainer:
 
         `keep_hyperparameters` keeps learning rate, weight decay and so on as the optimizer has them now.
         """
-        path = Path(path)
-        if (path / "checkpoints").is_dir():
-            path = path / "checkpoints"
-        if not (path / "manifest.json").exists():
-            path, warnings = newest_intact(path)
-            for warning in warnings:
-                logger.warning(warning)
+        found = self.world.attempt(lambda: _find_checkpoint(Path(path)), here=self.world.is_main)
+        path = Path(self.world.share_text(str(found)))  # all ranks load the same one
         mine = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self.state.restore(read_checkpoint(path))
+        checkpoint = read_checkpoint(path)
+        self.state.restore(checkpoint)
+        self._restored_from = checkpoint.path
+        self._restored_metrics = {name: float(value) for name, value in checkpoint.meta.get("metrics", {}).items()}
         if keep_hyperparameters:
             for group, settings in zip(self.optimizer.param_groups, mine, strict=True):
                 group.update(settings)
@@ -250,11 +254,17 @@ class Trainer:
             return output_dir
         return RunFolder.ensure(Path(output_dir))
 
-    def _saver(self) -> Saver | None:
+    def _saver(self, *, is_saved: bool = False) -> Saver | None:
         if self.folder is None or not self.config.save_checkpoints:
             return None
-        manager = CheckpointManager(self.folder.path / "checkpoints", keep_best=self.config.keep_best)
-        return Saver(manager, self.state, self._meta)
+        manager = CheckpointManager(self.folder.checkpoints_path, keep_best=self.config.keep_best)
+        return Saver(manager, self.state, self._meta, is_saved=is_saved)
+
+    def _is_saved(self) -> bool:
+        """Whether the state is, unchanged, that of a checkpoint in the run folder."""
+        if self.folder is None or self._restored_from is None:
+            return False
+        return self._restored_from.resolve().parent == self.folder.checkpoints_path.resolve()
 
     def _loop(self, interrupts: Interrupts) -> Loop:
         assert self.train_loader is not None
@@ -268,7 +278,7 @@ class Trainer:
             save_every_steps=config.save_every_steps,
             max_skipped_steps=config.max_skipped_steps,
         )
-        return Loop(
+        loop = Loop(
             self.state,
             self.step,
             self.train_loader,
@@ -277,9 +287,12 @@ class Trainer:
             accumulator=self.accumulator,
             callbacks=self.callbacks,
             validate=self.evaluate if self.val_loader is not None else None,
-            saver=self._saver(),
+            saver=self._saver(is_saved=self._is_saved()),
             interrupts=interrupts,
         )
+        if self._restored_from is not None:
+            loop.logs = self._restored_metrics  # what the run has come to, if nothing is left to train
+        return loop
 
     def _info(self) -> RunInfo:
         batches = self._num_batches()
@@ -299,8 +312,21 @@ class Trainer:
         )
 
     def _say(self, sentence: str) -> None:
-        if self.world.is_main:
+        if self._display is not None:
+            self._display.note(sentence)
+        elif self.world.is_main:
             logger.warning(sentence)
+
+
+def _find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint folder itself, or the newest intact one of a run folder or a folder of checkpoints."""
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    if not (path / "manifest.json").exists():
+        path, warnings = newest_intact(path)
+        for warning in warnings:
+            logger.warning(warning)
+    return path
 
 
 def planned_steps(config: TrainerConfig, num_batches: int | None) -> int | None:

@@ -1,0 +1,163 @@
+"""What the benchmarks share: options, medians, one plain table, and a JSON file with the circumstances."""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DISTRIBUTIONS = ("etude", "torch", "numpy", "lightning", "accelerate", "transformers", "pytorch-ignite")
+NOT_INSTALLED = "not installed"
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """One question and its answers."""
+
+    title: str
+    """What is measured."""
+    columns: Mapping[str, str]
+    """Format of each column's numbers, by name; the first column holds the names of the rows."""
+    how: str
+    """How it was measured."""
+    rows: list[Row] = field(default_factory=list)
+    """Numbers or words by column. A column that a row lacks is shown as a dash; one that all lack is left out."""
+
+    def __str__(self) -> str:
+        names = [name for name in self.columns if any(row.get(name) is not None for row in self.rows)]
+        cells = [names] + [[cell(row.get(name), self.columns[name]) for name in names] for row in self.rows]
+        widths = [max(len(line[place]) for line in cells) for place in range(len(names))]
+        lines = [
+            "  ".join(text.rjust(width) if place else text.ljust(width) for place, (text, width) in enumerate(both))
+            for both in (tuple(zip(line, widths, strict=True)) for line in cells)
+        ]
+        lines.insert(1, "-" * len(lines[0]))
+        return "\n".join([self.title, "", *(line.rstrip() for line in lines), "", self.how])
+
+
+def cell(value: Any, spec: str) -> str:
+    """Return a value as it stands in the table.
+
+    >>> cell(12.34, "+.1f"), cell(None, ".1f"), cell("not installed", ".1f")
+    ('+12.3', '–', 'not installed')
+    """
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else format(value, spec)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile.
+
+    >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
+    (2.0, 3.0, 4.0)
+    """
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def median(values: Sequence[float | None]) -> float | None:
+    """Return the median, or None if a value is missing (a counter that this machine lacks)."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known and len(known) == len(values) else None
+
+
+def missing(modules: Sequence[str]) -> bool:
+    """Whether one of these modules is not installed."""
+    return any(find_spec(module) is None for module in modules)
+
+
+def read_options(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return `quick`, `json` and `peers` as given on the command line."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="a tiny size that shows that it works; no good numbers")
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave out other trainers")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE as well")
+    return parser.parse_args(argv)
+
+
+def publish(benchmark: str, tables: Sequence[Table], options: argparse.Namespace) -> None:
+    """Print the tables, and write them with their circumstances if a file was asked for."""
+    for table in tables:
+        print(f"\n{table}", flush=True)
+    if options.json is not None:
+        report = {
+            "benchmark": benchmark,
+            "quick": options.quick,
+            "environment": environment(),
+            "tables": [{"title": table.title, "how": table.how, "rows": finite(table.rows)} for table in tables],
+        }
+        options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+
+
+def finite(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return rows that JSON can hold: numbers that are not finite become null."""
+    return [
+        {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in row.items()
+        }
+        for row in rows
+    ]
+
+
+def environment() -> dict[str, Any]:
+    """Return what the numbers depend on: machine, versions, commit, threads."""
+    import torch
+
+    return {
+        "device": "cpu",
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: version_of(name) for name in DISTRIBUTIONS},
+        "commit": commit(),
+    }
+
+
+def version_of(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return NOT_INSTALLED
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def commit() -> str | None:
+    """Return the commit of the checkout, with a mark if files have been changed since; None outside git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def progress(text: str) -> None:
+    """Say on the terminal of whoever waits how far the benchmark is."""
+    stream = sys.__stderr__
+    if stream is not None and stream.isatty():
+        stream.write(f"\r\x1b[2K{text}")
+        stream.flush()

@@ -1,0 +1,192 @@
+"""Every benchmark runs at its tiny size without other trainers, and its tables say what they should."""
+
+import doctest
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import counters, overhead, resume, table, work  # noqa: E402
+
+
+def run(name, folder):
+    file = folder / f"{name}.json"
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--no-peers", "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(file.read_text())
+    assert report["benchmark"] == name
+    assert report["environment"]["versions"]["torch"].startswith("2.")
+    for one in report["tables"]:
+        assert one["title"] in done.stdout
+        assert all(next(iter(row.values())) in done.stdout for row in one["rows"])
+    return [one["rows"] for one in report["tables"]]
+
+
+def test_overhead(tmp_path):
+    for rows in run("overhead", tmp_path):
+        assert [row["loop"] for row in rows] == [one.name for one in overhead.OWN]
+        assert all(row["µs/step"] > 0 and row["CPU µs"] > 0 for row in rows)
+        assert all(row["pairs"] == 1 for row in rows[1:])
+
+
+def test_resume(tmp_path):
+    stopped, killed = run("resume", tmp_path)
+    for row in stopped:
+        assert row["batches right"] == row["exact steps"] == row["of"] == row["run"] > 0
+    assert stopped[0]["of"] == resume.STEPS - resume.SAVED_AT
+    assert killed[0]["killed"] == killed[0]["exact"] == 2
+    assert killed[0]["resume failed"] == killed[0]["other weights"] == 0
+
+
+def test_startup(tmp_path):
+    commands, seeking = run("startup", tmp_path)
+    assert {row["command"] for row in commands} >= {"import torch", "import etude", "etude --help"}
+    assert all(row["s"] > 0 for row in commands)
+    assert seeking[0]["slowest ms"] >= seeking[0]["median ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("loader", ["--rounds=1", "--samples=2000"]), ("optim", ["--rounds=1"])]
+)
+def test_others(name, arguments):
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "etude" in done.stdout
+
+
+def test_all_benchmarks_are_run_and_a_failure_is_told(tmp_path, monkeypatch, capfd):
+    from benchmarks import __main__ as everything
+
+    commands = []
+
+    def remember(command, **_):
+        commands.append(command[2:])
+        return subprocess.CompletedProcess(command, returncode=int("startup" in command[2]))
+
+    monkeypatch.setattr(everything.subprocess, "run", remember)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--quick", "--no-peers", "--json", str(tmp_path / "out")])
+    assert everything.main() == 1
+    assert "failed: startup" in capfd.readouterr().err
+    modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "def main(" in path.read_text()}
+    assert {command[0].removeprefix("benchmarks.") for command in commands} == modules - {"__main__", "kills"}
+    assert commands[0][1:] == ["--quick", "--no-peers", f"--json={tmp_path / 'out' / 'overhead.json'}"]
+
+
+def test_a_peer_that_is_missing_is_named_and_no_error():
+    absent = overhead.Contestant("Absent", overhead.OWN[0].run, needs=("no_such_module",))
+    assert table.missing(absent.needs)
+    mark = work.Mark(100.0, 90.0, None)
+    slower = work.Mark(125.0, 90.0, None)
+    rows = overhead.rows_of((*overhead.OWN[:2], absent), {overhead.PLAIN: [(slower, mark)]})
+    assert rows[2] == {"loop": "Absent", "µs/step": table.NOT_INSTALLED}
+    assert rows[1]["+µs"] == 25.0
+    assert rows[1]["× plain"] == 1.0
+    assert rows[0]["× plain"] == pytest.approx(0.8)
+    assert resume.peer_row("Absent", resume.etude, ("no_such_module",))["batches right"] == table.NOT_INSTALLED
+    assert resume.kill_row("Absent", 1, ("no_such_module",))["killed"] == table.NOT_INSTALLED
+
+
+def test_pairs_take_turns_and_their_order_alternates():
+    order = []
+    names = [overhead.REFERENCE, "a", "b", "rare"]
+    contestants = [overhead.Contestant(name, lambda _: None, every=2 if name == "rare" else 1) for name in names]
+
+    class Stage(overhead.Stage):
+        def run(self, contestant):
+            order.append(contestant.name)
+            return work.Mark(1.0, 1.0, None)
+
+    pairs = Stage(overhead.QUICK, None, None, None, None).pairs(contestants, 4)
+    assert {name: len(runs) for name, runs in pairs.items()} == {"a": 4, "b": 4, "rare": 2}
+    couples = list(zip(order[::2], order[1::2], strict=True))
+    assert all((overhead.REFERENCE in couple) and len(set(couple)) == 2 for couple in couples)
+    assert {first == overhead.REFERENCE for first, second in couples if "a" in (first, second)} == {True, False}
+
+
+def test_the_probe_times_whole_steps(monkeypatch):
+    now = {"wall": 0.0, "cpu": 0.0, "instructions": 0}
+    monkeypatch.setattr(work.time, "perf_counter", lambda: now["wall"])
+    monkeypatch.setattr(work.time, "process_time", lambda: now["cpu"])
+
+    class Counter:
+        def read(self):
+            return now["instructions"]
+
+    probe = work.Probe(warmup=2, num_steps=3, counter=Counter())
+    for step in range(7):
+        probe()
+        now["wall"] += 100.0 if step < 2 else 4e-6  # the warm-up is slow, and not counted
+        now["cpu"] += 100.0 if step < 2 else 3e-6
+        now["instructions"] += 5000
+    per_step = probe.per_step()
+    assert per_step.wall == pytest.approx(4.0, rel=1e-4)
+    assert per_step.cpu == pytest.approx(3.0, rel=1e-4)
+    assert per_step.instructions == 5000
+
+
+def test_the_counter_counts():
+    """The clock of the kernel stands in for instructions, which virtual machines often hide."""
+    clock = counters.InstructionCounter(counters.SOFTWARE, counters.TASK_CLOCK)
+    before = clock.read()
+    if before is None:
+        pytest.skip("perf_event_open is not allowed here")
+    end = time.process_time() + 0.02
+    while time.process_time() < end:
+        pass
+    assert clock.read() - before > 0.01 * 1e9
+    clock.close()
+    clock.close()
+    assert clock.read() is None
+
+
+def test_the_terminal_is_one():
+    with work.terminal(width=91, height=33):
+        assert sys.stdout.isatty()
+        assert sys.stderr.isatty()
+        assert os.get_terminal_size(sys.stdout.fileno()) == (91, 33)
+        sys.stdout.write("drawn\n" * 20_000)  # far more than a terminal holds unless somebody reads it
+    assert not sys.stdout.isatty()
+
+
+def test_a_record_that_differs_is_not_exact():
+    straight = [(bytes([step]), bytes([step])) for step in range(resume.STEPS)]
+    resumed = straight[resume.SAVED_AT :]
+    row = resume.compare("x", straight, resumed)
+    assert (row["exact in epoch 1"], row["exact in epoch 2"]) == (15, 20)
+    resumed[3] = (resumed[3][0], b"other")
+    row = resume.compare("x", straight, resumed)
+    assert (row["batches right"], row["exact steps"], row["exact in epoch 1"]) == (35, 34, 14)
+    assert resume.compare("x", straight, straight)["exact steps"] == 0
+
+
+def test_table_text():
+    columns = {"name": "", "count": "d", "time": "+.1f", "never": ""}
+    text = str(table.Table("Title.", columns, "How.", [{"name": "a", "count": 3, "time": 1.26}, {"name": "long"}]))
+    assert text.splitlines() == [
+        "Title.",
+        "",
+        "name  count  time",
+        "-" * 17,
+        "a         3  +1.3",
+        "long      –     –",
+        "",
+        "How.",
+    ]
+
+
+def test_statistics():
+    values = [5.0, 1.0, 4.0, 2.0, 3.0, 9.0]
+    assert table.quartiles(values)[1] == statistics.median(values) == table.median(values)
+    assert table.median([1.0, None]) is None
+    assert table.median([]) is None
+    assert doctest.testmod(table).failed == 0

@@ -1,0 +1,160 @@
+"""What is asserted inside the processes of a run: each function is called by all of them."""
+
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import DistributedSampler, TensorDataset
+
+from etude import DataLoader, Trainer
+from etude.core import CheckpointError, ConfigError, DataError
+from etude.distributed import join_world, leave_world, share_buffers
+
+
+@contextmanager
+def world():
+    yield join_world("cpu")
+    leave_world()
+
+
+def words() -> None:
+    """What ranks can say to each other."""
+    with world() as w:
+        assert w.gather_text("é" * w.rank) == ["é" * rank for rank in range(w.size)]
+        assert w.share_text(f"from {w.rank}") == "from 0"
+        assert w.share_text("") == ""
+        assert w.host_max([w.rank, -w.rank]) == [w.size - 1, 0]
+        assert w.union(["loss", "rare"][: w.rank]) == ["loss", "rare"][: w.size - 1]
+        assert w.sum(torch.tensor([1.0, w.rank])).tolist() == [w.size, sum(range(w.size))]
+        assert sum(map(int, w.gather_text(str(int(w.claim("a task")))))) == 1
+
+
+def attempts() -> None:
+    """An error of any rank is raised on all, by its class; one of them tells it."""
+    with world() as w:
+        assert w.attempt(lambda: w.rank) == w.rank
+        assert w.attempt(lambda: "main", here=w.is_main) == ("main" if w.is_main else None)
+
+        def fail():
+            raise CheckpointError(f"rank {w.rank}: no") if w.rank else DataError("empty: rank 0")
+
+        with pytest.raises(DataError, match=r"^empty: rank 0$") as caught:
+            w.attempt(fail)
+        assert caught.value.told == (w.rank != 0)
+        with pytest.raises(CheckpointError, match="rank 1: no") as caught:
+            w.attempt(fail, here=w.rank > 0)
+        assert caught.value.told == (w.rank != 1)
+        assert w.attempt(lambda: 5) == 5
+
+
+class Buffers(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        for name, value in self.values(rank).items():
+            self.register_buffer(name, value)
+
+    @staticmethod
+    def values(rank: int) -> dict[str, torch.Tensor]:
+        return {
+            "count": torch.tensor(rank),
+            "flag": torch.tensor([rank == 0, True]),
+            "short": torch.full((3,), rank + 0.5, dtype=torch.bfloat16),
+            "nothing": torch.zeros(0, 4),
+            "turned": torch.arange(6.0).view(2, 3).mul(rank + 1).t(),
+            "long": torch.full((2, 2), rank + 1 / 3, dtype=torch.float64),
+            "wave": torch.full((2,), complex(rank, 1)),
+        }
+
+
+def buffers() -> None:
+    """Every rank gets those of rank 0, whatever their type and layout."""
+    with world() as w:
+        model = Buffers(w.rank)
+        share_buffers(model, w)
+        for name, value in Buffers.values(0).items():
+            assert torch.equal(getattr(model, name), value), name
+
+
+def data(samples: int = 24):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(samples, 4, generator=generator), torch.randint(2, (samples,), generator=generator)
+
+
+def trainer(train, validation=None, **arguments) -> Trainer:
+    torch.manual_seed(0)
+    config = {"epochs": 1, "batch_size": 8, "device": "cpu", **arguments.pop("config", {})}
+    return Trainer(nn.Linear(4, 2), train, validation, config=config, progress=False, **arguments)
+
+
+def collectives_of_a_step() -> None:
+    """Gradients are summed once, after the last of the micro-batches, and the counts in one small call."""
+    made = trainer(data(), config={"grad_accum_steps": 3})
+    made.step.model.register_comm_hook(None, allreduce_hook)  # brings the sums of gradients through Python
+    batches = [data(8)] * 3
+    made.step(batches)
+    calls = []
+    original = dist.all_reduce
+
+    def counted(tensor, **options):
+        calls.append(tensor.numel())
+        return original(tensor, **options)
+
+    dist.all_reduce = counted
+    made.step(batches)
+    dist.all_reduce = original
+    assert calls == [10, 1]
+    leave_world()
+
+
+def loaders() -> None:
+    """Every way to bring data divides it among the ranks; what cannot be divided is refused."""
+    x, y = data()
+    validation = TorchDataLoader(TensorDataset(*data(9)), batch_size=4)
+    results = []
+    for source in (
+        (x, y),
+        TensorDataset(x, y),
+        DataLoader(x, y, batch_size=8),
+        DataLoader(x, y, batch_size=8, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])),
+    ):
+        made = trainer(source, validation)
+        seen = [len(batch[0]) for batch in made.train_loader.iterate(epoch=0)]
+        assert seen == [8 // made.world.size] * 3
+        results.append(made.train())
+    assert all(result["loss"] == pytest.approx(results[0]["loss"], rel=1e-6) for result in results)
+    assert results[0]["val_loss"] == pytest.approx(evaluated_by_hand(trainer((x, y)), validation), rel=1e-5)
+
+    whole = TensorDataset(x, y)
+    for refused in (
+        TorchDataLoader(whole, batch_size=4, shuffle=True),
+        TorchDataLoader(whole, batch_size=4),
+        TorchDataLoader(whole, batch_size=None),
+        TorchDataLoader(whole, batch_sampler=DataLoader(x, y, batch_size=8).sampler),
+    ):
+        with pytest.raises(ConfigError, match="DistributedSampler"):
+            trainer(refused)
+    trainer(TorchDataLoader(whole, batch_size=4, sampler=DistributedSampler(whole))).train()
+    with pytest.raises(ConfigError, match="made for 5 processes, but there are 2"):
+        trainer(DataLoader(x, y, batch_size=8, rank=1, world_size=5))
+    with pytest.raises(ConfigError, match="at least 2"):
+        trainer(DataLoader(x, y, batch_size=1))
+    with pytest.raises(ConfigError, match="not the model's"):
+        trainer((x, y), optimizer=lambda params: torch.optim.SGD([*params, nn.Parameter(torch.zeros(1))], lr=0.1))
+    leave_world()
+
+
+def evaluated_by_hand(made: Trainer, validation) -> float:
+    made.train()
+    with torch.no_grad():
+        losses = [nn.functional.cross_entropy(made.model(x), y, reduction="sum") for x, y in validation]
+    return float(torch.stack(losses).sum()) / len(validation.dataset)
+
+
+def forgetful() -> None:
+    """A script that never leaves: nothing is printed at its end."""
+    trainer(data()).train()

@@ -1,0 +1,134 @@
+"""Starts the processes of a run by fork, in the way torchrun does, but without paying for imports each time.
+
+Run as a program. Every line of stdin is a JSON request, answered by a JSON line on stdout:
+
+    {"start": {"size": 2, "argv": ["train", "x.yaml"], "log": "folder"}}   ->  {"pids": [11, 12]}
+    {"wait": {"timeout": 60}}                                             ->  {"codes": [0, 0], "timed_out": false}
+
+Each process runs the command line of etude, or with ["call", "name"] a function of `distributed_checks.py`, with the
+variables torchrun would set. The rendezvous is held by this process as it is by torchrun's agent, and what is printed
+goes to `folder/N.out` and `folder/N.err`. If one process fails, the others have a while to notice by themselves before
+they are ended. With a size of 1 there is no torchrun.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import distributed_checks
+import torch
+import torch._dynamo  # wrapping a model imports it: here once, for all processes
+import torch.distributed as dist
+
+import etude.experiment
+from etude.cli import main as cli
+
+GRACE_S = 20
+etude.experiment.load_components()
+
+
+def variables(rank: int, size: int, port: int) -> dict[str, str]:
+    if size == 1:
+        return {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def redirect(path: Path, descriptor: int) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(file, descriptor)
+    os.close(file)
+
+
+def run(rank: int, size: int, port: int, argv: list[str], log: Path, env: dict[str, str]) -> int:
+    redirect(log / f"{rank}.out", 1)
+    redirect(log / f"{rank}.err", 2)
+    os.environ.update(variables(rank, size, port) | env)
+    sys.argv = ["etude", *argv]
+    try:
+        if argv[0] == "call":
+            getattr(distributed_checks, argv[1])()
+        else:
+            cli.main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+class Launch:
+    """The processes of one run."""
+
+    def __init__(self, size: int, argv: list[str], log: str, env: dict[str, str] | None = None) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.pids = [self._fork(rank, size, argv, Path(log), env or {}) for rank in range(size)]
+        self.codes: list[int | None] = [None] * size
+
+    def _fork(self, rank: int, size: int, argv: list[str], log: Path, env: dict[str, str]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                code = run(rank, size, self.store.port, argv, log, env)
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+        return pid
+
+    def wait(self, timeout: float) -> dict[str, object]:
+        """Wait for all of them; whatever is left at the end of the time is killed."""
+        deadline = time.monotonic() + timeout
+        timed_out = False
+        while None in self.codes:
+            self._collect()
+            if any(self.codes):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            if time.monotonic() > deadline:
+                timed_out = True
+                for pid in self._left():
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+        return {"codes": self.codes, "timed_out": timed_out}
+
+    def _left(self) -> list[int]:
+        return [pid for pid, code in zip(self.pids, self.codes, strict=True) if code is None]
+
+    def _collect(self) -> None:
+        for pid in self._left():
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                self.codes[self.pids.index(pid)] = os.waitstatus_to_exitcode(status)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    launch: Launch | None = None
+    with contextlib.suppress(KeyboardInterrupt):
+        for line in sys.stdin:
+            request = json.loads(line)
+            if "start" in request:
+                launch = Launch(**request["start"])
+                answer: dict[str, object] = {"pids": launch.pids}
+            else:
+                assert launch is not None
+                answer, launch = launch.wait(**request["wait"]), None
+            print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

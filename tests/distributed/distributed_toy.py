@@ -1,0 +1,213 @@
+"""Components for small runs: models, data, losses and callbacks with what can go wrong between processes."""
+
+import os
+import shutil
+import signal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from etude.config import register
+from etude.core import DataError, LossTerm
+from etude.data import DataSplits, TensorData
+from etude.engine.callback import Callback
+from etude.losses import LossStrategy
+
+VOCABULARY, LENGTH = 19, 12
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def features(count: int, seed: int, double: bool = False) -> TensorData:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=generator, dtype=torch.float64 if double else torch.float32)
+    return TensorData(x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long())
+
+
+@register("data", "toy_classes")
+def classes(samples: int = 50, validation: int = 21, double: bool = False) -> DataSplits:
+    """Return points with one of three classes."""
+    return DataSplits(features(samples, 1, double), features(validation, 2, double))
+
+
+def sentences(count: int, seed: int) -> TensorData:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (count, LENGTH), generator=generator)
+    lengths = torch.randint(2, LENGTH + 1, (count,), generator=generator)
+    lengths[::3] = 2  # far fewer tokens: a mean of means would show
+    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    return TensorData({"input_ids": tokens, "attention_mask": mask})
+
+
+@register("data", "toy_text")
+def text(samples: int = 50, validation: int = 21) -> DataSplits:
+    """Return token sequences of very different lengths."""
+    return DataSplits(sentences(samples, 1), sentences(validation, 2))
+
+
+@register("data", "toy_missing")
+def missing(on_rank: int = 0) -> DataSplits:
+    """Raise DataError on one rank."""
+    if on_rank == RANK:
+        raise DataError(f"no data on rank {on_rank}")
+    return classes()
+
+
+class Points(torch.utils.data.Dataset):
+    """Points one by one, of which one may be impossible to read."""
+
+    def __init__(self, samples: int, bad: int = -1) -> None:
+        self.part, self.bad = features(samples, 1), bad
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, index: int):
+        if index == self.bad:
+            raise DataError(f"sample {index} cannot be read")
+        return self.part.data[index], self.part.labels[index]
+
+
+@register("data", "toy_dataset")
+def dataset(samples: int = 50, bad: int = -1) -> DataSplits:
+    """Return points as a dataset."""
+    return DataSplits(Points(samples, bad), features(21, 2))
+
+
+@register("model", "toy_net")
+class Net(nn.Module):
+    """A small network whose layers are registered in another order than they are used."""
+
+    def __init__(
+        self, width: int = 16, dropout: float = 0.0, batch_norm: bool = False, double: bool = False
+    ) -> None:
+        super().__init__()
+        self.last = nn.Linear(width, 3)
+        self.norm = nn.BatchNorm1d(width) if batch_norm else nn.Identity()
+        self.first = nn.Linear(6, width)
+        self.middle = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+        self.to(torch.float64 if double else torch.float32)
+
+    def forward(self, x):
+        hidden = self.dropout(self.norm(torch.relu(self.first(x))))
+        # An empty batch cannot be reshaped like this, nor by many models that people write.
+        return self.last(torch.relu(self.middle(hidden)).view(x.shape[0], -1))
+
+
+@register("model", "toy_lm")
+class LanguageModel(nn.Module):
+    """Embedding, GRU, head."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.mix = nn.GRU(width, width, batch_first=True)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, input_ids):
+        return self.head(self.mix(self.embed(input_ids))[0])
+
+
+@register("model", "toy_unused")
+class Unused(Net):
+    """Has a layer that takes no part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(4, 4)
+
+
+@register("loss", "toy_terms")
+class SeveralTerms(LossStrategy):
+    """Three terms with their own counts and weights, and a metric."""
+
+    def terms(self, output, batch, *, metrics):
+        _, y = batch
+        rare = y == 2
+        terms = {
+            "classes": LossTerm(F.cross_entropy(output, y, reduction="sum"), float(len(y)), 0.7),
+            "rare": LossTerm(output[rare].square().sum(), rare.sum(), torch.tensor(0.3)),
+            "size": LossTerm(output.abs().sum(), output.numel(), 0.1),
+        }
+        if metrics:
+            terms["hits"] = LossTerm((output.argmax(-1) == y).sum().float(), float(len(y)), 0.0)
+        return terms
+
+    def counts(self, batch):
+        y = batch[1]
+        return {"classes": float(len(y)), "rare": (y == 2).sum(), "size": 3 * len(y)}
+
+
+class At(Callback):
+    """Does something on one rank after a step."""
+
+    def __init__(self, step: int, rank: int = 0) -> None:
+        super().__init__()
+        self.step, self.rank, self.run = step, rank, None
+
+    def on_train_begin(self, run):
+        self.run = run
+
+    def on_step_end(self, report):
+        if self.run.clock.step == self.step and RANK == self.rank:
+            self.act()
+
+
+@register("callback", "toy_signal")
+class SignalAt(At):
+    """Sends a signal to its own process, so many times."""
+
+    def __init__(self, step: int, rank: int = 0, signal_name: str = "SIGTERM", times: int = 1) -> None:
+        super().__init__(step, rank)
+        self.signal_name, self.times = signal_name, times
+
+    def act(self):
+        for _ in range(self.times):
+            os.kill(os.getpid(), getattr(signal, self.signal_name))
+
+
+@register("callback", "toy_signal_launcher")
+class SignalLauncherAt(At):
+    """Sends a signal to the process that started this one, and waits until it has been passed on."""
+
+    def __init__(self, step: int, signal_name: str = "SIGTERM") -> None:
+        super().__init__(step)
+        self.signal_name = signal_name
+
+    def act(self):
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
+        os.kill(os.getppid(), getattr(signal, self.signal_name))
+        os.read(reader, 1)
+        signal.set_wakeup_fd(-1)
+
+
+@register("callback", "toy_spoil")
+class SpoilAt(At):
+    """Makes it impossible to save: a file stands where the checkpoints were."""
+
+    def act(self):
+        folder = self.run.run_dir / "checkpoints"
+        shutil.rmtree(folder)
+        folder.touch()
+
+
+@register("callback", "toy_crash")
+class CrashAt(At):
+    """Has a bug."""
+
+    def act(self):
+        raise ZeroDivisionError("a bug in a callback")
+
+
+@register("loss", "toy_fickle")
+class FickleTerms(SeveralTerms):
+    """Leaves a term out on one rank."""
+
+    def terms(self, output, batch, *, metrics):
+        terms = super().terms(output, batch, metrics=metrics)
+        if RANK == 1:
+            del terms["rare"]
+        return terms

@@ -1,0 +1,16 @@
+"""What several processes say to each other, and the doors for Python users under torchrun."""
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("check", ["words", "attempts", "buffers"])
+def test_world(runs, check, size):
+    runs.call(size, check).ok()
+
+
+@pytest.mark.parametrize("check", ["collectives_of_a_step", "loaders", "forgetful"])
+def test_trainer(runs, check):
+    runs.call(2, check).ok()

@@ -1,0 +1,138 @@
+"""The pages say what is true: their code runs, their messages are real, their tables and links are complete."""
+
+import importlib.util
+import json
+import os
+import re
+import sys
+
+import pytest
+import typer
+from docs_pages import PAGES, ROOT, Block, Reader, blocks_of, run_alone
+
+from etude.cli.main import app
+from etude.config import registry
+from etude.experiment import SECTIONS, load_components
+from etude.trainer import TRAINING_ALIASES, TrainerConfig
+
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+UNTRACKED = {"runs", "data", "build", "dist"}
+"""Folders that git ignores."""
+PROGRAMS = [block for page in PAGES for block in blocks_of(page) if block.words[:1] == ("needs",)]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch, tmp_path):
+    """Work in an empty folder, and forget what a page registers and imports."""
+    load_components()
+    monkeypatch.setattr(registry, "_COMPONENTS", {kind: dict(known) for kind, known in registry._COMPONENTS.items()})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    environment = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_page_can_be_followed(page):
+    Reader().follow(page)
+
+
+@pytest.mark.parametrize("block", PROGRAMS, ids=str)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_program_that_needs_a_package(block):
+    package = block.words[1]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    run_alone(block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    broken = [link for link in links if "://" not in link and not (page.parent / link.partition("#")[0]).exists()]
+    assert not broken
+
+
+def test_guides_are_listed_in_the_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    guides = [page.relative_to(ROOT).as_posix() for page in PAGES if page.parent.name == "guides"]
+    assert guides
+    assert [guide for guide in guides if f"({guide})" not in readme] == []
+
+
+def test_map_of_the_readme_names_every_folder():
+    places = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Where things are\n")[2]
+    packages = {path.parent.name for path in (ROOT / "src" / "etude").glob("*/__init__.py")}
+    assert set(re.findall(r"^  ([a-z]+)/ ", places, re.MULTILINE)) == packages
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    assert set(re.findall(r"^([a-z]+)/", places, re.MULTILINE)) == folders - UNTRACKED
+
+
+def rows_of(heading: str) -> list[list[str]]:
+    """Return the cells of the table below a heading of the guide to configs."""
+    text = (ROOT / "docs" / "guides" / "configs.md").read_text(encoding="utf-8")
+    section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    assert lines, heading
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_table_of_sections_is_that_of_the_schema():
+    expected = [[f"`{name}`", spec.description] for name, spec in SECTIONS.items()]
+    assert rows_of("Sections") == expected
+
+
+def test_table_of_training_keys_is_that_of_the_schema():
+    expected = [
+        [f"`{name}`", f"`{json.dumps(field.default)}`", str(field.description)]
+        for name, field in TrainerConfig.model_fields.items()
+    ]
+    assert rows_of("Keys of `training`") == expected
+
+
+def test_table_of_other_spellings_is_that_of_the_schema():
+    found = {alias: key for key, others in rows_of("Other spellings") for alias in re.findall(r"`(\w+)`", others)}
+    assert {alias: key.strip("`") for alias, key in found.items()} == TRAINING_ALIASES
+
+
+def block(language: str, text: str, *words: str) -> Block:
+    return Block(ROOT / "README.md", 1, language, words, text)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [block("python", "1 / 0\n")],
+        [block("python", "print('a')\n")],
+        [block("python", "print('a')\n"), block("text", "b\n")],
+        [block("yaml", "training: {epoch: 3}\n")],
+        [block("yaml", "training: {epochs: 3}\n", "x.yaml", "wrong")],
+        [block("console", "$ etude trian lenet5\n")],
+        [block("console", "$ etude train lenet5 --fast\n")],
+        [block("console", "$ etude config check lenet5/baseline\n…: wrong\n")],
+        [block("console", "$ make coffee\n")],
+        [block("console", "$ python -m benchmarks.nothing\n")],
+    ],
+    ids=lambda blocks: blocks[0].text.strip(),
+)
+def test_a_page_that_is_wrong_is_noticed(monkeypatch, wrong):
+    """The checks above can fail."""
+    monkeypatch.setattr("docs_pages.blocks_of", lambda page: wrong)
+    with pytest.raises((AssertionError, pytest.fail.Exception, ZeroDivisionError, ValueError)):
+        Reader().follow(ROOT / "README.md")
+
+
+def test_table_of_commands_in_the_readme_is_complete():
+    whole = typer.main.get_command(app)
+    names = []
+    for name, command in whole.commands.items():
+        inner = getattr(command, "commands", None)
+        names += [name] if inner is None else [f"{name} {one}" for one in inner]
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Commands\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `etude ([a-z ]+[a-z])", table, re.MULTILINE) == names

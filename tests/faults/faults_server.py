@@ -1,0 +1,96 @@
+"""Starts `etude` commands in processes that need no time to import anything: forks of this one.
+
+Prints a line when it is ready. Reads one JSON request per line and answers each with one line: {"start": [arguments],
+"out": file, "err": file} gives a process number, {"wait": number} its exit code (negative: the signal that killed it).
+With "lives": n the process kills itself before it changes the disk for the (n+1)-th time; with "max_file_bytes": n it
+cannot make a file larger than that.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+import warnings
+
+import torch
+import torch._dynamo  # torch's optimizers load it at their first use, which takes longer than the runs here
+
+from etude.cli.main import main
+from etude.config import Document
+from etude.experiment import validate_experiment
+
+PATIENCE_S = 180
+OPERATIONS = ("open", "write", "ftruncate", "fsync", "mkdir", "rename", "replace", "symlink", "unlink", "rmdir")
+
+
+class Mortal:
+    """Lets so many operations on files through; the next one is `kill -9`."""
+
+    def __init__(self, lives: int) -> None:
+        self.lives, self.spent = lives, 0
+        for name in OPERATIONS:
+            setattr(os, name, self.guard(getattr(os, name)))
+
+    def guard(self, function):
+        def call(*args, **kwargs):
+            if self.spent == self.lives:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.spent += 1
+            return function(*args, **kwargs)
+
+        return call
+
+
+def run_command(arguments: list[str], out: str, err: str) -> int:
+    for path, number in ((out, 1), (err, 2)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    warnings.simplefilter("error")
+    signal.alarm(PATIENCE_S)  # the tests may be gone: nothing here outlives them for long
+    sys.argv = ["etude", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def start(request) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 70
+    try:
+        if "max_file_bytes" in request:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (request["max_file_bytes"],) * 2)
+        mortal = Mortal(request["lives"]) if "lives" in request else None
+        code = run_command(request["start"], request["out"], request["err"])
+        if mortal is not None:
+            print("operations", mortal.spent)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def serve() -> None:
+    torch.set_num_threads(1)
+    validate_experiment(Document({"model": "lenet5"}))  # loads what a run will use
+    print(os.getpid(), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "start" in request:
+            answer = start(request)
+        else:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    serve()
