@@ -16,7 +16,7 @@ train: .venv/.core
 	.venv/bin/etude train $(EXPERIMENT)
 
 test: lint
-	.venv/bin/pytest -n 2 --dist worksteal -m "not slow" --doctest-modules src tests
+	.venv/bin/pytest -n 2 --dist worksteal -m "not slow" tests
 
 test-slow: .venv/.dev
 	.venv/bin/pytest -m "slow" tests

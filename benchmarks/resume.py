@@ -166,7 +166,7 @@ def compare(name: str, straight: Record, resumed: Record, saved_at: int = SAVED_
     expected = straight[saved_at:]
     pairs = list(zip(expected, resumed, strict=False))
     first = STEPS_PER_EPOCH - saved_at
-    exact = [wanted[0] == got[0] for wanted, got in pairs]
+    exact = [wanted == got for wanted, got in pairs]
     return {
         "trainer": name,
         "batches right": sum(wanted[0] == got[0] for wanted, got in pairs),

@@ -4,6 +4,7 @@ Run as a program. Every line of stdin is a JSON request, answered by a JSON line
 
     {"start": {"size": 2, "argv": ["train", "x.yaml"], "log": "folder"}}   ->  {"pids": [11, 12]}
     {"wait": {"timeout": 60}}                                             ->  {"codes": [0, 0], "timed_out": false}
+    {"stop": {}}                                                          ->  {}, and the end
 
 Each process runs the command line of etude, or with ["call", "name"] a function of `distributed_checks.py`, with the
 variables torchrun would set. The rendezvous is held by this process as it is by torchrun's agent, and what is printed
@@ -124,10 +125,14 @@ def main() -> None:
             if "start" in request:
                 launch = Launch(**request["start"])
                 answer: dict[str, object] = {"pids": launch.pids}
-            else:
+            elif "wait" in request:
                 assert launch is not None
                 answer, launch = launch.wait(**request["wait"]), None
+            else:
+                answer = {}
             print(json.dumps(answer), flush=True)
+            if "stop" in request:
+                break
 
 
 if __name__ == "__main__":

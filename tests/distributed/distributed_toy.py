@@ -78,9 +78,7 @@ def dataset(samples: int = 50, bad: int = -1) -> DataSplits:
 class Net(nn.Module):
     """A small network whose layers are registered in another order than they are used."""
 
-    def __init__(
-        self, width: int = 16, dropout: float = 0.0, batch_norm: bool = False, double: bool = False
-    ) -> None:
+    def __init__(self, width: int = 16, dropout: float = 0.0, batch_norm: bool = False, double: bool = False) -> None:
         super().__init__()
         self.last = nn.Linear(width, 3)
         self.norm = nn.BatchNorm1d(width) if batch_norm else nn.Identity()
@@ -150,7 +148,7 @@ class At(Callback):
         self.run = run
 
     def on_step_end(self, report):
-        if self.run.clock.step == self.step and RANK == self.rank:
+        if self.run.clock.step == self.step and self.rank == RANK:
             self.act()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import records
+from distributed_runs import records
 from safetensors.torch import load
 
 from etude.distributed import World

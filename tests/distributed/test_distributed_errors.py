@@ -3,7 +3,7 @@
 import fcntl
 
 import pytest
-from conftest import records
+from distributed_runs import records
 
 pytestmark = pytest.mark.distributed
 
@@ -90,7 +90,9 @@ def test_damaged_checkpoints(runs):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_is_killed_ends_the_others(runs, rank):
-    config = runs.write("run", {}, callbacks=[{"name": "toy_signal", "step": 10, "rank": rank, "signal_name": "SIGKILL"}])
+    config = runs.write(
+        "run", {}, callbacks=[{"name": "toy_signal", "step": 10, "rank": rank, "signal_name": "SIGKILL"}]
+    )
     _, ended = runs.train(3, config)
     codes = [2, 2, 2]
     codes[rank] = -9

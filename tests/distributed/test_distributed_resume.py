@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import records, weights
+from distributed_runs import records, weights
 from safetensors.torch import load
 
 pytestmark = pytest.mark.distributed

@@ -6,12 +6,15 @@ import subprocess
 import sys
 
 import pytest
-from conftest import HERE, TIMEOUT_S, records, weights
+from distributed_runs import HERE, TIMEOUT_S, records, weights
 
 pytestmark = pytest.mark.distributed
 
 NET = {"name": "toy_net", "dropout": 0.2, "batch_norm": True}
-TRAINING = {"epochs": 4, "batch_size": 12, "drop_last": True, "log_interval": 2}
+# With data workers: torchrun passes a signal on to them too, and they must live on until the run has ended.
+SIGNAL = {"name": "toy_signal_launcher", "step": 5}
+DATA = {"name": "toy_dataset"}
+TRAINING = {"epochs": 4, "batch_size": 12, "drop_last": True, "log_interval": 2, "num_workers": 1}
 
 
 def torchrun(*arguments):
@@ -27,13 +30,14 @@ def torchrun(*arguments):
 
 
 def test_train_stop_and_resume(runs):
-    straight, ended = runs.train(2, runs.write("straight", TRAINING, model=NET))
+    straight, ended = runs.train(2, runs.write("straight", TRAINING, model=NET, data=DATA))
     ended.ok()
-    config = runs.write("stopped", TRAINING, model=NET, callbacks=[{"name": "toy_signal_launcher", "step": 5}])
+    config = runs.write("stopped", TRAINING, model=NET, data=DATA, callbacks=[SIGNAL])
     folder = runs.root / "run"
     first = torchrun("-m", "etude", "train", config, "--run-dir", folder)
     said = re.findall(r"^stopped at step (\d+) and saved; go on with: (.*)$", first.stdout, re.MULTILINE)
     assert len(said) == 1, first
+    assert first.stdout.count("stopping after this step") == 1
     step, command = said[0]
     assert 5 <= int(step) <= 10
     assert command == f"torchrun --nproc-per-node 2 -m etude resume {folder}"

@@ -34,11 +34,8 @@ from etude.core import ConfigError
 from etude.experiment import load_config_file
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(
-    page
-    for place in ("*.md", "docs/**/*.md", "experiments/*/README.md", "benchmarks/*.md")
-    for page in ROOT.glob(place)
-)
+PLACES = ("*.md", "docs/**/*.md", "experiments/*/README.md", "benchmarks/*.md")
+PAGES = sorted(page for place in PLACES for page in ROOT.glob(place))
 SHELL = {"cd", "git", "kill", "source"}
 """Commands of the shell that a page may show; they are not looked at."""
 

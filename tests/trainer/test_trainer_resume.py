@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, TensorDataset
 
 from etude import Callback, DataLoader, EarlyStopping, Trainer
+from etude.core import RunFolderError
 from etude.optim import SGD, AdamW, RMSprop, warmup_cosine
 
 EPOCHS, SAMPLES, BATCH = 3, 50, 8
@@ -212,3 +213,19 @@ def test_checkpoint_opens_with_safetensors_alone(tmp_path):
     folder = straight(tmp_path)
     saved = load_file(folder / "checkpoints" / "last" / "model.safetensors")
     assert set(saved) == set(model().state_dict())
+
+
+def test_two_trainers_do_not_write_one_folder(tmp_path):
+    class Rival(Callback):
+        error = None
+
+        def on_epoch_begin(self, epoch):
+            if self.error is None:
+                with pytest.raises(RunFolderError, match="in use by process") as caught:
+                    trainer(tmp_path / "run").train()
+                self.error = caught.value
+
+    rival = Rival()
+    trainer(tmp_path / "run", callbacks=[rival]).train()
+    assert rival.error is not None
+    assert weights(tmp_path / "run") == weights(straight(tmp_path))

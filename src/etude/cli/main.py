@@ -33,11 +33,13 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at, check and describe experiment configs.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
-Experiment = Annotated[str, typer.Argument(help="lenet5/baseline, or the path of a YAML or JSON file.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes, such as training.epochs=3.")
+Experiment = Annotated[
+    str, typer.Argument(metavar="EXPERIMENT", help="lenet5/baseline, or the path of a YAML or JSON file.")
 ]
-RunDir = Annotated[Path, typer.Argument(help="A run folder made by `etude train`.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes, such as training.epochs=3.")
+]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder made by `etude train`.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No live display.")]
 
 
@@ -46,7 +48,9 @@ def train(
     experiment: Experiment,
     overrides: Overrides = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run folder [default: runs/EXPERIMENT/TIME].")] = None,
-    overwrite: Annotated[bool, typer.Option(help="Remove a run that is already in the run folder.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Remove a run that is already in the run folder.")
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Train an experiment in a new run folder."""
@@ -81,7 +85,7 @@ def evaluate(
 
 @app.command("list")
 def list_experiments() -> None:
-    """List the experiments that can be named, and the registered components."""
+    """List the experiments and components that can be named."""
     from etude.config import kinds, names
     from etude.config import list_experiments as found
     from etude.experiment import load_components
@@ -96,7 +100,9 @@ def list_experiments() -> None:
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Argument(help="Name of the experiment: a folder of that name is made.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the experiment: a folder of that name is made.")
+    ],
     root: Annotated[Path, typer.Option(help="Where experiments live.")] = Path("experiments"),
 ) -> None:
     """Make a new experiment from the template."""
@@ -127,7 +133,10 @@ def config_check(experiment: Experiment, overrides: Overrides = None) -> None:
 def config_schema(
     imports: Annotated[list[str] | None, typer.Option("--import", help="Modules that register components.")] = None,
 ) -> None:
-    """Print the JSON Schema of experiment files, for editors that complete and check YAML."""
+    """Print the JSON Schema of experiment files.
+
+    Editors use it to complete and check YAML.
+    """
     import json
 
     from etude.experiment import experiment_schema

@@ -29,7 +29,10 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
         path, value = parse_override(text)
         _assign(result, path.split("."), value, text)
         result.forget(path)
-        _locate(result, path, value, Location(COMMAND_LINE, layer=layer))
+        here = Location(COMMAND_LINE, layer=layer)
+        _locate(result, path, value, here)
+        while path := path.rpartition(".")[0]:
+            result.locations.setdefault(path, here)  # a section that only the command line speaks of
     return result
 
 

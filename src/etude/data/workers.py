@@ -1,5 +1,6 @@
 """Map-style datasets: samples fetched in this process or in worker processes, with the same random numbers."""
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,7 @@ class DatasetSource:
             pin_memory=settings.pin_memory,
             persistent_workers=settings.persistent_workers,
             prefetch_factor=settings.prefetch_factor,
+            worker_init_fn=_leave_signals_to_the_run,
             generator=torch.Generator(),  # else torch would draw a seed from the caller's generator
         )
 
@@ -126,3 +128,12 @@ class _Requests:
 
 def _unchanged(batch: Batch) -> Batch:
     return batch
+
+
+def _leave_signals_to_the_run(_worker: int) -> None:
+    """Let a worker live on when Ctrl-C or a launcher sends a signal to the whole group: the run decides when to end.
+
+    A second SIGTERM ends it, so that a worker that hangs can still be got rid of.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM: the first asks the run to stop after the current step, the second stops it at once."""
 
+import os
 import signal
 import threading
 import time
@@ -30,6 +31,7 @@ class Interrupts:
         self.requested = ""
         """Name of the first signal received, or nothing."""
         self._say = say
+        self._process = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interrupts":
@@ -44,6 +46,8 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            return  # a data worker, forked from the run: the run decides when it ends
         if self.requested:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from etude.checkpoint import Checkpoint, CheckpointManager, folder_name, load_model_state, newest_intact
-from etude.core import CheckpointError, ConfigError, DataError, RunFolderError, TrainingError
+from etude.core import CheckpointError, ConfigError, DataError, RunFolderError
 from etude.distributed import World, before_joining, failing_together, join_world, leave_world
 from etude.experiment.build import build_data, build_trainer
 from etude.experiment.config import ExperimentConfig, load_config_file, load_experiment_config
@@ -19,7 +19,7 @@ from etude.trainer import Trainer, resolve_device
 logger = logging.getLogger("etude")
 
 _EMPTY_RUN = {".lock", "checkpoints", "env.json", "events.jsonl"}
-"""What lies in the folder of a run that never made a step."""
+"""What lies in the folder of a run that has recorded nothing."""
 
 
 @dataclass(slots=True)
@@ -57,14 +57,13 @@ def train_experiment(
         folder = _made_by_main(world, lambda: _new_folder(config, run_dir, overwrite))
         with _held(folder, world):
             world.attempt(lambda: folder.write_config(config.to_dict()), here=world.is_main)
-            trainer: Trainer | None = None
             try:
                 trainer = build_trainer(config, folder=folder, world=world, progress=progress)
                 device = trainer.device
                 world.attempt(lambda: folder.write_environment(device), here=world.is_main)
                 return _run(trainer, folder)
-            except (ConfigError, DataError, TrainingError):
-                if world.is_main and (trainer is None or trainer.state.clock.step == 0):
+            except (ConfigError, DataError):
+                if world.is_main and not any(folder.checkpoints_path.iterdir()):
                     _undo(folder, own=run_dir is None)
                 raise
 
@@ -84,7 +83,8 @@ def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: 
             changed = any(override.lstrip().startswith("optimizer") for override in overrides)
             trainer.load_checkpoint(path, keep_hyperparameters=changed)
         clock = trainer.state.clock
-        if folder.is_finished and (trainer.total_steps is None or clock.step >= trainer.total_steps or not overrides):
+        end = folder.read_result().get("step", 0) if not overrides else trainer.total_steps
+        if folder.is_finished and (end is None or clock.step >= end):
             raise RunFolderError(
                 f"run {folder.path} is finished ({clock.epoch} epochs, {clock.step} steps); to train longer, give a "
                 f"new end: `etude resume {folder.path} training.epochs={clock.epoch + 5}`"
@@ -172,7 +172,7 @@ def _reopen(folder: RunFolder, step: int, config: ExperimentConfig | None) -> No
 
 
 def _undo(folder: RunFolder, *, own: bool) -> None:
-    """Take back the beginning of a run that a mistake kept from its first step.
+    """Take back the beginning of a run that a mistake in config or data ended before its first checkpoint.
 
     The same command then works once the mistake is mended, and nothing looks like a run that could be resumed.
     `own` says that the folder itself was made for this run.

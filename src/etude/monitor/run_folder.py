@@ -60,7 +60,8 @@ class RunFolder:
         with folder.lock():
             if folder.holds_run and not overwrite:
                 raise RunFolderError(
-                    f"{folder.path} already holds a run; use `etude resume {folder.path}` or another --run-dir"
+                    f"{folder.path} already holds a run; use `etude resume {folder.path}` or another --run-dir "
+                    f"(--overwrite removes the run)"
                 )
             if folder.holds_run:
                 folder._remove_run()

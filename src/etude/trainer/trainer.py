@@ -1,7 +1,8 @@
 """`Trainer`: the object most Python users hold. It puts the parts of a run together and runs the loop."""
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,7 @@ class Trainer:
         schedule = self._adopt_schedule(scheduler)
         self.learning_rate = LearningRate(self.optimizer, schedule)
         self.folder = self._open_folder(output_dir)
+        self._folder_is_held = isinstance(output_dir, RunFolder)  # by whoever gave it
         self._display = ProgressDisplay() if progress and world.is_main else None
         if world.is_main:
             if self.folder is not None:
@@ -167,6 +169,7 @@ class Trainer:
         control.stop, control.reason = False, ""
         config = self.config
         with (
+            self._hold_folder(),
             Interrupts(self._say) as interrupts,
             explain_single_sample(),
             explain_out_of_memory(
@@ -253,6 +256,15 @@ class Trainer:
         if output_dir is None or isinstance(output_dir, RunFolder):
             return output_dir
         return RunFolder.ensure(Path(output_dir))
+
+    @contextlib.contextmanager
+    def _hold_folder(self) -> Iterator[None]:
+        """Keep other processes out of the run folder while this one trains."""
+        with contextlib.ExitStack() as stack:
+            if self.folder is not None and not self._folder_is_held:
+                lock = self.folder.lock()
+                self.world.attempt(lambda: stack.enter_context(lock), here=self.world.is_main)
+            yield
 
     def _saver(self, *, is_saved: bool = False) -> Saver | None:
         if self.folder is None or not self.config.save_checkpoints:

@@ -1,0 +1,381 @@
+"""Whatever is wrong with the input: exit code 2 and one line that says what was found and what to do, no traceback."""
+
+import json
+import shutil
+import struct
+
+import pytest
+import yaml
+
+TRAINING = {"epochs": 2, "batch_size": 8, "device": "cpu"}
+
+
+@pytest.fixture
+def complaint(etude, config):
+    """Train with a mistake in the config and return the line that says so."""
+
+    def train(*overrides: str, **sections: object) -> str:
+        return etude("train", config(**sections), *overrides).error
+
+    return train
+
+
+# ------------------------------------------------------------------------------------------------ configs
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"training": {**TRAINING, "epocs": 3}}, "toy.yaml:14: training.epocs: unknown key; did you mean 'epochs'?"),
+        ({"trainning": {}}, "toy.yaml:14: trainning: unknown section; did you mean 'training'?"),
+        ({"training": {**TRAINING, "dropout": 0.5}}, "training.dropout: unknown key; 'dropout' belongs to 'model'"),
+        ({"model": {"name": "cli_net", "widht": 3}}, "model.widht: unknown key; did you mean 'width'?"),
+        ({"training": {**TRAINING, "epochs": "ten"}}, "training.epochs: expected an integer, got 'ten'"),
+        ({"training": {**TRAINING, "epochs": "3"}}, "got '3'; write 3 without quotes"),
+        ({"training": {**TRAINING, "epochs": 2.0}}, "training.epochs: expected an integer, got 2.0; write 2"),
+        ({"training": [1]}, "training: expected a mapping, got [1]"),
+        ({"model": [1]}, "model: expected the name of a model, or a mapping with 'name:' (known: "),
+        ({"imports": 3}, "imports: expected a list"),
+        ({"training": {**TRAINING, "batch_size": 0}}, "training.batch_size: must be at least 1, got 0"),
+        ({"optimizer": {"name": "adamw", "lr": -1.0}}, "optimizer.lr: must be greater than 0, got -1.0"),
+        ({"model": {"name": "cli_net", "dropout": -0.1}}, "model.dropout: must be at least 0, got -0.1"),
+        (
+            {"training": {**TRAINING, "precision": "fp8"}},
+            "training.precision: must be 'auto', 'fp32', 'bf16' or 'fp16'",
+        ),
+        ({"model": "lenett5"}, "model: unknown model 'lenett5'; did you mean 'lenet5'?"),
+        ({"optimizer": {"name": "adamm"}}, "unknown optimizer 'adamm'; did you mean 'adam"),
+        ({"optimizer": "zzz"}, "optimizer: unknown optimizer 'zzz' (known: adam, adamw, "),
+        ({"scheduler": "cosin"}, "unknown scheduler 'cosin'; did you mean 'cosine'?"),
+        ({"callbacks": [{"name": "early_stoping"}]}, "callbacks.0"),
+        ({"model": None}, "toy.yaml: there is no `model:` section; add one"),
+        ({"data": None}, "toy.yaml: there is no `data:` section; add one"),
+    ],
+    ids=str,
+)
+def test_mistake_in_a_config(complaint, sections, words):
+    assert words in complaint(**sections)
+
+
+def test_unknown_key_far_from_any_other(etude, config):
+    """Nothing is near enough to be meant, so the line is as long as it must be to name them all."""
+    outcome = etude("train", config(training={**TRAINING, "colour": 1}))
+    assert outcome.code == 2
+    (line,) = outcome.errors
+    assert "training.colour: unknown key (allowed: epochs, max_steps, batch_size, " in line
+
+
+def test_every_mistake_has_its_line(etude, config):
+    path = config(training={**TRAINING, "batch_size": 0, "epocs": 2}, optimizer={"name": "adamw", "lr": "high"})
+    outcome = etude("config", "check", path)
+    assert outcome.code == 2
+    assert [line.split(": ")[:3] for line in outcome.errors] == [
+        ["etude", "toy.yaml:9", "optimizer.lr"],
+        ["etude", "toy.yaml:12", "training.batch_size"],
+        ["etude", "toy.yaml:14", "training.epocs"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("training.epocs=3", "command line: training.epocs: unknown key; did you mean 'epochs'?"),
+        ("trainin.epochs=3", "command line: trainin: unknown section; did you mean 'training'?"),
+        ("optimizer.momentum=0.9", "command line: optimizer.momentum: unknown key; it is an argument of "),
+        ("training.epochs=many", "command line: training.epochs: expected an integer, got 'many'"),
+        ("training.epochs=0", "command line: training.epochs: must be at least 1, got 0"),
+        ("training.epochs", "cannot read 'training.epochs' as an override: write section.key=value"),
+        ("training.epochs=", "'training.epochs=' has no value; write training.epochs=null to turn it off"),
+        ("--epochs=3", "No such option"),
+    ],
+)
+def test_mistake_in_an_override(etude, config, override, words):
+    outcome = etude("train", config(), override)
+    assert outcome.code == 2
+    assert words in outcome.errors[-1]
+    assert override.startswith("--") or outcome.error
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "broken.yaml: the file is empty; write sections such as 'model:' and 'training:'"),
+        ("# nothing\n", "broken.yaml: the file is empty"),
+        ("- 1\n- 2\n", "broken.yaml: expected sections such as 'model:' and 'training:' at the top, found a list"),
+        (
+            "just words",
+            "broken.yaml: expected sections such as 'model:' and 'training:' at the top, found the single",
+        ),
+        ("model: [1\ndata: 2", "broken.yaml:2:5: not valid YAML"),
+        ("model: a\nmodel: b\n", "broken.yaml:2: key 'model' is given twice"),
+        ("!!python/object/apply:os.system ['touch pwned']", "broken.yaml"),
+        (b"\xff\xfe\x00\x01", "broken.yaml: not a text file in UTF-8"),
+    ],
+    ids=repr,
+)
+def test_file_that_is_no_config(etude, tmp_path, content, words):
+    (tmp_path / "broken.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert words in etude("train", "broken.yaml").error
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tooy.yaml", "no file 'tooy.yaml'; did you mean 'toy.yaml'?"),
+        ("nowhere/toy.yaml", "no file 'nowhere/toy.yaml': its folder does not exist"),
+        ("lenet6/baseline", "no experiment 'lenet6/baseline'; did you mean 'lenet5/baseline'?"),
+        ("lenet5/bassline", "no experiment 'lenet5/bassline'; did you mean 'lenet5/baseline'?"),
+    ],
+)
+def test_missing_file(etude, config, name, words):
+    config("toy.yaml")
+    assert words in etude("train", name).error
+
+
+def test_missing_file_under_extends(etude, config):
+    assert "toy.yaml:14: extends: no file 'bass.yaml'" in etude("train", config(extends="bass.yaml")).error
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "toy.yaml:2: imports.0: no file 'mine.py'"),
+        ("def broken(:\n", "imports.0: cannot import 'mine.py': mine.py:1: "),
+        ("import no_such_package\n", "imports.0: cannot import 'mine.py': No module named 'no_such_package'"),
+        (
+            "from etude import register\n@register('optimizer', 'adamw')\ndef adamw(params): ...\n",
+            "imports.0: optimizer 'adamw' is registered twice",
+        ),
+    ],
+)
+def test_bad_imports(complaint, tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "mine.py").write_text(content)
+    assert words in complaint(imports=["mine.py"])
+
+
+def test_import_of_a_module_that_does_not_exist(complaint):
+    assert "imports.0: cannot import 'no_such_module'" in complaint(imports=["no_such_module"])
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("cuda:99", "device 'cuda:99' is not there ("),
+        ("gpu", "device 'gpu' is not known to torch; use cpu, cuda or cuda:N"),
+        ("meta", "device 'meta' cannot train; use cpu, cuda or cuda:N"),
+    ],
+)
+def test_unknown_device(complaint, device, words):
+    assert words in complaint(f"training.device={device}")
+
+
+# ------------------------------------------------------------------------------------------------ data
+
+
+def test_batch_larger_than_the_data_with_drop_last(complaint):
+    line = complaint("training.drop_last=true", "training.batch_size=500")
+    assert "data, split train: batch_size 500 is larger than the 40 samples, so drop_last leaves no batch" in line
+    assert "lower batch_size to 40 or less, or set drop_last to false" in line
+
+
+def test_empty_loader(complaint):
+    assert "data, split train: the data is empty" in complaint(data={"name": "cli_points", "samples": 0})
+
+
+@pytest.mark.parametrize("label", [3, -1])
+@pytest.mark.parametrize("declared", [True, False])
+def test_labels_out_of_range(complaint, label, declared):
+    """Seen before training if the data says how many classes there are, else in the step that meets them."""
+    line = complaint(data={"name": "cli_bad_labels", "label": label, "declared": declared})
+    assert "out of range" in line
+    assert str(label) in line
+    assert "3 classes" in line
+
+
+def idx_file(count: int, values: int) -> bytes:
+    return bytes([0, 0, 8, 2]) + struct.pack(">2I", count, 6) + bytes(values)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "images.idx: cannot be read (No such file or directory)"),
+        (b"", "images.idx: not an idx file (it begins with nothing)"),
+        (b"<html>404</html>", "images.idx: not an idx file"),
+        (idx_file(8, 6 * 8 - 5), "images.idx: truncated: 55 bytes, but its header (8, 6) asks for 60"),
+        (idx_file(8, 6 * 8 + 1), "images.idx: too long"),
+    ],
+    ids=["missing", "empty", "html", "truncated", "too long"],
+)
+def test_damaged_data_file(complaint, tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "images.idx").write_bytes(content)
+    assert words in complaint(data={"name": "cli_file", "file": str(tmp_path / "images.idx")})
+
+
+def test_corrupted_mnist_file(etude, config, tmp_path):
+    folder = tmp_path / "mnist"
+    folder.mkdir()
+    (folder / "train-images-idx3-ubyte").write_bytes(idx_file(8, 48))
+    line = etude("train", config(data={"name": "mnist", "root": str(folder)}, model="lenet5")).error
+    assert f"{folder}/train-images-idx3-ubyte is damaged: its SHA-256 is " in line
+    assert line.endswith("replace or delete it")
+
+
+def test_after_a_mistake_the_same_command_works(etude, config, tmp_path):
+    """A run that never began leaves nothing in the way, neither in a folder that was named nor in a new one."""
+    folder = tmp_path / "run"
+    bad = config(data={"name": "cli_bad_labels", "declared": False})
+    assert "labels out of range" in etude("train", bad, "--run-dir", folder).error
+    assert "is not a run folder" in etude("resume", folder).error
+    assert etude("train", config(), "--run-dir", folder, "-q").code == 0
+    assert "data is empty" in etude("train", config(), "data.samples=0").error
+    assert not list((tmp_path / "runs").glob("*/*"))
+
+
+# ------------------------------------------------------------------------------------------------ run folders
+
+
+@pytest.mark.parametrize("below", ["file", "file/run"])
+def test_unwritable_run_folder(etude, config, tmp_path, below):
+    (tmp_path / "file").write_text("mine")
+    line = etude("train", config(), "--run-dir", tmp_path / below).error
+    assert f"cannot write run folder {tmp_path / below}: Not a directory; choose a writable --run-dir" in line
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_train_in_a_folder_that_holds_a_run(etude, config, run):
+    before = (run / "checkpoints" / "last" / "model.safetensors").read_bytes()
+    line = etude("train", config(), "--run-dir", run, "training.seed=1").error
+    assert f"{run} already holds a run; use `etude resume {run}` or another --run-dir" in line
+    assert (run / "checkpoints" / "last" / "model.safetensors").read_bytes() == before
+
+
+def test_resume_of_a_finished_run(etude, run):
+    line = etude("resume", run).error
+    assert f"run {run} is finished (2 epochs, 10 steps)" in line
+    command = line.split("`")[1].split()
+    assert command[:3] == ["etude", "resume", str(run)]
+    assert etude(*command[1:], "-q").code == 0  # the remedy works
+    assert json.loads((run / "result.json").read_text())["epoch"] == 7
+
+
+def test_resume_of_a_finished_run_with_a_nearer_end(etude, run):
+    assert "is finished" in etude("resume", run, "training.epochs=1").error
+    assert "is finished" in etude("resume", run, "training.log_interval=3").error
+
+
+@pytest.mark.parametrize("command", ["resume", "evaluate"])
+def test_what_is_no_run_folder(etude, run, tmp_path, command):
+    assert f"there is no run folder {tmp_path}/nothing; give a folder made by" in etude(
+        command, "nothing"
+    ).error.replace("folder nothing", f"folder {tmp_path}/nothing")
+    assert f"is not a run folder: it has no config.yaml; did you mean {run}?" in etude(command, tmp_path).error
+    (tmp_path / "empty").mkdir()
+    assert "is not a run folder: it has no config.yaml; give a folder" in etude(command, tmp_path / "empty").error
+
+
+def test_evaluate_without_a_checkpoint(etude, run):
+    shutil.rmtree(run / "checkpoints")
+    assert f"there is no checkpoint in {run}/checkpoints; train first" in etude("evaluate", run).error
+
+
+def test_evaluate_on_an_unknown_split(etude, run):
+    line = etude("evaluate", run, "--split", "tst").error
+    assert "the data of this run has no split 'tst' (there are: train, validation, test)" in line
+    assert "has no split 'num_classes'" in etude("evaluate", run, "--split", "num_classes").error
+
+
+@pytest.mark.parametrize("which", ["7", "bset", "-1"])
+def test_evaluate_an_unknown_checkpoint(etude, run, which):
+    line = etude("evaluate", run, "--checkpoint", which).error
+    assert f"has no checkpoint '{which}' (steps there are: 5, 10; or best, last)" in line
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+def flip_a_bit(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+FILES = ["model.safetensors", "state.safetensors", "state.json", "meta.json", "manifest.json"]
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate])
+@pytest.mark.parametrize("file", FILES)
+def test_damaged_checkpoint_is_passed_over(etude, run, damage, file):
+    """The older one is used, with a warning; the work after it is done again, to the same end."""
+    weights = (run / "checkpoints" / "last" / "model.safetensors").read_bytes()
+    (run / "result.json").unlink()
+    damage(run / "checkpoints" / "step-00000010" / file)
+    outcome = etude("resume", run, "-q")
+    assert outcome.code == 0
+    (line,) = outcome.errors
+    assert line.startswith("etude: passed over: ")
+    assert "step-00000010" in line
+    assert file in line
+    assert line.endswith("; going on from step-00000005")
+    assert (run / "checkpoints" / "last" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("which", ["best", "last"])
+def test_damaged_checkpoint_is_not_evaluated(etude, run, which):
+    flip_a_bit(run / "checkpoints" / "step-00000010" / "model.safetensors")
+    outcome = etude("evaluate", run, "--checkpoint", which)
+    assert outcome.code == 0
+    assert "step-00000010 is damaged" in outcome.errors[0]
+    assert "step-00000005 on the test split" in outcome.out
+
+
+def test_no_checkpoint_is_intact(etude, run):
+    (run / "result.json").unlink()
+    for step in (5, 10):
+        flip_a_bit(run / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+    for command in ("resume", "evaluate"):
+        outcome = etude(command, run)
+        assert outcome.code == 2
+        assert len(outcome.errors) == 1
+        assert "is intact" in outcome.err
+        assert "step-00000010" in outcome.err
+        assert "step-00000005" in outcome.err
+
+
+@pytest.mark.parametrize("command", [["resume"], ["evaluate"], ["resume", "training.epochs=9", "model.width=9"]])
+def test_checkpoint_of_another_architecture(etude, run, command):
+    if len(command) == 1:
+        (run / "result.json").unlink()
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config["model"]["width"] = 9
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+    before = sorted((run / "checkpoints").glob("*/*"))
+    line = etude(command[0], run, *command[1:]).error
+    assert "belongs to another architecture: 0.weight: checkpoint (8, 6), model (9, 6)" in line
+    assert sorted((run / "checkpoints").glob("*/*")) == before
+
+
+# ------------------------------------------------------------------------------------------------ new
+
+
+@pytest.mark.parametrize("name", ["my-experiment", "1st", "class", "a/b", ""])
+def test_name_that_cannot_be_an_experiment(etude, tmp_path, name):
+    assert "cannot name an experiment: use letters, digits and _" in etude("new", name).error
+    assert not (tmp_path / "experiments").exists()
+
+
+def test_experiment_that_is_there_already(etude):
+    assert etude("new", "mine").code == 0
+    assert "mine exists already; choose another name" in etude("new", "mine").error
+
+
+def test_unwritable_experiments_folder(etude, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "cannot make file/mine: " in etude("new", "mine", "--root", "file").error
