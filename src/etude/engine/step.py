@@ -19,6 +19,9 @@ from etude.engine.update import Updater
 
 Counts = dict[str, Tensor | float]
 
+SMALLEST_COUNT = 1e-12
+"""Stands in for a count of 0, where sum and gradient are 0 too, so that 0 is the result and not 0/0."""
+
 
 class Step:
     """Runs one optimizer step on a list of micro-batches; waits for nothing and reads nothing from the device."""
@@ -90,7 +93,7 @@ class Step:
         return self._totals(totals)
 
     def _totals(self, counts: Counts) -> Counts:
-        """Return counts over all ranks; 1 where nothing counts, so that its zero gradient is not divided by 0."""
+        """Return counts over all ranks, none of them 0."""
         if self.world.size > 1:
             row = torch.stack([_on_device(count, self.updater.device) for count in counts.values()])
             counts = dict(zip(counts, self.world.sum(row).unbind(), strict=True))
@@ -108,8 +111,8 @@ def _on_device(count: Tensor | float, device: torch.device) -> Tensor:
 
 def _nonzero(count: Tensor | float) -> Tensor | float:
     if isinstance(count, Tensor):
-        return torch.where(count > 0, count, 1.0).float()
-    return float(count) if count > 0 else 1.0
+        return count.clamp_min(SMALLEST_COUNT)
+    return float(max(count, SMALLEST_COUNT))
 
 
 def _has_weight(term: LossTerm) -> bool:
@@ -127,6 +130,6 @@ def _objective(weighted: Terms, totals: Counts | None) -> Tensor:
 
 def _add_up(terms: Terms, sums: dict[str, Tensor], counts: Counts) -> None:
     for name, term in terms.items():
-        value = term.sum.detach()
+        value = term.sum.detach() if term.sum.requires_grad else term.sum
         sums[name] = sums[name] + value if name in sums else value
         counts[name] = counts[name] + term.count if name in counts else term.count

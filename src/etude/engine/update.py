@@ -62,7 +62,7 @@ class Updater:
         divisor = self.precision.unscale(divisor)
         if self.clip_norm is not None:
             # |g|/divisor > clip  ⇔  |g|/clip > divisor, and then dividing by |g|/clip leaves a norm of clip
-            scaled_norm = norm / self.clip_norm
+            scaled_norm = norm if self.clip_norm == 1.0 else norm / self.clip_norm
             divisor = scaled_norm.clamp_min(divisor)
         if not (self._has_stepped or self.optimizer.state):
             # Once: kernels that create their state in the first update would leave it half-made if skipped.

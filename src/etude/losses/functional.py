@@ -113,15 +113,14 @@ def accuracy_term(
     """Return how many of `count` labels the largest logit names: a metric, without gradient.
 
     >>> accuracy_term(torch.eye(3), torch.tensor([0, 1, 0]), 3).sum
-    tensor(2.)
+    tensor(2)
     """
-    logits = logits.detach()
     if targets.is_floating_point():
         targets = targets.argmax(class_dim)
-    correct = logits.argmax(class_dim).eq(targets)
+    correct = logits.argmax(class_dim).eq(targets)  # integers, so nothing here has a gradient
     if ignore_index is not None and ignore_index >= 0:  # a negative one is no class: no prediction equals it
         correct = correct & targets.ne(ignore_index)
-    return LossTerm(correct.sum(dtype=torch.float64 if logits.dtype is torch.float64 else torch.float32), count, 0.0)
+    return LossTerm(correct.count_nonzero(), count, 0.0)
 
 
 def mean_of(term: LossTerm) -> Tensor:
