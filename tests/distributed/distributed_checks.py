@@ -153,8 +153,3 @@ def evaluated_by_hand(made: Trainer, validation) -> float:
     with torch.no_grad():
         losses = [nn.functional.cross_entropy(made.model(x), y, reduction="sum") for x, y in validation]
     return float(torch.stack(losses).sum()) / len(validation.dataset)
-
-
-def forgetful() -> None:
-    """A script that never leaves: nothing is printed at its end."""
-    trainer(data()).train()

@@ -27,7 +27,7 @@ def features(count: int, seed: int, double: bool = False) -> TensorData:
 @register("data", "toy_classes")
 def classes(samples: int = 50, validation: int = 21, double: bool = False) -> DataSplits:
     """Return points with one of three classes."""
-    return DataSplits(features(samples, 1, double), features(validation, 2, double))
+    return DataSplits(features(samples, 1, double), features(validation, 2, double) if validation else None)
 
 
 def sentences(count: int, seed: int) -> TensorData:
@@ -209,3 +209,28 @@ class FickleTerms(SeveralTerms):
         if RANK == 1:
             del terms["rare"]
         return terms
+
+
+class Tripwire(torch.autograd.Function):
+    """Raises an error in the backward pass of one rank."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if RANK == 1:
+            raise DataError("a mistake in the backward pass")
+        return gradient
+
+
+@register("model", "toy_tripwire")
+class TripwireNet(Net):
+    """Fails on its way back, when the gradients of later layers are being summed already."""
+
+    def __init__(self) -> None:
+        super().__init__(width=800)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.middle(Tripwire.apply(torch.relu(self.first(x))))))

@@ -11,6 +11,6 @@ def test_world(runs, check, size):
     runs.call(size, check).ok()
 
 
-@pytest.mark.parametrize("check", ["collectives_of_a_step", "loaders", "forgetful"])
+@pytest.mark.parametrize("check", ["collectives_of_a_step", "loaders"])
 def test_trainer(runs, check):
     runs.call(2, check).ok()

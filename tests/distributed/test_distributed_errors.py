@@ -26,6 +26,11 @@ MISTAKES = {
         {"data": {"name": "toy_dataset", "samples": 50, "bad": 7}},
         "sample 7 cannot be read",
     ),
+    "mistake in the backward pass of one": (
+        {},
+        {"model": {"name": "toy_tripwire"}},
+        "a mistake in the backward pass",
+    ),
     "batch smaller than the processes": ({"batch_size": 1}, {}, "must be at least 2"),
     "batch norm of one sample": ({}, {"model": {"name": "toy_net", "batch_norm": True}}, "drop_last=true"),
     "unused parameters": (
@@ -86,6 +91,11 @@ def test_damaged_checkpoints(runs):
         (checkpoint / "model.safetensors").write_bytes(b"nothing")
     told(runs.resume(2, folder, "training.epochs=4"), "is intact")
     assert older.exists()
+
+
+def test_a_warning_is_printed_once(runs):
+    sections = {"data": {"name": "toy_classes", "validation": 0}, "callbacks": [{"name": "early_stopping"}]}
+    told(runs.train(2, runs.write("run", {"epochs": 1}, **sections))[1], "EarlyStopping did nothing", codes=(0, 0))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -24,8 +24,7 @@ def stopped_at(folder):
     return max(clocks)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(("size", "name"), [(2, "SIGTERM"), (3, "SIGINT")])
 def test_a_signal_to_one_process_stops_all_after_the_same_step_and_resuming_is_exact(runs, size, name):
     straight, ended = runs.train(size, runs.write("straight", TRAINING, model=NET))
     ended.ok()
@@ -57,14 +56,15 @@ def test_kill_9_of_one_process_and_resuming_is_exact(runs, rank):
     assert records(folder) == records(straight)
 
 
-def test_killed_again_and_again(runs):
-    training = TRAINING | {"save_every_steps": 1, "grad_accum_steps": 2, "drop_last": False, "epochs": 4}
+@pytest.mark.parametrize("kills", [4, pytest.param(15, marks=pytest.mark.slow)])
+def test_killed_again_and_again(runs, kills):
+    training = TRAINING | {"save_every_steps": 1, "grad_accum_steps": 2, "drop_last": False, "epochs": 6}
     net = NET | {"batch_norm": False}
     straight, ended = runs.train(2, runs.write("straight", training, model=net))
     ended.ok()
     config = runs.write("killed", training, model=net, callbacks=signal_at(1, 0, "SIGKILL"))
     folder, ended = runs.train(2, config)
-    for step in range(2, 12):
+    for step in range(2, 2 + kills):
         ended = runs.resume(2, folder, f"callbacks.0.step={step}", f"callbacks.0.rank={step % 2}")
         assert -9 in ended.codes
     runs.resume(2, folder, "callbacks.0.step=10000").ok()

@@ -69,14 +69,23 @@ class CheckpointManager:
         path = self.root / folder_name(step)
         numbers = _numbers(metrics or {})
         try:
-            if not self._cleaned:
-                clean_leftovers(self.root)
-                self._cleaned = True
+            self._clean()
             write_checkpoint(path, model_state, state, {**(meta or {}), "step": step, "metrics": numbers})
             self._tidy(step)
         except OSError as error:
             raise cannot_save(path, error) from error
         return path
+
+    def finish(self, step: int) -> None:
+        """Do what is still to be done after the checkpoint of `step`, if the process that saved it died too soon.
+
+        Its leftovers go, the links point at the newest and the best, and what is no longer kept is deleted.
+        """
+        try:
+            self._clean()
+            self._tidy(step)
+        except OSError as error:
+            raise cannot_save(self.root / folder_name(step), error) from error
 
     def load(self, which: str | Path | None = None) -> Checkpoint:
         """Read a checkpoint: "last" (the default), "best", or one by its path or name.
@@ -142,6 +151,11 @@ class CheckpointManager:
             load_optimizer_state(optimizer, model, saved)
         extra: dict[str, Any] = checkpoint.state.get("extra", {})
         return extra
+
+    def _clean(self) -> None:
+        if not self._cleaned:
+            clean_leftovers(self.root)
+            self._cleaned = True
 
     def _tidy(self, saved: int) -> None:
         """Point the links at the newest and the best, then delete what is no longer kept."""

@@ -202,8 +202,8 @@ class WarningLines(logging.Handler):
 def main() -> None:
     """Run the command line."""
     logger = logging.getLogger("etude")
-    if not any(isinstance(handler, WarningLines) for handler in logger.handlers):
-        logger.addHandler(WarningLines(logging.WARNING))
+    if not any(isinstance(handler, (WarningLines, logging.NullHandler)) for handler in logger.handlers):
+        logger.addHandler(WarningLines(logging.WARNING) if _is_main() else logging.NullHandler())
     app()
 
 

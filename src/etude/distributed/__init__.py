@@ -1,6 +1,6 @@
 """Processes of one run: joining them, reductions over ranks, and data parallelism."""
 
-from etude.distributed.launch import before_joining, failing_together, join_world, leave_world
+from etude.distributed.launch import before_joining, failing_together, join_world, launcher, leave_world
 from etude.distributed.parallel import check_gradients, local_gradients, share_buffers, wrap_data_parallel
 from etude.distributed.task import RankTask, is_empty
 from etude.distributed.world import World
@@ -13,6 +13,7 @@ __all__ = [
     "failing_together",
     "is_empty",
     "join_world",
+    "launcher",
     "leave_world",
     "local_gradients",
     "share_buffers",

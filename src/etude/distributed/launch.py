@@ -1,5 +1,6 @@
 """Joining the processes that torchrun started, leaving them, and failing with one message."""
 
+import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ def join_world(device_type: str) -> World:
             dist.init_process_group("gloo" if device is None else "nccl", device_id=device)
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"cannot join the {size} processes of this run ({error}); {HINT}") from error
+        atexit.register(leave_world)  # for scripts that do not leave by themselves
     host_group = dist.group.WORLD if device is None else dist.new_group(backend="gloo")
     return World(rank, size, local_rank, host_group, dist.distributed_c10d._get_default_store())
 
@@ -39,6 +41,18 @@ def leave_world() -> None:
     """Leave the process group, if this process is in one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def launcher(world: World) -> str:
+    """Return what to type before `etude` to start as many processes again.
+
+    >>> launcher(World()) + "etude resume RUN_DIR", launcher(World(size=2)) + "etude resume RUN_DIR"
+    ('etude resume RUN_DIR', 'torchrun --nproc-per-node 2 -m etude resume RUN_DIR')
+    """
+    if world.size == 1:
+        return ""
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", str(world.size)) == str(world.size)
+    return f"torchrun {f'--nproc-per-node {world.size}' if is_one_machine else '…'} -m "
 
 
 @contextmanager

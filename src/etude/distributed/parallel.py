@@ -59,10 +59,13 @@ def idle_output(model: nn.Module) -> Tensor:
 
     The model itself is not run: few models take an empty batch. The ranks meet in its gradients all the same.
     """
+    params = [param for param in model.parameters() if param.requires_grad]
     if not isinstance(model, DistributedDataParallel):
-        return _Idle(model)()  # type: ignore[no-any-return]
+        return _nothing_of(params)
+    if model.find_unused_parameters:
+        params = params[:1]  # the others have no part in this rank's loss, as torch then finds out
     module = model.module
-    model.module = _Idle(module)
+    model.module = _Idle(module, params)
     try:
         return model()  # type: ignore[no-any-return]
     finally:
@@ -70,16 +73,21 @@ def idle_output(model: nn.Module) -> Tensor:
 
 
 class _Idle(nn.Module):
-    """Stands in for a model for one call; it has the same parameters and buffers."""
+    """Stands in for a model for one call; it has the same buffers."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, params: list[nn.Parameter]) -> None:
         super().__init__()
         self.model = model
+        self._params_used = params
 
     def forward(self) -> Tensor:
-        """Add up no element of every parameter."""
-        nothing = [param.flatten()[:0].sum() for param in self.model.parameters() if param.requires_grad]
-        return torch.stack([one.float() for one in nothing]).sum()
+        """Return 0."""
+        return _nothing_of(self._params_used)
+
+
+def _nothing_of(params: list[nn.Parameter]) -> Tensor:
+    """Return the sum of no element of every parameter."""
+    return torch.stack([param.flatten()[:0].sum().float() for param in params]).sum()
 
 
 def check_gradients(model: nn.Module, params: Iterable[nn.Parameter]) -> None:

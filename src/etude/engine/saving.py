@@ -17,13 +17,14 @@ class Saver:
         state: TrainState,
         meta: Mapping[str, Any] | None = None,
         *,
-        is_saved: bool = False,
+        resumed: Mapping[str, float] | None = None,
     ) -> None:
-        """`is_saved` says that the state is that of the newest checkpoint, as after a resume."""
+        """`resumed` holds the metrics of the checkpoint that the state comes from, if it is one of this run."""
         self.manager = manager
         self._state = state
         self._meta = dict(meta or {})
-        self._saved_at = (state.clock.step, state.clock.epoch) if is_saved else None
+        self._resumed_at = None if resumed is None else self._moment()
+        self._saved_at, self._has_metrics = self._resumed_at, bool(resumed)
 
     def save(self, metrics: Mapping[str, float]) -> Path | None:
         """Write a checkpoint and return its folder; None if this very moment is saved already.
@@ -31,8 +32,9 @@ class Saver:
         Raises CheckpointError on every rank if the writing rank cannot write; earlier checkpoints stay intact.
         """
         clock, world = self._state.clock, self._state.world
-        moment = (clock.step, clock.epoch)
-        if moment == self._saved_at:
+        if self._moment() == self._saved_at and (self._has_metrics or not metrics):
+            if self._saved_at == self._resumed_at:
+                world.attempt(lambda: self.manager.finish(clock.step), here=world.is_main)
             return None
         model_state, rest = self._state.capture()
         meta = {**self._meta, "epoch": clock.epoch, "position": clock.position}
@@ -42,5 +44,8 @@ class Saver:
             ),
             here=world.is_main,
         )
-        self._saved_at = moment
+        self._saved_at, self._has_metrics = self._moment(), bool(metrics)
         return self.manager.root / folder_name(clock.step)
+
+    def _moment(self) -> tuple[int, int]:
+        return self._state.clock.step, self._state.clock.epoch

@@ -8,9 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from etude.checkpoint import Checkpoint, CheckpointManager, folder_name, load_model_state, newest_intact
+from etude.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    folder_name,
+    load_model_state,
+    newest_intact,
+    read_checkpoint,
+)
 from etude.core import CheckpointError, ConfigError, DataError, RunFolderError
-from etude.distributed import World, before_joining, failing_together, join_world, leave_world
+from etude.distributed import World, before_joining, failing_together, join_world, launcher, leave_world
 from etude.experiment.build import build_data, build_trainer
 from etude.experiment.config import ExperimentConfig, load_config_file, load_experiment_config
 from etude.monitor import RunFolder, default_run_dir
@@ -99,8 +106,9 @@ def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best
         folder = RunFolder.open(run_dir)
         config = load_config_file(folder.config_path)
     with _world(config) as world:
-        checkpoint = world.attempt(lambda: _read_checkpoint(folder, which))
-        assert checkpoint is not None
+        found = world.attempt(lambda: _read_checkpoint(folder, which), here=world.is_main)
+        path = Path(world.share_text("" if found is None else str(found.path)))
+        checkpoint = found if found is not None else read_checkpoint(path)
         data = build_data(config, world)
         loader = data.loader(split)
         if loader is None:
@@ -159,8 +167,7 @@ def _held(folder: RunFolder, world: World) -> Iterator[None]:
 
 
 def _resume_command(folder: RunFolder, world: World) -> str:
-    launcher = "" if world.size == 1 else f"torchrun --nproc-per-node {world.size} -m "
-    return f"{launcher}etude resume {folder.path}"
+    return f"{launcher(world)}etude resume {folder.path}"
 
 
 def _reopen(folder: RunFolder, step: int, config: ExperimentConfig | None) -> None:

@@ -266,11 +266,11 @@ class Trainer:
                 self.world.attempt(lambda: stack.enter_context(lock), here=self.world.is_main)
             yield
 
-    def _saver(self, *, is_saved: bool = False) -> Saver | None:
+    def _saver(self, *, resumed: Mapping[str, float] | None = None) -> Saver | None:
         if self.folder is None or not self.config.save_checkpoints:
             return None
         manager = CheckpointManager(self.folder.checkpoints_path, keep_best=self.config.keep_best)
-        return Saver(manager, self.state, self._meta, is_saved=is_saved)
+        return Saver(manager, self.state, self._meta, resumed=resumed)
 
     def _is_saved(self) -> bool:
         """Whether the state is, unchanged, that of a checkpoint in the run folder."""
@@ -299,7 +299,7 @@ class Trainer:
             accumulator=self.accumulator,
             callbacks=self.callbacks,
             validate=self.evaluate if self.val_loader is not None else None,
-            saver=self._saver(is_saved=self._is_saved()),
+            saver=self._saver(resumed=self._restored_metrics if self._is_saved() else None),
             interrupts=interrupts,
         )
         if self._restored_from is not None:
