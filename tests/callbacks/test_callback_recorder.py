@@ -74,6 +74,25 @@ def test_a_record_made_again_after_a_resume_is_written_once(tmp_path):
     assert [r["split"] for r in folder.read_metrics()] == ["train", "train", "val", "epoch"]
 
 
+def test_a_kill_between_two_files_leaves_no_gap(tmp_path):
+    """The validation is in metrics.jsonl and not yet in metrics.csv: made again, it goes where it is missing."""
+    folder = RunFolder.create(tmp_path / "run")
+    life = Life(folder.path)
+    callbacks = CallbackList([RunRecorder(folder)])
+    callbacks.on_train_begin(life.run_info())
+    life.epoch(callbacks)
+    for path, lines in ((folder.metrics_path, 3), (folder.metrics_csv_path, 3)):  # the CSV file has a header too
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:lines]))
+    again = CallbackList([RunRecorder(folder)])
+    again.on_train_begin(Life(folder.path, clock=Clock(step=4, epoch=0, position=32), resumed=True).run_info())
+    again.on_epoch_begin(0)
+    again.on_validation_end(0, {"val_loss": 1.5})
+    again.on_epoch_end(0, {"loss": 1.0})
+    assert [r["split"] for r in folder.read_metrics()] == ["train", "train", "val", "epoch"]
+    with folder.metrics_csv_path.open(newline="") as file:
+        assert [row["split"] for row in csv.DictReader(file)] == ["train", "train", "val", "epoch"]
+
+
 def test_work_that_is_done_again_is_recorded_once(tmp_path):
     folder = RunFolder.create(tmp_path / "run")
     life = Life(folder.path)

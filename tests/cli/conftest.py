@@ -75,6 +75,7 @@ def config(tmp_path):
             **sections,
         }
         path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(data, sort_keys=False))
         return path
 

@@ -124,12 +124,13 @@ def test_file_that_is_no_config(etude, tmp_path, content, words):
     [
         ("tooy.yaml", "no file 'tooy.yaml'; did you mean 'toy.yaml'?"),
         ("nowhere/toy.yaml", "no file 'nowhere/toy.yaml': its folder does not exist"),
-        ("lenet6/baseline", "no experiment 'lenet6/baseline'; did you mean 'lenet5/baseline'?"),
-        ("lenet5/bassline", "no experiment 'lenet5/bassline'; did you mean 'lenet5/baseline'?"),
+        ("mymet/baseline", "no experiment 'mymet/baseline'; did you mean 'mynet/baseline'?"),
+        ("mynet/bassline", "no experiment 'mynet/bassline'; did you mean 'mynet/baseline'?"),
     ],
 )
 def test_missing_file(etude, config, name, words):
     config("toy.yaml")
+    config("experiments/mynet/configs/baseline.yaml")
     assert words in etude("train", name).error
 
 
@@ -344,9 +345,12 @@ def test_no_checkpoint_is_intact(etude, run):
         outcome = etude(command, run)
         assert outcome.code == 2
         assert len(outcome.errors) == 1
-        assert "is intact" in outcome.err
-        assert "step-00000010" in outcome.err
-        assert "step-00000005" in outcome.err
+        assert (
+            f"no checkpoint in {run}/checkpoints is intact: step-00000010 is damaged: model.safetensors"
+            in outcome.err
+        )
+        assert "; step-00000005 is damaged: model.safetensors" in outcome.err
+        assert outcome.err.endswith("; bring back a copy, or train anew\n")
 
 
 @pytest.mark.parametrize("command", [["resume"], ["evaluate"], ["resume", "training.epochs=9", "model.width=9"]])

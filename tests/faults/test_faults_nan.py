@@ -34,7 +34,10 @@ def test_bad_batches_without_end_stop_the_run(etude, experiment, tmp_path):
     code, process = etude.run("train", experiment, "--run-dir", folder, *arguments)
     assert code == 2
     (line,) = process.err.splitlines()
-    assert line.startswith("etude: the loss or its gradients were not finite in the last ")
+    assert line.startswith("etude: the loss or its gradients were not finite in the last 8 steps, up to step 24; ")
     assert "training.max_skipped_steps" in line
-    assert_finite(folder)
     assert not (folder / "result.json").exists()
+    assert_finite(folder)
+    code, process = etude.run("evaluate", folder, "--split", "validation")
+    assert code == 0, process.err
+    assert "nan" not in process.out

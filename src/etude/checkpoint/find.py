@@ -77,4 +77,5 @@ def _first(action: Callable[[Path], T], candidates: Iterable[Path], root: Path) 
             problems.append(str(error))
     if not problems:
         raise CheckpointError(f"there is no checkpoint in {root}; train first, or give another folder")
-    raise CheckpointError(f"no checkpoint in {root} is intact: " + "; ".join(problems))
+    short = "; ".join(problem.replace(f"checkpoint {root}/", "") for problem in problems)
+    raise CheckpointError(f"no checkpoint in {root} is intact: {short}; bring back a copy, or train anew")

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,7 +168,15 @@ def _held(folder: RunFolder, world: World) -> Iterator[None]:
 
 
 def _resume_command(folder: RunFolder, world: World) -> str:
-    return f"{launcher(world)}etude resume {folder.path}"
+    return f"{launcher(world) or _folder_of_command()}etude resume {folder.path}"
+
+
+def _folder_of_command() -> str:
+    """Return what to type before `etude` so that it is found, as from a virtual environment that is not active."""
+    command = Path(sys.argv[0])
+    if command.name != "etude" or command.parent == Path() or shutil.which("etude"):
+        return ""
+    return f"{command.parent}/"
 
 
 def _reopen(folder: RunFolder, step: int, config: ExperimentConfig | None) -> None:
