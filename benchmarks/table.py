@@ -89,7 +89,7 @@ def read_options(description: str, argv: Sequence[str] | None = None) -> argpars
     return parser.parse_args(argv)
 
 
-def publish(benchmark: str, tables: Sequence[Table], options: argparse.Namespace) -> None:
+def publish(benchmark: str, tables: Sequence[Table], options: argparse.Namespace, *, device: str = "cpu") -> None:
     """Print the tables, and write them with their circumstances if a file was asked for."""
     for table in tables:
         print(f"\n{table}", flush=True)
@@ -97,7 +97,7 @@ def publish(benchmark: str, tables: Sequence[Table], options: argparse.Namespace
         report = {
             "benchmark": benchmark,
             "quick": options.quick,
-            "environment": environment(),
+            "environment": {"device": device, **environment()},
             "tables": [{"title": table.title, "how": table.how, "rows": finite(table.rows)} for table in tables],
         }
         options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
@@ -119,7 +119,6 @@ def environment() -> dict[str, Any]:
     import torch
 
     return {
-        "device": "cpu",
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
