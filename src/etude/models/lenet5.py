@@ -53,7 +53,8 @@ class LeNet5(nn.Module):
         self.pool = nn.MaxPool2d(2) if pooling == "max" else nn.AvgPool2d(2)
         self.activation = ACTIVATIONS[activation]()
         self.dropout = nn.Dropout(dropout)
-        self.to(getattr(torch, dtype))
+        # Channels last: the small convolutions take two thirds of the time on a CPU.
+        self.to(dtype=getattr(torch, dtype), memory_format=torch.channels_last)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits (B, num_classes) of images (B, C, H, W)."""
