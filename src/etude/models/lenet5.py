@@ -54,7 +54,7 @@ class LeNet5(nn.Module):
         self.activation = ACTIVATIONS[activation]()
         self.dropout = nn.Dropout(dropout)
         # Channels last: the small convolutions take two thirds of the time on a CPU.
-        self.to(dtype=getattr(torch, dtype), memory_format=torch.channels_last)
+        self.to(getattr(torch, dtype)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits (B, num_classes) of images (B, C, H, W)."""
