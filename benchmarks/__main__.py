@@ -17,6 +17,7 @@ BENCHMARKS = {
     "startup": (),
     "loader": ("--rounds=1", "--samples=2000"),
     "optim": ("--rounds=2",),
+    "gpu_step": (),
 }
 """Modules in the order in which they run, and what `--quick` is for those that do not know the word."""
 
