@@ -112,7 +112,7 @@ class Size:
     rounds: int
 
 
-FULL, QUICK = Size(warmup=150, timed=1000, rounds=40), Size(warmup=3, timed=10, rounds=1)
+FULL, QUICK = Size(warmup=150, timed=1000, rounds=16), Size(warmup=3, timed=10, rounds=1)
 """The timed stretch holds ten log points, about two refreshes of the display and, where saving is timed, one save."""
 
 

@@ -64,6 +64,21 @@ def test_step_never_waits(no_waiting, optimizer, precision, num_micro):
         step(batches)
 
 
+def test_step_of_a_batch_norm_model_never_waits_and_keeps_its_statistics(no_waiting):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Linear(16, 10)).cuda()
+    precision = Precision("fp32", torch.device("cuda"))
+    updater = Updater(AdamW(model.parameters()), clip_norm=1.0, precision=precision)
+    step = Step(model, SupervisedTask(ClassificationLoss()), updater, precision)
+    x, y = data(64)
+    step([(x, y)])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    no_waiting(True)
+    step([(x * float("nan"), y)])
+    no_waiting(False)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
 def test_language_modelling_step_with_masks_never_waits(no_waiting):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 50)).cuda()

@@ -12,10 +12,9 @@ def check_finite(bad_streak: int, limit: int, step: int) -> None:
     """Raise TrainingError if `limit` updates in a row were not finite. They were skipped: the weights are intact."""
     if bad_streak >= limit:
         raise TrainingError(
-            f"the loss or its gradients were not finite in the last {bad_streak} steps, up to step {step}; "
-            f"these updates were skipped and the weights are those from before. Lower the learning rate, set "
-            f"training.gradient_clip_norm, use precision bf16 or fp32 instead of fp16, or look for NaN in the data "
-            f"(training.max_skipped_steps sets how many are allowed)"
+            f"the loss or its gradients were not finite in the last {bad_streak} steps, up to step {step}; the "
+            f"updates were skipped, so the weights are intact. Lower the learning rate, clip by "
+            f"training.gradient_clip_norm, or look for NaN in the data (training.max_skipped_steps={limit} of them are allowed)"
         )
 
 
