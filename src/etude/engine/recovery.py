@@ -14,7 +14,7 @@ def check_finite(bad_streak: int, limit: int, step: int) -> None:
         raise TrainingError(
             f"the loss or its gradients were not finite in the last {bad_streak} steps, up to step {step}; the "
             f"updates were skipped, so the weights are intact. Lower the learning rate, clip by "
-            f"training.gradient_clip_norm, or look for NaN in the data (training.max_skipped_steps={limit} of them are allowed)"
+            f"training.gradient_clip_norm, or look for NaN in the data (training.max_skipped_steps={limit})"
         )
 
 
