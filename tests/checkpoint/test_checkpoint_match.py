@@ -8,8 +8,9 @@ import torch
 from checkpoint_helpers import assert_same
 from torch import Tensor, nn
 
-from etude.checkpoint import clean_state_dict, explain_mismatch, load_model_state, pack, unpack, unwrap
+from etude.checkpoint import clean_state_dict, explain_mismatch, load_model_state, pack, unpack
 from etude.core import CheckpointError
+from etude.core.calling import unwrap
 
 
 class Net(nn.Module):

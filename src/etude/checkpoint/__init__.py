@@ -4,7 +4,7 @@ from etude.checkpoint.durable import clean_leftovers
 from etude.checkpoint.find import find_checkpoints, folder_name, newest_intact, read_newest_intact
 from etude.checkpoint.format import pack, unpack
 from etude.checkpoint.manager import CheckpointManager
-from etude.checkpoint.match import clean_state_dict, explain_mismatch, load_model_state, unwrap
+from etude.checkpoint.match import clean_state_dict, explain_mismatch, load_model_state
 from etude.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from etude.checkpoint.retention import Entry, to_delete
 from etude.checkpoint.store import Checkpoint, read_checkpoint, read_meta, verify_checkpoint, write_checkpoint
@@ -28,7 +28,6 @@ __all__ = [
     "read_newest_intact",
     "to_delete",
     "unpack",
-    "unwrap",
     "verify_checkpoint",
     "write_checkpoint",
 ]

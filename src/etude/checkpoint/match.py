@@ -6,27 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from etude.core.calling import unwrap
 from etude.core.errors import CheckpointError
 
 _WRAPPER_PARTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Name parts that torch reserves for its wrappers (compile, activation checkpointing, FSDP)."""
 
 _NUM_NAMED = 8
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """Return the user's module inside DataParallel, DistributedDataParallel and torch.compile."""
-    while True:
-        inner = module._modules.get("_orig_mod")
-        if isinstance(module, (DataParallel, DistributedDataParallel)):
-            module = module.module
-        elif inner is not None:
-            module = inner
-        else:
-            return module
 
 
 def clean_name(name: str) -> str:

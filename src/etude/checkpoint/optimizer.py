@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from etude.checkpoint.match import clean_name, unwrap
+from etude.checkpoint.match import clean_name
+from etude.core.calling import unwrap
 from etude.core.errors import CheckpointError
 
 _NUM_NAMED = 8

@@ -117,9 +117,9 @@ class RunFolder:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the resolved config; from now on the folder holds a run."""
-        import yaml
+        from etude.config import dump_yaml
 
-        self._write(self.config_path, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+        self._write(self.config_path, dump_yaml(dict(config)))
 
     def write_environment(self, device: torch.device | None = None) -> None:
         """Write versions, device, commit and command line."""
