@@ -1,7 +1,8 @@
-"""Small stand-ins for real data: idx files with valid headers, and a dataset that draws random numbers."""
+"""Small stand-ins for real data: idx files with valid headers, a dataset that draws random numbers; child processes."""
 
 import gzip
 import hashlib
+import multiprocessing
 import random
 import struct
 
@@ -68,3 +69,24 @@ class RandomDataset(torch.utils.data.Dataset):
 @pytest.fixture
 def random_dataset():
     return RandomDataset(22)
+
+
+@pytest.fixture
+def in_child():
+    """Run a function in a forked process: its exit code, and what it returned (None if it did not come to that)."""
+    context = multiprocessing.get_context("fork")
+
+    def run(function, *arguments):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=lambda: sender.send(function(*arguments)))
+        process.start()
+        sender.close()
+        try:
+            result = receiver.recv()
+        except EOFError:
+            result = None
+        process.join()
+        receiver.close()
+        return process.exitcode, result
+
+    return run

@@ -260,7 +260,7 @@ def test_positions_beyond_the_data_are_refused():
         (lambda: DataLoader(torch.zeros(4), [1, 2, 3, 4], 2), "labels is a list; give a tensor"),
         (lambda: DataLoader(np.array(["a", "b"])), "cannot become a tensor"),
         (lambda: DataLoader(torch.zeros(4), prefetch=-1), "prefetch is -1"),
-        (lambda: DataLoader("data/tokenized"), "data is a str; give a tensor"),
+        (lambda: DataLoader("data/tokenized"), "data/tokenized: no such file"),
         (lambda: DataLoader(iter([1])), "data is a list_iterator"),
         (lambda: DataLoader([1, 2, 3], 2), "give the batch size by name: batch_size=2"),
         (lambda: DataLoader([1, 2, 3], torch.zeros(3)), "samples of a dataset carry their own"),

@@ -29,16 +29,18 @@ class PlainNetwork:
         self.size, self.key = size, key
         self.rows = math.isqrt(size - 1) + 1
         self.columns = -(-size // self.rows)
+        self.half, self.scramble = (16, 0x85EBCA6B) if size < 2**32 else (32, 0xBF58476D1CE4E5B9)
 
     def move(self, number, fixed):
-        word = (fixed * (mix(self.key, number, 0) | 1) + mix(self.key, number, 1)) & MASK
-        word = ((word ^ (word >> 32)) * 0xBF58476D1CE4E5B9) & MASK
+        half, mask = self.half, 2 ** (2 * self.half) - 1
+        word = (fixed * ((mix(self.key, number, 0) & mask) | 1) + (mix(self.key, number, 1) & mask)) & mask
+        word = ((word ^ (word >> half)) * self.scramble) & mask
         extent = self.rows if number % 2 == 0 else self.columns
-        return ((word >> 32) * extent) >> 32
+        return ((word >> half) * extent) >> half
 
     def forward(self, value):
         left, right = divmod(value, self.columns)
-        for number in range(6):
+        for number in range(4):
             if number % 2 == 0:
                 left = (left + self.move(number, right)) % self.rows
             else:
@@ -48,7 +50,7 @@ class PlainNetwork:
 
     def backward(self, value):
         left, right = divmod(value, self.columns)
-        for number in reversed(range(6)):
+        for number in reversed(range(4)):
             if number % 2 == 0:
                 left = (left - self.move(number, right)) % self.rows
             else:

@@ -11,6 +11,7 @@ from etude.core.errors import (
     RunFolderError,
     TrainingError,
 )
+from etude.core.head import HeadOutput
 from etude.core.loader import BatchIterator, Loader
 from etude.core.report import StepReport
 from etude.core.terms import LossTerm, Task, Terms
@@ -25,6 +26,7 @@ __all__ = [
     "DataBatch",
     "DataError",
     "EtudeError",
+    "HeadOutput",
     "Loader",
     "LossTerm",
     "RunFolderError",

@@ -4,7 +4,8 @@
     (x,) · (x, labels) · DataBatch     model(x)
     (x, y, …, labels)                  model(x, y, …)
     {"tokens", "types", "attn_mask"}   model(tokens[:, :-1], types[:, :-1], attn_mask[:, :-1]); targets: tokens[:, 1:]
-    {"input_ids", …} · any mapping     model(**inputs), by the names of `forward`, without the labels
+    {"input_ids", …} · any mapping     model(**inputs), by the names of `forward`, without the labels;
+                                       attention_mask and attn_mask are the same thing
 
 A mapping with `tokens` and no labels is a next-token batch; with labels it is a mapping like any other.
 """
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from etude.core.batch import LABEL_KEYS, Batch, batch_labels
 from etude.core.errors import TrainingError
 
+OTHER_NAMES = (("attn_mask", "attention_mask"), ("attention_mask", "attn_mask"))
+"""(parameter, key): a mask that the batch has under one name is given to a model that knows it by the other."""
 WRAPPED_MODULES = ("_orig_mod", "_fsdp_wrapped_module")
 """Names under which torch.compile and FSDP hold the module they wrap."""
 
@@ -66,12 +69,16 @@ class Plan(NamedTuple):
     positional: tuple[str, ...]
     keywords: tuple[str, ...]
     next_token: bool
+    renamed: tuple[tuple[str, str], ...] = ()
+    """(parameter, key) of values that the model knows under another name."""
     """Leave out the last position of every input: it has no next token."""
 
     def run(self, model: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
         """Call the model as planned; an optional input that the batch lacks is None."""
         positional = [batch.get(key) for key in self.positional]
         keywords = {key: batch[key] for key in self.keywords}
+        for name, key in self.renamed:
+            keywords[name] = batch[key]
         if self.next_token:
             positional = [_without_last(value) for value in positional]
             keywords = {key: _without_last(value) for key, value in keywords.items()}
@@ -112,7 +119,7 @@ class Forward:
     def plan(self, keys: tuple[str, ...]) -> Plan:
         """Decide how a mapping with these keys is passed; raise TrainingError if it does not fit."""
         plan = self._next_token_plan(keys) if is_next_token(keys) else self._mapping_plan(keys)
-        given = {*plan.keywords, *self.positional[: len(plan.positional)]}
+        given = {*plan.keywords, *(name for name, _ in plan.renamed), *self.positional[: len(plan.positional)]}
         missing = [name for name in self.required if name not in given]
         if missing or not (plan.positional or plan.keywords):
             lacks = f"; it lacks {', '.join(missing)}" if missing else "; none of them fits"
@@ -130,10 +137,13 @@ class Forward:
         main = next(
             (key for key in ("input_ids", "tokens") if key in inputs), inputs[0] if len(inputs) == 1 else None
         )
+        renamed = tuple(
+            (name, key) for name, key in OTHER_NAMES if key in inputs and name in self.names and key not in keywords
+        )
         if main is None or main in self.names or not self._takes_first(inputs):
-            return Plan((), tuple(keywords), next_token=False)
+            return Plan((), tuple(keywords), next_token=False, renamed=renamed)
         # forward calls its first argument something else (`x`, `input`): give it by position.
-        return Plan((main,), tuple(key for key in keywords if key != main), next_token=False)
+        return Plan((main,), tuple(key for key in keywords if key != main), next_token=False, renamed=renamed)
 
     def _takes_first(self, inputs: Collection[str]) -> bool:
         """Whether the first position is free for an input that forward does not know by name."""

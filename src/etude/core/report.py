@@ -23,6 +23,10 @@ class StepReport:
     """Learning rate of the first parameter group in this step."""
     num_samples: int
     """Samples on this rank."""
+    num_tokens: Tensor | float = 0.0
+    """Tokens on this rank, padding left out; 0 where batches have none."""
+    forward_flops: float = 0.0
+    """FLOPs of this rank's forward passes, as far as they are counted: for batches of tokens."""
 
     @property
     def grad_norm(self) -> Tensor:

@@ -6,7 +6,7 @@ samples give the gradient of one batch of k·b samples, whatever the masks and w
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -55,3 +55,21 @@ class CountsAhead(Protocol):
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
         """Return the count of every weighted term without running the model, or None if it cannot be known."""
         ...
+
+
+@runtime_checkable
+class Derives(Protocol):
+    """A task that knows numbers which follow from the averages of its terms, as perplexity does from the loss."""
+
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Return such numbers by name."""
+        ...
+
+
+def derive(task: Any, means: Mapping[str, float]) -> dict[str, float]:
+    """Return the averages, and after them the numbers that a task derives from them.
+
+    >>> derive(None, {"loss": 0.5})
+    {'loss': 0.5}
+    """
+    return {**means, **(task.derived(means) if isinstance(task, Derives) else {})}

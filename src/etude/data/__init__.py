@@ -1,30 +1,75 @@
-"""Data: the keyed permutation, the sampler, loaders, prefetching and data sets."""
+"""Data: orders and samplers, loaders, token files, prefetching and data sets."""
 
+from etude.data.blocks import TokenBlocks
+from etude.data.factory import DataLoaderFactory
 from etude.data.foreign import ForeignLoader, as_loader
 from etude.data.idx import read_idx
+from etude.data.language import load_text_corpus, load_token_mixture, load_tokens
 from etude.data.loader import DataLoader, EpochIterator
+from etude.data.mixture import TokenMixture
 from etude.data.mnist import fetch_mnist, load_mnist
 from etude.data.normalize import Normalize
 from etude.data.permutation import KeyedPermutation
 from etude.data.prefetch import PrefetchStream, prefetch_stream
+from etude.data.reading import (
+    MaskedTokens,
+    PackedDocuments,
+    TokenDocuments,
+    collate,
+    document_mask,
+    mask_tokens,
+)
 from etude.data.sampler import BatchSampler
-from etude.data.splits import DataSplits, TensorData, check_labels, make_loader
+from etude.data.source import BatchSource
+from etude.data.splits import DataSplits, LoaderData, TensorData, check_labels, make_loader
+from etude.data.tokens import (
+    Sample,
+    TokenFile,
+    TokenReport,
+    TokenWriter,
+    check_tokens,
+    find_split,
+    open_tokens,
+    read_dataset,
+)
 
 __all__ = [
     "BatchSampler",
+    "BatchSource",
     "DataLoader",
+    "DataLoaderFactory",
     "DataSplits",
     "EpochIterator",
     "ForeignLoader",
     "KeyedPermutation",
+    "LoaderData",
+    "MaskedTokens",
     "Normalize",
+    "PackedDocuments",
     "PrefetchStream",
+    "Sample",
     "TensorData",
+    "TokenBlocks",
+    "TokenDocuments",
+    "TokenFile",
+    "TokenMixture",
+    "TokenReport",
+    "TokenWriter",
     "as_loader",
     "check_labels",
+    "check_tokens",
+    "collate",
+    "document_mask",
     "fetch_mnist",
+    "find_split",
     "load_mnist",
+    "load_text_corpus",
+    "load_token_mixture",
+    "load_tokens",
     "make_loader",
+    "mask_tokens",
+    "open_tokens",
     "prefetch_stream",
+    "read_dataset",
     "read_idx",
 ]

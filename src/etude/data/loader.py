@@ -1,7 +1,9 @@
-"""The loader: batches of in-memory tensors or of a map-style dataset, from any position of any epoch."""
+"""The loader: batches of tensors, token files or a map-style dataset, from any position of any epoch."""
 
 import inspect
 from collections.abc import Callable, Generator, Iterator, Sized
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +15,12 @@ from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data.cuda import SideStream, ahead
 from etude.data.memory import TensorSource, is_in_memory
+from etude.data.order import BucketOrder, Order, SequentialOrder, ShuffledOrder
 from etude.data.prefetch import prefetch_stream
+from etude.data.reading import TokenDocuments
 from etude.data.sampler import BatchSampler
+from etude.data.source import BatchSource, GatheredBatches, MeasuredSource, OrderedSource
+from etude.data.tokens import open_tokens
 from etude.data.workers import Collate, DatasetSource, WorkerSettings
 
 
@@ -44,8 +50,9 @@ class DataLoader:
     """Batches in an order that is a pure function of (seed, epoch, position).
 
     `data` is a tensor, a NumPy array or a mapping of them, held in memory and gathered by one vectorised copy
-    per batch, or a map-style dataset whose samples are fetched one by one, in worker processes if asked for.
-    Tensors give a `DataBatch(data, labels)`, a mapping gives dicts, a dataset gives what `collate_fn` makes.
+    per batch; a source that gathers batches itself, such as `TokenBlocks`; the path of a token file, read as padded
+    documents; or a map-style dataset whose samples are fetched one by one, in worker processes if asked for.
+    Tensors give a `DataBatch(data, labels)`, a mapping or a token file gives dicts, a dataset what `collate_fn` makes.
 
     >>> loader = DataLoader(torch.arange(5), torch.arange(5) % 2, batch_size=2, shuffle=False)
     >>> [batch.data.tolist() for batch in loader]
@@ -55,6 +62,8 @@ class DataLoader:
 
     Arguments:
         batch_size: samples per batch over all ranks.
+        bucket_batches: put samples of similar length together, looking over this many batches at a time, so that
+            little is padded; 0 does not. For sources that tell the lengths of their samples.
         prefetch: batches made ready beforehand. In memory, by a background thread; of a dataset, only the copies
             to a CUDA device are made beforehand, as its workers have their own `prefetch_factor`.
         transform: applied to the `data` of each batch (or to the whole batch, where it is no `DataBatch`), on
@@ -77,6 +86,7 @@ class DataLoader:
         prefetch: int = 0,
         seed: int = 0,
         *,
+        bucket_batches: int = 0,
         transform: Callable[..., Any] | None = None,
         device: torch.device | str | None = None,
         pin_memory: bool | None = None,
@@ -87,8 +97,13 @@ class DataLoader:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if prefetch < 0 or num_workers < 0:
-            raise DataError(f"prefetch is {prefetch} and num_workers is {num_workers}; neither may be negative")
+        if min(prefetch, num_workers, bucket_batches) < 0:
+            raise DataError(
+                f"prefetch is {prefetch}, num_workers is {num_workers} and bucket_batches is {bucket_batches}; "
+                f"none of them may be negative"
+            )
+        if isinstance(data, (str, Path)):
+            data = TokenDocuments(open_tokens(data))
         self.data, self.labels = data, labels
         self.batch_size, self.shuffle, self.prefetch = batch_size, shuffle, prefetch
         self.transform, self.device = transform, None if device is None else torch.device(device)
@@ -97,15 +112,25 @@ class DataLoader:
         # A batch for another device is pinned before its copy, one that stays is pinned after the transform.
         pin_last = pin and self.device is None and transform is not None
         self._pin_last, self._pin_first = pin_last, pin and not pin_last
-        self._source: TensorSource | DatasetSource
+        self._source: TensorSource | GatheredBatches | DatasetSource
+        order: Order | None = None
         if is_in_memory(data):
             self._source = TensorSource(data, labels, pin_memory=self._pin_first)
             num_samples = self._source.num_samples
+        elif isinstance(data, BatchSource):
+            _refuse_labels(labels)
+            device_now = self.device if self._to_cuda else None
+            self._source = GatheredBatches(data, seed, device=device_now, pin_memory=self._pin_first)
+            num_samples = len(data)
+            order = data.order(shuffle=shuffle, seed=seed) if isinstance(data, OrderedSource) else None
         else:
             num_samples = _dataset_length(data, labels)
             settings = WorkerSettings(num_workers, self._pin_first, persistent_workers, prefetch_factor)
             self._source = DatasetSource(data, seed, collate_fn, settings)
-        here = isinstance(self._source, TensorSource) and self._source.device == self.device
+        if bucket_batches:
+            order = order or (ShuffledOrder(num_samples, seed) if shuffle else SequentialOrder(num_samples))
+            order = _bucketed(order, data, batch_size, bucket_batches, seed)
+        here = not isinstance(self._source, DatasetSource) and self._source.device == self.device
         self._target = None if here else self.device
         self.sampler = BatchSampler(
             num_samples,
@@ -115,6 +140,7 @@ class DataLoader:
             seed=seed,
             rank=rank,
             world_size=world_size,
+            order=order,
         )
         self.num_batches = self.sampler.num_batches
         self.epoch = 0
@@ -132,10 +158,13 @@ class DataLoader:
                 f"cannot start at sample {position}: an epoch has {self.sampler.epoch_samples} samples; "
                 f"does the checkpoint belong to other data?"
             )
-        items = self._items(self._source.batches(self.sampler, epoch, position), epoch, position)
-        threaded = isinstance(self._source, TensorSource)
+        batches = self._source.batches(self.sampler, epoch, position)
+        if self._target is not None or self.transform is not None or self._pin_last:
+            batches = self._finished(batches, epoch, position)
+        items = zip(self.sampler.positions(position), batches, strict=False)
+        threaded = not isinstance(self._source, DatasetSource)
         if self.prefetch == 0 or not (threaded or self._to_cuda):
-            return EpochIterator(items, position, items.close)
+            return EpochIterator(items, position, partial(_close, batches))
         if not self._to_cuda:
             stream = prefetch_stream(items, self.prefetch)
             return EpochIterator(stream, position, stream.close)
@@ -144,18 +173,19 @@ class DataLoader:
         if threaded:
             staged = prefetch_stream(side.send(items), self.prefetch)
             return EpochIterator(side.receive(staged), position, staged.close)
-        return EpochIterator(side.receive(ahead(side.send(items), self.prefetch)), position, items.close)
+        staged_items = ahead(side.send(items), self.prefetch)
+        return EpochIterator(side.receive(staged_items), position, partial(_close, batches))
 
-    def _items(self, batches: Iterator[Batch], epoch: int, position: int) -> Generator[tuple[int, Batch], None, None]:
-        """Each batch where and how it is wanted, with the position after it."""
+    def _finished(self, batches: Iterator[Batch], epoch: int, position: int) -> Iterator[Batch]:
+        """Each batch where and how it is wanted."""
         next_position, target = self.sampler.next_position, self._target
         for batch in batches:
-            start, position = position, next_position(position)
             if target is not None:
                 batch = to_device(batch, target)
             if self.transform is not None:
-                batch = self._transformed(batch, epoch, start)
-            yield position, map_tensors(batch, Tensor.pin_memory) if self._pin_last else batch
+                batch = self._transformed(batch, epoch, position)
+                position = next_position(position)
+            yield map_tensors(batch, Tensor.pin_memory) if self._pin_last else batch
 
     def _transformed(self, batch: Batch, epoch: int, start: int) -> Batch:
         assert self.transform is not None
@@ -215,19 +245,37 @@ class DataLoader:
         return next(self._current)
 
 
-def _dataset_length(dataset: Any, labels: Any) -> int:
+def _close(batches: Iterator[Batch]) -> None:
+    if isinstance(batches, Generator):
+        batches.close()
+
+
+def _bucketed(order: Order, data: Any, batch_size: int, bucket_batches: int, seed: int) -> BucketOrder:
+    if not isinstance(data, MeasuredSource):
+        raise DataError(
+            f"bucket_batches is {bucket_batches}, but a {type(data).__name__} does not tell how long its samples are; "
+            f"bucketing is for samples of different lengths, such as TokenDocuments"
+        )
+    return BucketOrder(order, data.lengths, batch_size=batch_size, pool_batches=bucket_batches, seed=seed)
+
+
+def _refuse_labels(labels: Any) -> None:
     if isinstance(labels, int):
         raise DataError(f"labels is the number {labels}; give the batch size by name: batch_size={labels}")
     if labels is not None:
         raise DataError("labels go with tensors; the samples of a dataset carry their own")
+
+
+def _dataset_length(dataset: Any, labels: Any) -> int:
+    _refuse_labels(labels)
     if isinstance(dataset, IterableDataset):
         raise DataError(
             "an IterableDataset has no samples to choose from; wrap it in torch's DataLoader and train on that"
         )
-    if isinstance(dataset, (str, bytes)) or not isinstance(dataset, Sized):
+    if isinstance(dataset, bytes) or not isinstance(dataset, Sized):
         raise DataError(
             f"data is a {type(dataset).__name__}; give a tensor, a NumPy array, a mapping of them, "
-            f"or a dataset with a length and samples by index"
+            f"the path of a token file, or a dataset with a length and samples by index"
         )
     return len(dataset)
 

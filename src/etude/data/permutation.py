@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -9,19 +10,20 @@ import numpy.typing as npt
 from etude.core.random import mix
 
 Indices = npt.NDArray[np.int64]
-_Words = npt.NDArray[np.uint64]
+_Words = npt.NDArray[Any]
+"""Of uint32 or uint64."""
 
 BLOCK = 4096
 """Positions computed together; a pure function of the key, so keeping the last block changes nothing."""
 SORTED_LIMIT = 2**16
 """Up to this size a whole permutation is sorted at once: every order is equally likely, and it costs least."""
 MAX_SIZE = 2**62
-_ROUNDS = 6
+_ROUNDS = 4
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SCRAMBLE_1 = np.uint64(0xBF58476D1CE4E5B9)
 _SCRAMBLE_2 = np.uint64(0x94D049BB133111EB)
-_HALF_WORD = np.uint64(32)
+_SCRAMBLE_32 = 0x85EBCA6B
 
 
 class KeyedPermutation:
@@ -47,8 +49,13 @@ class KeyedPermutation:
         self._last: tuple[int, Indices] = (-1, np.empty(0, np.int64))
         # Halves of a value are kept in range(rows) and range(columns); rows·columns exceeds size by less than rows.
         rows = math.isqrt(max(size - 1, 0)) + 1
-        self._rows, self._columns = np.uint64(rows), np.uint64(-(-size // rows))
-        self._rounds = [(np.uint64(mix(key, r, 0) | 1), np.uint64(mix(key, r, 1))) for r in range(_ROUNDS)]
+        # Sizes below 2**32 need only 32-bit words, of which a processor handles twice as many at once.
+        word = self._word = np.uint32 if size < 2**32 else np.uint64
+        keep = 2**32 - 1 if size < 2**32 else 2**64 - 1
+        self._half_word = word(16 if size < 2**32 else 32)
+        self._scramble = word(_SCRAMBLE_32 if size < 2**32 else int(_SCRAMBLE_1))
+        self._rows, self._columns = word(rows), word(-(-size // rows))
+        self._rounds = [(word(mix(key, r, 0) & keep | 1), word(mix(key, r, 1) & keep)) for r in range(_ROUNDS)]
 
     def __len__(self) -> int:
         return self.size
@@ -95,32 +102,35 @@ class KeyedPermutation:
 
     def _walk(self, start: int, stop: int) -> Indices:
         """Values of the network, with those outside range(size) sent through again (cycle walking)."""
-        values = self._network(np.arange(start, stop, dtype=np.uint64))
-        size = np.uint64(self.size)
+        values = self._network(np.arange(start, stop, dtype=self._word))
+        size = self._word(self.size)
         outside = np.flatnonzero(values >= size)
         while outside.size:
             values[outside] = self._network(values[outside])
             outside = outside[values[outside] >= size]
-        return values.view(np.int64)
+        return values.astype(np.int64)
 
     def _network(self, values: _Words) -> _Words:
         """One pass through the Feistel network: in turn each half is moved by a hash of the other half."""
-        left, right = np.divmod(values, self._columns)
+        half_word, scramble = self._half_word, self._scramble
+        left = values // self._columns
+        right = values - left * self._columns
         hashed, spare = np.empty_like(values), np.empty_like(values)
         for number, (factor, offset) in enumerate(self._rounds):
             moved, fixed, extent = (left, right, self._rows) if number % 2 == 0 else (right, left, self._columns)
             np.multiply(fixed, factor, out=hashed)
             np.add(hashed, offset, out=hashed)
-            np.right_shift(hashed, _HALF_WORD, out=spare)
+            np.right_shift(hashed, half_word, out=spare)
             np.bitwise_xor(hashed, spare, out=hashed)
-            np.multiply(hashed, _SCRAMBLE_1, out=hashed)
-            # The upper 32 bits, scaled to range(extent): extent <= 2**31, so the product fits into 64 bits.
-            np.right_shift(hashed, _HALF_WORD, out=hashed)
+            np.multiply(hashed, scramble, out=hashed)
+            # The upper half of the bits, scaled to range(extent): extent fits into a half word, so the product fits.
+            np.right_shift(hashed, half_word, out=hashed)
             np.multiply(hashed, extent, out=hashed)
-            np.right_shift(hashed, _HALF_WORD, out=hashed)
+            np.right_shift(hashed, half_word, out=hashed)
             # Addition modulo extent: the subtraction wraps to a huge number exactly when it must not be made.
             np.add(moved, hashed, out=moved)
             np.subtract(moved, extent, out=spare)
             np.minimum(moved, spare, out=moved)
         np.multiply(left, self._columns, out=left)
-        return np.add(left, right, out=left)
+        np.add(left, right, out=left)
+        return left

@@ -1,12 +1,11 @@
 """Which samples make up a batch: arithmetic on (seed, epoch, position), the same for any number of ranks."""
 
 from collections.abc import Iterator
-
-import numpy as np
+from itertools import chain
 
 from etude.core.errors import DataError
-from etude.core.random import mix
-from etude.data.permutation import Indices, KeyedPermutation
+from etude.data.order import Order, SequentialOrder, ShuffledOrder
+from etude.data.permutation import Indices
 
 
 class BatchSampler:
@@ -35,7 +34,11 @@ class BatchSampler:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        order: Order | None = None,
     ) -> None:
+        """Set what every epoch has in common; an `order` given replaces the one that `shuffle` and `seed` make."""
+        if order is not None:
+            num_samples = order.size
         if num_samples < 1:
             raise DataError("the data is empty: there is no sample to make a batch of")
         if batch_size < 1:
@@ -54,7 +57,9 @@ class BatchSampler:
         self.epoch_samples = num_samples - num_samples % batch_size if drop_last else num_samples
         """Samples that one epoch hands out over all ranks."""
         self.num_batches = -(-self.epoch_samples // batch_size)
-        self._order: tuple[int, KeyedPermutation] | None = None
+        if order is None:
+            order = ShuffledOrder(num_samples, seed) if shuffle else SequentialOrder(num_samples)
+        self.order: Order = order
 
     def batch(self, epoch: int, position: int) -> Indices:
         """Return this rank's indices of the batch that begins at `position`."""
@@ -66,16 +71,34 @@ class BatchSampler:
             )
         start = position + count * self.rank // self.world_size
         stop = position + count * (self.rank + 1) // self.world_size
-        if not self.shuffle:
-            return np.arange(start, stop, dtype=np.int64)
-        order = self._order
-        if order is None or order[0] != epoch:
-            self._order = order = (epoch, KeyedPermutation(self.num_samples, mix(self.seed, epoch)))
-        return order[1].indices(start, stop)
+        return self.order.indices(epoch, start, stop)
+
+    def chunks(self, epoch: int, position: int, count: int) -> Iterator[tuple[Indices, int]]:
+        """Return this rank's indices from `position` on, up to `count` equal batches together, and how many they are.
+
+        >>> sampler = BatchSampler(10, 4, shuffle=False)
+        >>> [(indices.tolist(), number) for indices, number in sampler.chunks(0, 0, 2)]
+        [([0, 1, 2, 3, 4, 5, 6, 7], 2), ([8, 9], 1)]
+        """
+        step = self.batch_size
+        while self.has_batch(position):
+            # A smaller last batch comes by itself. With several ranks the shares of batches do not adjoin.
+            number = max(1, min(count, (self.epoch_samples - position) // step)) if self.world_size == 1 else 1
+            if number == 1:
+                yield self.batch(epoch, position), 1
+                position = self.next_position(position)
+            else:
+                yield self.order.indices(epoch, position, position + number * step), number
+                position += number * step
 
     def next_position(self, position: int) -> int:
         """Return the position after the batch that begins at `position`."""
         return min(position + self.batch_size, self.epoch_samples)
+
+    def positions(self, position: int) -> Iterator[int]:
+        """Return the position after each batch, from the one that begins at `position` on."""
+        inner = range(position + self.batch_size, self.epoch_samples, self.batch_size)
+        return chain(inner, (self.epoch_samples,) if self.has_batch(position) else ())
 
     def has_batch(self, position: int) -> bool:
         """Whether a batch begins at `position`; with `drop_last` only a full one counts."""

@@ -1,7 +1,8 @@
 """The parts of a data set, for training, validation and test, and loaders over them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,8 +28,19 @@ class TensorData:
 
 
 @dataclass(frozen=True, slots=True)
+class LoaderData:
+    """A source, a Dataset or the path of a token file, with the options of `DataLoader` that go with it."""
+
+    data: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
 class DataSplits:
-    """What a data component returns. Each part is a `TensorData`, a map-style dataset, or absent."""
+    """What a data component returns. Each part is a `TensorData`, a `LoaderData`, a source, a Dataset, or absent."""
 
     train: Any
     validation: Any = None
@@ -36,6 +48,10 @@ class DataSplits:
     num_classes: int | None = None
     input_shape: tuple[int, ...] | None = None
     """The shape of one sample's input."""
+    vocab_size: int | None = None
+    """Of token data: ids are below this number. A model whose config leaves out `vocab_size` is given it."""
+    tokenizer: Path | None = None
+    """Of token data: the tokenizer.json that turns ids back into text."""
 
     def __post_init__(self) -> None:
         for part in (self.train, self.validation, self.test):
@@ -59,7 +75,7 @@ class DataSplits:
 def make_loader(
     part: Any, batch_size: int, *, shuffle: bool = True, num_classes: int | None = None, **options: Any
 ) -> DataLoader:
-    """Return a loader over a `TensorData`, a tensor or a map-style dataset; `options` are those of `DataLoader`.
+    """Return a loader over a part of a data set, a tensor, a source or a Dataset; `options` are `DataLoader`'s.
 
     Raises DataError if labels are not in range(num_classes).
 
@@ -67,6 +83,8 @@ def make_loader(
     >>> len(make_loader(part, 2, num_classes=2))
     2
     """
+    if isinstance(part, LoaderData):
+        part, options = part.data, {**part.options, **options}
     if not isinstance(part, TensorData):
         return DataLoader(part, batch_size=batch_size, shuffle=shuffle, **options)
     if part.labels is not None and num_classes is not None:

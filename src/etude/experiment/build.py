@@ -8,7 +8,7 @@ import torch
 from etude.config import Selection, build_selection
 from etude.core import ConfigError, DataError
 from etude.core.random import set_seed
-from etude.data import DataLoader, DataSplits
+from etude.data import DataLoader, DataLoaderFactory, DataSplits
 from etude.data.splits import SplitName
 from etude.distributed import World
 from etude.experiment.config import ExperimentConfig
@@ -38,21 +38,11 @@ class Data:
         name = next((name for name in self.names if name == split), None)
         if name is None:
             return None
-        config = self.config
+        factory = DataLoaderFactory.from_config(
+            self.config, device=self.device, rank=self.world.rank, world_size=self.world.size
+        )
         try:
-            return self.splits.make_loader(
-                name,
-                config.batch_size,
-                drop_last=name == "train" and config.drop_last,
-                seed=config.seed,
-                rank=self.world.rank,
-                world_size=self.world.size,
-                device=self.device,
-                num_workers=config.num_workers,
-                pin_memory=config.pin_memory,
-                persistent_workers=config.persistent_workers,
-                prefetch_factor=config.prefetch_factor,
-            )
+            return factory.create(getattr(self.splits, name), training=name == "train")
         except DataError as error:
             raise DataError(f"{self.place}, split {name}: {error}") from error
 
@@ -88,9 +78,12 @@ def build_trainer(
             "set training.meaningful_loss.enabled=false"
         )
     world = world if world is not None else World()
-    set_seed(training.seed)
-    model = _build(config, "model", config.require("model"))
+    selection = config.require("model")
     data = data if data is not None else build_data(config, world)
+    vocab_size = data.splits.vocab_size
+    _check_vocabulary(config, selection, vocab_size)
+    set_seed(training.seed)
+    model = _build(config, "model", selection, **({} if vocab_size is None else {"vocab_size": vocab_size}))
     train_loader = data.loader("train")
     if train_loader is None:
         raise DataError(f"{data.place}: there is no train split (there are: {', '.join(data.names) or 'none'})")
@@ -102,6 +95,7 @@ def build_trainer(
     }
     loss, optimizer, scheduler = (config.selection(one) for one in ("loss", "optimizer", "scheduler"))
     callbacks = config.sections.get("callbacks") or []
+    known = {} if data.splits.tokenizer is None else {"tokenizer": str(data.splits.tokenizer)}
     return Trainer(
         model,
         train_loader,
@@ -112,13 +106,23 @@ def build_trainer(
         else lambda params: _build(config, "optimizer", optimizer, params=params),
         scheduler=None if scheduler is None else _build(config, "scheduler", scheduler, **supplied),
         loss=None if loss is None else _build(config, "loss", loss),
-        callbacks=[_build(config, f"callbacks.{place}", one) for place, one in enumerate(callbacks)],
+        callbacks=[_build(config, f"callbacks.{place}", one, **known) for place, one in enumerate(callbacks)],
         output_dir=folder,
         progress=progress,
         name=config.name,
         world=world,
         meta={"experiment": config.name},
     )
+
+
+def _check_vocabulary(config: ExperimentConfig, model: Selection, vocab_size: int | None) -> None:
+    """Refuse a model that has fewer tokens than its data: it would break at the first rare one."""
+    given = model.arguments.get("vocab_size")
+    if vocab_size is not None and isinstance(given, int) and given < vocab_size:
+        raise ConfigError(
+            f"{config.document.place('model.vocab_size')}: the data has {vocab_size} tokens, the model only {given}; "
+            f"raise model.vocab_size, or leave it out to take that of the data"
+        )
 
 
 def _build(config: ExperimentConfig, path: str, selection: Selection, **provided: Any) -> Any:

@@ -28,7 +28,7 @@ SECTIONS: dict[str, SectionSpec] = {
     "name": SectionSpec(model=str, description="Name of the experiment; found from the file's place if left out."),
     "description": SectionSpec(model=str, description="What the experiment is about, in a sentence."),
     "imports": SectionSpec(model=list[str], description="Modules or files that register your own components."),
-    "model": SectionSpec(kind="model", description="The model and its arguments."),
+    "model": SectionSpec(kind="model", provided=("vocab_size",), description="The model and its arguments."),
     "data": SectionSpec(kind="data", description="The data set and its arguments."),
     "loss": SectionSpec(kind="loss", description="The loss; found from the shapes of the first batch if left out."),
     "optimizer": SectionSpec(kind="optimizer", provided=("params",), description="The optimizer; adamw by default."),
@@ -36,7 +36,9 @@ SECTIONS: dict[str, SectionSpec] = {
         kind="scheduler", provided=("total_steps", "steps_per_epoch"), description="The learning-rate schedule."
     ),
     "training": SectionSpec(model=TrainerConfig, description="How long to train and what to do on the way."),
-    "callbacks": SectionSpec(kind="callback", many=True, description="Callbacks, called in this order."),
+    "callbacks": SectionSpec(
+        kind="callback", many=True, provided=("tokenizer",), description="Callbacks, called in this order."
+    ),
 }
 
 _COMPONENT_ROOMS = ("callbacks", "data", "losses", "metrics", "models", "optim")

@@ -44,6 +44,8 @@ class RunOutcome:
     is_main: bool = True
     resume_command: str = ""
     """What to type to go on."""
+    samples: str = ""
+    """What a language model wrote at the end, if a callback asked it to."""
 
 
 def train_experiment(
@@ -128,6 +130,8 @@ def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:
     outcome.resume_command = _resume_command(folder, trainer.world)
     outcome.metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
     result = {"status": "finished", "reason": reason, "step": clock.step, "epoch": clock.epoch, "metrics": metrics}
+    if outcome.is_main and not interrupted and folder.samples_path.exists():
+        outcome.samples = folder.samples_path.read_text(encoding="utf-8")
     # Also where nothing is written: no process may end while another is still at work, its launcher would end both.
     trainer.world.attempt(lambda: folder.write_result(result), here=trainer.world.is_main and not interrupted)
     return outcome

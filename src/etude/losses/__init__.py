@@ -2,11 +2,13 @@
 
 from etude.losses.functional import accuracy_term, cross_entropy, cross_entropy_term, mean_of
 from etude.losses.inferred import InferredLoss, as_strategy, infer_strategy
+from etude.losses.linear import linear_cross_entropy, linear_cross_entropy_terms
 from etude.losses.outputs import logits_of
 from etude.losses.strategies import (
     ClassificationLoss,
     LanguageModelingLoss,
     LossStrategy,
+    MaskedLanguageModelingLoss,
     SegmentationLoss,
     TextClassificationLoss,
     VisionClassificationLoss,
@@ -20,6 +22,7 @@ __all__ = [
     "InferredLoss",
     "LanguageModelingLoss",
     "LossStrategy",
+    "MaskedLanguageModelingLoss",
     "SegmentationLoss",
     "SupervisedTask",
     "TextClassificationLoss",
@@ -29,6 +32,8 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_term",
     "infer_strategy",
+    "linear_cross_entropy",
+    "linear_cross_entropy_terms",
     "logits_of",
     "mean_of",
 ]

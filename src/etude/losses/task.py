@@ -33,7 +33,11 @@ class SupervisedTask:
         """Run the model on the batch and return its terms."""
         if self._call is None or model is not self._model:
             self._model, self._call = model, ModelCall(model)
-        return self.strategy.terms(self._call(model, batch), batch, metrics=metrics)
+        return self.strategy.terms(self.strategy.run(self._call, model, batch), batch, metrics=metrics)
+
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the numbers that the strategy derives from averages."""
+        return self.strategy.derived(means)
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
         """Return the count of every weighted term from the batch alone, or None if the strategy cannot know it."""

@@ -8,32 +8,19 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from etude.core import Batch, BatchIterator, Loader, to_device
-from etude.data import DataLoader, as_loader
+from etude.data import BatchSource, DataLoader, DataLoaderFactory, LoaderData, TensorData, as_loader
 from etude.distributed import World
 from etude.trainer.config import TrainerConfig
 from etude.trainer.sharing import share_source
 
 
 def make_loader(source: Any, config: TrainerConfig, device: torch.device, world: World, *, training: bool) -> Loader:
-    """Return a loader over a loader, a Dataset, a tensor or a pair of tensors.
+    """Return a loader over a loader, a Dataset, a source of batches, a tensor or a pair of tensors.
 
-    Tensors and Datasets are shuffled in training, in the order that seed, epoch and position alone decide.
+    Data that is no loader yet is shuffled in training, in the order that seed, epoch and position alone decide.
     """
-    if isinstance(source, (Tensor, Dataset)) or _is_tensor_pair(source):
-        data, labels = source if isinstance(source, tuple) else (source, None)
-        source = DataLoader(
-            data,
-            labels,
-            batch_size=config.batch_size,
-            shuffle=training,
-            drop_last=training and config.drop_last,
-            seed=config.seed,
-            device=device,
-            num_workers=config.num_workers,
-            pin_memory=config.pin_memory,
-            persistent_workers=config.persistent_workers,
-            prefetch_factor=config.prefetch_factor,
-        )
+    if isinstance(source, (Tensor, Dataset, BatchSource, TensorData, LoaderData)) or _is_tensor_pair(source):
+        source = DataLoaderFactory.from_config(config, device=device).create(source, training=training)
     source = share_source(source, world, training=training)
     loader = as_loader(source, seed=config.seed, world_size=world.size)
     if device.type == "cpu" or (isinstance(loader, DataLoader) and loader.device == device):

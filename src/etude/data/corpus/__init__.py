@@ -1,0 +1,18 @@
+"""Preparing a corpus: documents from files, a byte-level BPE tokenizer, splits by content, token files."""
+
+from etude.data.corpus.options import CorpusOptions
+from etude.data.corpus.prepare import ensure_corpus, prepare_corpus
+from etude.data.corpus.report import CorpusReport, SplitCounts, read_report
+from etude.data.corpus.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
+
+__all__ = [
+    "CorpusOptions",
+    "CorpusReport",
+    "SplitCounts",
+    "Vocabulary",
+    "ensure_corpus",
+    "load_tokenizer",
+    "prepare_corpus",
+    "read_report",
+    "read_vocabulary",
+]

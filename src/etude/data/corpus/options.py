@@ -1,0 +1,75 @@
+"""CorpusOptions: what decides the content of a prepared corpus, checked."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from etude.core.errors import DataError
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|pad|>", "<|mask|>")
+"""Of a tokenizer trained here: the end of a document, padding, and the mask of masked language modelling."""
+
+SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusOptions:
+    """How documents are chosen, split and encoded. The same documents and options give the same bytes."""
+
+    vocab_size: int = 8192
+    """Of the tokenizer that is trained; not used with `tokenizer`."""
+    tokenizer: str | None = None
+    """A Hugging Face tokenizer.json, or a folder that has one; by default one is trained on the training split."""
+    end_token: str | None = None
+    """The token that ends a document, if it cannot be found in a given tokenizer."""
+    validation: float = 0.05
+    test: float = 0.05
+    """Shares of the documents."""
+    salt: str = ""
+    """Another salt, another split and another order."""
+    text_key: str = "text"
+    """Where the lines of JSONL files hold their text."""
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    """Which files of a folder are taken, by name or by path below the folder; by default text and source code."""
+    min_chars: int = 1
+    max_chars: int | None = None
+    """Documents that are shorter or longer are left out."""
+    cut_chars: int | None = None
+    """Longer documents are cut at line ends into pieces of at most this size, each of them a document."""
+    keep_duplicates: bool = False
+    tokenizer_bytes: int = 100_000_000
+    """How much text the tokenizer is trained on, at most: a random sample of the training split."""
+
+    def __post_init__(self) -> None:
+        for name in ("validation", "test"):
+            share = getattr(self, name)
+            if not 0 <= share < 1:
+                raise DataError(f"{name} must be a share of at least 0 and below 1, got {share}")
+        if self.validation + self.test >= 1:
+            raise DataError(
+                f"validation {self.validation} and test {self.test} leave nothing to train on; "
+                f"together they must be less than 1"
+            )
+        if self.tokenizer is None and self.vocab_size < SMALLEST_VOCABULARY:
+            raise DataError(
+                f"vocab_size must be at least {SMALLEST_VOCABULARY}, for 256 bytes and {len(SPECIAL_TOKENS)} special "
+                f"tokens, got {self.vocab_size}"
+            )
+        if self.vocab_size > 2**20:
+            raise DataError(f"vocab_size must be at most {2**20:,}, got {self.vocab_size:,}")
+        for name, least in (("min_chars", 0), ("max_chars", 1), ("cut_chars", 16), ("tokenizer_bytes", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise DataError(f"{name} must be at least {least}, got {value}")
+        if self.max_chars is not None and self.max_chars < self.min_chars:
+            raise DataError(f"max_chars {self.max_chars} is below min_chars {self.min_chars}: no document is left")
+
+    def facts(self) -> dict[str, Any]:
+        """Return what decides the content as plain values, without paths of this machine."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values |= {"include": list(self.include), "exclude": list(self.exclude)}
+        if values.pop("tokenizer") is None:
+            del values["end_token"]
+        else:
+            del values["vocab_size"], values["tokenizer_bytes"]
+        return values

@@ -1,0 +1,48 @@
+"""The output folder: what is in it, whether it is what was asked for, and small files written as a whole."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from etude.core.errors import DataError
+from etude.data.corpus.report import FACTS, CorpusReport
+from etude.data.corpus.worker.files import replacing
+
+INPUTS = ".inputs.json"
+"""Which files the corpus was made of, as this machine sees them; lets a second run say at once that all is done."""
+
+
+def compare_options(report: CorpusReport, facts: dict[str, Any]) -> None:
+    """Raise DataError if a corpus was made with other options."""
+    other = [key for key in {**report.options, **facts} if report.options.get(key) != facts.get(key)]
+    if other:
+        was = ", ".join(f"{key} {report.options.get(key, 'unset')!r}" for key in other[:3])
+        now = ", ".join(f"{facts.get(key, 'unset')!r}" for key in other[:3])
+        raise DataError(
+            f"{report.folder} holds a corpus made with {was}, not {now}; "
+            f"add --overwrite to replace it, or give another --out"
+        )
+
+
+def check_complete(report: CorpusReport) -> None:
+    """Raise DataError if a file of a finished corpus is gone."""
+    for name in ("tokenizer.json", *(f"{split}.bin" for split in report.splits)):
+        if not (report.folder / name).is_file():
+            raise DataError(f"{report.folder} has a {FACTS} but no {name}; make it again with --overwrite")
+
+
+def read_inputs(folder: Path) -> dict[str, Any]:
+    """Return what is known of the files that a corpus was made of; nothing if it came from elsewhere."""
+    try:
+        known = json.loads((folder / INPUTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return (
+        known if isinstance(known, dict) and {"stamp", "inputs", "skipped", "num_duplicates"} <= known.keys() else {}
+    )
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file that is there as a whole or not at all."""
+    with replacing(str(path)) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())

@@ -1,0 +1,228 @@
+"""Language data for config files: token files, a corpus made from text or code, and mixtures of them."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Lt
+
+from etude.config.registry import register
+from etude.core.errors import DataError
+from etude.data.blocks import TokenBlocks
+from etude.data.files import cache_folder
+from etude.data.mixture import TokenMixture
+from etude.data.reading import MaskedTokens, PackedDocuments, TokenDocuments
+from etude.data.source import BatchSource
+from etude.data.splits import DataSplits, LoaderData
+from etude.data.tokens import TokenFile, open_tokens
+from etude.data.tokens.places import exists
+
+Way = Literal["blocks", "documents", "packed"]
+Length = Annotated[int, Ge(2)]
+Share = Annotated[float, Ge(0), Lt(1)]
+
+SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
+"""Names under which the files of a split are looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How samples are made of a token file."""
+
+    way: Way = "blocks"
+    length: int = 1024
+    packing: Literal["split", "fit"] = "split"
+    mask_rate: float = 0.0
+    mask_id: int | None = None
+    bucket_batches: int = 100
+
+    def source(self, file: TokenFile, *, training: bool) -> BatchSource:
+        """Return the samples of a file; blocks move from epoch to epoch in training."""
+        source: BatchSource
+        if self.way == "blocks":
+            source = TokenBlocks(file, self.length, moving=training and file.num_tokens > 2 * self.length)
+        elif self.way == "packed":
+            source = PackedDocuments(file, self.length, strategy=self.packing)
+        else:
+            source = TokenDocuments(file, max_length=self.length, long="split")
+        return self._masked(source, file) if self.mask_rate else source
+
+    def part(self, source: BatchSource) -> LoaderData:
+        """Return what a loader is made of; documents of similar length go together."""
+        return LoaderData(source, {"bucket_batches": self.bucket_batches} if self.way == "documents" else {})
+
+    def _masked(self, source: BatchSource, file: TokenFile) -> BatchSource:
+        special = file.meta.get("special_ids") or {}
+        mask_id = self.mask_id if self.mask_id is not None else special.get("mask")
+        if mask_id is None or file.vocab_size is None:
+            lacks = "no mask token" if mask_id is None else "no vocabulary size"
+            raise DataError(
+                f"{file.path} tells {lacks}, which masked language modelling needs: "
+                f"set mask_id, or make the file with `etude tokenize`"
+            )
+        known = [value for value in special.values() if isinstance(value, int)]
+        return MaskedTokens(
+            source, mask_id=mask_id, vocab_size=file.vocab_size, rate=self.mask_rate, special_ids=sorted(known)
+        )
+
+
+@register("data", "tokens")
+def load_tokens(
+    root: str = "data/tokenized",
+    read: Way = "blocks",
+    length: Length = 1024,
+    packing: Literal["split", "fit"] = "split",
+    mask_rate: Share = 0.0,
+    mask_id: Annotated[int, Ge(0)] | None = None,
+    bucket_batches: Annotated[int, Ge(0)] = 100,
+    dtype: Literal["uint16", "uint32"] = "uint16",
+    document_end: Annotated[int, Ge(0)] | None = None,
+    vocab_size: Annotated[int, Gt(0)] | None = None,
+) -> DataSplits:
+    """Token files train.bin, validation.bin (or val.bin) and test.bin of a folder or a URL.
+
+    root: folder with the files; `etude tokenize` makes them, and those of nanoGPT, llm.c and Megatron open too.
+    read: `blocks` of `length` tokens cut from the text as it runs; `documents` padded to the longest of the batch; or
+        documents `packed` into full blocks, with masks at their boundaries.
+    length: tokens per block; longer documents are split.
+    packing: `split` fills blocks to the last token and cuts documents; `fit` keeps documents whole.
+    mask_rate: share of tokens hidden for masked language modelling (0.15 in BERT); 0 predicts next tokens.
+    mask_id: the token put in place of hidden ones, if the file does not tell.
+    bucket_batches: with `documents`, batches over which samples of similar length are brought together; 0 does not.
+    dtype: of files without a header.
+    document_end: of files without a header, the token that ends a document.
+    vocab_size: if the file does not tell, or to leave room for more tokens.
+    """
+    reading = Reading(read, length, packing, mask_rate, mask_id, bucket_batches)
+    files = {split: find_split(root, split) for split in SPLIT_NAMES}
+    if files["train"] is None:
+        raise DataError(f"{root} has no train.bin; make it with `etude tokenize --out {root}`, or set root")
+    parts: dict[str, Any] = {}
+    sizes = []
+    for split, path in files.items():
+        if path is not None:
+            file = open_tokens(path, dtype=dtype, document_end=document_end)
+            sizes.append(file.vocab_size)
+            parts[split] = reading.part(reading.source(file, training=split == "train"))
+    known = [size for size in sizes if size is not None]
+    return DataSplits(
+        **parts,
+        vocab_size=vocab_size if vocab_size is not None else max(known, default=None),
+        tokenizer=_tokenizer(root),
+    )
+
+
+@register("data", "text_corpus")
+def load_text_corpus(
+    inputs: list[str] | None = None,
+    out: str | None = None,
+    vocab_size: Annotated[int, Ge(300)] = 4096,
+    tokenizer: str | None = None,
+    validation: Share = 0.05,
+    test: Share = 0.05,
+    read: Way = "blocks",
+    length: Length = 256,
+    packing: Literal["split", "fit"] = "split",
+    mask_rate: Share = 0.0,
+    bucket_batches: Annotated[int, Ge(0)] = 100,
+) -> DataSplits:
+    """Text or code, tokenized when it is first used.
+
+    inputs: files, folders or globs; the Python standard library of this machine if none are given.
+    out: folder for the token files; the cache by default.
+    vocab_size: of the tokenizer that is trained on the training split.
+    tokenizer: a Hugging Face tokenizer.json to use instead.
+    validation, test: share of the documents, chosen by their content.
+    The other arguments are those of the data set `tokens`.
+    """
+    from etude.data.corpus import ensure_corpus
+
+    chosen = inputs or ["stdlib"]
+    options: dict[str, Any] = {"validation": validation, "test": test}
+    options |= {"vocab_size": vocab_size} if tokenizer is None else {"tokenizer": tokenizer}
+    folder = ensure_corpus(chosen, out if out is not None else _corpus_folder(chosen, options), **options)
+    return load_tokens(
+        str(folder),
+        read=read,
+        length=length,
+        packing=packing,
+        mask_rate=mask_rate,
+        bucket_batches=bucket_batches,
+    )
+
+
+@register("data", "token_mixture")
+def load_token_mixture(
+    roots: dict[str, str],
+    weights: dict[str, Annotated[float, Gt(0)]],
+    read: Way = "blocks",
+    length: Length = 1024,
+    packing: Literal["split", "fit"] = "split",
+    mask_rate: Share = 0.0,
+    bucket_batches: Annotated[int, Ge(0)] = 100,
+    epoch_samples: Annotated[int, Ge(1)] | None = None,
+) -> DataSplits:
+    """Several folders of token files, drawn in given proportions for training; validated on all of them.
+
+    roots: a folder or URL for each name.
+    weights: the proportions, by the same names; they need not add up to 1.
+    epoch_samples: samples drawn in an epoch; by default as many as there are.
+    The other arguments are those of the data set `tokens`. All files must be made with the same tokenizer.
+    """
+    reading = Reading(read, length, packing, mask_rate, None, bucket_batches)
+    files = {name: {split: find_split(root, split) for split in SPLIT_NAMES} for name, root in roots.items()}
+    for name, found in files.items():
+        if found["train"] is None:
+            raise DataError(
+                f"{roots[name]} ({name}) has no train.bin; make it with `etude tokenize --out {roots[name]}`"
+            )
+    opened = {
+        split: {name: open_tokens(path) for name, found in files.items() if (path := found[split]) is not None}
+        for split in SPLIT_NAMES
+    }
+    _check_same_tokenizer(opened["train"])
+    parts: dict[str, Any] = {}
+    for split, by_name in opened.items():
+        if by_name:
+            sources = {name: reading.source(file, training=split == "train") for name, file in by_name.items()}
+            training = split == "train"
+            mixture = TokenMixture(sources, weights, epoch_samples) if training else TokenMixture(sources)
+            parts[split] = reading.part(mixture)
+    known = [file.vocab_size for file in opened["train"].values() if file.vocab_size is not None]
+    first = next(iter(roots.values()))
+    return DataSplits(**parts, vocab_size=max(known, default=None), tokenizer=_tokenizer(first))
+
+
+def _corpus_folder(inputs: list[str], options: Mapping[str, Any]) -> Path:
+    """A folder of the cache for these inputs and options: other ones get another folder."""
+    places = [one if one == "stdlib" else str(Path(one).expanduser().resolve()) for one in inputs]
+    facts = json.dumps([places, sorted(options.items()), sys.version_info[:2] if "stdlib" in inputs else None])
+    digest = hashlib.blake2b(facts.encode(), digest_size=6).hexdigest()
+    return cache_folder("corpus") / f"{Path(inputs[0]).stem or 'text'}-{digest}"
+
+
+def find_split(root: str, split: str) -> str | None:
+    """Return the path or URL of a split's file below `root`, or None if there is none."""
+    base = root.rstrip("/") if "://" in root else str(Path(root).expanduser())
+    places = [f"{base}/{name}.bin" for name in SPLIT_NAMES[split]]
+    return next((place for place in places if exists(place)), None)
+
+
+def _tokenizer(root: str) -> Path | None:
+    path = Path(root).expanduser() / "tokenizer.json"
+    return path if path.is_file() else None
+
+
+def _check_same_tokenizer(files: Mapping[str, TokenFile]) -> None:
+    """Refuse to mix ids that mean different things."""
+    prints = {name: file.meta.get("tokenizer_sha256") for name, file in files.items()}
+    known = {name: value for name, value in prints.items() if value is not None}
+    if len(set(known.values())) > 1:
+        raise DataError(
+            f"{' and '.join(known)} were made with different tokenizers, so their ids mean different things; "
+            f"tokenize them with the same --tokenizer"
+        )

@@ -1,0 +1,159 @@
+"""Documents packed to full blocks, with the boundaries between them."""
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.core.errors import DataError
+from etude.data.permutation import Indices
+from etude.data.reading.attention import document_mask
+from etude.data.reading.columns import LABELS, Columns, opened
+from etude.data.reading.layouts import FitLayout, Layout, Pieces, SplitLayout, check_blocks
+from etude.data.reading.padding import IGNORED, Array, Mask, constant, filled, ranges, read_padded, scatter
+from etude.data.tokens import TokenFile
+
+
+class PackedDocuments:
+    """Blocks of `length` tokens made of several documents: `DataLoader(PackedDocuments("train.bin", 1024))`.
+
+    A batch is {"input_ids", "labels", "position_ids", "document_ids"}, all (B, length). Positions count from 0 in each
+    piece of a document, documents from 0 in each block; padding has position 0 and document -1. Labels are the next
+    token of the same document, -100 where it ends and at padding; a stream "labels" of the file is taken in place of
+    that. Other streams come along under their names; labels of whole samples do not. Blocks that can have padding
+    come with an "attention_mask" (B, length).
+
+    Arguments:
+        strategy: "split" puts documents one after the other as they lie in the file and cuts them every `length`
+            tokens: no padding, nothing stored. "fit" cuts only documents longer than `length` (into pieces of
+            `length` and a rest) and packs whole ones by best fit, longest first; `fill` says how full blocks are. It
+            holds 13 bytes per document in memory. Which documents come together is decided by `seed`, once.
+        last: the last block of "split", if the tokens are not enough for it: "drop" leaves it out, "pad" fills it up.
+        labels: "next", "none", or the name of a stream, in place of the choice above.
+        cross_documents: label the last token of a document with the first token of the one behind it.
+        attention: "ids" leaves the mask to the model, which makes it from `document_ids`. "full" adds it for models
+            that take a mask of four dimensions: "attention_mask" is then (B, 1, length, length), bool.
+        causal: whether that mask hides what comes after a token.
+    """
+
+    def __init__(
+        self,
+        file: TokenFile | str | Path,
+        length: int,
+        strategy: Literal["split", "fit"] = "split",
+        *,
+        pad_id: int = 0,
+        last: Literal["drop", "pad"] = "drop",
+        labels: str | None = None,
+        cross_documents: bool = False,
+        attention: Literal["ids", "full"] = "ids",
+        causal: bool = True,
+        seed: int = 0,
+    ) -> None:
+        _check(length, strategy, last, attention)
+        self.file = opened(file)
+        self.length, self.strategy, self.pad_id = length, strategy, pad_id
+        self.cross_documents, self.attention, self.causal = cross_documents, attention, causal
+        self.columns = Columns.of(self.file, labels, whole=False)
+        self._layout: Layout
+        if strategy == "split":
+            self._layout = SplitLayout(self.file, length, pad_last=last == "pad")
+        else:
+            self._layout = FitLayout(self.file, length, seed=seed)
+        check_blocks(self.file, self._layout, length)
+        self._padded = strategy == "fit" or last == "pad"
+
+    def __len__(self) -> int:
+        return self._layout.num_blocks
+
+    @property
+    def fill(self) -> float:
+        """The fraction of all places that hold a token."""
+        return 1 - self._layout.num_padding / (len(self) * self.length)
+
+    def gather(self, indices: Indices, *, epoch: int, seed: int) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return the blocks at `indices`."""
+        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
+            raise DataError(
+                f"blocks {int(indices.min())} to {int(indices.max())} are not within 0 to {len(self) - 1}"
+            )
+        pieces = self._layout.pieces(indices)
+        first = _first(pieces)
+        used = np.add.reduceat(pieces.lengths, first)
+        mask = filled(used, self.length)
+        # The pieces of a block that was cut out of the file lie side by side: they are read as one.
+        spans = (pieces.starts[first], used) if self.strategy == "split" else (pieces.starts, pieces.lengths)
+        ids = self._read(spans, mask, None, self.pad_id)
+        batch = {"input_ids": torch.from_numpy(ids)}
+        if self.columns.kind == "next":
+            batch[LABELS] = torch.from_numpy(self._next_tokens(ids, mask, pieces))
+        elif self.columns.kind == "stream":
+            batch[LABELS] = torch.from_numpy(self._read(spans, mask, self.columns.name, IGNORED))
+        positions, documents = _numbered(pieces, mask)
+        batch["position_ids"], batch["document_ids"] = torch.from_numpy(positions), torch.from_numpy(documents)
+        for name in self.columns.streams:
+            batch[name] = torch.from_numpy(self._read(spans, mask, name, 0))
+        if self.attention == "full":
+            batch["attention_mask"] = document_mask(batch["document_ids"], causal=self.causal)
+        elif self._padded:
+            batch["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
+        return batch
+
+    def _read(self, spans: tuple[Indices, Indices], mask: Mask, stream: str | None, fill: int) -> Array:
+        if self.strategy == "split":
+            return read_padded(self.file, *spans, mask, fill, stream)
+        return scatter(self.file.read(*spans, stream), mask, fill)
+
+    def _next_tokens(self, ids: Array, mask: Mask, pieces: Pieces) -> Array:
+        """Next tokens within the block; then the last token of every piece gets what its document says."""
+        labels = constant(ids.shape, IGNORED)
+        np.copyto(labels[:, :-1], ids[:, 1:], where=mask[:, 1:])
+        if not self.cross_documents:
+            ends = _flat_starts(pieces, self.length) + pieces.lengths - 1
+            labels.reshape(-1)[ends] = IGNORED
+        # Only the last piece of a block can go on, and only where the block is full: in the next token of the file.
+        final = np.cumsum(pieces.counts) - 1
+        follows = pieces.starts[final] + pieces.lengths[final]
+        goes_on = ~pieces.ends[final]
+        if self.cross_documents and self.strategy == "split":
+            goes_on = follows < self.file.num_tokens
+        labels[goes_on, -1] = self.file.rows(follows[goes_on], 1)[:, 0]
+        return labels
+
+
+def _flat_starts(pieces: Pieces, length: int) -> Indices:
+    """Where pieces begin in the flattened batch."""
+    rows = np.repeat(np.arange(len(pieces.counts)), pieces.counts)
+    before = np.cumsum(pieces.lengths) - pieces.lengths
+    return before - before[_first(pieces)][rows] + rows * length
+
+
+def _first(pieces: Pieces) -> Indices:
+    """Which piece is the first of each block."""
+    return np.cumsum(pieces.counts) - pieces.counts
+
+
+def _numbered(pieces: Pieces, mask: Mask) -> tuple[Array, Array]:
+    """Positions within pieces, and numbers of pieces within blocks."""
+    before = np.cumsum(pieces.lengths) - pieces.lengths
+    numbers = ranges(np.zeros_like(pieces.counts), pieces.counts)
+    total = int(pieces.lengths.sum())
+    positions = np.arange(total) - np.repeat(before, pieces.lengths)
+    documents = np.repeat(numbers, pieces.lengths)
+    if total == mask.size:
+        return positions.reshape(mask.shape), documents.reshape(mask.shape)
+    return scatter(positions, mask, 0), scatter(documents, mask, -1)
+
+
+def _check(length: int, strategy: str, last: str, attention: str) -> None:
+    if length < 1:
+        raise DataError(f"the length of blocks is {length}; it must be at least 1")
+    for name, value, allowed in (
+        ("strategy", strategy, ("split", "fit")),
+        ("last", last, ("drop", "pad")),
+        ("attention", attention, ("ids", "full")),
+    ):
+        if value not in allowed:
+            raise DataError(f"{name} is {value!r}; it is {allowed[0]!r} or {allowed[1]!r}")

@@ -1,0 +1,106 @@
+"""Sources that make whole batches: samples by index, several at once, such as blocks and documents of token files."""
+
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from etude.core.batch import Batch, map_tensors
+from etude.data.order import Order
+from etude.data.permutation import Indices
+from etude.data.sampler import BatchSampler
+
+CHUNK_BYTES = 800_000
+"""Batches gathered together are at most this large: they stay in the processor's cache, and Python's share is small."""
+MAX_CHUNK = 16
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """Samples that are read many at once. What `gather` returns is a pure function of its arguments."""
+
+    def __len__(self) -> int:
+        """Samples."""
+        ...
+
+    def gather(self, indices: Indices, *, epoch: int, seed: int) -> Batch:
+        """Return the samples at `indices` in this order, as new tensors in CPU memory."""
+        ...
+
+
+@runtime_checkable
+class UniformSource(BatchSource, Protocol):
+    """A source whose samples all have the same shape: several batches can be gathered in one go."""
+
+    @property
+    def sample_bytes(self) -> int:
+        """Memory that one gathered sample takes."""
+        ...
+
+    def gather_many(self, indices: Indices, number: int, *, epoch: int, seed: int) -> list[Batch]:
+        """Return `number` equal batches of the samples at `indices`; those of one call may share memory."""
+        ...
+
+
+@runtime_checkable
+class MeasuredSource(BatchSource, Protocol):
+    """A source that knows how long its samples are, so that they can be bucketed."""
+
+    def lengths(self, indices: Indices) -> Indices:
+        """Return the lengths of the samples at `indices`."""
+        ...
+
+
+@runtime_checkable
+class OrderedSource(BatchSource, Protocol):
+    """A source that decides itself which samples an epoch has, such as a mixture."""
+
+    def order(self, *, shuffle: bool, seed: int) -> Order:
+        """Return the order of its samples."""
+        ...
+
+
+class GatheredBatches:
+    """Batches of a source in the sampler's order, on a device if one is given."""
+
+    def __init__(self, source: BatchSource, seed: int, *, device: torch.device | None, pin_memory: bool) -> None:
+        self.source, self.seed = source, seed
+        self.device = device
+        self.pin_memory = pin_memory
+
+    def batches(self, sampler: BatchSampler, epoch: int, position: int) -> Iterator[Batch]:
+        """Return the batches of `epoch` from `position` on."""
+        source, seed = self.source, self.seed
+        moves = self.pin_memory or self.device is not None
+        if isinstance(source, UniformSource) and not moves:
+            batch_bytes = source.sample_bytes * -(-sampler.batch_size // sampler.world_size)
+            count = max(1, min(MAX_CHUNK, CHUNK_BYTES // batch_bytes))
+            for indices, number in sampler.chunks(epoch, position, count):
+                yield from source.gather_many(indices, number, epoch=epoch, seed=seed)
+            return
+        for indices, _ in sampler.chunks(epoch, position, 1):
+            batch = source.gather(indices, epoch=epoch, seed=seed)
+            yield send(batch, self.device, pin_memory=self.pin_memory) if moves else batch
+
+
+def send(batch: Batch, device: torch.device | None, *, pin_memory: bool) -> Batch:
+    """Return the batch in pinned memory or on a device. Views of one piece of memory travel together and stay views.
+
+    Ids and labels of a block overlap; sent one by one they would be copied twice, and row by row.
+    """
+    moved: dict[int, Tensor] = {}
+
+    def move(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        whole = moved.get(storage.data_ptr())
+        if whole is None or whole.dtype is not tensor.dtype:
+            whole = torch.empty(0, dtype=tensor.dtype).set_(storage)
+            if pin_memory:
+                whole = whole.pin_memory()
+            if device is not None:
+                whole = whole.to(device, non_blocking=pin_memory)
+            moved[storage.data_ptr()] = whole
+        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    return map_tensors(batch, move)

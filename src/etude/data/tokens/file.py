@@ -1,0 +1,224 @@
+"""TokenFile: tokens, boundaries of samples, streams and labels of an open token file."""
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from etude.core.errors import DataError
+from etude.data.tokens.boundaries import Boundaries
+from etude.data.tokens.vectors import CHUNK_BYTES, Array, Ints, Vector, as_indices, check_rows, largest_unsigned
+
+IGNORED = -100
+"""The label of a token that has none."""
+
+_BATCH = 4096
+
+
+class Sample(NamedTuple):
+    """A sample: its token ids, a mask of ones as long as they are, and its labels."""
+
+    ids: NDArray[np.int64]
+    mask: NDArray[np.int64]
+    labels: Array
+    """The sample's own label, else one label per token; without either the next token, -100 for the last."""
+
+
+class Label(NamedTuple):
+    """Labels of samples: a vector, and how many of its values belong to one sample (None: one, without a dimension)."""
+
+    values: Vector
+    width: int | None
+
+
+class TokenFile:
+    """Random access to the samples of a token file, by sample (`tokens[i]`) or many at once.
+
+    Nothing is read before it is asked for; what is asked for comes as a fresh array. Made by `open_tokens`. It can be
+    pickled (it opens the file anew) and used by several threads.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        format: str,
+        tokens: Vector,
+        boundaries: Boundaries,
+        *,
+        meta: Mapping[str, Any],
+        streams: Mapping[str, Vector],
+        labels: Mapping[str, Label],
+        reopen: Callable[[], "TokenFile"],
+        has_documents: bool = True,
+        checksums: Mapping[str, tuple[Vector, int]] = MappingProxyType({}),
+    ) -> None:
+        self.path, self.format = path, format
+        self.num_tokens, self.dtype = tokens.count, tokens.dtype
+        self.meta: Mapping[str, Any] = MappingProxyType(dict(meta))
+        self.vocab_size: int | None = meta.get("vocab_size")
+        self.streams = tuple(streams)
+        self.sample_labels: Mapping[str, Array] = _Labels(labels)
+        self.boundaries = boundaries
+        self.vectors: dict[str | None, Vector] = {None: tokens, **dict[str | None, Vector](streams.items())}
+        """The tokens (None) and the streams by name."""
+        self._labels = dict(labels)
+        self.has_documents = has_documents
+        """False if nothing is known of where documents end: the file then counts as one."""
+        self.checksums = checksums
+        """Parts of the file by name, with the CRC-32 that each should have."""
+        self._reopen = reopen
+
+    def __len__(self) -> int:
+        return self.boundaries.count
+
+    def __repr__(self) -> str:
+        return f"TokenFile({self.path!r}, {self.format}, {self.num_tokens:,} tokens of {self.dtype.name})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (self._reopen, self.num_tokens)
+
+    def __getitem__(self, index: int) -> Sample:
+        count = len(self)
+        if not -count <= index < count:
+            raise IndexError(f"{self.path} has {count:,} samples, there is no sample {index:,}")
+        index = index % count
+        starts, lengths = self.spans(np.array([index]))
+        return self._sample(index, int(starts[0]), int(lengths[0]))
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Yield all samples in order, in constant memory."""
+        for first in range(0, len(self), _BATCH):
+            starts, lengths = self.spans(np.arange(first, min(first + _BATCH, len(self))))
+            behind = reached = int(starts[0])
+            for number, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+                if start + length > reached:
+                    reached = self._prepare(start, start + length)
+                yield self._sample(first + number, start, length)
+                if (start - behind) * self.dtype.itemsize > CHUNK_BYTES:
+                    self.forget(behind, start)
+                    behind = start
+            self.forget(behind, int(starts[-1] + lengths[-1]))
+
+    def spans(self, indices: ArrayLike) -> tuple[Ints, Ints]:
+        """Return where samples start and how long they are; raises DataError if that is not inside the file."""
+        indices = as_indices(indices)
+        if not indices.size:
+            return indices.copy(), indices.copy()
+        if largest_unsigned(indices) >= self.boundaries.count:
+            bad = indices[(indices < 0) | (indices >= self.boundaries.count)][0]
+            raise DataError(f"{self.path} has {self.boundaries.count:,} samples, there is no sample {int(bad):,}")
+        starts, stops = self.boundaries.spans(indices)
+        lengths = stops - starts
+        # One of two numbers is negative if what they are or-ed to is.
+        if int(np.maximum.reduce(stops)) > self.num_tokens or int(np.minimum.reduce(starts | lengths)) < 0:
+            bad = indices[(starts < 0) | (lengths < 0) | (stops > self.num_tokens)][0]
+            raise DataError(f"{self.path} is damaged: sample {int(bad):,} is not inside it; make or copy it anew")
+        return starts, lengths
+
+    def lengths(self, indices: ArrayLike | None = None) -> Ints:
+        """Return the lengths of samples, of all of them by default."""
+        if indices is not None:
+            return self.spans(indices)[1]
+        result = np.empty(len(self), np.int64)
+        for first in range(0, len(self), 2**20):
+            part = result[first : first + 2**20]
+            part[:] = self.spans(np.arange(first, first + len(part)))[1]
+        return result
+
+    def rows(self, starts: ArrayLike, length: int, stream: str | None = None) -> Array:
+        """Return `length` tokens, or values of a stream, from each start: a fresh (n, length) array."""
+        vector = self.vectors[None] if stream is None else self._stream(stream)
+        return vector.rows(as_indices(starts), length)
+
+    def read(self, starts: ArrayLike, lengths: ArrayLike, stream: str | None = None) -> Array:
+        """Return spans one after the other: a fresh array as long as the lengths together."""
+        vector = self.vectors[None] if stream is None else self._stream(stream)
+        starts, lengths = as_indices(starts), as_indices(lengths)
+        if starts.shape != lengths.shape:
+            raise DataError(f"found {len(starts):,} starts and {len(lengths):,} lengths; there must be one of each")
+        stops = starts + lengths
+        if stops.size and (
+            int(np.maximum.reduce(stops)) > vector.count or int(np.minimum.reduce(starts | lengths | stops)) < 0
+        ):
+            bad = np.flatnonzero((starts < 0) | (lengths < 0) | (lengths > vector.count - starts))[0]
+            raise DataError(
+                f"{self.path} has {vector.count:,} tokens; a span of {int(lengths[bad]):,} from {int(starts[bad]):,} "
+                "does not lie within them"
+            )
+        return vector.spans(starts, lengths)
+
+    def document_at(self, positions: ArrayLike) -> Ints:
+        """Return the number of the sample that holds the token at each position."""
+        positions = as_indices(positions)
+        check_rows(self.path, positions, 1, self.num_tokens)
+        samples = self.boundaries.at(positions)
+        if samples.size:
+            starts, lengths = self.spans(np.clip(samples, 0, max(len(self) - 1, 0)))
+            if bool(np.any((positions < starts) | (positions >= starts + lengths))):
+                raise DataError(f"{self.path} is damaged: its samples are not in order; make or copy it anew")
+        return samples
+
+    def label(self, name: str, indices: ArrayLike) -> Array:
+        """Return the labels of samples without touching those of others, (n,) or (n, width)."""
+        if name not in self._labels:
+            raise DataError(f"{self.path} has no label {name!r}; it has {', '.join(self._labels) or 'none'}")
+        indices, (values, width) = as_indices(indices), self._labels[name]
+        if largest_unsigned(indices) >= max(len(self), 1) or (indices.size and not len(self)):
+            raise DataError(f"{self.path} has {len(self):,} samples; there is no such sample to give the label of")
+        return values.take(indices) if width is None else values.rows(indices * width, width)
+
+    def forget(self, start: int, stop: int) -> None:
+        """Let go of the memory that reading these tokens in order has made resident."""
+        for vector in self.vectors.values():
+            vector.forget(start, stop)
+
+    def _prepare(self, start: int, stop: int) -> int:
+        stop = min(max(stop, start + 4 * CHUNK_BYTES // self.dtype.itemsize), self.num_tokens)
+        for vector in self.vectors.values():
+            vector.prepare(start, stop)
+        return stop
+
+    def _stream(self, name: str) -> Vector:
+        if name not in self.vectors:
+            raise DataError(f"{self.path} has no stream {name!r}; it has {', '.join(self.streams) or 'none'}")
+        return self.vectors[name]
+
+    def _sample(self, index: int, start: int, length: int) -> Sample:
+        ids = self.vectors[None].slice(start, start + length).astype(np.int64)
+        own = next((name for name in ("label", "labels") if name in self._labels), None)
+        if own is not None:
+            labels = self.label(own, [index])[0, ...]
+        elif "labels" in self.vectors:
+            labels = self.vectors["labels"].slice(start, start + length).astype(np.int64)
+        else:
+            labels = np.append(ids[1:], IGNORED)[:length]
+        return Sample(ids, np.ones(length, np.int64), labels)
+
+
+class _Labels(Mapping[str, Array]):
+    """Labels by name, as arrays mapped into memory; looked at only when asked for."""
+
+    def __init__(self, labels: Mapping[str, Label]) -> None:
+        self._labels = labels
+
+    def __getitem__(self, name: str) -> Array:
+        values, width = self._labels[name]
+        array = values.slice(0, values.count)
+        return array if width is None else array.reshape(-1, width)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._labels)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+
+def _reopened(reopen: Callable[[], TokenFile], num_tokens: int) -> TokenFile:
+    file = reopen()
+    if file.num_tokens != num_tokens:
+        raise DataError(
+            f"{file.path} has changed: {file.num_tokens:,} tokens, {num_tokens:,} when it was first opened"
+        )
+    return file

@@ -1,0 +1,176 @@
+"""Running any language model without its output layer, so that the loss can apply that layer chunk by chunk.
+
+While the model runs, the forward of its output layer returns its own input. What the model then calls logits are
+hidden states, and go to the loss with the layer's weights as a `HeadOutput`. This is right only for models that hand
+the layer's output out as it is, so the first batch is used to find out.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from etude.core.batch import Batch, map_tensors
+from etude.core.calling import ModelCall, unwrap
+from etude.core.errors import TrainingError
+from etude.core.head import HeadOutput, linked
+from etude.losses.outputs import head_of, logits_of
+
+FEW_POSITIONS = 16
+"""How much of a batch's first sample is run to compare both ways."""
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Differences of logits that are rounding, relative to the largest logit; `HALF_TOLERANCE` for smaller types."""
+HALF_TOLERANCE = 3e-2
+
+
+@runtime_checkable
+class NamesItsHead(Protocol):
+    """A model that says which of its modules is the output layer, as those of Hugging Face do."""
+
+    def get_output_embeddings(self) -> Any:
+        """Return the output layer, or None."""
+
+
+class FusedHead:
+    """A model's output layer, and a way to run the model without it.
+
+    `name` is the layer's name in the model, `lm_head` for one; True asks the model's `get_output_embeddings`.
+    """
+
+    def __init__(self, model: nn.Module, name: str | bool = True) -> None:
+        """Find the layer; raise TrainingError if there is none or if it is not linear."""
+        self.model = unwrap(model)
+        self.head = find_head(self.model, name)
+        self._checked = False
+
+    def run(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
+        """Return the output of `model`, with a `HeadOutput` for its logits.
+
+        Raises TrainingError if the model does something else with its logits than to hand them out.
+        """
+        if not self._checked:
+            self._check(call, batch)
+            self._checked = True
+        with self._forward(lambda hidden: linked(hidden, self.head.weight, self.head.bias)):
+            output = call(model, batch)
+        head = head_of(output)
+        if head is None:
+            hidden, weight = logits_of(output), self.head.weight
+            if not torch.is_autocast_enabled(hidden.device.type):
+                hidden = hidden.to(weight.dtype)  # many models make float32 of what they take for logits
+            head = HeadOutput(hidden, weight, self.head.bias)
+        return {**output, "logits": head} if isinstance(output, Mapping) else head
+
+    @contextmanager
+    def _forward(self, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Within this block the layer computes `function`. torch.compile sees that, and keeps a graph for each."""
+
+        def forward(_: nn.Module, hidden: Tensor) -> Tensor:
+            return function(hidden)
+
+        before = self.head.__dict__.get("forward")
+        self.head.forward = MethodType(forward, self.head)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.head.forward
+            if before is not None:
+                self.head.forward = before  # type: ignore[method-assign]
+
+    def _check(self, call: ModelCall, batch: Batch) -> None:
+        """Run a small part of the batch both ways and compare. Waits for the device, once."""
+        few = few_positions(batch)
+        seen: list[Tensor] = []
+
+        def remember(hidden: Tensor) -> Tensor:
+            seen.append(hidden)
+            return hidden
+
+        with _aside(self.model):
+            usual = call(self.model, few)
+            if head_of(usual) is not None:
+                return  # the model leaves its output layer to the loss by itself
+            logits = logits_of(usual)
+            try:
+                with self._forward(remember):
+                    found = logits_of(call(self.model, few))
+            except Exception as error:
+                raise _unfit(f"without its output layer it fails with {type(error).__name__}: {error}") from error
+            if len(seen) != 1:
+                raise _unfit(f"it runs its output layer {len(seen)} times")
+            hidden = seen[0]
+            if found.shape != hidden.shape or not _same(found, hidden.to(found.dtype), 0.0):
+                raise _unfit("it changes what its output layer returns (a factor, a soft cap, a slice)")
+            expected = F.linear(hidden, self.head.weight, self.head.bias)
+        tolerance = TOLERANCES.get(expected.dtype, HALF_TOLERANCE)
+        if logits.shape != expected.shape or not _same(logits.to(expected.dtype), expected, tolerance):
+            raise _unfit("its logits are not the product of the output layer's input and weights")
+
+
+def find_head(model: nn.Module, name: str | bool) -> nn.Linear:
+    """Return the output layer by its name, or the one that the model itself names; raise TrainingError."""
+    if isinstance(name, str):
+        head = dict(model.named_modules()).get(name)
+        found = f"is a {type(head).__name__}" if head is not None else "does not exist"
+        trouble = f"fused_head: the module {name!r} of {type(model).__name__} {found}"
+    else:
+        head = model.get_output_embeddings() if isinstance(model, NamesItsHead) else None
+        trouble = f"fused_head: {type(model).__name__} does not tell its output layer by get_output_embeddings()"
+    if isinstance(head, nn.Linear):
+        return head
+    layers = [known for known, module in model.named_modules() if isinstance(module, nn.Linear)]
+    choice = f"the last of its linear layers are {', '.join(layers[-3:])}" if layers else "it has no linear layers"
+    raise TrainingError(f"{trouble}; give the name of a linear layer ({choice}), or set fused_head: false")
+
+
+def few_positions(batch: Batch) -> Batch:
+    """Return the first sample of a batch; the beginning of it, if all of the batch are sequences of one length.
+
+    >>> few_positions({"input_ids": torch.zeros(8, 512), "labels": torch.zeros(8, 512)})["labels"].shape
+    torch.Size([1, 16])
+    >>> few_positions((torch.zeros(8, 512), torch.zeros(8)))[0].shape
+    torch.Size([1, 512])
+    """
+    shapes: set[torch.Size] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        shapes.add(tensor.shape)
+        return tensor
+
+    map_tensors(batch, note)
+    whole = len(shapes) != 1 or any(len(shape) != 2 for shape in shapes)
+
+    def cut(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0:
+            return tensor
+        return tensor[:1] if whole else tensor[:1, :FEW_POSITIONS]
+
+    return map_tensors(batch, cut)
+
+
+@contextmanager
+def _aside(model: nn.Module) -> Iterator[None]:
+    """Run the model without a trace: no gradients, no compilation, eval mode, random numbers put back."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = {param.device for param in model.parameters() if param.device.type == "cuda"}
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(list(devices)), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _same(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Whether the two differ by at most `tolerance` times the largest value, with the same infinities and NaN."""
+    largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).amax().item() if expected.numel() else 0.0
+    return torch.allclose(found, expected, rtol=0.0, atol=tolerance * largest, equal_nan=True)
+
+
+def _unfit(why: str) -> TrainingError:
+    return TrainingError(f"fused_head cannot be used with this model: {why}; set fused_head: false")

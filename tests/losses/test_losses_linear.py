@@ -1,0 +1,394 @@
+"""Linear layer and cross entropy in one, against the plain formula in float64: values, gradients, metrics, memory."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from etude.core import LossTerm
+from etude.core.errors import DataError, TrainingError
+from etude.losses import cross_entropy_term, linear_cross_entropy, linear_cross_entropy_terms, mean_of
+from etude.losses import linear as linear_module
+from etude.losses.chunked import chunk_rows_for, chunked
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""Relative to the largest value: sums of products in float16 and bfloat16 are rounded once per chunk."""
+MASKS = ["none", "ignored", "all ignored", "bool", "float", "ignored and float"]
+
+
+def make(shape, num_classes, width=6, dtype=torch.float32, bias=True, seed=0, scale=1.0):
+    g = torch.Generator().manual_seed(seed)
+    hidden = (scale * torch.randn(*shape, width, generator=g, dtype=torch.float64)).to(dtype).requires_grad_()
+    weight = torch.randn(num_classes, width, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    offset = torch.randn(num_classes, generator=g, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
+    return hidden, weight, offset, torch.randint(num_classes, shape, generator=g), g
+
+
+def masked(kind, targets, g):
+    """Return labels, mask and the weight of every element."""
+    element, mask = torch.ones(targets.shape, dtype=torch.float64), None
+    if "ignored" in kind:
+        ignored = torch.rand(targets.shape, generator=g) < (2.0 if kind == "all ignored" else 0.5)
+        targets, element = targets.masked_fill(ignored, -100), element * ~ignored
+    if kind == "bool":
+        mask = torch.rand(targets.shape, generator=g) < 0.6
+        element = element * mask
+    elif "float" in kind:
+        mask = torch.rand(targets.shape, generator=g) * (torch.rand(targets.shape, generator=g) < 0.7)
+        element = element * mask
+    return targets, mask, element
+
+
+def formula(hidden, weight, bias, targets, element, smoothing=0.0, softcap=None):
+    """Σ, Σ without smoothing, Σ of correct predictions, in float64."""
+    logits = hidden @ weight.T + (0.0 if bias is None else bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_probs = logits - torch.logsumexp(logits, -1, keepdim=True)
+    nll = -log_probs.gather(-1, targets.clamp_min(0)[..., None])[..., 0]
+    loss = (1 - smoothing) * nll - smoothing * log_probs.mean(-1)
+    return (loss * element).sum(), (nll * element).sum(), (element * (logits.argmax(-1) == targets)).sum()
+
+
+def doubled(*tensors):
+    return [None if one is None else one.detach().double().requires_grad_() for one in tensors]
+
+
+def assert_near(found, expected, tolerance):
+    scale = float(expected.detach().abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance * max(scale, 0.1))
+
+
+def compare(hidden, weight, bias, targets, mask, element, tolerance, smoothing=0.0, softcap=None, chunk="auto"):
+    options = {"mask": mask, "label_smoothing": smoothing, "softcap": softcap, "chunk_tokens": chunk}
+    terms = linear_cross_entropy_terms(hidden, weight, targets, bias, metrics=True, **options)
+    exact = doubled(hidden, weight, bias)
+    loss, nll, correct = formula(*exact, targets, element, smoothing, softcap)
+    assert_near(terms["loss"].sum, loss, tolerance)
+    assert float(terms["loss"].count) == pytest.approx(float(element.sum()), rel=1e-6)
+    assert terms["accuracy"].weight == 0
+    if hidden.dtype in (torch.float64, torch.float32):
+        assert float(terms["accuracy"].sum) == pytest.approx(float(correct), rel=1e-5, abs=1e-9)
+    assert ("nll" in terms) == (smoothing > 0)
+    if smoothing:
+        assert_near(terms["nll"].sum, nll, tolerance)
+        assert not terms["nll"].sum.requires_grad
+    inputs = [one for one in (hidden, weight, bias) if one is not None]
+    found = torch.autograd.grad(0.25 * terms["loss"].sum, inputs)
+    expected = torch.autograd.grad(0.25 * loss, [one for one in exact if one is not None])
+    for mine, theirs, given_ in zip(found, expected, inputs, strict=True):
+        assert mine.dtype == given_.dtype
+        assert_near(mine, theirs, tolerance)
+
+
+@pytest.mark.parametrize("mask_kind", MASKS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("bias", [False, True])
+def test_types_and_masks(dtype, mask_kind, smoothing, bias):
+    hidden, weight, offset, targets, g = make((3, 7), 11, dtype=dtype, bias=bias)
+    targets, mask, element = masked(mask_kind, targets, g)
+    compare(hidden, weight, offset, targets, mask, element, TOLERANCES[dtype], smoothing, chunk=4)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("num_classes", [1, 2, 13, 97])
+@pytest.mark.parametrize("shape", [(1,), (0,), (17,), (2, 1), (2, 3, 5)])
+def test_odd_shapes(shape, num_classes, smoothing, softcap):
+    for chunk in (1, 4, 10**6, "auto"):
+        hidden, weight, bias, targets, _ = make(shape, num_classes, width=3)
+        element = torch.ones(shape, dtype=torch.float64)
+        compare(hidden, weight, bias, targets, None, element, 3e-6, smoothing, softcap, chunk)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    num_classes=st.integers(1, 60),
+    width=st.integers(1, 9),
+    chunk=st.integers(1, 45),
+    kind=st.sampled_from(MASKS),
+    smoothing=st.sampled_from([0.0, 0.3]),
+    softcap=st.sampled_from([None, 3.0]),
+    seed=st.integers(0, 1000),
+)
+def test_any_sizes_in_float64(rows, num_classes, width, chunk, kind, smoothing, softcap, seed):
+    hidden, weight, bias, targets, g = make((rows,), num_classes, width, torch.float64, seed=seed)
+    targets, mask, element = masked(kind, targets, g)
+    compare(hidden, weight, bias, targets, mask, element, 1e-6, smoothing, softcap, chunk)
+
+
+def test_gradcheck():
+    hidden, weight, bias, targets, _ = make((2, 4), 7, 3, torch.float64)
+    targets[0, 1] = -100
+    for smoothing, softcap in itertools.product([0.0, 0.2], [None, 1.5]):
+
+        def loss(h, w, b, smoothing=smoothing, softcap=softcap):
+            options = {"label_smoothing": smoothing, "softcap": softcap, "chunk_tokens": 3}
+            return linear_cross_entropy(h, w, targets, b, **options).sum
+
+        assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e2, 1e4])
+def test_huge_logits_stay_finite(dtype, size):
+    hidden, weight, bias, targets, _ = make((19,), 23, dtype=dtype, scale=size)
+    term = linear_cross_entropy(hidden, weight, targets, bias, chunk_tokens=5)
+    grads = torch.autograd.grad(term.sum, (hidden, weight, bias))
+    assert all(bool(one.isfinite().all()) for one in (term.sum, *grads))
+    if dtype is torch.float32:
+        expected = formula(*doubled(hidden, weight, bias), targets, torch.ones(19).double())[0]
+        assert term.sum.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_tiny_loss_is_exact():
+    """The label has nearly all of the probability: what is left must not be lost in the largest logit."""
+    hidden = torch.tensor([[20.0]])
+    term = linear_cross_entropy(hidden, torch.tensor([[1.0], [0.0]]), torch.tensor([0]))
+    expected = F.cross_entropy(torch.tensor([[20.0, 0.0]]).double(), torch.tensor([0]))
+    assert float(term.sum) == pytest.approx(float(expected), abs=2e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_micro_batches_add_up_to_one_batch(dtype):
+    hidden, weight, bias, targets, g = make((12, 5), 31, dtype=dtype)
+    targets, mask, _ = masked("ignored and float", targets, g)
+
+    def term(rows):
+        return linear_cross_entropy(hidden[rows], weight, targets[rows], bias, mask=mask[rows])
+
+    whole = term(slice(None))
+    parts = [term(slice(start, start + 5)) for start in (0, 5, 10)]
+    both = LossTerm(sum(one.sum for one in parts), sum(one.count for one in parts))
+    torch.testing.assert_close(mean_of(both), mean_of(whole))
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for mine, theirs in zip(
+        torch.autograd.grad(both.sum, (hidden, weight, bias)),
+        torch.autograd.grad(whole.sum, (hidden, weight, bias)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+
+
+def test_the_same_call_gives_the_same_bits():
+    hidden, weight, bias, targets, _ = make((50,), 37)
+
+    def once():
+        term = linear_cross_entropy(hidden, weight, targets, bias, chunk_tokens=7)
+        return [term.sum, *torch.autograd.grad(term.sum, (hidden, weight, bias))]
+
+    assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))
+
+
+def test_the_count_is_that_of_cross_entropy():
+    hidden, weight, _, targets, g = make((4, 5), 7)
+    logits = hidden @ weight.T
+    ignored, mask, _ = masked("ignored and float", targets, g)
+    for labels, given_mask, skip in [
+        (targets, None, None),
+        (targets, None, -100),
+        (targets, None, 3),
+        (ignored, None, -100),
+        (ignored, mask, -100),
+        (targets, mask > 0, None),
+        (targets, (mask > 0).int(), 3),
+    ]:
+        mine = linear_cross_entropy(hidden, weight, labels, mask=given_mask, ignore_index=skip)
+        theirs = cross_entropy_term(logits, labels, given_mask, 0.0, skip)
+        assert type(mine.count) is type(theirs.count)
+        assert float(mine.count) == pytest.approx(float(theirs.count))
+        torch.testing.assert_close(mine.sum, theirs.sum)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_products_in_its_type_and_keeps_float32_gradients(dtype):
+    hidden, weight, bias, targets, _ = make((64,), 301, 32)
+    with torch.autocast("cpu", dtype):
+        term = linear_cross_entropy(hidden, weight, targets, bias, chunk_tokens=16)
+    found = torch.autograd.grad(term.sum, (hidden, weight, bias))
+    assert [one.dtype for one in (term.sum, *found)] == [torch.float32] * 4
+    exact = doubled(hidden, weight, bias)
+    loss = formula(*exact, targets, torch.ones(64).double())[0]
+    assert_near(term.sum, loss, 1e-3)
+    for mine, theirs in zip(found, torch.autograd.grad(loss, exact), strict=True):
+        assert_near(mine, theirs, 2e-2)
+    with torch.autocast("cpu", torch.bfloat16):  # hidden states come in bfloat16 from the layers before
+        term = linear_cross_entropy(hidden.bfloat16(), weight, targets, bias)
+    assert_near(term.sum, loss, 1e-3)
+    # float64 is left alone, as autocast does
+    with torch.autocast("cpu", torch.bfloat16):
+        term = linear_cross_entropy(*exact[:2], targets, exact[2])
+    assert_near(term.sum, loss, 1e-12)
+
+
+def test_bfloat16_adds_up_the_weights_gradient_in_float32():
+    """One class gets the same small push from 4,096 rows: added up in bfloat16 it would stop growing at 256 of them."""
+    hidden = torch.ones(4096, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    term = linear_cross_entropy(hidden, weight, torch.zeros(4096, dtype=torch.int64), chunk_tokens=1)
+    assert torch.autograd.grad(term.sum, weight)[0].flatten().tolist() == [-2048.0, 2048.0]
+
+
+@pytest.mark.parametrize("wanted", [(), (0,), (1,), (2,), (0, 1), (1, 2)])
+def test_only_the_gradients_asked_for_are_computed(wanted, monkeypatch):
+    hidden, weight, bias, targets, _ = make((9,), 5)
+    for place, tensor in enumerate((hidden, weight, bias)):
+        tensor.requires_grad_(place in wanted)
+    seen = []
+    monkeypatch.setitem(linear_module.KERNELS, "cpu", lambda problem: seen.append(problem) or chunked(problem))
+    term = linear_cross_entropy(hidden, weight, targets, bias)
+    assert term.sum.requires_grad == bool(wanted)
+    (problem,) = seen
+    asked = (problem.want_hidden, problem.want_weight, problem.want_bias)
+    assert asked == tuple(place in wanted for place in range(3))
+    result = chunked(problem)
+    found = (result.grad_hidden, result.grad_weight, result.grad_bias)
+    assert tuple(one is not None for one in found) == asked
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(hidden, weight, targets, bias).sum, term.sum)
+    assert not seen[-1].want_gradients
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements that a tensor of any operation had."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(one, torch.Tensor):
+                self.numel = max(self.numel, one.untyped_storage().nbytes() // one.itemsize)
+        return out
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_logits_are_never_held_together(training):
+    hidden, weight, bias, targets, _ = make((400,), 211, 4)
+    with Largest() as largest, torch.set_grad_enabled(training):
+        term = linear_cross_entropy(hidden, weight, targets, bias, chunk_tokens=10)
+        if training:
+            term.sum.backward()
+    assert largest.numel == max(10 * 211, 400 * 4)
+    with Largest() as largest:
+        F.cross_entropy(F.linear(hidden, weight, bias), targets)
+    assert largest.numel == 400 * 211
+
+
+def test_rows_without_a_label_cost_nothing_on_the_cpu(monkeypatch):
+    """Also if their hidden states are not finite, as those of padding may be."""
+    hidden, weight, bias, targets, _ = make((40,), 5)
+    targets[10:] = -100
+    broken = hidden.detach().clone()
+    broken[10:] = float("nan")
+    broken.requires_grad_()
+    seen = []
+    monkeypatch.setitem(linear_module.KERNELS, "cpu", lambda problem: seen.append(problem) or chunked(problem))
+    term = linear_cross_entropy(broken, weight, targets, bias)
+    assert seen[0].hidden.shape == (10, 6)
+    found = torch.autograd.grad(term.sum, (broken, weight, bias))
+    expected = torch.autograd.grad(linear_cross_entropy(hidden[:10], weight, targets[:10], bias).sum, (weight, bias))
+    assert torch.equal(found[0][10:], torch.zeros(30, 6))
+    assert bool(found[0][:10].any())
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], expected, strict=True))
+
+
+def test_a_row_without_a_label_may_be_anything():
+    hidden, weight, bias, targets, _ = make((40,), 5)
+    targets[3] = -100
+    expected = linear_cross_entropy_terms(hidden, weight, targets, bias, metrics=True, label_smoothing=0.1)
+    hidden.data[3] = float("nan")
+    found = linear_cross_entropy_terms(hidden, weight, targets, bias, metrics=True, label_smoothing=0.1)
+    for name in ("loss", "accuracy", "nll"):
+        torch.testing.assert_close(found[name].sum, expected[name].sum)
+
+
+def test_the_graph_can_be_kept():
+    hidden, weight, bias, targets, _ = make((9,), 5)
+    loss = linear_cross_entropy(hidden, weight, targets, bias).sum
+    first = torch.autograd.grad(loss * 3, (hidden, weight, bias), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, weight, bias))
+    for three, one in zip(first, second, strict=True):
+        torch.testing.assert_close(three, 3 * one)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_gradients_accumulate_and_tied_weights_get_both_parts():
+    table = torch.randn(11, 4, dtype=torch.float64, requires_grad=True)
+    ids, targets = torch.tensor([1, 3, 3]), torch.tensor([3, 0, 10])
+    expected = torch.autograd.grad(F.cross_entropy(table[ids] @ table.T, targets, reduction="sum"), table)[0]
+    for times in (1, 2):
+        linear_cross_entropy(table[ids], table, targets).sum.backward()
+        torch.testing.assert_close(table.grad, times * expected)
+
+
+def test_no_second_derivative():
+    hidden, weight, bias, targets, _ = make((9,), 5)
+    loss = linear_cross_entropy(hidden, weight, targets, bias).sum
+    with pytest.raises(TrainingError, match="no second derivative"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it itself
+def test_inside_a_compiled_function():
+    hidden, weight, bias, targets, _ = make((9,), 5)
+
+    def loss(h, w, b):
+        return linear_cross_entropy(h * 2, w, targets, b).sum * 3
+
+    expected = loss(hidden, weight, bias)
+    torch._dynamo.reset()
+    found = torch.compile(loss, backend="eager")(hidden, weight, bias)
+    assert torch.equal(found, expected)
+    for a, b in zip(
+        torch.autograd.grad(found, (hidden, weight, bias)),
+        torch.autograd.grad(expected, (hidden, weight, bias)),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_chunks_are_even_and_bounded():
+    device = torch.device("cpu")
+    for rows, classes in itertools.product([1, 63, 64, 1000, 32_768], [1, 100, 50_257, 256_000, 10**7]):
+        size = chunk_rows_for(rows, classes, device)
+        assert 1 <= size <= rows
+        assert size <= 64 or size * classes * 4 <= 64 << 20
+        last = rows - size * (-(-rows // size) - 1)
+        assert size - last < -(-rows // size)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(5, 7)}, r"\(9, 6\) do not fit weights of shape \(5, 7\)"),
+        ({"weight": torch.zeros(5)}, "do not fit weights"),
+        ({"targets": torch.zeros(8, dtype=torch.int64)}, r"expected integers of shape \(9,\)"),
+        ({"targets": torch.zeros(9)}, "expected integers"),
+        ({"bias": torch.zeros(4)}, "does not fit 5 classes"),
+        ({"weight": torch.zeros(5, 6, dtype=torch.bfloat16)}, "torch.float32, weights torch.bfloat16"),
+        ({"mask": torch.ones(8)}, "mask of shape"),
+    ],
+)
+def test_what_does_not_fit_is_said(change, message):
+    hidden, weight, bias, targets, _ = make((9,), 5)
+    arguments = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias, "mask": None} | change
+    with pytest.raises(TrainingError, match=message):
+        linear_cross_entropy(**arguments)
+
+
+@pytest.mark.parametrize("label", [5, -1, 10**9])
+def test_labels_out_of_range(label):
+    hidden, weight, bias, targets, _ = make((9,), 5)
+    targets[4] = label
+    with pytest.raises(DataError, match=rf"found {label}, but there are 5 classes \(0 … 4\)"):
+        linear_cross_entropy(hidden, weight, targets, bias)
