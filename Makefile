@@ -44,7 +44,7 @@ clean:
 
 .venv/.core: pyproject.toml constraints.txt | .venv/bin/pip
 	@echo "setting up .venv (torch is large; the first time takes a minute or two)"
-	$(PIP) -e .
+	$(PIP) -e '.[text]'
 	@touch $@
 
 .venv/.dev: .venv/.core

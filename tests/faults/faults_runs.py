@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TIMING = {"time", "samples_per_s", "data_wait", "epoch_s"}
+TIMING = {"time", "samples_per_s", "tokens_per_s", "mfu", "data_wait", "epoch_s"}
 STEPS_PER_EPOCH, EPOCHS, SAVE_EVERY = 12, 3, 3
 
 

@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Lt
 from etude.config.registry import register
 from etude.core.errors import DataError
 from etude.data.blocks import TokenBlocks
-from etude.data.files import cache_folder
+from etude.data.files import cache_folder, logger
 from etude.data.mixture import TokenMixture
 from etude.data.reading import MaskedTokens, PackedDocuments, TokenDocuments
 from etude.data.source import BatchSource
@@ -144,7 +144,10 @@ def load_text_corpus(
     chosen = inputs or ["stdlib"]
     options: dict[str, Any] = {"validation": validation, "test": test}
     options |= {"vocab_size": vocab_size} if tokenizer is None else {"tokenizer": tokenizer}
-    folder = ensure_corpus(chosen, out if out is not None else _corpus_folder(chosen, options), **options)
+    folder = Path(out).expanduser() if out is not None else _corpus_folder(chosen, options)
+    if not folder.exists():
+        logger.warning("tokenizing %s into %s, once", ", ".join(chosen), folder)
+    ensure_corpus(chosen, folder, **options)
     return load_tokens(
         str(folder),
         read=read,

@@ -1,0 +1,45 @@
+"""Choosing the next token from logits: temperature, the k likeliest, the likeliest p of the probability."""
+
+import torch
+from torch import Tensor
+
+from etude.core.errors import ConfigError
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Raise ConfigError for settings out of range."""
+    if temperature < 0:
+        raise ConfigError(f"temperature is {temperature}; it must be at least 0 (0 always takes the likeliest token)")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k is {top_k}; it must be at least 1, or None to keep every token")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(f"top_p is {top_p}; it must be above 0 and at most 1, or None to keep every token")
+
+
+def next_tokens(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw one token per row of logits (B, V); temperature 0 takes the likeliest.
+
+    Of the tokens, `top_k` keeps the k likeliest and `top_p` the fewest that together have that probability.
+
+    >>> next_tokens(torch.tensor([[0.0, 3.0, 1.0]]), temperature=0)
+    tensor([1])
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if top_p is not None and top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities  # of the likelier ones: 0 for the first, which stays
+        ordered = ordered.masked_fill(before >= top_p, -torch.inf)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, order, ordered)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)

@@ -1,0 +1,328 @@
+"""A causal transformer over tokens: pre-norm, rotary positions, attention by torch's fused kernels."""
+
+import math
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from annotated_types import Ge, Lt
+from torch import Tensor, nn
+
+from etude.config.registry import register
+from etude.core.errors import ConfigError, TrainingError
+from etude.models.sampling import check_sampling, next_tokens
+
+Size = Annotated[int, Ge(1)]
+
+ROTARY_BASE = 10_000.0
+INIT_STD = 0.02
+
+
+@register("model", "causal_transformer_lm")
+@register("model", "transformer_lm")
+class CausalTransformerLM(nn.Module):
+    """Predicts the next token at every position.
+
+    A stack of pre-norm blocks without biases: attention with rotary positions, then two linear layers with GELU. The
+    output layer shares its weights with the embedding unless `tie_embeddings` is off. With `n_types` every token also
+    has a type (its modality, its role), whose embedding is added.
+
+    >>> model = CausalTransformerLM(vocab_size=100, d_model=32, n_layers=2, n_heads=4, max_len=16)
+    >>> model(torch.zeros(3, 16, dtype=torch.int64)).shape
+    torch.Size([3, 16, 100])
+    >>> model.num_parameters()
+    27936
+    """
+
+    def __init__(
+        self,
+        vocab_size: Size,
+        n_types: Annotated[int, Ge(0)] = 0,
+        d_model: Size = 768,
+        n_layers: Size = 12,
+        n_heads: Size = 12,
+        d_ff: Size | None = None,
+        dropout: Annotated[float, Ge(0), Lt(1)] = 0.0,
+        max_len: Size = 2048,
+        tie_embeddings: bool = True,
+    ) -> None:
+        """Build the model; `d_ff`, the width between the two linear layers of a block, is 4·d_model if not given."""
+        super().__init__()
+        if d_model % (2 * n_heads):
+            raise ConfigError(
+                f"d_model {d_model} with n_heads {n_heads}: every head needs an even number of features; "
+                f"make d_model a multiple of {2 * n_heads}"
+            )
+        self.vocab_size, self.n_types, self.max_len = vocab_size, n_types, max_len
+        self.n_heads, self.head_dim = n_heads, d_model // n_heads
+        self.embedding = nn.Embedding(vocab_size, d_model)
+        self.type_embedding = nn.Embedding(n_types, d_model) if n_types else None
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(d_model, n_heads, d_ff or 4 * d_model, dropout) for _ in range(n_layers))
+        self.norm = nn.RMSNorm(d_model)
+        self.head = nn.Linear(d_model, vocab_size, bias=False)
+        if tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew.
+
+        As in GPT-2, what is added to the residual stream starts smaller in deep models. Embeddings are larger than
+        there, of length 1: small models then learn faster.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                nn.init.ones_(parameter)
+            elif "embedding" in name:
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+            else:
+                residual = name.endswith(("attention.project.weight", "mlp.down.weight"))
+                std = INIT_STD / math.sqrt(2 * len(self.blocks)) if residual else INIT_STD
+                nn.init.normal_(parameter, std=std)
+
+    def num_parameters(self) -> int:
+        """Return the number of parameters; shared weights count once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the output layer, for losses that run the model without it (`fused_head`)."""
+        return self.head
+
+    def forward(
+        self,
+        tokens: Tensor,
+        types: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return the logits (B, L, V) of tokens (B, L); all other arguments have that shape too.
+
+        Positions where `attn_mask` is 0 are padding: no other position sees them. With `document_ids` a position sees
+        those of its own document only. `position_ids` count from 0 if not given; only their differences matter.
+        """
+        self._check(tokens, types, attn_mask)
+        mask = attention_mask(tokens, attn_mask, document_ids)
+        logits: Tensor = self.head(self._hidden(tokens, types, mask, position_ids))
+        return logits
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt_ids: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+        stop_id: int | None = None,
+        *,
+        types: Tensor | None = None,
+    ) -> Tensor:
+        """Return prompts (L,) or (B, L) with up to `max_new_tokens` tokens drawn after them.
+
+        Temperature 0 takes the likeliest token. A row that has drawn `stop_id` is filled up with it, and once all rows
+        have, the work ends. Where the text outgrows `max_len`, it goes on from its last max_len/2 tokens. New tokens
+        have the type of the last of `types`. Random numbers come from `generator`, else from torch's global one.
+        """
+        check_sampling(temperature, top_k, top_p)
+        tokens = prompt_ids if prompt_ids.dim() == 2 else prompt_ids[None]
+        types = None if types is None else types.reshape(tokens.shape)
+        if tokens.shape[1] == 0:
+            raise TrainingError(
+                "generate needs a prompt of at least one token; give the token that begins a document"
+            )
+        was_training = self.training
+        self.eval()
+        try:
+            fresh, cache = tokens[:, -self.max_len :], self._new_cache(tokens)
+            stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+            for _ in range(max_new_tokens):
+                fresh_types = None if types is None else types[:, -fresh.shape[1] :]
+                logits = self._next_logits(fresh, fresh_types, cache)
+                chosen = next_tokens(logits, temperature, top_k, top_p, generator)
+                if stop_id is not None:
+                    chosen = chosen.masked_fill(stopped, stop_id)
+                    stopped |= chosen == stop_id
+                tokens, fresh = torch.cat([tokens, chosen[:, None]], 1), chosen[:, None]
+                types = None if types is None else torch.cat([types, types[:, -1:]], 1)
+                if stop_id is not None and bool(stopped.all()):  # waits for the device
+                    break
+                if cache[0].length == self.max_len:
+                    fresh, cache = tokens[:, -max(1, self.max_len // 2) :], self._new_cache(tokens)
+        finally:
+            self.train(was_training)
+        return tokens if prompt_ids.dim() == 2 else tokens[0]
+
+    def _check(self, tokens: Tensor, types: Tensor | None, attn_mask: Tensor | None) -> None:
+        if tokens.dim() != 2:
+            raise TrainingError(f"tokens have the shape {tuple(tokens.shape)}; give (batch, length)")
+        if tokens.shape[1] > self.max_len:
+            raise TrainingError(
+                f"sequences have {tokens.shape[1]} tokens, but the model's max_len is {self.max_len}; "
+                f"raise max_len or give shorter sequences"
+            )
+        if (types is not None) != (self.n_types > 0):
+            found = "no types were given" if types is None else "types were given"
+            raise TrainingError(
+                f"{found}, but the model has n_types {self.n_types}; set n_types to the number of types"
+            )
+        if attn_mask is not None and attn_mask.shape != tokens.shape:
+            raise TrainingError(
+                f"attn_mask has the shape {tuple(attn_mask.shape)}; give 1 for tokens and 0 for padding in the shape "
+                f"of the tokens, {tuple(tokens.shape)}"
+            )
+
+    def _hidden(
+        self,
+        tokens: Tensor,
+        types: Tensor | None,
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: "list[LayerCache] | None" = None,
+    ) -> Tensor:
+        x = self.embedding(tokens)
+        if self.type_embedding is not None:
+            x = x + self.type_embedding(types)
+        x = self.dropout(x)
+        start = cache[0].length if cache else 0
+        if position_ids is None:
+            position_ids = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        rotary = rotary_angles(position_ids, self.head_dim)
+        for place, block in enumerate(self.blocks):
+            x = block(x, rotary, mask, cache[place] if cache else None)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def _next_logits(self, tokens: Tensor, types: Tensor | None, cache: "list[LayerCache]") -> Tensor:
+        """Return the logits (B, V) after `tokens`, which follow what the cache already holds."""
+        self._check(tokens, types, None)
+        logits: Tensor = self.head(self._hidden(tokens, types, None, None, cache)[:, -1])
+        return logits
+
+    def _new_cache(self, tokens: Tensor) -> "list[LayerCache]":
+        shape = (len(tokens), self.n_heads, self.max_len, self.head_dim)
+        return [LayerCache(shape, self.embedding.weight) for _ in self.blocks]
+
+
+class Block(nn.Module):
+    """Attention and two linear layers, each normed before and added to what came in."""
+
+    def __init__(self, d_model: int, n_heads: int, d_ff: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(d_model)
+        self.attention = Attention(d_model, n_heads, dropout)
+        self.mlp_norm = nn.RMSNorm(d_model)
+        self.mlp = FeedForward(d_model, d_ff)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: "LayerCache | None" = None
+    ) -> Tensor:
+        """Return the next residual stream (B, L, D)."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotary, mask, cache))
+        added: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return added
+
+
+class Attention(nn.Module):
+    """Causal self-attention of several heads, with rotary positions."""
+
+    def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.n_heads, self.dropout = n_heads, dropout
+        self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.project = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: "LayerCache | None" = None
+    ) -> Tensor:
+        """Return what each position gathers from those it sees: the earlier ones, or those of `mask`."""
+        batch, length, width = x.shape
+        heads = self.qkv(x).view(batch, length, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)  # (3, B, H, L, E)
+        queries, keys = rotate(heads[:2], rotary)
+        values = heads[2]
+        causal = mask is None and length > 1  # a single new token sees all that the cache holds
+        if cache is not None:
+            assert length == 1 or cache.length == 0, "the causal mask of the kernel begins at the first key"
+            keys, values = cache.extend(keys, values)
+        gathered = F.scaled_dot_product_attention(
+            queries, keys, values, mask, dropout_p=self.dropout if self.training else 0.0, is_causal=causal
+        )
+        projected: Tensor = self.project(gathered.transpose(1, 2).reshape(batch, length, width))
+        return projected
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with GELU between them."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(d_model, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return down(gelu(up(x)))."""
+        result: Tensor = self.down(F.gelu(self.up(x)))
+        return result
+
+
+class LayerCache:
+    """Keys and values (B, H, max_len, E) of one layer, of which the first `length` positions are filled."""
+
+    def __init__(self, shape: tuple[int, int, int, int], like: Tensor) -> None:
+        self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
+        self.length = 0
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append positions; return all keys and values there are now."""
+        begin, self.length = self.length, self.length + keys.shape[2]
+        self.keys[:, :, begin : self.length] = keys
+        self.values[:, :, begin : self.length] = values
+        return self.keys[:, :, : self.length].to(keys.dtype), self.values[:, :, : self.length].to(values.dtype)
+
+
+def attention_mask(tokens: Tensor, attn_mask: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
+    """Return who sees whom, (B, 1, L, L), or None where the plain causal order says it all.
+
+    Every position sees itself, padding too: attention over nothing has no value.
+
+    >>> attention_mask(torch.zeros(1, 3), None, torch.tensor([[0, 0, 1]]))[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [0, 0, 1]], dtype=torch.int32)
+    """
+    if attn_mask is None and document_ids is None:
+        return None
+    length = tokens.shape[1]
+    square = torch.ones(length, length, dtype=torch.bool, device=tokens.device)
+    seen = square.tril()
+    if document_ids is not None:
+        seen = seen & (document_ids[:, :, None] == document_ids[:, None, :])
+    if attn_mask is not None:
+        seen = seen & attn_mask.bool()[:, None, :] | torch.eye(length, dtype=torch.bool, device=tokens.device)
+    return seen[:, None]
+
+
+def rotary_angles(position_ids: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and signed sines, (L, E) or (B, 1, L, E), by which positions turn the halves of a head.
+
+    Always computed in float32: in half precision, far positions would fall together.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
+    angles = position_ids[..., None].float() * ROTARY_BASE**-exponents
+    if position_ids.dim() == 2:
+        angles = angles[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def rotate(heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (i, i + E/2) of features (…, L, E) by the angle of its position.
+
+    Three passes over memory, which cost a third of the plain formula on halves.
+    """
+    cos, sin = (part.to(heads.dtype) for part in rotary)
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
