@@ -16,7 +16,10 @@ BENCHMARKS = {
     "resume": (),
     "startup": (),
     "loader": ("--rounds=1", "--samples=2000"),
+    "token_loader": (),
     "optim": ("--rounds=2",),
+    "gradient_monitor": (),
+    "linear_ce": (),
     "gpu_step": (),
 }
 """Modules in the order in which they run, and what `--quick` is for those that do not know the word."""

@@ -16,7 +16,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-DISTRIBUTIONS = ("etude", "torch", "numpy", "lightning", "accelerate", "transformers", "pytorch-ignite")
+DISTRIBUTIONS = (
+    "etude",
+    "torch",
+    "numpy",
+    "lightning",
+    "accelerate",
+    "transformers",
+    "pytorch-ignite",
+    "torchdata",
+    "litdata",
+    "datasets",
+    "grain",
+)
 NOT_INSTALLED = "not installed"
 Row = Mapping[str, Any]
 

@@ -8,7 +8,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from etude.callbacks import CSVLogger, EarlyStopping, LRSchedule, ModelCheckpoint, ProgressDisplay
+    from etude.callbacks import (
+        CSVLogger,
+        EarlyStopping,
+        GradientMonitor,
+        LRSchedule,
+        ModelCheckpoint,
+        ProgressDisplay,
+    )
     from etude.checkpoint import CheckpointManager
     from etude.config import register
     from etude.core import Batch, Clock, Control, DataBatch, EtudeError, LossTerm, StepReport
@@ -32,7 +39,7 @@ if TYPE_CHECKING:
         cross_entropy,
     )
     from etude.metrics import Accuracy, LossTracker, TrainingMetrics
-    from etude.models import MLP, LeNet5
+    from etude.models import MLP, CausalTransformerLM, LeNet5
     from etude.trainer import (
         BasicTrainingLoop,
         EpochResult,
@@ -45,7 +52,14 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
-    "etude.callbacks": ("CSVLogger", "EarlyStopping", "LRSchedule", "ModelCheckpoint", "ProgressDisplay"),
+    "etude.callbacks": (
+        "CSVLogger",
+        "EarlyStopping",
+        "GradientMonitor",
+        "LRSchedule",
+        "ModelCheckpoint",
+        "ProgressDisplay",
+    ),
     "etude.checkpoint": ("CheckpointManager",),
     "etude.config": ("register",),
     "etude.core": ("Batch", "Clock", "Control", "DataBatch", "EtudeError", "LossTerm", "StepReport"),
@@ -69,7 +83,7 @@ _HOME = {
         "cross_entropy",
     ),
     "etude.metrics": ("Accuracy", "LossTracker", "TrainingMetrics"),
-    "etude.models": ("MLP", "LeNet5"),
+    "etude.models": ("MLP", "CausalTransformerLM", "LeNet5"),
     "etude.trainer": (
         "BasicTrainingLoop",
         "EpochResult",
@@ -96,6 +110,7 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "CallbackList",
+    "CausalTransformerLM",
     "CheckpointManager",
     "Clock",
     "Control",
@@ -105,6 +120,7 @@ __all__ = [
     "EpochResult",
     "EtudeError",
     "GradientAccumulator",
+    "GradientMonitor",
     "LRSchedule",
     "LanguageModelingLoss",
     "LeNet5",

@@ -1,20 +1,32 @@
 """Every benchmark runs at its tiny size without other trainers, and its tables say what they should."""
 
 import doctest
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import counters, overhead, resume, table, work  # noqa: E402
+from benchmarks import (  # noqa: E402
+    counters,
+    overhead,
+    resume,
+    table,
+    token_loader,
+    token_peers,
+    token_race,
+    work,
+)
 
 
 def run(name, folder):
@@ -52,6 +64,71 @@ def test_startup(tmp_path):
     assert {row["command"] for row in commands} >= {"import torch", "import etude", "etude --help"}
     assert all(row["s"] > 0 for row in commands)
     assert seeking[0]["slowest ms"] >= seeking[0]["median ms"] > 0
+
+
+def test_token_loader(tmp_path):
+    blocks, documents, packed, seeking = run("token_loader", tmp_path)
+    assert len(blocks) == 3
+    assert len(seeking) == 6
+    assert all(row["samples/s"] > 0 for row in (*blocks, *documents, *packed))
+    waste = {row["loader"]: row["padding"] for row in documents}
+    assert waste["Etude, bucketed"] < 0.1 < 0.4 < waste["Etude"] < 0.5
+    assert [row["fill"] == 1.0 for row in packed] == [True, True, False, True]
+    assert all(row["slowest ms"] >= row["median ms"] > 0 for row in seeking)
+
+
+def test_batches_that_are_not_in_the_file_or_not_shuffled_are_told(tmp_path):
+    corpus = token_peers.Corpus(tmp_path / "blocks.bin", tmp_path, 0)
+    token_loader.write_tokens(corpus.path, 40 * token_peers.LENGTH)
+    peer = next(one for one in token_peers.PEERS if one.name == "torch DataLoader, 0 workers")
+    ids, labels = next(peer.batches(corpus))
+    token_loader.check_blocks(corpus, peer.name, (ids, labels))
+    wrong = (ids.clone(), labels)
+    wrong[0][0, 0] = (wrong[0][0, 0] + 1) % 50257
+    with pytest.raises(AssertionError, match="not in the file"):
+        token_loader.check_blocks(corpus, peer.name, wrong)
+    size = token_peers.BATCH_SIZE, token_peers.LENGTH
+    tokens = torch.from_numpy(corpus.mapped().astype("int64"))
+    in_order = (tokens[: size[0] * size[1]].view(size), tokens[1 : size[0] * size[1] + 1].view(size))
+    with pytest.raises(AssertionError, match="does not shuffle"):
+        token_loader.check_blocks(corpus, peer.name, in_order)
+
+
+def test_loaders_take_turns_and_one_that_is_missing_is_named():
+    given = []
+
+    def batches(name):
+        while True:
+            given.append(name)
+            yield name
+
+    contenders = [token_race.Contender(name, partial(batches, name)) for name in "abc"]
+    contenders.append(token_race.Contender("absent", partial(batches, "absent"), needs=("no_such_module",)))
+    pairs = token_race.race(contenders, token_race.Pace(3, 0.001), 1, lambda _, batch: None)
+    assert {name: len(pair) for name, pair in pairs.items()} == {"a": 3, "b": 3, "c": 3}
+    turns = [name for name, _ in itertools.groupby(given)]
+    assert all(before == "a" for before, name in itertools.pairwise(turns[3:]) if name != "a")
+    rows = token_race.rows_of(contenders, pairs | {"b": [(1.0, 4.0), (2.0, 4.0), (9.0, 10.0)]}, "share")
+    assert [row.get("share") for row in rows][0::3] == [1.0, None]
+    assert rows[1]["share"] == 0.5
+    assert rows[3] == {"loader": "absent", "samples/s": table.NOT_INSTALLED}
+
+
+def test_gradient_monitor(tmp_path):
+    (rows,) = run("gradient_monitor", tmp_path)
+    assert len(rows) == 3
+    for row in rows:
+        assert row["step µs"] > row["hooks µs"] > 0
+        assert row["look µs"] > 0
+
+
+def test_linear_ce(tmp_path):
+    (rows,) = run("linear_ce", tmp_path)
+    assert len(rows) == 4
+    for plain, chunked in (rows[:2], rows[2:]):
+        assert plain["× less"] == plain["× time"] == 1.0
+        assert chunked["× less"] > 1.0
+        assert min(plain["ms"], chunked["ms"]) > 0
 
 
 @pytest.mark.parametrize(

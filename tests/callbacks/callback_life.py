@@ -1,6 +1,8 @@
 """A run in miniature: drives callbacks through the hooks in the order the protocol states."""
 
+import functools
 import math
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,7 +10,8 @@ import torch
 from torch import nn
 
 from etude.core import Clock, StepReport
-from etude.engine.callback import Callback, CallbackList, RunInfo
+from etude.engine.callback import Callback, CallbackList, Gradients, RunInfo
+from etude.engine.precision import Precision
 
 STEPS = 4
 """Steps per epoch; a log point after every second one."""
@@ -17,6 +20,29 @@ STEPS = 4
 def report(lr: float = 0.1) -> StepReport:
     one = torch.ones(())
     return StepReport({"loss": one}, {"loss": 1.0}, norm=one, divisor=1.0, skipped=one * 0, lr=lr, num_samples=8)
+
+
+@functools.cache
+def tokenizer_file() -> str:
+    """Make a byte-level tokenizer that knows few words, outside the folders of the tests; return its path."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["def one(two):\n    return two\n"] * 9, trainer)
+    folder = tempfile.TemporaryDirectory()
+    _KEPT.append(folder)
+    tokenizer.save(f"{folder.name}/tokenizer.json")
+    return f"{folder.name}/tokenizer.json"
+
+
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+"""Folders that are removed when the tests end."""
 
 
 def val_loss(epoch: int) -> float:
@@ -57,6 +83,11 @@ class Life:
         epoch = self.clock.epoch
         callbacks.on_epoch_begin(epoch)
         for _ in range(STEPS):
+            self.optimizer.zero_grad()
+            torch.manual_seed(self.clock.step)
+            self.model(torch.randn(8, 3)).sum().backward()  # a gradient that the weights have no part in
+            callbacks.on_gradients(Gradients(self.model, list(self.model.parameters()), 8.0, Precision("fp32")))
+            self.optimizer.zero_grad()  # the weights are set below, by epoch
             self.optimizer.step()
             self.clock.step += 1
             self.clock.samples += 8

@@ -10,16 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from callback_life import Life, report
+from callback_life import Life, report, tokenizer_file
 
 import etude.callbacks
-from etude.callbacks import CallbackList, LRSchedule, ProgressDisplay, RunRecorder
+from etude.callbacks import CallbackList, LRSchedule, ProgressDisplay, RunRecorder, TextSamples
 from etude.config.registry import lookup, names
 from etude.core import Clock
 from etude.engine.callback import HOOKS, Callback
 from etude.monitor import RunFolder
 
-ARGUMENTS = {"filename": "log.csv", "filepath": "weights/best.safetensors", "monitor": "val_loss", "patience": 3}
+ARGUMENTS = {
+    "filename": "log.csv",
+    "filepath": "weights/best.safetensors",
+    "monitor": "val_loss",
+    "patience": 3,
+    "every": 3,
+}
 """Arguments for registered callbacks, by name of the argument."""
 
 
@@ -44,6 +50,7 @@ MAKERS: dict[str, Callable[[Life], Callback]] = {
         for name in names("callback")
         if "etude." in lookup("callback", name).factory.__module__
     },
+    "text_samples": lambda life: TextSamples(tokenizer=tokenizer_file()),
     "lr_schedule_epoch": plateau,
     "lr_schedule_step": milestones,
     "recorder": lambda life: RunRecorder(RunFolder(life.folder)),
@@ -84,7 +91,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def test_registered_callbacks_are_those_of_the_package():
-    assert {"early_stopping", "model_checkpoint", "csv_logger"} <= set(MAKERS)
+    assert {"early_stopping", "model_checkpoint", "csv_logger", "gradient_monitor"} <= set(MAKERS)
 
 
 @every_callback
@@ -176,7 +183,7 @@ def test_the_state_of_a_life_is_not_that_of_its_beginning(tmp_path):
         callback = make(life)
         before = through_json(callback.state_dict())
         life.whole(callback)
-        assert name == "recorder" or through_json(callback.state_dict()) != before, name
+        assert name in ("recorder", "text_samples") or through_json(callback.state_dict()) != before, name
 
 
 @every_callback

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from etude.callbacks import CallbackList, ProgressDisplay, progress
-from etude.callbacks.progress_view import MAX_ROWS, Row, View, best_row, frame, keep_rows
-from etude.callbacks.progress_words import duration, number
+from etude.callbacks.progress_view import MAX_ROWS, Row, View, best_row, epoch_line, frame, keep_rows, log_line
+from etude.callbacks.progress_words import duration, metric, number, rate
 from etude.core import Clock
 
 
@@ -299,17 +299,31 @@ def test_a_slow_terminal_is_drawn_less_often(pace):
 # --- the view
 
 
+LANGUAGE = ["tokens_per_s", "mfu", "data_wait", "perplexity", "tokens"]
+PERPLEXITIES = ["perplexity", "val_perplexity"]
+
 rows = st.lists(
     st.builds(
-        lambda seconds, numbers: Row(0, seconds, numbers),
+        lambda seconds, numbers, speed: Row(0, seconds, numbers, speed),
         st.floats(0, 1e6),
         st.dictionaries(
-            st.sampled_from(["loss", "accuracy", "val_loss", "val_accuracy", "val_f1", "a_very_long_name_of_a_loss"]),
+            st.sampled_from(
+                [
+                    "loss",
+                    "accuracy",
+                    "val_loss",
+                    "val_accuracy",
+                    "val_f1",
+                    "a_very_long_name_of_a_loss",
+                    *PERPLEXITIES,
+                ]
+            ),
             st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False)),
         ),
+        st.dictionaries(st.sampled_from(LANGUAGE[:3]), st.floats(0, 1e12)),
     ),
     max_size=30,
-).map(lambda found: [Row(epoch, row.seconds, row.numbers) for epoch, row in enumerate(found)])
+).map(lambda found: [Row(epoch, row.seconds, row.numbers, row.speed) for epoch, row in enumerate(found)])
 
 
 @given(
@@ -319,7 +333,7 @@ rows = st.lists(
     total=st.one_of(st.none(), st.integers(1, 10**7)),
     step=st.integers(0, 10**7),
     record=st.dictionaries(
-        st.sampled_from(["loss", "accuracy", "lr", "grad_norm", "samples_per_s", "skipped"]), st.floats()
+        st.sampled_from(["loss", "accuracy", "lr", "grad_norm", "samples_per_s", "skipped", *LANGUAGE]), st.floats()
     ),
     outcome=st.sampled_from(["", "finished", "stopped"]),
     ascii_only=st.booleans(),
@@ -389,3 +403,54 @@ def test_numbers_are_short_and_right(value):
     text = number(value)
     assert len(text) <= 10
     assert math.isclose(float(text), value, rel_tol=6e-3, abs_tol=6e-5)
+
+
+# --- language models
+
+
+RECORD = {
+    "step": 9, "loss": 3.21, "accuracy": 0.31, "perplexity": 24.78, "lr": 3e-4, "grad_norm": 0.52, "skipped": 0,
+    "samples_per_s": 148.0, "tokens_per_s": 151_800.0, "data_wait": 0.003, "mfu": 0.412, "tokens": 12_000_000,
+}  # fmt: skip
+
+
+def language_view(**changes) -> View:
+    numbers = {name: RECORD[name] for name in ("loss", "accuracy", "perplexity")}
+    numbers |= {"val_loss": 3.1, "val_accuracy": 0.32, "val_perplexity": 22.2}
+    row = Row(0, 12.0, numbers, {name: RECORD[name] for name in ("tokens_per_s", "mfu", "data_wait")})
+    return View("lm", "cpu", 3, 90, 30, 1, 40, 10, 20.0, 25.0, {**RECORD, **changes}, [row], 1)
+
+
+def test_a_line_of_a_language_model_shows_perplexity_and_speed():
+    assert log_line(language_view(data_wait=0.0)) == (
+        "epoch 2/3  step 40/90  loss 3.2100  ppl 24.78  lr 3.0e-04  grad norm 0.5200  152k tok/s  mfu 41%"
+    )
+    assert log_line(language_view()) == (
+        "epoch 2/3  step 40/90  loss 3.2100  ppl 24.78  lr 3.0e-04  152k tok/s  mfu 41%  data wait 0.3%"
+    )
+    view = language_view()
+    assert epoch_line(view, view.rows[0]) == (
+        "epoch 1/3 done in 12 s  loss 3.2100  val loss 3.1000  val ppl 22.20  152k tok/s  data wait 0.3%  (best)"
+    )
+
+
+def test_the_table_of_a_language_model_has_perplexity_in_the_place_of_accuracy():
+    lines = ["".join(text for text, _ in line) for line in frame(language_view(), 80, 30)]
+    head, row = (line.split() for line in lines[2:4])
+    assert head == ["epoch", "train", "loss", "train", "ppl", "val", "loss", "val", "ppl", "tokens/s", "time"]
+    assert row == ["★", "1", "3.2100", "24.78", "3.1000", "22.20", "152k", "12", "s"]
+
+
+@given(st.floats(1e-3, 1e15))
+def test_a_rate_is_short_and_close(value):
+    text = rate(value)
+    unit = {"k": 1e3, "M": 1e6, "G": 1e9}.get(text[-1], 1.0)
+    assert len(text) <= 8
+    assert float(text.rstrip("kMG")) * unit == pytest.approx(value, rel=0.06, abs=0.0051)
+
+
+@given(st.floats(0.1, 1e300))
+def test_a_perplexity_is_short_and_close(value):
+    text = metric("val_perplexity", value)
+    assert len(text) <= 9
+    assert float(text.replace(",", "")) == pytest.approx(value, rel=0.006)

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from tokenizers import Tokenizer
 
 from etude.data.corpus.index import Index
 from etude.data.corpus.options import SPECIAL_TOKENS, CorpusOptions
-from etude.data.corpus.tokenizer import PATTERN
 from etude.data.corpus.worker import encoding
 from etude.data.corpus.worker.documents import (
     Skip,
@@ -169,7 +169,7 @@ def tokenizer(tmp_path_factory):
     with np.load(folder / "scan-0.npz") as scan:
         np.save(folder / "index.npy", Index(scan["rows"], CorpusOptions(validation=0, test=0)).rows)
     task = {"do": "train", "folder": str(folder), "start": 0, "stop": 1, "vocab_size": 340}
-    task |= {"special_tokens": list(SPECIAL_TOKENS), "pattern": PATTERN, "result": str(folder / "tokenizer.json")}
+    task |= {"special_tokens": list(SPECIAL_TOKENS), "result": str(folder / "tokenizer.json")}
     assert answer(task) == {"done": {"vocab_size": 340}}
     return folder / "tokenizer.json"
 
@@ -179,7 +179,7 @@ def tokenizer(tmp_path_factory):
 @example(text="a<|endoftext|>b<|mask|>")
 @example(text=" \t\r\n\n   x\x00\x85\u2028\ufeff é\U0001f600 12345")
 def test_decoding_gives_back_the_text(tokenizer, text):
-    (ids,) = Encoder(str(tokenizer), cut_long=True).encode([text])
+    (ids,) = Encoder(str(tokenizer)).encode([text])
     assert Tokenizer.from_file(str(tokenizer)).decode(ids.tolist(), skip_special_tokens=False) == text
     assert ids.size == 0 or ids.min() >= len(SPECIAL_TOKENS), "a text cannot spell a special token"
 
@@ -189,28 +189,61 @@ def test_special_tokens_come_first(tokenizer):
     assert [known.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2]
 
 
-@settings(deadline=None)
-@given(
-    st.lists(st.sampled_from(["word", " ", "\n", "\n    ", "\r\n", "7", "é", "_x", "(", "\t", "\n\n"]), max_size=120)
+ASCII = st.text(st.characters(max_codepoint=127), max_size=60)
+PARTS = st.sampled_from(
+    [
+        *("word", " ", "\n", "\n    ", "\r\n", "7", "é", "_x", "("),
+        *("\t", "\n\n", "\x1c", "\x85", "東京", "²", "<|mask|>"),
+    ]
 )
-def test_long_text_encoded_in_pieces_has_the_same_ids(tokenizer, parts):
-    text = "".join(parts)
+
+
+@settings(deadline=None, max_examples=300)
+@given(text=st.one_of(ASCII, st.text(st.characters(codec="utf-8"), max_size=60), st.lists(PARTS).map("".join)))
+@example(text="".join(map(chr, range(300))) + "\na\n".join(map(chr, range(300))))
+def test_ids_are_those_of_the_library(tokenizer, text):
+    """Words looked up, lines apart and long texts in pieces change nothing."""
+    encoder = Encoder(str(tokenizer))
+    assert encoder.words is not None
+    (expected,) = encoder.by_library([text])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoding, "LONG_CHARS", 5)
-        in_pieces = Encoder(str(tokenizer), cut_long=True).encode_long(text)
-    (whole,) = Encoder(str(tokenizer), cut_long=True).encode([text])
-    assert in_pieces.tolist() == whole.tolist()
+        for limit in (encoding.PIECE_CHARS, 5):
+            patch.setattr(encoding, "PIECE_CHARS", limit)
+            assert encoder.encode([text])[0].tolist() == expected.tolist()
 
 
-def test_long_text_is_cut(tokenizer, monkeypatch):
+def test_ids_of_real_code_are_those_of_the_library(tokenizer, monkeypatch):
+    monkeypatch.setattr(encoding, "MAX_WORDS", 100)
+    sources = [Path(module.__file__).read_text(encoding="utf-8") for module in (json, io, gzip, np, pytest, encoding)]
+    encoder = Encoder(str(tokenizer))
+    for ids, expected in zip(encoder.encode(sources), encoder.by_library(sources), strict=True):
+        assert ids.tolist() == expected.tolist()
+    assert len(encoder.words) <= 100
+
+
+def test_long_text_is_cut(monkeypatch):
     """So that the test above says something."""
-    monkeypatch.setattr(encoding, "LONG_CHARS", 5)
-    given_texts = []
-    encoder = Encoder(str(tokenizer), cut_long=True)
-    plain = encoder.encode
-    monkeypatch.setattr(encoder, "encode", lambda pieces: given_texts.extend(pieces) or plain(pieces))
-    encoder.encode_long("words\nmore words\nand more")
-    assert given_texts == ["words", "\nmore words", "\nand more"]
+    monkeypatch.setattr(encoding, "PIECE_CHARS", 5)
+    assert list(encoding._pieces("words\nmore words\nand more")) == ["words", "\nmore words", "\nand more"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: config.update(normalizer={"type": "NFC"}),
+        lambda config: config["pre_tokenizer"]["pretokenizers"].pop(),
+        lambda config: config["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\w+"),
+        lambda config: config["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
+        lambda config: config["model"].update(dropout=0.1),
+        lambda config: config["added_tokens"][0].update(special=False),
+        lambda config: config.update(pre_tokenizer=None),
+    ],
+)
+def test_tokenizers_that_cut_otherwise_are_left_to_the_library(tokenizer, change):
+    config = json.loads(tokenizer.read_text(encoding="utf-8"))
+    assert encoding.trained_here(config)
+    change(config)
+    assert not encoding.trained_here(config)
 
 
 def test_changed_file_is_noticed(tokenizer, tmp_path):

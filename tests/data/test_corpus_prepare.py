@@ -275,7 +275,7 @@ def test_finished_corpus_is_returned_at_once(corpus, folder):
 def test_same_documents_from_elsewhere_are_recognised(corpus, folder, tmp_path):
     before = content(corpus.folder)
     moved = write_folder(tmp_path / "moved", DOCUMENTS)
-    assert prepare_corpus([moved], corpus.folder, **SMALL).reused
+    assert prepare_corpus(str(moved), corpus.folder, **SMALL).reused
     assert content(corpus.folder) == before
 
 
@@ -319,6 +319,9 @@ def test_ensure_makes_once_and_compares_options(folder, tmp_path):
         path.unlink()
     assert ensure_corpus([inputs], tmp_path / "out", **SMALL) == out, "the files it was made of may be gone"
     assert content(out) == before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert ensure_corpus("in", "out", **SMALL).resolve() == out
     with pytest.raises(DataError, match="made with vocab_size 300, not 290"):
         ensure_corpus([inputs], out, **{**SMALL, "vocab_size": 290})
     with pytest.raises(DataError, match=r"was made of .*, not of stdlib"):

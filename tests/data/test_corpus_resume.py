@@ -115,6 +115,23 @@ def test_killed_while_replacing_another_corpus(folder, whole, tmp_path, many_par
     assert content(out) == whole
 
 
+def test_killed_while_cleaning_up(folder, whole, tmp_path, many_parts, monkeypatch):
+    """Half of what was kept is not taken for the whole."""
+    out = tmp_path / "out"
+
+    def remove_some(path, **_):
+        for kept in sorted(path.iterdir())[::2]:
+            kept.unlink()
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", remove_some)
+        with pytest.raises(Stop):
+            prepare_corpus([folder], out, **SMALL)
+    assert prepare_corpus([folder], out, **SMALL).reused
+    assert content(out) == whole, "the rest is removed, too"
+
+
 def test_damaged_part_is_made_anew(folder, whole, tmp_path, many_parts):
     out = tmp_path / "out"
     with pytest.raises(Stop):

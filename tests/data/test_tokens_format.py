@@ -201,7 +201,7 @@ def test_every_truncation_is_refused(tmp_path):
     with TokenWriter(path) as writer:
         writer.add(range(50))
     raw = path.read_bytes()
-    for length in range(len(raw)):
+    for length in [*range(80), *range(80, len(raw), 7)]:
         path.write_bytes(raw[:length])
         with pytest.raises(DataError, match=r"cut|empty|damaged|not a token file|nothing but tokens"):
             open_tokens(path)

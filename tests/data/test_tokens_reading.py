@@ -1,11 +1,14 @@
 """Reading token files: against plain numpy, mapped or not, in threads, other processes and little memory."""
 
+import json
 import pickle
 import resource
+import struct
 import subprocess
 import sys
 import textwrap
 import threading
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.core.errors import DataError
-from etude.data import TokenWriter, open_tokens, read_dataset
+from etude.data import TokenWriter, check_tokens, open_tokens, read_dataset
 from etude.data.tokens.vectors import MappedVector
 
 FORKING = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -198,10 +201,6 @@ def test_files_are_closed_when_dropped(path):
 
 def test_opening_does_not_depend_on_the_size(tmp_path):
     """A sparse file of 1 TB, made by hand, opens and reads at once."""
-    import json
-    import struct
-    import zlib
-
     count = 2**39
     sections = [
         {"name": "tokens", "kind": "tokens", "dtype": "uint16", "shape": [count], "offset": 4096, "bytes": 2 * count},
@@ -271,6 +270,55 @@ def test_streaming_keeps_little_in_memory(tmp_path, in_child):
         assert code == 0
         assert result[:2] == (20_000_000, total)
         assert result[3] < 16 * 2**20
+
+
+@FORKING
+def test_checking_many_small_samples_keeps_little_in_memory(tmp_path, in_child):
+    """A file whose index of 48 MB is most of it."""
+    path = tmp_path / "x.bin"
+    with TokenWriter(path, sample_labels={"label": "int32"}) as writer:
+        for _ in range(6):
+            writer.add_many(np.ones(10**6, np.uint8), np.ones(10**6, np.int64), labels={"label": np.arange(10**6)})
+
+    def check():
+        before = psutil.Process().memory_info().rss
+        report = check_tokens(path)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
+        return report.num_samples, peak - before
+
+    code, (samples, grown) = in_child(check)
+    assert (code, samples) == (0, 6_000_000)
+    assert grown < 32 * 2**20
+
+
+def test_a_checksum_goes_through_all_chunks(path, tmp_path, monkeypatch):
+    monkeypatch.setattr("etude.data.tokens.vectors.CHUNK_BYTES", 256)
+    assert check_tokens(path).num_tokens == 5000
+    raw = bytearray(path.read_bytes())
+    raw[64 + 9000] ^= 1
+    (tmp_path / "x.bin").write_bytes(raw)
+    with pytest.raises(DataError, match=r"its tokens do not have the checksum .*; make or copy it anew"):
+        check_tokens(tmp_path / "x.bin")
+
+
+def test_the_report_of_a_check(path):
+    report = check_tokens(path)
+    assert (report.format, report.dtype, report.num_tokens, report.num_samples) == ("etude", "uint16", 5000, 9)
+    assert (report.shortest, report.longest, report.mean_length) == (0, 2999, 5000 / 9)
+    assert (report.largest_id, report.vocab_size) == (IDS.max(), None)
+    assert (report.streams, report.sample_labels, report.checksums) == (("types",), ("score",), True)
+
+
+def test_an_id_outside_the_vocabulary_is_found(tmp_path):
+    with TokenWriter(tmp_path / "x.bin", meta={"vocab_size": 1000}) as writer:
+        writer.add([1, 2, 999])
+    raw = (tmp_path / "x.bin").read_bytes()
+    text = raw[struct.unpack("<Q", raw[16:24])[0] :].replace(b'"vocab_size":1000', b'"vocab_size":500')
+    offset = len(raw) - len(text) - 1
+    first = struct.pack("<8sIIQQQ20x", b"ETUDETOK", 1, zlib.crc32(text), offset, len(text), offset + len(text))
+    (tmp_path / "x.bin").write_bytes(first + struct.pack("<I", zlib.crc32(first)) + raw[64:offset] + text)
+    with pytest.raises(DataError, match="token 2 is 999, outside a vocabulary of 500"):
+        check_tokens(tmp_path / "x.bin")
 
 
 @pytest.mark.slow

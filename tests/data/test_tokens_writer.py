@@ -96,8 +96,11 @@ def test_an_error_leaves_nothing_behind_and_keeps_the_old_file(tmp_path):
         writer.add([1, 2])
     before = path.read_bytes()
 
+    writers = []
+
     def fail_halfway():
         with TokenWriter(path, streams={"a": "int8"}) as writer:
+            writers.append(writer)  # it lives on, so that it is not its end that cleans up
             writer.add([3], streams={"a": [1]})
             raise KeyError
 

@@ -102,7 +102,7 @@ class Runs:
         return self.server.run(size, ["call", check], self.root / "logs" / check)
 
 
-TIMING = {"samples_per_s", "data_wait", "epoch_s", "time"}
+TIMING = {"samples_per_s", "tokens_per_s", "mfu", "data_wait", "epoch_s", "time"}
 
 
 def records(folder: Path, split: str | None = None) -> list[dict[str, Any]]:

@@ -95,10 +95,11 @@ class Net(nn.Module):
 
 @register("model", "toy_lm")
 class LanguageModel(nn.Module):
-    """Embedding, GRU, head."""
+    """Embedding, GRU, head; with `spare`, a layer that takes no part in the loss."""
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 16, spare: bool = False) -> None:
         super().__init__()
+        self.spare = nn.Linear(4, 4) if spare else None
         self.embed = nn.Embedding(VOCABULARY, width)
         self.mix = nn.GRU(width, width, batch_first=True)
         self.head = nn.Linear(width, VOCABULARY)

@@ -14,6 +14,7 @@ from etude.losses import SupervisedTask
 pytestmark = pytest.mark.distributed
 
 TEXT = {"data": {"name": "toy_text", "samples": 41}, "model": {"name": "toy_lm"}}
+HEAD = {"loss": {"name": "language_modeling", "fused_head": "head"}}
 TERMS = {"loss": {"name": "toy_terms"}}
 
 
@@ -34,8 +35,21 @@ CASES = {
     "ragged masks": ((2, 3), {}, TEXT),
     "accumulation": ((2,), {"grad_accum_steps": 4}, points(49)),
     "accumulation, ragged masks": ((3,), {"grad_accum_steps": 2, "gradient_clip_norm": 0.2}, TEXT),
+    "fused head": ((2,), {"grad_accum_steps": 2}, TEXT | HEAD),
+    # torch looks for unused parameters in the model's output, where the head's weights are not used yet
+    "fused head, unused parameters": (
+        (2,),
+        {"find_unused_parameters": True, "epochs": 1},
+        TEXT | HEAD | {"model": {"name": "toy_lm", "spare": True}},
+    ),
     "several terms": ((2, 3), {}, points(49) | TERMS),
     "several terms, accumulation": ((3,), {"grad_accum_steps": 4}, points(50) | TERMS),
+    # the norms of layers are those after the processes have met, and are in the records
+    "gradient monitor": (
+        (2, 3),
+        {"grad_accum_steps": 2},
+        points(49) | {"callbacks": [{"name": "gradient_monitor", "every": 1, "log_layers": True}]},
+    ),
     "no clipping": ((2,), {"gradient_clip_norm": None}, points(50)),
     "clipped elements": ((2,), {"gradient_clip_norm": None, "gradient_clip_value": 0.01}, points(49)),
     "bf16": ((2,), {"precision": "bf16"}, {}),

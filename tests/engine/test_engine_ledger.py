@@ -26,7 +26,7 @@ def test_averages_weigh_by_count_not_by_step():
     ledger = Ledger()
     ledger.add(report(8.0, count=4.0))
     ledger.add(report(1.0, count=1.0))
-    logs = ledger.take_window()
+    logs = ledger.take_window().logs()
     assert logs["loss"] == pytest.approx(9.0 / 5.0)
     assert logs["accuracy"] == pytest.approx(6 / 8)
     assert logs["grad_norm"] == pytest.approx(0.5)
@@ -41,7 +41,7 @@ def test_non_finite_steps_are_counted_and_left_out_of_averages():
     ledger.add(report(math.inf, norm=math.inf, skipped=1.0))
     ledger.flush()
     assert ledger.bad_streak == 2
-    logs = ledger.take_window()
+    logs = ledger.take_window().logs()
     assert logs["loss"] == pytest.approx(2.0)
     assert logs["skipped"] == 2
     assert logs["grad_norm_max"] == pytest.approx(0.5)
@@ -60,5 +60,45 @@ def test_state_round_trips_through_json_in_the_middle_of_a_window():
     straight.flush()  # the same additions in the same order, as at a checkpoint
     for ledger in (straight, second):
         ledger.add(report(0.7))
-    assert straight.take_window()["loss"] == second.take_window()["loss"]
+    assert straight.take_window().logs()["loss"] == second.take_window().logs()["loss"]
     assert straight.take_epoch().sums == second.take_epoch().sums
+
+
+def test_tokens_are_added_up_over_steps_whether_counted_by_the_host_or_on_the_device():
+    ledger = Ledger()
+    for tokens in (torch.tensor(7), 5.0, torch.tensor(2.0)):
+        step = report(1.0)
+        step.num_tokens, step.forward_flops = tokens, 100.0
+        ledger.add(step)
+    window = ledger.take_window()
+    assert (window.tokens, window.forward_flops, ledger.tokens) == (14.0, 300.0, 14.0)
+    assert window.logs()["tokens_per_s"] == pytest.approx(14.0 / window.seconds)
+    assert ledger.take_window().tokens == 0
+    assert ledger.tokens == ledger.epoch.tokens == 14.0
+
+
+def test_the_total_of_tokens_goes_on_after_a_resume_and_old_states_have_none():
+    first, second = Ledger(), Ledger()
+    for _ in range(3):
+        step = report(1.0)
+        step.num_tokens = float(2**53 // 4)  # whole numbers stay exact
+        first.add(step)
+    state = json.loads(json.dumps(first.state_dict()))
+    second.load_state_dict(state)
+    step = report(1.0)
+    step.num_tokens = 1.0
+    second.add(step)
+    second.flush()
+    assert second.tokens == 3 * (2**53 // 4) + 1
+    for tally in ("window", "epoch"):
+        del state[tally]["tokens"], state[tally]["forward_flops"]
+    del state["tokens"]
+    second.load_state_dict(state)
+    assert second.tokens == second.epoch.tokens == 0
+
+
+def test_without_tokens_there_is_no_rate_of_tokens():
+    ledger = Ledger()
+    ledger.add(report(1.0))
+    assert {"samples_per_s", "data_wait"} <= ledger.epoch.logs().keys() | ledger.take_window().logs().keys()
+    assert "tokens_per_s" not in ledger.epoch.logs()

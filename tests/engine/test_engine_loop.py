@@ -91,6 +91,20 @@ def test_hooks_come_in_the_stated_order(tmp_path):
     ]
 
 
+def test_validation_after_every_so_many_steps(tmp_path):
+    diary = Diary()
+    trainer([diary], output_dir=tmp_path / "run", validate_every_steps=2, max_steps=4).train()
+    validation = ["validate", "val_accuracy val_loss"]
+    assert diary.lines == [
+        "begin 4/3",
+        "epoch 0",
+        *["step", "step", "log 2", *validation, "step", *validation, "end of epoch 0", "step-00000003"],
+        "epoch 1",
+        *["step", "log 4", *validation, "step-00000004"],  # once, though the run ends here too
+        "end",
+    ]
+
+
 def test_logged_numbers_are_those_of_the_steps():
     diary = Diary()
     losses = []

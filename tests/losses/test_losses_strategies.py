@@ -96,6 +96,30 @@ class TestLanguageModeling:
         expected = next_token_reference(logits, ids, torch.ones(B, L))
         check(LanguageModelingLoss(shift=False), logits, (ids, ready), expected)
 
+    def test_the_first_batch_tells_whether_labels_line_up(self, text):
+        ids, logits, mask = text
+        ready = F.pad(ids[:, 1:], (0, 1), value=-100)
+        expected = next_token_reference(logits, ids, torch.ones(B, L))
+        loss = LanguageModelingLoss()
+        check(loss, logits, (ids, ready), expected)
+        assert loss.shift is False
+        assert LanguageModelingLoss(shift=True).terms(logits, (ids, ready), metrics=False)["loss"].count == B * (
+            L - 2
+        )
+        loss = LanguageModelingLoss()
+        empty = loss.terms(logits[:0], (ids[:0], ids[:0]), metrics=False)[
+            "loss"
+        ]  # a rank without samples learns nothing
+        assert float(empty.count) == 0
+        assert loss.shift is None
+        check(
+            loss,
+            logits,
+            {"input_ids": ids, "attention_mask": mask, "labels": ids},
+            next_token_reference(logits, ids, mask),
+        )
+        assert loss.shift is True
+
     def test_the_mask_of_an_encoder_is_not_that_of_the_labels(self, text):
         ids, logits, mask = text
         output = {"logits": logits, "encoder_last_hidden_state": torch.zeros(B, L, 4)}

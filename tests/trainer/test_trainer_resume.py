@@ -86,7 +86,7 @@ def weights(folder):
 def records(folder):
     import json
 
-    timing = {"samples_per_s", "data_wait", "epoch_s", "time"}
+    timing = {"samples_per_s", "tokens_per_s", "mfu", "data_wait", "epoch_s", "time"}
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in timing} for line in lines]
 

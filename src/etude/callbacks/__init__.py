@@ -2,10 +2,13 @@
 
 from etude.callbacks.csv_logger import CSVLogger
 from etude.callbacks.early_stopping import EarlyStopping
+from etude.callbacks.gradient_health import GradientHealth
+from etude.callbacks.gradient_monitor import GradientMonitor
 from etude.callbacks.lr_schedule import LRSchedule
 from etude.callbacks.model_checkpoint import ModelCheckpoint
 from etude.callbacks.progress import ProgressDisplay
 from etude.callbacks.recorder import RunRecorder
+from etude.callbacks.text_samples import TextSamples
 from etude.engine.callback import Callback, CallbackList, RunInfo
 
 __all__ = [
@@ -13,9 +16,12 @@ __all__ = [
     "Callback",
     "CallbackList",
     "EarlyStopping",
+    "GradientHealth",
+    "GradientMonitor",
     "LRSchedule",
     "ModelCheckpoint",
     "ProgressDisplay",
     "RunInfo",
     "RunRecorder",
+    "TextSamples",
 ]

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
@@ -39,6 +40,8 @@ class ProgressDisplay(Callback):
     and one comparison. Elsewhere it writes one line per log point and epoch, without control characters.
     Output that fails (a closed pipe, a lost terminal) ends the display, never the run.
     """
+
+    shows_notices = True
 
     def __init__(self, refresh_s: float = 0.25, stream: TextIO | None = None) -> None:
         super().__init__()
@@ -116,12 +119,17 @@ class ProgressDisplay(Callback):
         """Add a row to the table."""
         seconds = time.perf_counter() - self._epoch_began
         shown = {name: value if math.isfinite(value) else None for name, value in logs.items() if is_metric(name)}
-        row = Row(epoch, seconds, shown)
+        speed = {name: logs[name] for name in ("tokens_per_s", "mfu", "data_wait") if name in logs}
+        row = Row(epoch, seconds, shown, speed)
         self._view.rows = keep_rows([*(r for r in self._view.rows if r.epoch < epoch), row])
         self._view.num_epochs = epoch + 1
         self._draw()
         if self._terminal is None:
             self._say(epoch_line(self._view, row))
+
+    def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
+        """Show what a callback tells the user."""
+        self.note(message)
 
     def on_exception(self, error: BaseException) -> None:
         """Leave the terminal as it was; the error itself is for others to report."""

@@ -4,7 +4,20 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
-from etude.callbacks.progress_words import cells, duration, fit, label, number, numbers, of_total, to_ascii
+from etude.callbacks.progress_words import (
+    cells,
+    duration,
+    fit,
+    label,
+    left_out,
+    metric,
+    number,
+    numbers,
+    of_total,
+    rate,
+    speed,
+    to_ascii,
+)
 
 Span = tuple[str, str]
 """Text and its style, in rich's words ("dim", "bold", "cyan" …)."""
@@ -14,6 +27,9 @@ MAX_ROWS = 10
 """Finished epochs in the table: the last ones, and the best one if it came earlier."""
 MAX_WIDTH = 104
 """Columns used at most: on a wide terminal a line stays within one glance."""
+
+MAX_LINE = 100
+"""Columns of a log line in a file, as far as there is a choice."""
 
 _MIN_BAR = 8
 
@@ -26,6 +42,8 @@ class Row:
     seconds: float
     numbers: dict[str, float | None]
     """Its metrics; None stands for a number that was not finite."""
+    speed: dict[str, float] = field(default_factory=dict)
+    """Tokens per second, MFU and the share of the time waiting for data."""
 
 
 @dataclass(slots=True)
@@ -75,18 +93,29 @@ def keep_rows(rows: list[Row]) -> list[Row]:
 
 
 def log_line(view: View) -> str:
-    """Return the last log point as one line."""
+    """Return the last log point as one line; that of a language model leaves the gradient norm out if it is long."""
+    line, record = _log_line(view, view.record), view.record
+    if len(line) > MAX_LINE and "tokens_per_s" in record:
+        line = _log_line(view, {name: value for name, value in record.items() if name != "grad_norm"})
+    return line
+
+
+def _log_line(view: View, record: dict[str, float]) -> str:
     parts = [
         f"epoch {of_total(view.epoch + 1, view.total_epochs)}",
         f"step {of_total(view.step, view.total_steps, '')}",
     ]
-    return "  ".join(parts + [f"{name} {value}".strip() for name, value in numbers(view.record)])
+    return "  ".join(parts + [f"{name} {value}".strip() for name, value in numbers(record)])
 
 
 def epoch_line(view: View, row: Row) -> str:
     """Return a finished epoch as one line."""
     parts = [f"epoch {of_total(row.epoch + 1, view.total_epochs)} done in {duration(row.seconds)}"]
-    parts += [f"{label(name)} {number(value)}" for name, value in row.numbers.items()]
+    shown = {name: value for name, value in row.numbers.items() if name not in left_out(row.numbers)}
+    if "val_perplexity" in shown:
+        shown.pop("perplexity", None)
+    parts += [f"{label(name)} {metric(name, value)}" for name, value in shown.items()]
+    parts += [f"{name} {value}".strip() for name, value in speed(row.speed) if name != "mfu"]
     return "  ".join(parts + ["(best)"] * (best_row(view.rows) is row))
 
 
@@ -96,7 +125,10 @@ def outcome_line(view: View) -> str:
     parts = [f"{view.outcome} {'in' if view.outcome == 'finished' else 'after'} {duration(view.elapsed_s)}"]
     if best is not None:
         name = "val_loss" if best.numbers.get("val_loss") is not None else "val_accuracy"
-        parts.append(f"best {label(name)} {number(best.numbers[name])} in epoch {best.epoch + 1}")
+        found = f"best {label(name)} {number(best.numbers[name])}"
+        if best.numbers.get("val_perplexity") is not None:
+            found += f" (perplexity {metric('perplexity', best.numbers['val_perplexity'])})"
+        parts.append(f"{found} in epoch {best.epoch + 1}")
     return ", ".join(parts)
 
 
@@ -124,17 +156,21 @@ def _table(view: View, width: int, max_rows: int, ascii_only: bool) -> list[Line
     shown = view.rows[-max_rows:]
     if best is not None and best not in shown:
         shown = [best, *shown[1:]]
-    columns = _fitting_columns(view.rows, width - 20)
+    has_tokens = any("tokens_per_s" in row.speed for row in view.rows)
+    columns = _fitting_columns(view.rows, width - (31 if has_tokens else 20))
     widths = [max(8, len(title)) + 3 for _, title in columns]
     heads = "".join(title.rjust(size) for (_, title), size in zip(columns, widths, strict=True))
+    heads += "tokens/s".rjust(11) if has_tokens else ""
     lines: list[Line] = [[(f"{'epoch':>8}{heads}{'time':>10}", "dim")]]
     mark = "*" if ascii_only else "★"
     for row in shown:
         is_best = row is best
         line: Line = [(f" {mark if is_best else ' '}{row.epoch + 1:>6}", "green" if is_best else "")]
         for (name, _), size in zip(columns, widths, strict=True):
-            style = "green" if is_best and name in ("val_loss", "val_accuracy") else ""
-            line.append(((number(row.numbers[name]) if name in row.numbers else "").rjust(size), style))
+            style = "green" if is_best and name in ("val_loss", "val_accuracy", "val_perplexity") else ""
+            line.append(((metric(name, row.numbers[name]) if name in row.numbers else "").rjust(size), style))
+        if has_tokens:
+            line.append((f"{rate(row.speed.get('tokens_per_s', 0.0)):>11}", ""))
         lines.append([*line, (f"{duration(row.seconds):>10}", "dim")])
     if hidden := view.num_epochs - len(shown):
         dots = "..." if ascii_only else "⋮"
@@ -145,11 +181,12 @@ def _table(view: View, width: int, max_rows: int, ascii_only: bool) -> list[Line
 def _fitting_columns(rows: list[Row], room: int) -> list[Span]:
     """Return name and title of the columns that fit; where room is short, losses and validation come first."""
     present = dict.fromkeys(name for row in rows for name in row.numbers)
-    order: list[str] = [name for name in ("loss", "accuracy", "val_loss", "val_accuracy") if name in present]
-    order += [name for name in present if name not in order]
+    second = "perplexity" if "perplexity" in present else "accuracy"
+    order: list[str] = [name for name in ("loss", second, "val_loss", f"val_{second}") if name in present]
+    order += [name for name in present if name not in (*order, *left_out(present))]
     titles = {name: label(name) if name.startswith("val_") else f"train {label(name)}" for name in order}
     chosen = set()
-    for name in sorted(order, key=lambda name: (order.index(name) > 3, name == "accuracy")):
+    for name in sorted(order, key=lambda name: (order.index(name) > 3, name == second)):
         room -= max(8, len(titles[name])) + 3
         if room < 0:
             break
@@ -217,4 +254,4 @@ def _crop(line: Line, width: int, ascii_only: bool) -> Line:
 
 def row_state(row: Row) -> dict[str, Any]:
     """Return a row as plain data."""
-    return {"epoch": row.epoch, "seconds": row.seconds, "numbers": dict(row.numbers)}
+    return {"epoch": row.epoch, "seconds": row.seconds, "numbers": dict(row.numbers), "speed": dict(row.speed)}

@@ -1,11 +1,15 @@
 """Numbers, names and times in few characters, for people."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from unicodedata import east_asian_width
 
 _LABELS = {"accuracy": "acc", "perplexity": "ppl", "grad_norm": "grad norm"}
-_NOT_METRICS = frozenset({"step", "epoch", "samples", "lr", "skipped", "data_wait", "grad_norm"})
+_NOT_METRICS = frozenset({"step", "epoch", "samples", "tokens", "lr", "skipped", "data_wait", "mfu", "grad_norm"})
+_LEAST_WAIT = 0.001
+"""Share of the time waiting for data that is worth a word."""
+_LEAST_WAIT_OF_SAMPLES = 0.25
+"""The same, beside samples per second: small models are done with a batch before the next one is there."""
 
 
 def is_metric(name: str) -> bool:
@@ -14,7 +18,7 @@ def is_metric(name: str) -> bool:
     >>> [name for name in ("loss", "val_accuracy", "lr", "samples_per_s", "grad_norm_max") if is_metric(name)]
     ['loss', 'val_accuracy']
     """
-    return name not in _NOT_METRICS and not name.endswith("_s") and not name.startswith("grad_norm_")
+    return name not in _NOT_METRICS and not name.endswith("_s") and not name.startswith(("grad_norm_", "grad_norm/"))
 
 
 def label(name: str) -> str:
@@ -43,6 +47,29 @@ def number(value: float | None) -> str:
     return f"{value:.4f}" if size < 100 else f"{value:.2f}"
 
 
+def metric(name: str, value: float | None) -> str:
+    """Return a metric in the form its kind asks for: a perplexity has four digits, other numbers have four decimals.
+
+    >>> metric("loss", 3.21), metric("val_perplexity", 24.7791), metric("perplexity", 50257.0)
+    ('3.2100', '24.78', '50,257')
+    """
+    if value is None or not name.endswith("perplexity") or not 0.1 <= value < 1e7:
+        return number(value)
+    return f"{value:.{max(0, 3 - int(math.log10(max(value, 1))))}f}" if value < 9999.5 else f"{value:,.0f}"
+
+
+def rate(value: float) -> str:
+    """Return a number per second in three or four digits.
+
+    >>> rate(0.42), rate(152.3), rate(22_000), rate(152_300), rate(1.52e6)
+    ('0.42', '152', '22.0k', '152k', '1.52M')
+    """
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * size:
+            return f"{value / size:#.3g}".rstrip(".") + unit if value < 999.5 * size else f"{value / size:.0f}{unit}"
+    return f"{value:.0f}" if value >= 9.5 else f"{value:.2f}"
+
+
 def duration(seconds: float, tenths: bool = True) -> str:
     """Return a time in words of the clock, short ones with tenths of a second.
 
@@ -59,20 +86,48 @@ def duration(seconds: float, tenths: bool = True) -> str:
 def numbers(record: Mapping[str, float | None]) -> list[tuple[str, str]]:
     """Return label and value of each number of a log point worth a glance, most important first."""
     metrics = {name: value for name, value in record.items() if is_metric(name)}
-    names: list[str] = [name for name in ("loss", "accuracy") if name in metrics]
-    names += [name for name in metrics if name not in names]
-    spans = [(label(name), number(metrics[name])) for name in names]
+    first = ("loss", "perplexity") if "perplexity" in metrics else ("loss", "accuracy")
+    names: list[str] = [name for name in first if name in metrics]
+    names += [name for name in metrics if name not in (*names, *left_out(metrics))]
+    spans = [(label(name), metric(name, metrics[name])) for name in names]
     if (lr := record.get("lr")) is not None:
         spans.append(("lr", f"{lr:.1e}"))
     if "grad_norm" in record:
         spans.append(("grad norm", number(record["grad_norm"])))
-    if rate := record.get("samples_per_s"):
-        spans.append(("", f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2f} samples/s"))
-    if (wait := record.get("data_wait")) and wait >= 0.25:
-        spans.append(("waiting for data", f"{wait:.0%}"))
+    if record.get("tokens_per_s"):
+        spans += speed(record)
+    elif samples := record.get("samples_per_s"):
+        spans.append(("", f"{samples:,.0f} samples/s" if samples >= 10 else f"{samples:.2f} samples/s"))
+        if (wait := record.get("data_wait")) and wait >= _LEAST_WAIT_OF_SAMPLES:
+            spans.append(("waiting for data", f"{wait:.0%}"))
     if skipped := record.get("skipped"):
         spans.append(("skipped steps", f"{skipped:.0f}"))
     return spans
+
+
+def speed(record: Mapping[str, float | None]) -> list[tuple[str, str]]:
+    """Return label and value of tokens per second, MFU and the time waiting for data, as far as they are known.
+
+    >>> speed({"tokens_per_s": 15230.0, "mfu": 0.412, "data_wait": 0.003})
+    [('', '15.2k tok/s'), ('mfu', '41%'), ('data wait', '0.3%')]
+    """
+    spans = []
+    if tokens := record.get("tokens_per_s"):
+        spans.append(("", f"{rate(tokens)} tok/s"))
+    if (mfu := record.get("mfu")) is not None:
+        spans.append(("mfu", _percent(mfu)))
+    if (wait := record.get("data_wait")) is not None and wait >= _LEAST_WAIT:
+        spans.append(("data wait", _percent(wait)))
+    return spans
+
+
+def left_out(metrics: Collection[str]) -> tuple[str, ...]:
+    """Return metrics that say little beside others: the accuracy of a language model beside its perplexity."""
+    return ("accuracy", "val_accuracy", "nll") if "perplexity" in metrics else ()
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
 
 
 def of_total(count: int, total: int | None, separator: str = ",") -> str:

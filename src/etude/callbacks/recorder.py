@@ -66,6 +66,10 @@ class RunRecorder(Callback):
         """Note a checkpoint."""
         self._events.write("checkpoint", f"saved {path.name}", path=str(path), **self._place())
 
+    def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
+        """Note what a callback tells the user."""
+        self._events.write("warning", message, **{**self._place(), **facts})
+
     def on_exception(self, error: BaseException) -> None:
         """Note how the run broke off."""
         kind = "interrupt" if isinstance(error, KeyboardInterrupt) else "error"

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from etude.cli.data import data_app, tokenize
+
 
 class Commands(TyperGroup):
     """The commands, with errors put into words; inside of typer, which would swallow Ctrl-C without one."""
@@ -32,6 +34,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at, check and describe experiment configs.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.add_typer(data_app, name="data")
 
 Experiment = Annotated[
     str, typer.Argument(metavar="EXPERIMENT", help="lenet5/baseline, or the path of a YAML or JSON file.")
@@ -112,6 +115,9 @@ def new(
     print(f"made {folder}; train it with: etude train {name}/baseline")
 
 
+app.command()(tokenize)
+
+
 @config_app.command("show")
 def config_show(experiment: Experiment, overrides: Overrides = None) -> None:
     """Print the whole resolved config, defaults included, as YAML."""
@@ -154,13 +160,17 @@ def _conclude(outcome: Any) -> None:
     why = f" ({outcome.reason})" if outcome.reason else ""
     print(f"finished at step {outcome.step}{why}; run folder {outcome.run_dir}")
     validation = {name: value for name, value in outcome.metrics.items() if name.startswith("val_")}
-    _print_metrics(validation or outcome.metrics)
+    speed = {name: outcome.metrics[name] for name in ("tokens_per_s", "mfu", "data_wait") if name in outcome.metrics}
+    _print_metrics(validation | speed if validation else outcome.metrics)
+    if outcome.samples:
+        print(f"what the model writes:\n{outcome.samples}", end="")
 
 
 def _print_metrics(metrics: dict[str, float]) -> None:
     for name, value in metrics.items():
         percent = f"   ({100 - 100 * value:.2f} % error)" if name.endswith("accuracy") else ""
-        print(f"  {name:<16} {value:.6g}{percent}")
+        shown = f"{value:.2%}" if name in ("mfu", "data_wait") else f"{value:.6g}"
+        print(f"  {name:<16} {shown}{percent}")
 
 
 @contextlib.contextmanager
@@ -173,7 +183,7 @@ def _errors_in_words() -> Iterator[None]:
 
         if not isinstance(error, EtudeError):
             raise
-        for line in () if error.told else str(error).splitlines():
+        for line in () if error.told else (*str(error).splitlines(), *getattr(error, "__notes__", ())):
             _complain(line)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt as stop:

@@ -1,12 +1,13 @@
 """A task as one of several ranks runs it: all ranks have the same terms, and one may have no samples."""
 
 import json
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
 from etude.core.batch import Batch, map_tensors
 from etude.core.errors import TrainingError
-from etude.core.terms import LossTerm, Task, Terms
+from etude.core.terms import Derives, LossTerm, Task, Terms
 from etude.distributed.parallel import idle_output
 from etude.distributed.world import World
 
@@ -43,6 +44,10 @@ class RankTask:
                 f"processes every batch must have the same ones: give a term that does not apply sum 0 and count 0"
             )
         return {name: terms[name] for name in self._weighted}
+
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the numbers that the task itself derives."""
+        return self.task.derived(means) if isinstance(self.task, Derives) else {}
 
     def _agree(self, terms: Terms) -> dict[str, bool]:
         mine = {name: isinstance(term.weight, Tensor) or term.weight != 0 for name, term in terms.items()}

@@ -6,8 +6,9 @@ A run calls the hooks in this order; within a hook, callbacks run in the order i
     for each epoch:
         on_epoch_begin(epoch)
         for each step:
+            on_gradients(gradients)                 # between the backward pass and the update
             on_step_end(report)                     # nothing has been read from the device yet
-            on_log(record)                          # every `log_interval` steps: plain numbers
+            numbers() · on_log(record)              # every `log_interval` steps: plain numbers
             [on_validation_begin · on_validation_end] [on_checkpoint]   # if asked for, or every N steps
         on_validation_begin(epoch) · on_validation_end(epoch, metrics)
         on_epoch_end(epoch, logs)                   # training and validation numbers of the epoch
@@ -15,19 +16,25 @@ A run calls the hooks in this order; within a hook, callbacks run in the order i
     on_exception(error)                             # instead of what follows the error
     on_train_end(result)
 
+At any time a callback may tell the user something by `notify`: every callback receives it by `on_notice`.
+
 Saving and validating are phases of the loop, not callbacks, so no order of callbacks can make a checkpoint wrong.
 Epochs are counted from zero. A hook that no callback overrides costs nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from etude.core import Clock, Control, StepReport
+from etude.engine.precision import Precision
+
+logger = logging.getLogger("etude")
 
 Logs = Mapping[str, float]
 """Numbers by name: loss, accuracy, lr, grad_norm, samples_per_s …; validation numbers start with `val_`."""
@@ -53,10 +60,35 @@ class RunInfo:
     resumed: bool = False
 
 
+@dataclass(slots=True)
+class Gradients:
+    """The gradients of a step, complete and over all ranks, before they are divided and clipped."""
+
+    model: nn.Module
+    """Its parameters hold them in `grad`. It may be wrapped (`etude.core.calling.unwrap`)."""
+    params: Sequence[nn.Parameter]
+    """Those that the step updates."""
+    count: Tensor | float
+    precision: Precision
+
+    @property
+    def divisor(self) -> Tensor | float:
+        """What `grad` is to be divided by to become the gradient of the averaged loss."""
+        return self.precision.unscale(self.count)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the loss was scaled (fp16): then gradients overflow now and then, and the scale adapts."""
+        return self.precision.scaler is not None
+
+
 class Callback:
     """Base class: override the hooks you need. Set `self.control.stop`, `.save` or `.validate` to steer the loop."""
 
     control: Control
+    shows_notices = False
+    """True if `on_notice` shows its message to the user; if no callback does, notices are logged."""
+    _siblings: "CallbackList | None" = None
 
     def __init__(self) -> None:
         self.control = Control()
@@ -66,6 +98,9 @@ class Callback:
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Called before the first step of an epoch, and again when a run resumes inside one."""
+
+    def on_gradients(self, gradients: Gradients) -> None:
+        """Called in every step after the backward pass; reading a gradient waits for the device."""
 
     def on_step_end(self, report: StepReport) -> None:
         """Called after every optimizer step; reading a tensor of the report waits for the device."""
@@ -90,6 +125,20 @@ class Callback:
 
     def on_train_end(self, result: Logs) -> None:
         """Called once at the end of a run that was not ended by an error."""
+
+    def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
+        """Called when a callback has something to tell the user: in words, and as facts for programs."""
+
+    def numbers(self) -> Logs:
+        """Return numbers to add to the record of a log point, right before `on_log`."""
+        return {}
+
+    def notify(self, message: str, **facts: Any) -> None:
+        """Tell the user something: the display shows it, the run folder keeps it; without a display it is logged."""
+        if self._siblings is not None:
+            self._siblings.on_notice(message, facts)
+        else:
+            logger.warning(message)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: numbers, strings, lists, dicts and tensors."""
@@ -124,6 +173,7 @@ class CallbackList:
     def append(self, callback: Callback) -> None:
         """Add a callback at the end of the order and give it this list's control."""
         callback.control = self.control
+        callback._siblings = self
         self._callbacks.append(callback)
         for name in HOOKS:
             if getattr(type(callback), name) is not getattr(Callback, name):
@@ -150,6 +200,10 @@ class CallbackList:
     def on_epoch_begin(self, epoch: int) -> None:
         """Call the hook of every callback."""
         self._call("on_epoch_begin", epoch)
+
+    def on_gradients(self, gradients: Gradients) -> None:
+        """Call the hook of every callback."""
+        self._call("on_gradients", gradients)
 
     def on_step_end(self, report: StepReport) -> None:
         """Call the hook of every callback."""
@@ -182,6 +236,16 @@ class CallbackList:
     def on_train_end(self, result: Logs) -> None:
         """Call the hook of every callback."""
         self._call("on_train_end", result)
+
+    def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
+        """Call the hook of every callback; log the message if none shows it."""
+        self._call("on_notice", message, facts)
+        if not any(callback.shows_notices for callback in self._callbacks):
+            logger.warning(message)
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers that callbacks add to the record of a log point."""
+        return {name: value for callback in self._callbacks for name, value in callback.numbers().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each callback, by class name and its place among those of its class."""

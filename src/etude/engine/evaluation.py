@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from etude.core import DataError, Loader, Task
 from etude.core.calling import unwrap
+from etude.core.terms import derive
 from etude.distributed import World, is_empty, share_buffers
 from etude.engine.precision import Precision
 
@@ -21,7 +22,7 @@ def evaluate(
     precision: Precision | None = None,
     world: World | None = None,
 ) -> dict[str, float]:
-    """Return the mean of every term over one epoch of `loader`, metrics included.
+    """Return the mean of every term over one epoch of `loader`, metrics and derived numbers included.
 
     Raises DataError if the loader gives no batch at all. The host reads the device once, at the end. With several
     ranks each evaluates its share of the data, with the buffers of rank 0; every rank must call this together.
@@ -53,7 +54,7 @@ def evaluate(
     zero = torch.zeros((), dtype=torch.float64, device=device)
     rows = [torch.stack([sums.get(name, zero), counts.get(name, zero)]) for name in names]
     pairs = zip(names, world.sum(torch.stack(rows)).tolist(), strict=True)
-    return {name: total / count if count else math.nan for name, (total, count) in pairs}
+    return derive(task, {name: total / count if count else math.nan for name, (total, count) in pairs})
 
 
 @contextmanager

@@ -20,6 +20,8 @@ class Tally:
     counts: dict[str, float] = field(default_factory=dict)
     steps: int = 0
     samples: float = 0.0
+    tokens: float = 0.0
+    forward_flops: float = 0.0
     skipped: int = 0
     norm_sum: float = 0.0
     norm_count: int = 0
@@ -34,14 +36,21 @@ class Tally:
         return {name: self.sums[name] / count if (count := self.counts[name]) else math.nan for name in self.sums}
 
     def logs(self) -> dict[str, float]:
-        """Return the averages, gradient norms and rates in the form that callbacks receive."""
-        logs = self.means()
+        """Return averages and rates in the form that callbacks receive."""
+        return self.means() | self.rates()
+
+    def rates(self) -> dict[str, float]:
+        """Return gradient norms, skipped updates and rates per second."""
+        logs: dict[str, float] = {}
         if self.norm_count:
             logs |= {"grad_norm": self.norm_sum / self.norm_count}
             logs |= {"grad_norm_min": self.norm_min, "grad_norm_max": self.norm_max}
         logs["skipped"] = self.skipped
         if self.seconds > 0:
-            logs |= {"samples_per_s": self.samples / self.seconds, "data_wait": self.waited / self.seconds}
+            logs["samples_per_s"] = self.samples / self.seconds
+            if self.tokens:
+                logs["tokens_per_s"] = self.tokens / self.seconds
+            logs["data_wait"] = self.waited / self.seconds
         return logs
 
 
@@ -54,6 +63,8 @@ class Ledger:
         """Since the last log point."""
         self.epoch = Tally()
         """Since the start of the epoch."""
+        self.tokens = 0.0
+        """Since the start of the run, over all ranks: whole numbers, exact in float64."""
         self.bad_streak = 0
         """Updates skipped in a row, up to now."""
         self._pending: list[StepReport] = []
@@ -82,14 +93,15 @@ class Ledger:
         now = time.perf_counter()
         fresh.seconds, fresh.waited = now - self._since, self._waited
         self._since, self._waited = now, 0.0
+        self.tokens += fresh.tokens
         for tally in (self.window, self.epoch):
             _merge(tally, fresh)
 
-    def take_window(self) -> dict[str, float]:
-        """Flush, return the logs since the last log point, and begin a new window."""
+    def take_window(self) -> Tally:
+        """Flush, return the tally since the last log point, and begin a new window."""
         self.flush()
-        logs, self.window = self.window.logs(), Tally()
-        return logs
+        tally, self.window = self.window, Tally()
+        return tally
 
     def take_epoch(self) -> Tally:
         """Flush, return the tally of the epoch, and begin a new epoch."""
@@ -100,12 +112,18 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Return the sums in flight, so that a resumed run logs what an uninterrupted one would."""
         self.flush()
-        return {"window": asdict(self.window), "epoch": asdict(self.epoch), "bad_streak": self.bad_streak}
+        return {
+            "window": asdict(self.window),
+            "epoch": asdict(self.epoch),
+            "tokens": self.tokens,
+            "bad_streak": self.bad_streak,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the sums in flight."""
         self._pending = []
         self.window, self.epoch = Tally(**state["window"]), Tally(**state["epoch"])
+        self.tokens = state.get("tokens", 0.0)  # checkpoints of runs before tokens were counted have none
         self.bad_streak = state["bad_streak"]
 
     def _read(self, reports: list[StepReport]) -> Tally:
@@ -114,6 +132,8 @@ class Ledger:
         for name in names:
             columns += [_column([r.sums[name] for r in reports]), _column([r.counts[name] for r in reports])]
         columns.append(_column([float(r.num_samples) for r in reports]))
+        columns.append(_column([r.num_tokens for r in reports]))
+        columns.append(_column([r.forward_flops for r in reports]))
         device = reports[0].norm.device
         per_rank = self.world.sum(torch.stack([column.to(device) for column in columns]))
         shared = torch.stack(
@@ -124,7 +144,10 @@ class Ledger:
 
     def _summarise(self, names: list[str], rows: Tensor) -> Tally:
         norms, divisors, skipped = rows[-3:]
-        tally = Tally(steps=rows.shape[1], samples=float(rows[-4].sum()), skipped=int(skipped.sum()))
+        samples, tokens, flops = rows[-6:-3].sum(dim=1).tolist()
+        tally = Tally(
+            steps=rows.shape[1], samples=samples, tokens=tokens, forward_flops=flops, skipped=int(skipped.sum())
+        )
         for place, name in enumerate(names):
             sums, counts = rows[2 * place], rows[2 * place + 1]
             finite = torch.isfinite(sums)
@@ -151,7 +174,8 @@ def _merge(total: Tally, fresh: Tally) -> None:
     for name in fresh.sums:
         total.sums[name] = total.sums.get(name, 0.0) + fresh.sums[name]
         total.counts[name] = total.counts.get(name, 0.0) + fresh.counts[name]
-    for key in ("steps", "samples", "skipped", "norm_sum", "norm_count", "seconds", "waited"):
+    counters = ("steps", "samples", "tokens", "forward_flops", "skipped", "norm_sum", "norm_count")
+    for key in (*counters, "seconds", "waited"):
         setattr(total, key, getattr(total, key) + getattr(fresh, key))
     total.norm_min = min(total.norm_min, fresh.norm_min)
     total.norm_max = max(total.norm_max, fresh.norm_max)

@@ -8,6 +8,7 @@ from etude.core import Batch, Control, DataError, Loader
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import CallbackList
 from etude.engine.interrupt import Interrupts, StopPoll
+from etude.engine.numbers import Numbers
 from etude.engine.recovery import check_finite
 from etude.engine.saving import Saver
 from etude.engine.schedule import LearningRate
@@ -27,6 +28,7 @@ class Plan:
     """Epochs."""
     checkpoint_interval: int = 1
     """Epochs."""
+    validate_every_steps: int | None = None
     save_every_steps: int | None = None
     max_skipped_steps: int = 20
     """Updates in a row that may be skipped because they are not finite."""
@@ -52,6 +54,7 @@ class Loop:
         self.state = state
         self.clock = state.clock
         self.ledger = state.ledger
+        self.numbers = Numbers(step, state.ledger)
         self.step = step
         self.loader = loader
         self.plan = plan
@@ -59,6 +62,7 @@ class Loop:
         self.accumulator = accumulator if accumulator is not None else GradientAccumulator()
         self.callbacks = callbacks if callbacks is not None else CallbackList()
         self.control: Control = self.callbacks.control
+        step.watchers = self.callbacks.hooks("on_gradients")
         self.validate = validate
         self.saver = saver
         self.interrupts = interrupts if interrupts is not None else Interrupts()
@@ -73,7 +77,7 @@ class Loop:
             self._run_epoch()
         if self.clock.position and not self.control.stop:  # max_steps ended the run inside an epoch
             self.ledger.flush()
-            self._set_logs(self.ledger.epoch.logs() | self._validate())
+            self._set_logs(self.numbers.of(self.ledger.epoch) | self._validate())
         self._save()
         return self.logs
 
@@ -110,7 +114,7 @@ class Loop:
             raise DataError("the training loader gave no batch: its data is empty, or drop_last dropped all of it")
         tally = self.ledger.take_epoch()
         check_finite(self.ledger.bad_streak, plan.max_skipped_steps, clock.step)
-        logs = tally.logs() | {"lr": self.step.updater.lr, "epoch_s": tally.seconds}
+        logs = self.numbers.of(tally) | {"lr": self.step.updater.lr, "epoch_s": tally.seconds}
         if _every(plan.validate_interval, epoch + 1) or epoch + 1 == plan.epochs:
             logs |= self._validate()
         self._set_logs(logs)
@@ -122,13 +126,14 @@ class Loop:
     def _between_steps(self) -> None:
         plan, control, step = self.plan, self.control, self.clock.step
         if _every(plan.log_interval, step):
-            record = self.ledger.take_window()
+            record = self.numbers.of(self.ledger.take_window())
             check_finite(self.ledger.bad_streak, plan.max_skipped_steps, step)
             position = {"step": step, "epoch": self.clock.epoch, "samples": self.clock.samples}
-            self.callbacks.on_log({**position, **record, "lr": self.step.updater.lr})
+            self.callbacks.on_log({**position, **record, "lr": self.step.updater.lr, **self.callbacks.numbers()})
         if asked := self.stop_poll.asked(step):
             control.request_stop(asked)
-        if control.validate:
+        # At the last step the end of the run validates.
+        if control.validate or (_every(plan.validate_every_steps, step) and step != plan.max_steps):
             control.validate = False
             self._set_logs(self._validate())
         if _every(plan.save_every_steps, step) or control.save:
@@ -167,7 +172,7 @@ class Loop:
     def _next_due(self) -> int:
         """Return the step after which something is to be done: between two such steps nothing is even asked."""
         step, plan = self.clock.step, self.plan
-        intervals = (plan.log_interval, plan.save_every_steps)
+        intervals = (plan.log_interval, plan.validate_every_steps, plan.save_every_steps)
         dues = [step - step % interval + interval for interval in intervals if interval]
         if plan.max_steps is not None:
             dues.append(plan.max_steps)

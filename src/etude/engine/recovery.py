@@ -20,7 +20,12 @@ def check_finite(bad_streak: int, limit: int, step: int) -> None:
 
 @contextlib.contextmanager
 def explain_out_of_memory(
-    *, batch_size: int | None, grad_accum_steps: int, precision: str, device: torch.device
+    *,
+    batch_size: int | None,
+    grad_accum_steps: int,
+    precision: str,
+    device: torch.device,
+    can_recompute: bool = False,
 ) -> Iterator[None]:
     """Turn an out-of-memory error inside this block into one message with the remedies that apply."""
     try:
@@ -28,9 +33,8 @@ def explain_out_of_memory(
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        raise TrainingError(
-            f"out of memory on {device}; remedies: {_remedies(batch_size, grad_accum_steps, precision, device)}"
-        ) from error
+        remedies = _remedies(batch_size, grad_accum_steps, precision, device, can_recompute)
+        raise TrainingError(f"out of memory on {device}; remedies: {remedies}") from error
 
 
 @contextlib.contextmanager
@@ -55,7 +59,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return "DefaultCPUAllocator: can't allocate memory" in text or "out of memory" in text.lower()
 
 
-def _remedies(batch_size: int | None, grad_accum_steps: int, precision: str, device: torch.device) -> str:
+def _remedies(
+    batch_size: int | None, grad_accum_steps: int, precision: str, device: torch.device, can_recompute: bool
+) -> str:
     remedies = []
     if batch_size is None:
         remedies.append("use smaller batches")
@@ -67,6 +73,8 @@ def _remedies(batch_size: int | None, grad_accum_steps: int, precision: str, dev
         )
     if precision == "fp32" and device.type == "cuda":
         remedies.append("training.precision=bf16")
+    if can_recompute:
+        remedies.append("training.activation_checkpointing=true (the same result, a third more time)")
     remedies.append("a smaller model or shorter inputs")
     if device.type == "cuda":
         remedies.append("see that no other process holds the device (nvidia-smi)")

@@ -4,7 +4,7 @@ A task returns sums and counts. The gradients of the sums add up over micro-batc
 by the count over all of them: k micro-batches of b samples are one batch of k·b samples, with any masks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 from etude.core import Batch, LossTerm, StepReport, Task, Terms, TrainingError, num_samples
 from etude.core.terms import CountsAhead
+from etude.core.tokens import count_tokens, token_ids
 from etude.distributed import RankTask, World, check_gradients, local_gradients
 from etude.engine.buffers import BufferGuard
+from etude.engine.callback import Gradients
+from etude.engine.flops import ForwardFlops
 from etude.engine.precision import Precision
 from etude.engine.update import Updater
 
@@ -35,16 +38,23 @@ class Step:
         *,
         world: World | None = None,
         metrics: bool = False,
+        flops: ForwardFlops | None = None,
     ) -> None:
-        """Bind the parts. With `metrics`, terms of weight 0 (accuracy …) are computed in training too."""
+        """Bind the parts. With `metrics`, terms of weight 0 (accuracy …) are computed in training too.
+
+        `flops` makes the report say how much arithmetic the forward pass was.
+        """
         self.model = model
         self.updater = updater
         self.precision = precision
         self.world = world if world is not None else World()
         self.task = task if self.world.size == 1 else RankTask(task, self.world)
         self.metrics = metrics
+        self.watchers: Sequence[Callable[[Gradients], None]] = ()
+        """Called with the gradients of every step before they are applied."""
         self._count_ahead = task.counts if isinstance(task, CountsAhead) else None
         self._buffers = BufferGuard(model)
+        self._flops = flops
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Zero the gradients, run every micro-batch forward and backward, divide, clip, update."""
@@ -53,6 +63,8 @@ class Step:
         sums: dict[str, Tensor] = {}
         counts: Counts = {}
         samples = 0
+        tokens: Tensor | float = 0.0
+        flops = 0.0
         totals: Counts | None = None
         for place, batch in enumerate(micro_batches, start=1):
             is_last = place == len(micro_batches)
@@ -66,14 +78,20 @@ class Step:
                 self.precision.scale(objective).backward()  # type: ignore[no-untyped-call]
             _add_up(terms, sums, counts)
             samples += num_samples(batch)
+            if (ids := token_ids(batch)) is not None:
+                tokens = tokens + count_tokens(batch, ids)
+                if self._flops is not None:
+                    flops += self._flops(batch, rows=ids.shape[0], length=ids.shape[1])
         # One term: its gradient is still that of the sum. Several: each was divided before the backward pass.
         divisor = self._total(counts[next(iter(weighted))]) if totals is None else 1.0
         if self.world.size > 1:
             check_gradients(self.model, self.updater.params)
             divisor = divisor / self.world.size  # data parallelism averages gradients over ranks; a sum is due
+        for watch in self.watchers:
+            watch(Gradients(self.model, self.updater.params, divisor, self.precision))
         norm, skipped = self.updater.apply(divisor)
         self._buffers.put_back(skipped)
-        return StepReport(sums, counts, norm, divisor, skipped, self.updater.lr, samples)
+        return StepReport(sums, counts, norm, divisor, skipped, self.updater.lr, samples, tokens, flops)
 
     def _totals_of(self, weighted: Terms, micro_batches: Sequence[Batch]) -> Counts:
         """Return the counts of several terms over the whole step, after the forward pass of its first micro-batch."""

@@ -2,13 +2,12 @@
 
 from etude.losses.functional import accuracy_term, cross_entropy, cross_entropy_term, mean_of
 from etude.losses.inferred import InferredLoss, as_strategy, infer_strategy
+from etude.losses.language import LanguageModelingLoss, MaskedLanguageModelingLoss
 from etude.losses.linear import linear_cross_entropy, linear_cross_entropy_terms
 from etude.losses.outputs import logits_of
 from etude.losses.strategies import (
     ClassificationLoss,
-    LanguageModelingLoss,
     LossStrategy,
-    MaskedLanguageModelingLoss,
     SegmentationLoss,
     TextClassificationLoss,
     VisionClassificationLoss,

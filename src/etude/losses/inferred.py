@@ -9,15 +9,9 @@ from etude.core.batch import Batch
 from etude.core.calling import inputs_of, targets_of
 from etude.core.errors import TrainingError
 from etude.core.terms import Terms
+from etude.losses.language import LanguageModelingLoss, is_encoder_decoder, repeats_inputs
 from etude.losses.outputs import shape_of
-from etude.losses.strategies import (
-    ClassificationLoss,
-    LanguageModelingLoss,
-    LossStrategy,
-    SegmentationLoss,
-    is_encoder_decoder,
-    repeats_inputs,
-)
+from etude.losses.strategies import ClassificationLoss, LossStrategy, SegmentationLoss
 from etude.losses.wrapped import FunctionLoss, LossFunction, mean_squared_error
 
 
@@ -64,7 +58,7 @@ def infer_strategy(output: Any, batch: Batch) -> LossStrategy:
     size = shape_of(output)
     labels, already_shifted = targets_of(batch)
     if len(size) == 3 and (already_shifted or labels is None) and _is_integer(inputs_of(batch)):
-        return LanguageModelingLoss()
+        return LanguageModelingLoss(shift=True)
     if isinstance(labels, Tensor):
         shape = labels.shape
         if labels.is_floating_point():

@@ -6,6 +6,7 @@ events.jsonl     what happened: start, checkpoints, warnings, errors, end
 env.json         versions, device, commit, command line
 checkpoints/     what `etude resume` starts from
 result.json      the outcome, written at the end
+samples.txt      what a language model wrote at the end, if it was asked to
 .lock            names the process that writes here
 """
 
@@ -29,6 +30,7 @@ from etude.monitor.lock import FolderLock
 from etude.monitor.records import decode, plain, read_jsonl
 from etude.monitor.sinks import rewrite_csv
 
+SAMPLES = "samples.txt"
 FINISHED = "finished"
 """The `status` in result.json of a run that reached its end."""
 
@@ -44,6 +46,7 @@ class RunFolder:
         self.events_path = self.path / "events.jsonl"
         self.environment_path = self.path / "env.json"
         self.result_path = self.path / "result.json"
+        self.samples_path = self.path / SAMPLES
         self.checkpoints_path = self.path / "checkpoints"
         self.lock_path = self.path / ".lock"
 
@@ -163,6 +166,7 @@ class RunFolder:
             for path in (self.result_path, self.metrics_path, self.metrics_csv_path, self.events_path):
                 path.unlink(missing_ok=True)
             self.environment_path.unlink(missing_ok=True)
+            self.samples_path.unlink(missing_ok=True)
             self.config_path.unlink()  # last: until then the folder holds a run, so removal can be repeated
         except OSError as error:
             raise self._cannot_write(error) from error

@@ -1,6 +1,6 @@
 """Optimizers on their fastest kernel, schedules as functions of the step, clipping."""
 
-from etude.optim.clipping import clip_gradients, clip_gradients_by_value, clip_to_norm, global_norm
+from etude.optim.clipping import clip_gradients, clip_gradients_by_value, clip_to_norm, global_norm, tensor_norms
 from etude.optim.optimizers import SGD, Adam, AdamW, RMSprop, choose_kernel, decay_groups, get_lr, set_lr
 from etude.optim.schedules import (
     Schedule,
@@ -48,6 +48,7 @@ __all__ = [
     "sequence",
     "set_lr",
     "step_decay",
+    "tensor_norms",
     "warmup",
     "warmup_cosine",
 ]

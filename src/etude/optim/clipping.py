@@ -33,6 +33,15 @@ def global_norm(grads: list[Tensor]) -> Tensor:
     return _whole(torch.linalg.vector_norm(values, dtype=_sum_dtype(values.dtype)))
 
 
+def tensor_norms(tensors: list[Tensor]) -> Tensor:
+    """Return the 2-norm of each tensor, as one vector; the tensors share a device and a dtype.
+
+    >>> tensor_norms([torch.tensor([3.0, 4.0]), torch.tensor([[2.0]])])
+    tensor([5., 2.])
+    """
+    return _whole(torch.stack(torch._foreach_norm(tensors, 2.0, _sum_dtype(tensors[0].dtype))))
+
+
 @torch.no_grad()
 def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale the gradients of `parameters` in place so that their global norm is at most `max_norm`.

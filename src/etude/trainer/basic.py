@@ -105,6 +105,10 @@ class _Observed(LossStrategy):
         """Return the counts of the loss itself."""
         return self.loss.counts(batch)
 
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the numbers that the loss itself derives."""
+        return self.loss.derived(means)
+
 
 class _ResetMetrics(Callback):
     """Begins the metrics anew with every epoch, so that they hold the numbers of the last one."""

@@ -29,6 +29,15 @@ class MeaningfulLossConfig(SectionModel):
     weight_spectrum: Annotated[float, Field(ge=0)] = 0.1
 
 
+class ActivationCheckpointing(SectionModel):
+    """Which blocks of a model recompute their activations."""
+
+    blocks: str | None = None
+    """Pattern of module names; the repeated blocks of the model if left out."""
+    every: Annotated[int, Field(ge=1)] = 1
+    """Recompute every so many of them."""
+
+
 class TrainerConfig(SectionModel):
     """How long to train, what to do on the way, and on what.
 
@@ -54,6 +63,8 @@ class TrainerConfig(SectionModel):
     """Steps between log records; the host reads the device only then."""
     validate_interval: Annotated[int, Field(ge=0)] = 1
     """Epochs between validations; 0 leaves only the one at the end."""
+    validate_every_steps: Annotated[int, Field(ge=1)] | None = None
+    """Also validate after every so many steps."""
     save_checkpoints: bool = True
     """Write checkpoints into the run folder."""
     checkpoint_interval: Annotated[int, Field(ge=0)] = 1
@@ -79,6 +90,10 @@ class TrainerConfig(SectionModel):
     """Initial loss scale for fp16."""
     compile_model: bool = Field(default=False, validation_alias=AliasChoices("compile_model", "compile"))
     """Run the model through torch.compile."""
+    activation_checkpointing: bool | str | ActivationCheckpointing = Field(
+        default=False, validation_alias=AliasChoices("activation_checkpointing", "gradient_checkpointing")
+    )
+    """Recompute activations in the backward pass to save memory: true, a pattern of module names, or {every: 2}."""
     device: str = "auto"
     """cpu, cuda, cuda:1 …; auto takes CUDA where there is one."""
     deterministic: bool = False

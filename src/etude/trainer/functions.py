@@ -55,14 +55,22 @@ def function_step(
     those of any other run. Any other function is called as it is; to clip, its parameters must be known, so
     `model_forward` must then be a module or a method of one.
     """
+    model = _module_of(model_forward)
     updater: Updater | FunctionUpdater
     owner = getattr(optimizer_step, "__self__", None)
     if isinstance(owner, torch.optim.Optimizer):
         updater = MethodUpdater(owner, zero_gradients, clip_norm)
     else:
-        updater = FunctionUpdater(optimizer_step, zero_gradients, _params_of(model_forward), clip_norm)
+        params = None if model is None else list(model.parameters())
+        updater = FunctionUpdater(optimizer_step, zero_gradients, params, clip_norm)
     task = FunctionTask(model_forward, compute_loss)
-    return Step(nn.Identity(), task, updater, Precision("fp32"), metrics=metrics)  # type: ignore[arg-type]
+    return Step(
+        nn.Identity() if model is None else model,
+        task,
+        updater,  # type: ignore[arg-type]
+        Precision("fp32"),
+        metrics=metrics,
+    )
 
 
 class FunctionTask:
@@ -131,6 +139,6 @@ class FunctionUpdater:
         return norm, skipped
 
 
-def _params_of(function: Callable[..., Any]) -> list[nn.Parameter] | None:
+def _module_of(function: Callable[..., Any]) -> nn.Module | None:
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    return list(owner.parameters()) if isinstance(owner, nn.Module) else None
+    return owner if isinstance(owner, nn.Module) else None

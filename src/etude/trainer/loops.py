@@ -2,19 +2,22 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from etude.callbacks import LRSchedule
-from etude.core import Clock, ConfigError, DataBatch, DataError
+from etude.callbacks import GradientMonitor, LRSchedule
+from etude.core import Batch, Clock, ConfigError, DataBatch, DataError
+from etude.core.calling import unwrap
+from etude.core.tokens import count_tokens, token_ids
 from etude.data import DataLoader
 from etude.distributed import World
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import Callback, CallbackList
 from etude.engine.evaluation import evaluate
+from etude.engine.flops import ForwardFlops
 from etude.engine.interrupt import Interrupts
 from etude.engine.ledger import Ledger
 from etude.engine.loop import Loop, Plan
@@ -49,6 +52,7 @@ class TrainingLoop:
         *,
         loss_strategy: LossStrategy | nn.Module | Callable[..., Any] | None = None,
         gradient_accumulator: GradientAccumulator | None = None,
+        gradient_monitor: GradientMonitor | None = None,
         callbacks: Iterable[Callback] = (),
         use_amp: bool = False,
         device: str = "cpu",
@@ -61,11 +65,15 @@ class TrainingLoop:
         self.clip_norm = max_grad_norm if clip_gradients else None
         self.task = SupervisedTask(as_strategy(loss_strategy))
         self.accumulator = gradient_accumulator if gradient_accumulator is not None else GradientAccumulator()
-        self.callbacks = tuple(callbacks)
+        self.gradient_monitor = gradient_monitor
+        self.callbacks = (*callbacks, *([] if gradient_monitor is None else [gradient_monitor]))
         self.device = resolve_device(device)
         self.precision = Precision("bf16" if use_amp else "fp32", self.device)
         self.seed = seed
         self.clock = Clock()
+        self.tokens = 0.0
+        """Tokens seen since the start."""
+        self._flops: ForwardFlops | None = None
 
     def train_epoch(
         self,
@@ -92,11 +100,14 @@ class TrainingLoop:
         loader = make_loader(dataloader, TrainerConfig(seed=self.seed), self.device, World(), training=True)
         self.clock.epoch, self.clock.position = epoch, 0
         ledger = Ledger()
+        ledger.tokens = self.tokens
         state = TrainState(model, optimizer, self.precision, self.clock, ledger, callbacks, World(), self.seed)
         updater = Updater(optimizer, clip_norm=self.clip_norm, precision=self.precision)
-        step = Step(model, self.task, updater, self.precision, metrics=True)
+        if self._flops is None or self._flops.model is not unwrap(model):
+            self._flops = ForwardFlops(model)
+        step = Step(model, self.task, updater, self.precision, metrics=True, flops=self._flops)
         plan = Plan(epochs=epoch + 1, log_interval=self.log_interval, max_skipped_steps=MAX_SKIPPED_STEPS)
-        start, samples = time.perf_counter(), self.clock.samples
+        start, samples, tokens = time.perf_counter(), self.clock.samples, self.tokens
         with (
             Interrupts(logger.warning) as interrupts,
             explain_single_sample(),
@@ -115,10 +126,16 @@ class TrainingLoop:
                 interrupts=interrupts,
             )
             model.train()
-            logs = loop.run()
+            try:
+                logs = loop.run()
+            except BaseException as error:
+                callbacks.on_exception(error)
+                raise
+        self.tokens = ledger.tokens
         if interrupts.requested:
             raise KeyboardInterrupt
-        return _result(epoch, logs, time.perf_counter() - start, self.clock.samples - samples)
+        duration_s = time.perf_counter() - start
+        return _result(epoch, logs, duration_s, self.clock.samples - samples, self.tokens - tokens)
 
     def run_epoch(
         self,
@@ -133,19 +150,27 @@ class TrainingLoop:
         step = function_step(
             model_forward, compute_loss, optimizer_step, zero_gradients, clip_norm=self.clip_norm, metrics=True
         )
+        callbacks = CallbackList() if self.gradient_monitor is None else CallbackList([self.gradient_monitor])
+        if callbacks and isinstance(step.model, nn.Identity):
+            raise ConfigError("a gradient monitor needs the layers: pass a module as model_forward, or its method")
+        step.watchers = callbacks.hooks("on_gradients")
         ledger = Ledger()
         metrics.reset_epoch()
         train_loader.reset()
         if not train_loader.has_next():
             raise DataError("the training loader gave no batch: its data is empty, or drop_last dropped all of it")
         while train_loader.has_next():
-            ledger.add(step([train_loader.next()]))
+            report = step([train_loader.next()])
+            ledger.add(report)
+            callbacks.on_step_end(report)
             metrics.current_batch += 1
             if metrics.current_batch % self.log_interval == 0:
-                logs = ledger.take_window()
+                logs = ledger.take_window().logs()
                 check_finite(ledger.bad_streak, MAX_SKIPPED_STEPS, metrics.current_batch)
+                callbacks.on_log(logs)
                 logger.info("epoch %d batch %d loss %.4f", metrics.current_epoch, metrics.current_batch, logs["loss"])
         means = ledger.take_epoch().means()
+        callbacks.on_epoch_end(metrics.current_epoch, means)
         metrics.update_train_metrics(means["loss"], means.get("accuracy", float("nan")))
 
     def run(
@@ -208,29 +233,40 @@ class ValidationLoop:
         counting = _Counting(loader)
         start = time.perf_counter()
         logs = evaluate(model, self.task, counting, precision=self.precision)
-        return _result(epoch, logs, time.perf_counter() - start, counting.samples)
+        return _result(epoch, logs, time.perf_counter() - start, counting.samples, float(counting.tokens))
 
 
 class _Counting:
-    """A loader that remembers how many samples its last epoch had."""
+    """A loader that remembers how many samples and tokens its last epoch had."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.batches: Any = None
+        self.tokens: Tensor | float = 0.0
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def iterate(self, epoch: int, position: int = 0) -> Any:
         self.batches = self.loader.iterate(epoch, position)
-        return self.batches
+        self.tokens = 0.0
+        return self._counted()
+
+    def _counted(self) -> Iterator[Batch]:
+        try:
+            for batch in self.batches:
+                if (ids := token_ids(batch)) is not None:
+                    self.tokens = self.tokens + count_tokens(batch, ids)
+                yield batch
+        finally:
+            self.batches.close()
 
     @property
     def samples(self) -> int:
         return int(self.batches.position)
 
 
-def _result(epoch: int, logs: Mapping[str, float], duration_s: float, samples: int) -> EpochResult:
+def _result(epoch: int, logs: Mapping[str, float], duration_s: float, samples: int, tokens: float) -> EpochResult:
     return EpochResult(
         epoch=epoch,
         loss=logs["loss"],
@@ -241,4 +277,8 @@ def _result(epoch: int, logs: Mapping[str, float], duration_s: float, samples: i
         grad_norm_min=logs.get("grad_norm_min"),
         grad_norm_max=logs.get("grad_norm_max"),
         skipped=int(logs.get("skipped", 0)),
+        nll=logs.get("nll"),
+        num_tokens=int(tokens),
+        mfu=logs.get("mfu"),
+        data_wait=logs.get("data_wait"),
     )

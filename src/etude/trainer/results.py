@@ -1,8 +1,9 @@
 """`EpochResult`: what one epoch of training or validation came to."""
 
-import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from etude.losses.perplexity import perplexity
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +27,36 @@ class EpochResult:
     grad_norm_max: float | None = None
     skipped: int = 0
     """Updates that were not finite and were skipped."""
+    nll: float | None = None
+    """Loss without label smoothing, where the loss has it."""
+    num_tokens: int = 0
+    """Tokens, padding left out; 0 if the batches held something else."""
+    mfu: float | None = None
+    """Share of the device's peak arithmetic that the model made use of."""
+    data_wait: float | None = None
+    """Share of the time in which steps waited for data."""
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        """exp(loss), of the loss without label smoothing where that is known."""
+        return perplexity(self.loss if self.nll is None else self.nll)
 
     @property
     def samples_per_s(self) -> float:
         """Throughput over the epoch."""
         return self.num_samples / self.duration_s if self.duration_s > 0 else 0.0
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second over the epoch; None where there are none."""
+        return self.num_tokens / self.duration_s if self.num_tokens and self.duration_s > 0 else None
+
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, perplexity and throughput as plain numbers."""
-        return {**asdict(self), "perplexity": self.perplexity, "samples_per_s": self.samples_per_s}
+        rates = {"samples_per_s": self.samples_per_s, "tokens_per_s": self.tokens_per_s}
+        return {**asdict(self), "perplexity": self.perplexity, **rates}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "EpochResult":
         """Return the result that `to_dict` wrote."""
-        return cls(**{field.name: data[field.name] for field in fields(cls)})
+        return cls(**{field.name: data[field.name] for field in fields(cls) if field.name in data})

@@ -17,10 +17,12 @@ from etude.distributed import World, join_world, wrap_data_parallel
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import Callback, CallbackList, RunInfo
 from etude.engine.evaluation import evaluate
+from etude.engine.flops import ForwardFlops
 from etude.engine.interrupt import Interrupts
 from etude.engine.ledger import Ledger
 from etude.engine.loop import Loop, Plan
 from etude.engine.precision import Precision
+from etude.engine.recompute import recompute_activations, repeated_blocks
 from etude.engine.recovery import explain_out_of_memory, explain_single_sample
 from etude.engine.saving import Saver
 from etude.engine.schedule import LearningRate
@@ -30,7 +32,7 @@ from etude.engine.update import Updater
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
 from etude.monitor import RunFolder
 from etude.optim import AdamW, Schedule, warmup_cosine
-from etude.trainer.config import TRAINING_ALIASES, TrainerConfig
+from etude.trainer.config import TRAINING_ALIASES, ActivationCheckpointing, TrainerConfig
 from etude.trainer.device import configure_cuda_performance, make_deterministic, resolve_device
 from etude.trainer.feeding import make_loader
 
@@ -105,6 +107,8 @@ class Trainer:
             configure_cuda_performance()
         self.name = name
         self.model = model.to(self.device)
+        if config.activation_checkpointing is not False:
+            recompute_activations(self.model, **_blocks_to_recompute(config.activation_checkpointing))
         if config.compile_model:
             self.model.compile()  # in place: names of parameters stay as they are
         self.task: Task = task if task is not None else SupervisedTask(as_strategy(loss))
@@ -124,7 +128,15 @@ class Trainer:
             clip_value=config.gradient_clip_value,
             precision=self.precision,
         )
-        self.step = Step(wrapped, self.task, updater, self.precision, world=world, metrics=config.train_metrics)
+        self.step = Step(
+            wrapped,
+            self.task,
+            updater,
+            self.precision,
+            world=world,
+            metrics=config.train_metrics,
+            flops=ForwardFlops(self.model),
+        )
         self.callbacks = CallbackList(callbacks)
         schedule = self._adopt_schedule(scheduler)
         self.learning_rate = LearningRate(self.optimizer, schedule)
@@ -177,6 +189,7 @@ class Trainer:
                 grad_accum_steps=self.accumulator.steps_at(self.state.clock.epoch),
                 precision=self.precision.name,
                 device=self.device,
+                can_recompute=config.activation_checkpointing is False and bool(repeated_blocks(self.model)),
             ),
         ):
             loop = self._loop(interrupts)
@@ -287,6 +300,7 @@ class Trainer:
             log_interval=config.log_interval,
             validate_interval=config.validate_interval,
             checkpoint_interval=config.checkpoint_interval,
+            validate_every_steps=config.validate_every_steps,
             save_every_steps=config.save_every_steps,
             max_skipped_steps=config.max_skipped_steps,
         )
@@ -370,6 +384,12 @@ def _as_config(
     if use_amp is not None:
         changes["use_mixed_precision"] = use_amp
     return config.model_copy(update=changes)
+
+
+def _blocks_to_recompute(setting: bool | str | ActivationCheckpointing) -> dict[str, Any]:
+    if isinstance(setting, ActivationCheckpointing):
+        return {"blocks": setting.blocks, "every": setting.every}
+    return {"blocks": setting} if isinstance(setting, str) else {}
 
 
 def _make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:

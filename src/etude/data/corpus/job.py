@@ -18,8 +18,8 @@ from etude.data.corpus.options import SPECIAL_TOKENS, CorpusOptions
 from etude.data.corpus.place import INPUTS, check_complete, compare_options, read_inputs, write_json
 from etude.data.corpus.pool import Task, Unfinished, Workers
 from etude.data.corpus.report import FACTS, CorpusReport, read_report
-from etude.data.corpus.sources import Found
-from etude.data.corpus.tokenizer import PATTERN, check_trained, read_vocabulary, tokenizer_file
+from etude.data.corpus.sources import Found, absolute
+from etude.data.corpus.tokenizer import check_trained, read_vocabulary, tokenizer_file
 from etude.data.corpus.worker.files import replacing
 from etude.data.corpus.writing import write_splits
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("etude")
 Progress = Callable[[str, int, int], None]
 """Told of every bit of progress: the step, how much of it is done, and how much there is (0: not known)."""
 
-WORK = ".partial-"
+WORK, TRASH = ".partial-", ".trash-"
 VERSION = 1
 _SCAN_BYTES, _SCAN_FILES, _RANGE_BYTES = 8 << 20, 256, 32 << 20
 
@@ -86,7 +86,7 @@ class Job:
         self._start()
         index, skipped = self._scan()
         fingerprint = index.fingerprint(self.facts)
-        known: dict[str, Any] = {"stamp": self.stamp, "inputs": self.inputs, "skipped": skipped}
+        known: dict[str, Any] = {"stamp": self.stamp, "inputs": absolute(self.inputs), "skipped": skipped}
         known["num_duplicates"] = index.num_duplicates
         if (self.out / FACTS).exists() and not overwrite:
             report = read_report(self.out)
@@ -111,11 +111,9 @@ class Job:
         return replace(report, skipped=skipped, num_duplicates=index.num_duplicates)
 
     def _start(self) -> None:
-        others = [path for path in self.out.glob(f"{WORK}*") if path != self.work]
-        for path in others:
-            shutil.rmtree(path)
-        if others:
+        if not self.work.exists() and any(self.out.glob(f"{WORK}*")):
             logger.warning("inputs or options are not those of the run that was stopped; beginning anew")
+            self._clean()
         self.work.mkdir(exist_ok=True)
         sources = [(source.path, source.kind) for source in self.found.files]
         write_json(self.work / "plan.json", {"sources": sources, "options": self._scan_options()})
@@ -159,7 +157,7 @@ class Job:
             return
         start, stop = index.training_sample(self.options.tokenizer_bytes)
         task = {"do": "train", "folder": str(self.work), "start": start, "stop": stop, "result": str(result)}
-        task |= {"vocab_size": self.options.vocab_size, "special_tokens": SPECIAL_TOKENS, "pattern": PATTERN}
+        task |= {"vocab_size": self.options.vocab_size, "special_tokens": SPECIAL_TOKENS}
         with Workers(1, threads=self.workers) as alone:
             self._run("training the tokenizer", [task], [0], alone)
         check_trained(result, self.options.vocab_size)
@@ -167,8 +165,7 @@ class Job:
     def _encode(self, parts: list[Part], end: int, dtype: str) -> None:
         tasks: list[Task] = [
             {"do": "encode", "folder": str(self.work), "start": part.start, "stop": part.stop, "end": end}
-            | {"dtype": dtype, "cut_long": self.options.tokenizer is None}
-            | {"result": str(self.work / f"{part.split}-{part.number}.npz")}
+            | {"dtype": dtype, "result": str(self.work / f"{part.split}-{part.number}.npz")}
             for part in parts
         ]
         self._run("encoding", tasks, [part.num_bytes for part in parts])
@@ -188,7 +185,10 @@ class Job:
         return lambda done, total: self.progress(name, done, total)
 
     def _clean(self) -> None:
+        """Remove all that was kept to go on with; renamed first, so that nobody goes on with half of it."""
         for path in self.out.glob(f"{WORK}*"):
+            path.rename(path.with_name(TRASH + path.name))
+        for path in self.out.glob(f"{TRASH}*"):
             shutil.rmtree(path, ignore_errors=True)
 
 

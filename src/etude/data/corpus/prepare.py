@@ -13,12 +13,12 @@ from etude.data.corpus.options import CorpusOptions
 from etude.data.corpus.place import check_complete, compare_options, read_inputs
 from etude.data.corpus.pool import available_cores, require_tokenizers
 from etude.data.corpus.report import FACTS, CorpusReport, read_report
-from etude.data.corpus.sources import find_sources
+from etude.data.corpus.sources import STDLIB, absolute, find_sources
 from etude.data.corpus.tokenizer import checksum, read_vocabulary, tokenizer_file
 
 
 def prepare_corpus(
-    inputs: Sequence[str | Path] = (),
+    inputs: str | Path | Sequence[str | Path] = (),
     out: str | Path = "data/tokenized",
     *,
     workers: int | None = None,
@@ -34,11 +34,11 @@ def prepare_corpus(
     corpus that is there already is returned at once. Raises DataError, also if the folder holds another corpus and
     `overwrite` is not set.
     """
-    return _prepare([str(one) for one in inputs], Path(out), CorpusOptions(**options), workers, overwrite, progress)
+    return _prepare(_names(inputs), Path(out), CorpusOptions(**options), workers, overwrite, progress)
 
 
 def ensure_corpus(
-    inputs: Sequence[str | Path] = (),
+    inputs: str | Path | Sequence[str | Path] = (),
     out: str | Path = "data/tokenized",
     *,
     workers: int | None = None,
@@ -49,15 +49,15 @@ def ensure_corpus(
 
     A corpus that is there is not compared with the files it was made of, which may be gone, only with the options.
     """
-    names, folder, chosen = [str(one) for one in inputs], Path(out), CorpusOptions(**options)
+    names, folder, chosen = _names(inputs), Path(out), CorpusOptions(**options)
     if not (folder / FACTS).exists():
         _prepare(names, folder, chosen, workers, overwrite=False, progress=progress, wait=True)
         return folder
     compare_options(read_report(folder), _facts(chosen))
     check_complete(read_report(folder))
-    made_of = read_inputs(folder).get("inputs", names)
-    if made_of != names:
-        raise DataError(f"{folder} was made of {_listed(made_of)}, not of {_listed(names)}; give another folder")
+    made_of, wanted = read_inputs(folder).get("inputs", absolute(names)), absolute(names)
+    if made_of != wanted:
+        raise DataError(f"{folder} was made of {', '.join(made_of)}, not of {', '.join(wanted)}; give another folder")
     return folder
 
 
@@ -91,8 +91,8 @@ def _facts(options: CorpusOptions) -> dict[str, Any]:
     return facts
 
 
-def _listed(inputs: list[str]) -> str:
-    return ", ".join(inputs) or "stdlib"
+def _names(inputs: str | Path | Sequence[str | Path]) -> list[str]:
+    return [str(one) for one in ([inputs] if isinstance(inputs, str | Path) else inputs)] or [STDLIB]
 
 
 def _silent(_step: str, _done: int, _total: int) -> None:

@@ -74,6 +74,11 @@ def find_sources(
     return found
 
 
+def absolute(inputs: Sequence[str]) -> list[str]:
+    """Return inputs as they read from any folder."""
+    return [name if name == STDLIB else str(Path(name).expanduser().absolute()) for name in inputs]
+
+
 def _source(path: Path) -> Source | None:
     """Return a file as a source; None if it cannot be read twice, as a pipe or a dangling link."""
     try:

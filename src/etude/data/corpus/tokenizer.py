@@ -1,4 +1,4 @@
-"""Tokenizers: the pattern of those trained here, loading a tokenizer.json, and finding its special tokens."""
+"""Tokenizers: loading a tokenizer.json, and finding its special tokens."""
 
 import hashlib
 import json
@@ -7,24 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.core.errors import DataError
-from etude.data.corpus.options import SPECIAL_TOKENS
 from etude.data.corpus.pool import require_tokenizers
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer  # type: ignore[import-untyped]
-
-PATTERN = "|".join(
-    [
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",  # a word, with the one sign or space before it: " of", "_name", ".join"
-        r"\p{N}",  # digits one by one
-        r" ?[^\s\p{L}\p{N}]+",  # signs
-        r"[\r\n]+[ \t]*(?=\S)",  # line ends with the indentation of the next line: the shape of code
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
-)
-"""How text is cut before byte pairs are joined. A letter or digit is never joined to a line end after it."""
 
 _KNOWN = {
     "end": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]", "[SEP]"),
@@ -132,6 +118,3 @@ def check_trained(path: Path, asked: int) -> None:
             f"the training split has text for a vocabulary of {size:,} only; "
             f"use --vocab-size {size} or less, or more text"
         )
-
-
-__all__ = ["PATTERN", "SPECIAL_TOKENS", "Vocabulary", "load_tokenizer", "read_vocabulary", "tokenizer_file"]

@@ -22,6 +22,9 @@ class Boundaries(Protocol):
     def at(self, positions: Ints) -> Ints:
         """Return the last sample that starts at or before each position, if they are in order; the caller checks."""
 
+    def forget(self, first: int, stop: int) -> None:
+        """Let go of the memory that looking up these samples in order has made resident."""
+
 
 class Offsets:
     """Samples that lie one after the other: sample i from offset i to offset i + 1."""
@@ -36,6 +39,10 @@ class Offsets:
     def at(self, positions: Ints) -> Ints:
         """Search in the offsets, without reading all of them."""
         return np.minimum(self._offsets.search(positions), self.count) - 1
+
+    def forget(self, first: int, stop: int) -> None:
+        """Forget their offsets."""
+        self._offsets.forget(first, stop)
 
 
 class Scanned:
@@ -57,6 +64,9 @@ class Scanned:
     def at(self, positions: Ints) -> Ints:
         """Search in the offsets."""
         return self._offsets().at(positions)
+
+    def forget(self, first: int, stop: int) -> None:
+        """Nothing: they are kept."""
 
     def _offsets(self) -> Offsets:
         if self._found is None:

@@ -106,6 +106,7 @@ def _check_spans(file: TokenFile) -> tuple[int, int]:
         starts, lengths = file.spans(np.arange(first, min(first + _BATCH, count)))
         if int(starts[0]) != reached or bool(np.any(starts[1:] != starts[:-1] + lengths[:-1])):
             raise DataError(f"{file.path} is damaged: its samples do not follow one another; make or copy it anew")
+        file.forget_samples(first, first + len(starts))
         reached = int(starts[-1] + lengths[-1])
         shortest, longest = min(shortest, int(lengths.min())), max(longest, int(lengths.max()))
     if reached != file.num_tokens:

@@ -100,6 +100,7 @@ class TokenFile:
                     self.forget(behind, start)
                     behind = start
             self.forget(behind, int(starts[-1] + lengths[-1]))
+            self.forget_samples(first, first + len(starts))
 
     def spans(self, indices: ArrayLike) -> tuple[Ints, Ints]:
         """Return where samples start and how long they are; raises DataError if that is not inside the file."""
@@ -125,6 +126,7 @@ class TokenFile:
         for first in range(0, len(self), 2**20):
             part = result[first : first + 2**20]
             part[:] = self.spans(np.arange(first, first + len(part)))[1]
+            self.forget_samples(first, first + len(part))
         return result
 
     def rows(self, starts: ArrayLike, length: int, stream: str | None = None) -> Array:
@@ -173,6 +175,12 @@ class TokenFile:
         """Let go of the memory that reading these tokens in order has made resident."""
         for vector in self.vectors.values():
             vector.forget(start, stop)
+
+    def forget_samples(self, first: int, stop: int) -> None:
+        """Let go of the memory that boundaries and labels of these samples take, once they were looked at in order."""
+        self.boundaries.forget(first, stop)
+        for values, width in self._labels.values():
+            values.forget(first * (width or 1), stop * (width or 1))
 
     def _prepare(self, start: int, stop: int) -> int:
         stop = min(max(stop, start + 4 * CHUNK_BYTES // self.dtype.itemsize), self.num_tokens)

@@ -64,9 +64,8 @@ class RemoteCopy:
         digest = hashlib.sha256(json.dumps([url, self._size, self._version]).encode()).hexdigest()
         folder = cache_folder("tokens") / digest[:32]
         self.path, present = folder / "data", folder / "blocks"
-        self._locks: dict[
-            int, threading.Lock
-        ] = {}  # by process: one that was forked must not wait for a thread of its parent
+        # By process: one that was forked must not wait for a thread of its parent.
+        self._locks: dict[int, threading.Lock] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "source.txt").write_text(f"{url.split('?')[0]}\n")  # for people; what follows may be secret

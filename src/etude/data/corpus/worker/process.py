@@ -7,9 +7,10 @@ import sys
 import traceback
 from typing import Any
 
-from .encoding import encode, train
+from .encoding import encode
 from .files import Problem
 from .scanning import scan
+from .training import train
 
 
 def answer(task: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,196 @@
+"""Watch the gradients of every layer while a model trains, and say what is wrong with them."""
+
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt
+from torch import Tensor, nn
+
+from etude.callbacks.gradient_health import GradientHealth, Judge
+from etude.callbacks.gradient_norms import Measuring, Snapshot, read
+from etude.config.registry import register
+from etude.core import ConfigError, StepReport, TrainingError
+from etude.engine.callback import Callback, Gradients, Logs, RunInfo
+from etude.engine.precision import Precision
+
+
+@register("callback", "gradient_monitor")
+class GradientMonitor(Callback):
+    """Names layers whose gradient vanishes, explodes, is dead or not finite, with a remedy.
+
+    It looks at the first step and then at every `every`-th. A look queues a few kernels; the numbers are read at the
+    next log point, where the host waits for the device anyway. They are those of the averaged loss, over all
+    micro-batches and ranks, before clipping; `report` holds the last ones.
+
+    An update that was skipped because it was not finite is looked at too. On the CPU that is the very step. On other
+    devices the host learns of it at the log point: if the last step was skipped its gradients are still there, and
+    every step up to the next log point is looked at.
+
+    By hand, after `loss.backward()`, `check` does all of it at once:
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    >>> model(torch.full((2, 4), 1e12)).sum().backward()
+    >>> health = GradientMonitor().check(model)
+    >>> health.findings[0].kind, health.findings[0].layers
+    ('exploding', ('0', '1'))
+    """
+
+    def __init__(
+        self,
+        every: Annotated[int, Ge(1)] = 100,
+        vanishing: Annotated[float, Ge(0.0)] = 1e-7,
+        exploding: Annotated[float, Gt(0.0)] = 1e3,
+        patience: Annotated[int, Ge(1)] = 3,
+        log_layers: bool = False,
+    ) -> None:
+        """Set when to look and what to find.
+
+        Args:
+            every: steps between looks.
+            vanishing: a gradient norm below this, or below 1e-4 of the median of the layers, has vanished.
+            exploding: a gradient norm above this, or above 100 times what the layer usually has, has exploded.
+            patience: looks in a row with a gradient of exactly zero, or none, after which a layer is dead or unused.
+            log_layers: add the norm of every layer, as `grad_norm/LAYER`, to the records of log points.
+        """
+        super().__init__()
+        if every < 1 or patience < 1:
+            raise ConfigError(f"GradientMonitor: every and patience are at least 1, found {every} and {patience}")
+        if not 0 <= vanishing < exploding:
+            raise ConfigError(
+                f"GradientMonitor: vanishing lies between 0 and exploding, found {vanishing} and {exploding}"
+            )
+        self.every = every
+        self.log_layers = log_layers
+        self.report: GradientHealth | None = None
+        """What was found at the last look that has been read."""
+        self._judge = Judge(vanishing=vanishing, exploding=exploding, patience=patience)
+        self._measure: Measuring | None = None
+        self._gradients: Gradients | None = None
+        self._pending: list[Snapshot] = []
+        self._is_main = True
+        self._begin()
+
+    def _begin(self) -> None:
+        self._judge.reset()
+        self._steps = self._looked_at = self._logged_at = self._watch_until = 0
+        self._due = 1
+        self._pending.clear()
+
+    def check(self, model: nn.Module, *, divisor: Tensor | float = 1.0) -> GradientHealth:
+        """Look at the gradients of a model now and return what is found; waits for the device.
+
+        `divisor` is what the gradients are still to be divided by: a number of micro-batches, a loss scale.
+        Findings that last come up again in `warnings` only when they were found 10, 100 … times.
+        """
+        self._steps += 1
+        self._look(Gradients(model, (), divisor, Precision("fp32")))
+        (self.report,) = self._judge_pending()
+        return self.report
+
+    # --- hooks
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        """Forget an earlier run; one that goes on keeps what it knows."""
+        self._is_main = run.is_main
+        if run.clock.step == 0:
+            self._begin()
+
+    def on_gradients(self, gradients: Gradients) -> None:
+        """Measure, if a look is due."""
+        self._steps += 1
+        self._gradients = gradients
+        if self._steps >= self._due:
+            self._look(gradients)
+
+    def on_step_end(self, report: StepReport) -> None:
+        """Look at a step that was skipped, where asking costs no wait; a skipped update leaves its gradients as is."""
+        if report.skipped.is_cpu and report.skipped.item() and self._looked_at != self._steps and self._gradients:
+            self._look(self._gradients)
+
+    def numbers(self) -> Logs:
+        """Return the norm of every layer, if asked to."""
+        self._read()
+        if not self.log_layers or self.report is None:
+            return {}
+        layers = self.report.layers.items()
+        return {f"grad_norm/{name}": layer.grad_norm for name, layer in layers if layer.grad_norm is not None}
+
+    def on_log(self, record: Logs) -> None:
+        """Read what was measured, and watch closely if updates were skipped."""
+        self._read()
+        skipped, window = record.get("skipped", 0), self._steps - self._logged_at
+        self._logged_at = self._steps
+        # One skipped update is how a loss scale finds its size; it is no reason to look at every step.
+        if self._gradients is not None and skipped > int(self._gradients.is_scaled):
+            self._look_back()
+            self._watch_until, self._due = self._steps + window, self._steps + 1
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Read what was measured since the last log point."""
+        self._read()
+
+    def on_train_end(self, result: Logs) -> None:
+        """Read what was measured since the last log point."""
+        self._read()
+
+    def on_exception(self, error: BaseException) -> None:
+        """Add to an error about numbers that are not finite where they are."""
+        if not isinstance(error, TrainingError):
+            return
+        self._read()
+        self._look_back()
+        for finding in self.report.findings if self.report is not None and self.report.step == self._steps else ():
+            if finding.kind == "non-finite" and finding.message not in getattr(error, "__notes__", ()):
+                error.add_note(finding.message)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the past of the layers, what has been told of them, and when the next look is."""
+        self._read()
+        return {"judge": self._judge.state_dict(), **{name: getattr(self, f"_{name}") for name in _COUNTERS}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self._pending.clear()
+        self._judge.load_state_dict(state["judge"])
+        for name in _COUNTERS:
+            setattr(self, f"_{name}", state[name])
+
+    # --- looking and reading
+
+    def _look(self, gradients: Gradients) -> None:
+        measure = self._measuring(gradients)
+        self._pending.append(measure(gradients.divisor, self._steps, is_scaled=gradients.is_scaled))
+        self._looked_at = self._steps
+        watching = self._steps < self._watch_until
+        self._due = self._steps + (1 if watching else self.every - (self._steps - 1) % self.every)
+
+    def _measuring(self, gradients: Gradients) -> Measuring:
+        if self._measure is None or self._measure.model is not gradients.model:
+            self._measure = Measuring(gradients.model, gradients.params)
+        return self._measure
+
+    def _read(self) -> None:
+        """Read and judge the looks since the last time, and tell the user what is new. Waits for the device."""
+        for health in self._judge_pending():
+            self.report = health
+            for finding in health.warnings if self._is_main else ():
+                self.notify(finding.message, finding=finding.kind, layers=list(finding.layers))
+
+    def _judge_pending(self) -> list[GradientHealth]:
+        pending, self._pending = self._pending, []
+        looks = zip(pending, read(pending), strict=True)
+        return [self._judge.judge(look.step, numbers, is_scaled=look.is_scaled) for look, numbers in looks]
+
+    def _look_back(self) -> None:
+        """Look at what the last step left behind; only if it is not finite it was skipped, and says something."""
+        if self._looked_at == self._steps or self._gradients is None:
+            return
+        measure = self._measuring(self._gradients)
+        snapshot = measure(1.0, self._steps, is_scaled=self._gradients.is_scaled)
+        if not bool(snapshot.values[0].isfinite().all()):  # waits for the device, at a log point or an error
+            self._pending.append(snapshot)
+            self._looked_at = self._steps
+            self._read()
+
+
+_COUNTERS = ("steps", "looked_at", "logged_at", "watch_until", "due")

@@ -1,0 +1,111 @@
+"""Show what a language model writes: a few texts sampled at the end of a run, kept in its folder."""
+
+import logging
+from typing import Annotated
+
+import torch
+from annotated_types import Ge, Gt, Le
+from torch import Tensor, nn
+
+from etude.callbacks.paths import resolve
+from etude.config.registry import register
+from etude.core import ConfigError
+from etude.core.calling import ModelCall, unwrap
+from etude.data.corpus import load_tokenizer, read_vocabulary
+from etude.engine.callback import Callback, Logs, RunInfo
+from etude.losses.outputs import logits_of
+from etude.models import CausalTransformerLM
+from etude.models.sampling import check_sampling, next_tokens
+from etude.monitor.files import write_text
+from etude.monitor.run_folder import SAMPLES
+
+logger = logging.getLogger("etude")
+
+
+@register("callback", "text_samples")
+class TextSamples(Callback):
+    """Lets the model go on from each of `prompts`, and writes the texts to samples.txt in the run folder.
+
+    An empty prompt is the beginning of a document. A text ends with its document or after `max_new_tokens`. Any causal
+    model over tokens will do. Random numbers are its own, so a run is the same with and without it; a model that
+    cannot be sampled from costs a warning, never the run.
+    """
+
+    def __init__(
+        self,
+        prompts: list[str] | None = None,
+        max_new_tokens: Annotated[int, Ge(1)] = 200,
+        temperature: Annotated[float, Ge(0)] = 0.8,
+        top_k: Annotated[int, Ge(1)] | None = None,
+        top_p: Annotated[float, Gt(0), Le(1)] | None = 0.95,
+        seed: Annotated[int, Ge(0)] = 0,
+        tokenizer: str | None = None,
+    ) -> None:
+        """`tokenizer` is a tokenizer.json or a folder with one; in a config file it is that of the data."""
+        super().__init__()
+        check_sampling(temperature, top_k, top_p)
+        self.prompts = [""] if prompts is None else list(prompts)
+        self.max_new_tokens, self.seed = max_new_tokens, seed
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.tokenizer = tokenizer
+        self._run: RunInfo | None = None
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        """Check now that there is a tokenizer: hours later would be too late."""
+        if self.tokenizer is None:
+            raise ConfigError("text_samples needs a tokenizer, and the data has none; set tokenizer to its file")
+        self._run = run
+        if run.is_main:
+            load_tokenizer(self.tokenizer)
+
+    def on_train_end(self, result: Logs) -> None:
+        """Sample, and write the file."""
+        interrupted = self.control.reason.startswith(("SIG", "signal"))
+        if self._run is None or not self._run.is_main or interrupted:
+            return
+        try:
+            texts = self.sample(self._run.model)
+            write_text(resolve(SAMPLES, self._run), "\n\n".join(_framed(text) for text in texts) + "\n")
+        except Exception as error:  # the weights are what matters, whatever a model of any kind does here
+            logger.warning("text_samples: no text could be sampled: %s", " ".join(str(error).split()))
+
+    def sample(self, model: nn.Module) -> list[str]:
+        """Return a text for every prompt, the prompt included."""
+        assert self.tokenizer is not None
+        tokenizer, end = load_tokenizer(self.tokenizer), read_vocabulary(self.tokenizer).end
+        model = unwrap(model)
+        device = next(model.parameters()).device
+        generator = torch.Generator(device).manual_seed(self.seed)
+        texts = []
+        for prompt in self.prompts:
+            ids = [end, *tokenizer.encode(prompt, add_special_tokens=False).ids]
+            whole = self._continue(model, torch.tensor([ids], device=device), end, generator)[0].tolist()
+            written = whole[1:-1] if whole[-1] == end else whole[1:]
+            texts.append(str(tokenizer.decode(written, skip_special_tokens=False)))
+        return texts
+
+    def _continue(self, model: nn.Module, tokens: Tensor, end: int, generator: torch.Generator) -> Tensor:
+        if isinstance(model, CausalTransformerLM):
+            return model.generate(
+                tokens, self.max_new_tokens, self.temperature, self.top_k, self.top_p, generator, stop_id=end
+            )
+        was_training = model.training
+        model.eval()
+        try:
+            call = ModelCall(model)
+            with torch.no_grad():
+                for _ in range(self.max_new_tokens):
+                    logits = logits_of(call(model, {"input_ids": tokens}))[:, -1]
+                    chosen = next_tokens(logits, self.temperature, self.top_k, self.top_p, generator)
+                    tokens = torch.cat([tokens, chosen[:, None]], 1)
+                    if int(chosen) == end:
+                        break
+        finally:
+            model.train(was_training)
+        return tokens
+
+
+def _framed(text: str) -> str:
+    """Return a text with a bar before every line, so that one sees where it ends, and nothing a terminal obeys."""
+    shown = "".join(one if one.isprintable() or one in "\n\t" else "\ufffd" for one in text)
+    return "\n".join(f"│ {line}" for line in shown.split("\n"))

@@ -1,0 +1,201 @@
+"""The commands about data: `etude tokenize`, `etude data check` and `etude data show`."""
+
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+
+if TYPE_CHECKING:
+    from etude.data.corpus import CorpusReport
+
+data_app = typer.Typer(help="Check and look at token files.", no_args_is_help=True)
+_LINE_EVERY_S = 10.0
+
+
+def tokenize(
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="INPUTS",
+            help="Files, folders, patterns, .jsonl, .gz [default: stdlib, the source of Python's standard library].",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the token files.")] = Path("data/tokenized"),
+    vocab_size: Annotated[int, typer.Option(help="Size of the vocabulary that is trained.")] = 8192,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A tokenizer.json, or a folder with one, instead of training.")
+    ] = None,
+    end_token: Annotated[
+        str | None, typer.Option(help="Token that ends a document, if a given tokenizer does not say.")
+    ] = None,
+    validation: Annotated[float, typer.Option(help="Share of the documents for validation.")] = 0.05,
+    test: Annotated[float, typer.Option(help="Share of the documents for the test split.")] = 0.05,
+    salt: Annotated[str, typer.Option(help="Another salt gives another split and order.")] = "",
+    text_key: Annotated[str, typer.Option(help="Key of the text in the lines of JSONL files.")] = "text",
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Files of a folder to take, instead of text and code.")
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Files of a folder to leave out.")] = None,
+    min_chars: Annotated[int, typer.Option(help="Leave out shorter documents.")] = 1,
+    max_chars: Annotated[int | None, typer.Option(help="Leave out longer documents.")] = None,
+    cut_chars: Annotated[
+        int | None, typer.Option(help="Cut longer documents at line ends into several documents.")
+    ] = None,
+    keep_duplicates: Annotated[bool, typer.Option("--keep-duplicates", help="Keep copies of a document.")] = False,
+    tokenizer_bytes: Annotated[
+        int, typer.Option(help="Train the tokenizer on at most this much text, sampled.")
+    ] = 100_000_000,
+    workers: Annotated[int | None, typer.Option(help="Worker processes [default: one per core].")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a corpus that is already in the folder.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Make train, validation and test token files of text, code or JSONL.
+
+    The files depend on the documents' content and the options only. Stopped, even killed, and started again with the
+    same arguments, it goes on where it was.
+    """
+    from etude.data.corpus import prepare_corpus
+
+    with _Progress(quiet) as progress:
+        report = prepare_corpus(
+            inputs or [],
+            out,
+            workers=workers,
+            overwrite=overwrite,
+            progress=progress,
+            vocab_size=vocab_size,
+            tokenizer=tokenizer,
+            end_token=end_token,
+            validation=validation,
+            test=test,
+            salt=salt,
+            text_key=text_key,
+            include=tuple(include or ()),
+            exclude=tuple(exclude or ()),
+            min_chars=min_chars,
+            max_chars=max_chars,
+            cut_chars=cut_chars,
+            keep_duplicates=keep_duplicates,
+            tokenizer_bytes=tokenizer_bytes,
+        )
+    _print_report(report)
+
+
+Format = Annotated[str, typer.Option(help="auto, or the format of a file of another tool.")]
+Dtype = Annotated[str, typer.Option(help="Type of the ids in a file without a header.")]
+DocumentEnd = Annotated[int | None, typer.Option(help="Id that ends a document, in a file without boundaries.")]
+
+
+@data_app.command("check")
+def check(
+    files: Annotated[list[str], typer.Argument(metavar="FILE", help="Token files.")],
+    format: Format = "auto",
+    dtype: Dtype = "uint16",
+    document_end: DocumentEnd = None,
+) -> None:
+    """Verify token files: their structure, checksums and ids."""
+    from etude.data.tokens import check_tokens
+
+    for file in files:
+        report = check_tokens(file, format=format, dtype=dtype, document_end=document_end)
+        checksums = "checksums match" if report.checksums else "the format has no checksums"
+        print(f"{report.path}: intact; {report.format}, {report.dtype}, {checksums}")
+        print(
+            f"  {report.num_tokens:,} tokens in {report.num_samples:,} samples of {report.shortest:,} to "
+            f"{report.longest:,} tokens, {report.mean_length:,.1f} on average"
+        )
+        vocabulary = "" if report.vocab_size is None else f" of a vocabulary of {report.vocab_size:,}"
+        print(f"  largest id {'none' if report.largest_id is None else f'{report.largest_id:,}'}{vocabulary}")
+        for name, found in (("streams", report.streams), ("labels", report.sample_labels)):
+            if found:
+                print(f"  {name}: {', '.join(found)}")
+
+
+@data_app.command("show")
+def show(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A token file with tokenizer.json beside it.")],
+    sample: Annotated[
+        int, typer.Option(help="Number of the document, from 0; negative ones count from the end.")
+    ] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Show at most this many tokens.")] = 500,
+) -> None:
+    """Print a document of a token file as text."""
+    from etude.core.errors import DataError
+    from etude.data.corpus import load_tokenizer
+    from etude.data.tokens import open_tokens
+
+    tokens = open_tokens(file)
+    if not -len(tokens) <= sample < len(tokens):
+        raise DataError(f"{file} has {len(tokens):,} documents, numbered from 0; there is no {sample}")
+    ids = tokens[sample % len(tokens)].ids
+    text = load_tokenizer(Path(file).parent).decode(ids[:max_tokens].tolist(), skip_special_tokens=False)
+    more = f", of which the first {max_tokens:,} are shown" if len(ids) > max_tokens else ""
+    print(f"document {sample % len(tokens):,} of {len(tokens):,}: {len(ids):,} tokens{more}")
+    print(text)
+
+
+def _print_report(report: "CorpusReport") -> None:
+    if report.reused:
+        print(f"{report.folder} is already there, made of the same documents with the same options")
+    else:
+        print(f"made {report.folder}: a vocabulary of {report.vocab_size:,}, ids as {report.dtype}")
+    print(f"  {'split':<12}{'documents':>12}{'tokens':>16}{'bytes':>16}{'bytes/token':>13}")
+    for name, split in report.splits.items():
+        counts = f"{split.documents:>12,}{split.tokens:>16,}{split.bytes:>16,}{split.bytes_per_token:>13.2f}"
+        print(f"  {name:<12}{counts}")
+    loss = report.validation_unigram_loss
+    beat = "" if loss is None else f", {loss:.3f} on validation; a model must do better"
+    print(f"  unigram entropy {report.unigram_entropy:.3f} nats per token{beat}")
+    left_out = {"duplicates": report.num_duplicates, **report.skipped}
+    if any(left_out.values()):
+        print("  left out: " + ", ".join(f"{count:,} {reason}" for reason, count in left_out.items() if count))
+
+
+class _Progress:
+    """Shows the steps: a bar on a terminal, a line now and then elsewhere, nothing if quiet."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._bar: Any = None
+        self._task: Any = None
+        self._step, self._told_s = "", 0.0
+
+    def __enter__(self) -> Self:
+        if not self._quiet and sys.stdout.isatty():
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description:<24}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns)
+            self._bar.start()
+        return self
+
+    def __call__(self, step: str, done: int, total: int) -> None:
+        if self._quiet:
+            return
+        new, self._step = step != self._step, step
+        if self._bar is not None:
+            if new:
+                self._finish_bar()
+                self._task = self._bar.add_task(step, total=total or None)
+            self._bar.update(self._task, completed=done, total=total or None)
+        elif new or time.monotonic() - self._told_s > _LINE_EVERY_S:
+            self._told_s = time.monotonic()
+            print(f"{step} … {done / total:.0%}" if done else f"{step} …", flush=True)
+
+    def _finish_bar(self) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, completed=1, total=1)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            if kind is None:
+                self._finish_bar()
+            self._bar.stop()

@@ -1,0 +1,167 @@
+"""How much arithmetic a model does per token: the FLOPs of its forward pass, found without running it.
+
+One forward pass over fake tensors, which have shapes and no data, takes no memory, no random numbers and some tens of
+milliseconds; the model itself is not touched. A training step counts as three forward passes: the backward pass
+computes two products for every one of the forward pass. Activations that are computed twice to save memory count once:
+model FLOPs say how fast the training gets on, not how busy the device is.
+"""
+
+import copy
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from etude.core import Batch
+from etude.core.batch import map_tensors
+from etude.core.calling import ModelCall, inputs_of, unwrap
+from etude.core.random import rng_state, set_rng_state
+
+logger = logging.getLogger("etude")
+
+STEP_PER_FORWARD = 3
+"""FLOPs of a training step, in forward passes."""
+MAX_LENGTHS = 3
+"""Lengths that are counted; further ones are computed from these."""
+MASK_KEYS = ("attention_mask", "attn_mask")
+
+
+class ForwardFlops:
+    """FLOPs of a model's forward pass over a batch of token ids, by the shape of the ids.
+
+    The rows of a batch cost the same, and a row of length L costs a·L + b·L²: the first part is that of the layers,
+    the second that of attention. Two lengths give a and b, so batches of any shape are known after a few.
+
+    >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
+    >>> ForwardFlops(model)({"input_ids": torch.zeros(2, 5, dtype=torch.long)}, rows=2, length=5)
+    800.0
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = unwrap(model)
+        self._per_row: dict[int, float] = {}
+        self._counts = True
+        """False once counting has failed."""
+
+    def __call__(self, batch: Batch, *, rows: int, length: int) -> float:
+        """Return the FLOPs of a forward pass over `batch`, whose ids have this shape; estimated if need be."""
+        known = self._per_row.get(length)
+        if known is None:
+            known = self._per_row[length] = self._find(batch, length)
+        return known * rows
+
+    def _find(self, batch: Batch, length: int) -> float:
+        if length == 0:
+            return 0.0
+        if self._counts and len(self._per_row) < MAX_LENGTHS:
+            try:
+                return float(count_forward(self.model, batch))
+            except Exception as error:
+                # Code of any kind runs here, on tensors it was not written for; a missing number must not end a run.
+                self._counts = False
+                self._per_row.clear()
+                logger.debug("FLOPs estimated from the number of parameters: %s: %s", type(error).__name__, error)
+        if not self._counts:
+            return 2.0 * length * matrix_parameters(self.model)
+        return _through(self._per_row, length)
+
+
+def count_forward(model: nn.Module, batch: Batch) -> int:
+    """Return the FLOPs of a forward pass over the first row of `batch`, without data, and without touching the model.
+
+    Raises whatever the model raises: one that looks at values, of a mask for one, cannot run without them.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    kept_rng = rng_state()
+    try:
+        with warnings.catch_warnings(), torch.autocast(_device_type(model), enabled=False):
+            warnings.simplefilter("ignore")
+            shadow = _shadow(model, fake)
+            row = map_tensors(batch, lambda tensor: _fake_row(tensor, fake))
+            failure: Exception | None = None
+            # Without padding masks first: they change no shapes, and many models ask whether they are all ones.
+            for inputs in (_without_masks(row), row):
+                # With gradients, as in training: without, torch's own transformer layers take another path.
+                counter = FlopCounterMode(display=False, custom_mapping=_attention_on_the_cpu())
+                try:
+                    with torch.enable_grad(), fake, counter:
+                        ModelCall(shadow)(shadow, inputs)
+                    return int(counter.get_total_flops())
+                except Exception as error:
+                    failure = failure if failure is not None else error
+            assert failure is not None
+            raise failure
+    finally:
+        set_rng_state(kept_rng)
+
+
+def matrix_parameters(model: nn.Module) -> int:
+    """Return the number of parameters that a token is multiplied with: all but embeddings, which are looked up.
+
+    >>> matrix_parameters(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)))
+    40
+    """
+    products = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - products
+    return sum(param.numel() for param in model.parameters() if id(param) not in tables)
+
+
+def _shadow(model: nn.Module, fake: Any) -> nn.Module:
+    """Return a copy of the model in eval mode, without hooks, in which all tensors are fake."""
+    memo: dict[int, Any] = {}
+    kept = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    for tensor in (*model.parameters(), *model.buffers(), *kept):
+        stand_in = fake.from_tensor(tensor.detach())
+        is_param = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(stand_in, tensor.requires_grad) if is_param else stand_in
+    shadow = copy.deepcopy(model, memo).eval()
+    for module in shadow.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    return shadow
+
+
+def _fake_row(tensor: Tensor, fake: Any) -> Tensor:
+    with fake:
+        return torch.zeros((1, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+
+
+def _without_masks(batch: Batch) -> Batch:
+    if not isinstance(batch, Mapping):
+        return batch
+    inputs = inputs_of(batch)
+    return {
+        key: value
+        for key, value in batch.items()
+        if key not in MASK_KEYS or not isinstance(value, Tensor) or value.shape[-1:] != inputs.shape[-1:]
+    }
+
+
+def _attention_on_the_cpu() -> dict[Any, Any]:
+    """Return the formula for the one attention kernel that torch's own counter does not know."""
+    from torch.utils.flop_counter import sdpa_flop_count
+
+    def flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+    return {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flops}
+
+
+def _through(known: Mapping[int, float], length: int) -> float:
+    """Return a·L + b·L² with a and b of the shortest and the longest length known."""
+    low, high = min(known), max(known)
+    if low == high:
+        return known[low] * length / low
+    slope_low, slope_high = known[low] / low, known[high] / high
+    slope = slope_low + (slope_high - slope_low) * (length - low) / (high - low)
+    return float(round(max(slope, 0.0) * length))
+
+
+def _device_type(model: nn.Module) -> str:
+    return next((param.device.type for param in model.parameters()), "cpu")

@@ -1,0 +1,155 @@
+"""Activation checkpointing: blocks forget what they computed and compute it again in the backward pass.
+
+Memory for activations falls to about that of one block and of the inputs of all; a step takes about a third longer.
+Random numbers (dropout) are drawn again as they were, so gradients are the same bit for bit.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+
+from etude.core import ConfigError
+from etude.core.calling import unwrap
+
+
+@runtime_checkable
+class RecomputesItself(Protocol):
+    """A model that knows its blocks, as those of Hugging Face do."""
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Recompute activations from now on."""
+
+
+def recompute_activations(model: nn.Module, *, blocks: str | None = None, every: int = 1) -> list[str]:
+    """Make every `every`-th block of a model recompute its activations while training; return the names of these.
+
+    The blocks are found by themselves (`repeated_blocks`), or are the modules whose names match the pattern `blocks`,
+    such as `encoder.layers.*`. Names of parameters stay as they are. Raises ConfigError if there are no blocks.
+
+    >>> layer = lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> recompute_activations(nn.Sequential(nn.Linear(4, 8), layer(), layer(), layer()), every=2)
+    ['1', '3']
+    """
+    model = unwrap(model)
+    if isinstance(model, RecomputesItself):
+        _forget_cache(model)
+        if blocks is None and every == 1 and _enable(model):
+            return repeated_blocks(model)
+    names = repeated_blocks(model) if blocks is None else _matching(model, blocks)
+    if not names:
+        raise ConfigError(_nothing_found(model, blocks))
+    chosen = names[::every]
+    for name in chosen:
+        _wrap(model.get_submodule(name))
+    return chosen
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Return the names of the blocks a model repeats: of two or more in a module list that are of one class.
+
+    Lists inside a block are part of it. Single layers (a Linear) are no blocks: recomputing one saves nothing.
+    """
+    found: list[str] = []
+    _search(unwrap(model), "", found)
+    return found
+
+
+def _search(module: nn.Module, path: str, found: list[str]) -> None:
+    children = {f"{path}.{name}".lstrip("."): child for name, child in module.named_children()}
+    blocks: list[str] = []
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        composite = {name: child for name, child in children.items() if _is_composite(child)}
+        classes = [type(child) for child in composite.values()]
+        blocks = [name for name, child in composite.items() if classes.count(type(child)) > 1]
+        found += blocks
+    for name, child in children.items():
+        if name not in blocks:
+            _search(child, name, found)
+
+
+def _is_composite(module: nn.Module) -> bool:
+    # A list of lists is looked into: the blocks are inside.
+    has_parts = next(module.children(), None) is not None
+    return has_parts and not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+
+
+def _matching(model: nn.Module, pattern: str) -> list[str]:
+    """Return the modules whose names match, without those inside another that matches."""
+    names: list[str] = []
+    for name, _ in model.named_modules():
+        inside = names and name.startswith(f"{names[-1]}.")  # modules come right after the one they are in
+        if name and not inside and fnmatchcase(name, pattern):
+            names.append(name)
+    return names
+
+
+def _nothing_found(model: nn.Module, pattern: str | None) -> str:
+    lists = [
+        f"{name or 'the model itself'} ({', '.join(dict.fromkeys(type(child).__name__ for child in module))})"
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+    ]
+    there = f"module lists there are: {'; '.join(lists)}" if lists else "it has no module lists"
+    if pattern is not None:
+        names = ", ".join(name for name, _ in model.named_children())
+        return f"activation_checkpointing: no module of the model matches '{pattern}'; it has {names}; {there}"
+    return (
+        f"activation_checkpointing: {type(model).__name__} has no repeated blocks; {there}; name the modules to "
+        f"recompute by a pattern such as 'layers.*', or set it to false"
+    )
+
+
+def _enable(model: RecomputesItself) -> bool:
+    """Use the model's own way; False if it has none after all."""
+    try:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except ValueError:  # the architecture does not support it
+        return False
+    return True
+
+
+def _forget_cache(model: RecomputesItself) -> None:
+    """Keep no keys and values for generation: a block computed twice would add its own to them twice."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False
+
+
+def _wrap(block: nn.Module) -> None:
+    """Replace the forward pass of a module. A copy of the module gets a forward pass of its own."""
+    if "forward" not in vars(block):  # else it has been done
+        block.forward = functools.partial(_recomputed, block)
+
+
+def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = functools.partial(type(block).forward, block)
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    statistics = [part for part in block.modules() if isinstance(part, _NormBase) and part.track_running_stats]
+    if not statistics:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _on_copies(statistics)
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@contextmanager
+def _on_copies(norms: list[_NormBase]) -> Iterator[None]:
+    """Within this block, running statistics are written to copies: a batch that is computed again counts once."""
+    originals = [dict(norm._buffers) for norm in norms]
+    for norm in norms:
+        norm._buffers.update({name: None if one is None else one.clone() for name, one in norm._buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, originals, strict=True):
+            norm._buffers.update(buffers)

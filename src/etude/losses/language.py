@@ -1,0 +1,177 @@
+"""Language modelling: cross entropy with the next token, or with the tokens that were masked."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from etude.config.registry import register
+from etude.core.batch import Batch
+from etude.core.calling import ModelCall, inputs_of, padding_mask_of, targets_of, unwrap
+from etude.core.errors import TrainingError
+from etude.core.head import HeadOutput
+from etude.core.terms import LossTerm, Terms
+from etude.losses.functional import IGNORE_INDEX, accuracy_term, cross_entropy_term, mask_labels
+from etude.losses.fused_head import FusedHead
+from etude.losses.linear import linear_cross_entropy_terms
+from etude.losses.outputs import head_of, logits_of
+from etude.losses.perplexity import perplexity
+from etude.losses.strategies import LossStrategy, Smoothing
+
+
+@register("loss", "language_modeling")
+class LanguageModelingLoss(LossStrategy):
+    """Cross entropy of logits (B, L, V) with the next token.
+
+    The labels are those of the batch, or its input ids where it has none. With `shift` position t predicts label
+    t + 1, as labels that repeat the inputs ask for (the habit of Hugging Face); without it labels line up with the
+    logits: next tokens prepared beforehand, masked tokens, classes of tokens. By default the first batch tells which:
+    labels that repeat its inputs are shifted. A batch of `tokens` is set up already and is never shifted again.
+    Labels equal to `ignore_index`, and those where the attention mask of the batch is 0, do not count.
+
+    A model that returns a `HeadOutput` leaves its output layer to the loss, which never holds all logits at once. With
+    `fused_head` any model is run that way: True for those with `get_output_embeddings` (Hugging Face), else the name of
+    the output layer. A model that changes its logits after that layer raises TrainingError at the first batch.
+    """
+
+    def __init__(
+        self,
+        shift: bool | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        label_smoothing: Smoothing = 0.0,
+        fused_head: bool | str = False,
+    ) -> None:
+        self.shift = shift
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.fused_head = fused_head
+        self._head: FusedHead | None = None
+
+    def run(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
+        """Run the model, without its output layer if `fused_head` says so."""
+        if self.fused_head is False:
+            return call(model, batch)
+        if self._head is None or self._head.model is not unwrap(model):
+            self._head = FusedHead(model, self.fused_head)
+        return self._head.run(call, model, batch)
+
+    def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
+        """Return "loss"; with `metrics` "accuracy", and with label smoothing "nll", the loss without it."""
+        # The mask of an encoder-decoder's batch belongs to the encoder, the labels to the decoder.
+        targets, count = self._targets(batch, masked=not is_encoder_decoder(output))
+        predictions = head_of(output) or logits_of(output)
+        shape = predictions.shape
+        if len(shape) != 3 or shape[:2] != targets.shape:
+            raise TrainingError(
+                f"language modelling needs logits (batch, length, vocabulary) for labels (batch, length): "
+                f"found logits {tuple(shape)} and labels {tuple(targets.shape)}"
+            )
+        if isinstance(predictions, HeadOutput):
+            terms = self._head_terms(predictions, targets, metrics)
+        else:
+            terms = self._logits_terms(predictions, targets, metrics)
+        if count is not None:
+            for term in terms.values():
+                term.count = count
+        return terms
+
+    def _head_terms(self, head: HeadOutput, targets: Tensor, metrics: bool) -> Terms:
+        return linear_cross_entropy_terms(
+            head.hidden,
+            head.weight,
+            targets,
+            head.bias,
+            label_smoothing=self.label_smoothing,
+            ignore_index=self.ignore_index,
+            softcap=head.softcap,
+            metrics=metrics,
+        )
+
+    def _logits_terms(self, logits: Tensor, targets: Tensor, metrics: bool) -> Terms:
+        term = cross_entropy_term(logits, targets, None, self.label_smoothing, self.ignore_index)
+        terms = {"loss": term}
+        if metrics:
+            terms["accuracy"] = accuracy_term(logits, targets, term.count, self.ignore_index)
+            if self.label_smoothing:
+                nll = cross_entropy_term(logits.detach(), targets, None, 0.0, self.ignore_index)
+                terms["nll"] = LossTerm(nll.sum, term.count, 0.0)
+        return terms
+
+    def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
+        """Return the number of tokens to predict."""
+        targets, count = self._targets(batch, masked=True)
+        return {"loss": targets.ne(self.ignore_index).sum() if count is None else count}
+
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the perplexity, of the loss without label smoothing where that is known."""
+        return {"perplexity": perplexity(means.get("nll", means["loss"]))}
+
+    def _targets(self, batch: Batch, *, masked: bool) -> tuple[Tensor, int | None]:
+        """Return labels that line up with the logits, and how many count if that does not depend on their values."""
+        labels, already_shifted = targets_of(batch)
+        own = labels is None or already_shifted
+        if labels is None:
+            labels = inputs_of(batch)
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 2:
+            found = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+            raise TrainingError(f"language modelling needs integer labels (batch, length), found {found}")
+        labels = labels.long()
+        mask = padding_mask_of(batch) if masked else None
+        if mask is not None:
+            labels = mask_labels(labels, mask, self.ignore_index)
+        count = labels.numel()
+        if not already_shifted and (self._shifts(labels, batch) if not own else self.shift is not False):
+            # Move the labels, not the logits: a slice of the logits would have to be copied.
+            labels = F.pad(labels[:, 1:], (0, 1), value=self.ignore_index)
+            count -= labels.shape[0]
+        all_count = own and mask is None and self.ignore_index < 0  # input ids are not negative
+        return labels, count if all_count else None
+
+    def _shifts(self, labels: Tensor, batch: Batch) -> bool:
+        """Whether labels are to be shifted: as told, or as the first batch that has samples tells."""
+        if self.shift is None and labels.numel() > 0:
+            self.shift = repeats_inputs(labels, batch, self.ignore_index)
+        return bool(self.shift)
+
+
+@register("loss", "masked_language_modeling")
+class MaskedLanguageModelingLoss(LanguageModelingLoss):
+    """Cross entropy of logits (B, L, V) with the tokens that were masked: labels line up, the others are ignored.
+
+    The options are those of `language_modeling`. Accuracy and loss count the masked positions alone.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = IGNORE_INDEX,
+        label_smoothing: Smoothing = 0.0,
+        fused_head: bool | str = False,
+    ) -> None:
+        super().__init__(False, ignore_index, label_smoothing, fused_head)
+
+    def _targets(self, batch: Batch, *, masked: bool) -> tuple[Tensor, int | None]:
+        labels, is_next_token = targets_of(batch)
+        if labels is None or is_next_token:
+            raise TrainingError(
+                "masked language modelling needs labels: the token at every masked position, ignore_index elsewhere"
+            )
+        return super()._targets(batch, masked=masked)
+
+
+def repeats_inputs(labels: Tensor, batch: Batch, ignore_index: int = IGNORE_INDEX) -> bool:
+    """Whether the labels are the inputs themselves, so that the loss has to shift them. Waits for the device.
+
+    >>> ids = torch.tensor([[5, 6, 7]])
+    >>> repeats_inputs(ids, {"input_ids": ids}), repeats_inputs(torch.tensor([[6, 7, -100]]), {"input_ids": ids})
+    (True, False)
+    """
+    inputs = inputs_of(batch)
+    if not isinstance(inputs, Tensor) or inputs.is_floating_point() or inputs.shape != labels.shape:
+        return False
+    return bool(((labels == inputs) | (labels == ignore_index)).all())
+
+
+def is_encoder_decoder(output: Any) -> bool:
+    """Whether the output is that of a Hugging Face encoder-decoder."""
+    return isinstance(output, Mapping) and "encoder_last_hidden_state" in output

@@ -1,0 +1,586 @@
+"""The gradient monitor: its numbers are those of the plain formula, sick layers are named, healthy ones are not."""
+
+import json
+import logging
+import math
+import statistics
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from etude import (
+    Callback,
+    DataLoader,
+    GradientAccumulator,
+    GradientMonitor,
+    LanguageModelingLoss,
+    LeNet5,
+    Trainer,
+    TrainingLoop,
+    TrainingMetrics,
+)
+from etude.callbacks.gradient_health import Judge
+from etude.callbacks.gradient_norms import ParameterNumbers
+from etude.cli.main import _errors_in_words
+from etude.core import Clock, ConfigError, TrainingError
+from etude.engine.callback import CallbackList, Gradients, RunInfo
+from etude.engine.precision import Precision
+
+
+def tokens_net(width=16, vocabulary=30):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(width, 2, 32, dropout=0.0, batch_first=True, norm_first=True)
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    return nn.Sequential(nn.Embedding(vocabulary, width), encoder, nn.Linear(width, vocabulary))
+
+
+def dense(*widths, activation=nn.ReLU):
+    torch.manual_seed(0)
+    layers = []
+    for i in range(len(widths) - 1):
+        layers += [nn.Linear(widths[i], widths[i + 1]), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+def data(samples=256, features=8, classes=4):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, features, generator=generator)
+    return x, (x @ torch.randn(features, classes, generator=generator)).argmax(1)
+
+
+def backward(model, x=None, y=None):
+    x, y = (x, y) if x is not None else data()
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+
+
+def trainer(model, monitor, batches=None, **config):
+    config = {"epochs": 1, "batch_size": 32, "log_interval": 4, "device": "cpu", **config}
+    return Trainer(model, batches or data(), config=config, callbacks=[monitor], progress=False)
+
+
+class Bad(nn.Module):
+    """Passes its input on; a marked batch makes the gradient that comes back not finite."""
+
+    value = math.nan
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * self.value if self.active else grad)
+        return x
+
+    active = True
+
+
+# --- numbers
+
+
+def test_numbers_are_those_of_the_plain_formula():
+    model = tokens_net().double()
+    ids = torch.randint(30, (4, 8), generator=torch.Generator().manual_seed(2))
+    F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    health = GradientMonitor().check(model, divisor=4.0)
+    modules = dict(model.named_modules())
+    assert set(health.layers) == {name for name, one in modules.items() if list(one.parameters(recurse=False))}
+    for name, layer in health.layers.items():
+        own = list(modules[name].parameters(recurse=False))
+        flat = torch.cat([param.grad.flatten() for param in own]) / 4
+        assert layer.grad_norm == pytest.approx(float(flat.square().sum().sqrt()), rel=1e-12)
+        weights = torch.cat([param.detach().flatten() for param in own])
+        assert layer.weight_norm == pytest.approx(float(weights.square().sum().sqrt()), rel=1e-12)
+        assert layer.zero_fraction == pytest.approx(float((flat == 0).double().mean()))
+    assert health.layers["0"].zero_fraction > 0.1  # tokens that are not in the batch
+    for name, param in model.named_parameters():
+        assert health.parameters[name] == pytest.approx(float(param.grad.norm()) / 4, rel=1e-12)
+    json.dumps(health.to_dict(), allow_nan=False)
+    assert health.healthy
+    assert "are healthy" in str(health)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_norms_are_summed_in_float32(dtype):
+    model = nn.Linear(300, 300, bias=False).to(dtype)
+    model.weight.grad = torch.full_like(model.weight, 250.0)
+    health = GradientMonitor(exploding=1e9).check(model)
+    assert health.layers["weight"].grad_norm == pytest.approx(250.0 * 300, rel=1e-4)  # more than float16 can hold
+
+
+def test_parameters_of_several_dtypes_and_without_gradient_stay_apart():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).double(), "c": nn.Linear(2, 2)})
+    model["c"].requires_grad_(False)
+    for value, param in enumerate(model.parameters(), start=1):
+        param.grad = torch.full_like(param, float(value))
+    model["b"].bias.grad = None
+    health = GradientMonitor().check(model)
+    assert health.parameters == {
+        "a.weight": pytest.approx(1 * 2.0),
+        "a.bias": pytest.approx(2 * 2**0.5),
+        "b.weight": pytest.approx(3 * 2.0),
+        "b.bias": None,
+    }
+    assert list(health.layers) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("config", "clip"), [({}, 1e-3), ({"grad_accum_steps": 4, "batch_size": 8}, None), ({"precision": "fp16"}, 1e-3)]
+)
+def test_in_a_run_they_are_those_of_the_averaged_loss_before_clipping(config, clip):
+    x, y = data(32)
+    model, reference = dense(8, 16, 4), dense(8, 16, 4)
+    backward(reference, x, y)
+    monitor = GradientMonitor()
+    batches = DataLoader(x, y, config.get("batch_size", 32), shuffle=False)
+    trainer(model, monitor, batches, max_steps=1, gradient_clip_norm=clip, **config).train()
+    for name, param in reference.named_parameters():
+        rel = 2e-2 if config.get("precision") == "fp16" else 1e-5
+        assert monitor.report.parameters[name] == pytest.approx(float(param.grad.norm()), rel=rel)
+
+
+def test_looks_at_the_first_step_and_every_nth_and_records_layers():
+    seen = []
+
+    class Keep(Callback):
+        def on_log(self, record):
+            seen.append({name: value for name, value in record.items() if name.startswith("grad_norm/")})
+
+    monitor = GradientMonitor(every=3, log_layers=True)
+    steps = []
+    original = monitor._judge.judge
+    monitor._judge.judge = lambda step, *args, **kwargs: steps.append(step) or original(step, *args, **kwargs)
+    config = {"epochs": 2, "batch_size": 32, "log_interval": 4, "device": "cpu"}
+    Trainer(dense(8, 16, 4), data(), config=config, callbacks=[monitor, Keep()], progress=False).train()
+    assert steps == [1, 4, 7, 10, 13, 16]
+    assert len(seen) == 4
+    assert all(set(record) == {"grad_norm/0", "grad_norm/2"} for record in seen)
+    assert seen[-1]["grad_norm/0"] == monitor.report.layers["0"].grad_norm
+
+
+class CountReads(TorchDispatchMode):
+    """Counts what `.item()` and `float()` come to."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.reads += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_look_reads_nothing():
+    from etude.callbacks.gradient_norms import Measuring
+
+    model = tokens_net()
+    model(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()
+    with CountReads() as counter:
+        Measuring(model)(torch.tensor(3.0), 1)
+    assert counter.reads == 0
+
+
+# --- findings
+
+
+def test_deep_sigmoid_network_vanishes_at_its_input():
+    model = dense(*[8] * 14, 4, activation=nn.Sigmoid)
+    backward(model)
+    norms = {
+        f"{2 * i}": math.hypot(*(p.grad.norm() for p in layer.parameters())) for i, layer in enumerate(model[::2])
+    }
+    limit = max(1e-7, 1e-4 * statistics.median(norms.values()))
+    (finding,) = GradientMonitor().check(model).findings
+    assert finding.kind == "vanishing"
+    assert finding.layers == tuple(name for name, norm in norms.items() if norm < limit)
+    assert finding.layers[0] == "0"
+    assert "gradient vanishes" in finding.message
+    assert "initialisation" in finding.message
+
+
+def test_single_layer_far_below_the_others_vanishes():
+    model = dense(8, 16, 16, 16, 4)
+    backward(model)
+    for param in model[2].parameters():
+        param.grad *= 1e-6
+    (finding,) = GradientMonitor().check(model).findings
+    assert (finding.kind, finding.layers) == ("vanishing", ("2",))
+    assert finding.message.startswith("layer 2: the gradient vanishes (norm ")
+    assert "median of layers" in finding.message
+
+
+def test_huge_initialisation_explodes():
+    model = dense(8, 16, 16, 4)
+    with torch.no_grad():
+        for param in model.parameters():
+            param *= 100
+    backward(model)
+    (finding,) = GradientMonitor().check(model).findings
+    assert finding.kind == "exploding"
+    assert "initialisation" in finding.message
+    for name in finding.layers:
+        assert float(torch.cat([p.grad.flatten() for p in model.get_submodule(name).parameters()]).norm()) > 1e3
+
+
+def test_spike_of_one_layer_is_found_by_its_own_past():
+    model = dense(8, 16, 4)
+    monitor = GradientMonitor()
+    for _ in range(6):
+        backward(model)
+        assert monitor.check(model).healthy
+    usual = monitor.report.layers["0"].grad_norm
+    for param in model[0].parameters():
+        param.grad *= 150 / usual
+    (finding,) = monitor.check(model).findings
+    assert (finding.kind, finding.layers) == ("exploding", ("0",))
+    assert f"usually {usual:.1e}" in finding.message
+
+
+def test_dead_relu_layer_is_named_after_three_looks():
+    model = dense(8, 16, 16, 4)
+    with torch.no_grad():
+        model[2].bias.fill_(-1e4)  # no unit of the second layer is ever positive
+    monitor = GradientMonitor(patience=3)
+    for look in range(3):
+        backward(model)
+        health = monitor.check(model)
+        assert health.healthy == (look < 2)
+    (finding,) = health.findings
+    assert (finding.kind, finding.layers) == ("dead", ("0", "2"))
+    assert "exactly zero in the last 3 checks" in finding.message
+    with torch.no_grad():
+        model[2].bias.zero_()
+    backward(model)
+    assert monitor.check(model).healthy
+
+
+def test_unused_parameter_is_named_and_frozen_ones_are_not():
+    class WithSpare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.spare, self.frozen = dense(8, 16, 4), nn.Linear(3, 3), nn.Linear(3, 3)
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x):
+            return self.body(x)
+
+    model, monitor = WithSpare(), GradientMonitor(patience=2)
+    for _ in range(2):
+        backward(model)
+        health = monitor.check(model)
+    (finding,) = health.findings
+    assert (finding.kind, finding.layers) == ("unused", ("spare.weight", "spare.bias"))
+    assert "requires_grad_(False)" in finding.message
+    assert health.layers["spare"].grad_norm is None
+
+
+@pytest.mark.parametrize(("value", "word"), [(math.nan, "NaN"), (math.inf, "infinite")])
+def test_first_layer_of_the_backward_pass_that_is_not_finite_is_named(value, word):
+    torch.manual_seed(0)
+    bad = Bad()
+    bad.value = value
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), bad, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
+    )
+    backward(model)
+    (finding,) = GradientMonitor().check(model).findings
+    assert (finding.kind, finding.layers) == ("non-finite", ("2", "0"))
+    assert finding.message.startswith(f"layer 2: the gradient is {'NaN' if word == 'NaN' else ''}")
+    assert "first of 2 such layers (of 4)" in finding.message
+
+
+def test_loss_that_is_not_finite_is_told_as_such():
+    model = dense(8, 16, 4)
+    x, y = data()
+    backward(model, x * math.nan, y)
+    (finding,) = GradientMonitor().check(model).findings
+    assert finding.kind == "non-finite"
+    assert "all 2 layers are NaN, so the loss is too" in finding.message
+
+
+@pytest.mark.parametrize("kind", ["lenet", "transformer", "mlp", "converged"])
+def test_healthy_training_is_silent(kind, caplog):
+    torch.manual_seed(0)
+    monitor = GradientMonitor(every=1)
+    config = {"epochs": 3, "batch_size": 16, "log_interval": 5, "device": "cpu", "learning_rate": 3e-3}
+    loss = None
+    if kind == "lenet":
+        x = torch.randn(96, 1, 28, 28)
+        model, batches = LeNet5(), (x, (x.mean((1, 2, 3)) > 0).long())
+    elif kind == "transformer":
+        ids = torch.randint(30, (96, 1)) + torch.arange(12)
+        model, batches, loss = tokens_net(vocabulary=50), [{"input_ids": part} for part in ids.split(16)], None
+        loss = LanguageModelingLoss()
+    else:
+        model, batches = dense(8, 32, 32, 4), data(96)
+        config["epochs"] = 40 if kind == "converged" else 3
+        config["learning_rate"] = 3e-2 if kind == "converged" else 3e-3
+    with caplog.at_level(logging.WARNING, "etude"):
+        Trainer(model, batches, config=config, loss=loss, callbacks=[monitor], progress=False).train()
+    assert monitor.report.healthy
+    assert not caplog.records
+
+
+def test_parameters_that_nobody_updates_are_not_looked_at():
+    """Their gradients are not zeroed and add up from step to step."""
+    model, monitor = dense(8, 16, 4), GradientMonitor(every=1)
+    config = {"epochs": 2, "batch_size": 32, "device": "cpu"}
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.01)
+    Trainer(model, data(), config=config, optimizer=optimizer, callbacks=[monitor], progress=False).train()
+    assert list(monitor.report.layers) == ["2"]
+
+
+# --- telling
+
+
+def sick(vanishing=True):
+    model = dense(8, 16, 16, 16, 4)
+    for param in model[2].parameters():
+        param.register_hook(lambda grad: grad * 1e-7)
+    return model
+
+
+def test_a_run_says_it_once_in_the_log_the_display_and_the_run_folder(tmp_path, caplog, capsys):
+    monitor = GradientMonitor(every=2)
+    config = {"epochs": 2, "batch_size": 32, "log_interval": 4, "device": "cpu"}
+    run = Trainer(sick(), data(), config=config, callbacks=[monitor], output_dir=tmp_path, progress=True)
+    run.train()
+    shown = capsys.readouterr().out
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (warning,) = [event for event in events if event["kind"] == "warning"]
+    assert warning["message"].startswith("layer 2: the gradient vanishes")
+    assert (warning["finding"], warning["layers"], warning["step"]) == ("vanishing", ["2"], 4)
+    assert shown.count("layer 2: the gradient vanishes") == 1
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING, "etude"):
+        trainer(sick(), GradientMonitor()).train()
+    assert [record.getMessage()[:7] for record in caplog.records] == ["layer 2"]
+
+
+def test_lasting_findings_are_told_at_growing_intervals():
+    model, monitor = sick(), GradientMonitor()
+    told = []
+    for look in range(1, 251):
+        if look <= 2:
+            backward(model)
+        health = monitor.check(model)
+        assert len(health.findings) == 1
+        told += [look] * len(health.warnings)
+    assert told == [1, 10, 100]
+
+
+def test_state_holds_what_was_told_and_what_was_not():
+    model = sick()
+    first, second = GradientMonitor(every=2), GradientMonitor(every=2)
+    run = trainer(model, first)
+    run.train()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    backward(model)
+    assert second.check(model).findings
+    assert not second.report.warnings
+
+
+@pytest.mark.parametrize("stop_at", [3, 5, 6])
+def test_resumed_run_says_what_an_unbroken_one_says(tmp_path, stop_at):
+    class Stop(Callback):
+        def on_step_end(self, report):
+            Stop.seen += 1
+            if Stop.seen == stop_at:
+                self.control.request_stop("test")
+
+    def run(folder, *more):
+        config = {"epochs": 2, "batch_size": 32, "log_interval": 4, "device": "cpu"}
+        callbacks = [GradientMonitor(every=1, patience=3), *more]
+        return Trainer(sick(), data(), config=config, callbacks=callbacks, output_dir=folder, progress=False)
+
+    def said(folder):
+        events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+        return [(event["step"], event["message"]) for event in events if event["kind"] == "warning"]
+
+    Stop.seen = 0
+    whole = run(tmp_path / "whole")
+    whole.train()
+    run(tmp_path / "parts", Stop()).train()
+    resumed = run(tmp_path / "parts")
+    resumed.load_checkpoint(tmp_path / "parts")
+    resumed.train()
+    assert [message for _, message in said(tmp_path / "parts")] == [m for _, m in said(tmp_path / "whole")]
+    assert len(said(tmp_path / "whole")) == 2  # the first and the tenth time
+    states = [next(iter(one.callbacks)).state_dict() for one in (whole, resumed)]
+    assert {**states[0], "logged_at": 0} == {**states[1], "logged_at": 0}
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_only_the_main_process_speaks(caplog, is_main):
+    monitor = GradientMonitor()
+    listed = CallbackList([monitor])
+    backward(model := sick())
+    model_run = RunInfo("x", model, None, Clock(), torch.device("cpu"), 1, 1, 1, None, is_main=is_main)
+    listed.on_train_begin(model_run)
+    listed.on_gradients(Gradients(model, (), 1.0, Precision("fp32")))
+    with caplog.at_level(logging.WARNING, "etude"):
+        listed.on_log({})
+    assert len(caplog.records) == int(is_main)
+
+
+# --- updates that are not finite
+
+
+def poisoned(steps, poison, batch=32):
+    """Batches of which some have a marked first value."""
+    x, y = data(batch * steps)
+    for step in poison:
+        x[(step - 1) * batch : step * batch, 0] = 99.0
+    return DataLoader(x, y, batch, shuffle=False)
+
+
+class Fragile(nn.Module):
+    """The gradient of a marked batch is NaN from the middle on."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.bad, self.last = nn.Linear(8, 8), nn.Linear(8, 8), Bad(), nn.Linear(8, 4)
+
+    def forward(self, x):
+        self.bad.active = bool((x[:, 0] == 99.0).any())
+        return self.last(self.bad(torch.tanh(self.second(torch.tanh(self.first(x))))))
+
+
+def test_a_single_skipped_update_between_two_looks_is_explained(caplog):
+    monitor = GradientMonitor(every=100)
+    with caplog.at_level(logging.WARNING, "etude"):
+        result = trainer(Fragile(), monitor, poisoned(12, [6]), log_interval=4).train()
+    assert result["skipped"] == 1
+    (record,) = caplog.records
+    assert record.getMessage().startswith("layer second: the gradient is NaN, the first of 2 such layers (of 3)")
+
+
+def test_where_asking_would_wait_the_steps_after_a_log_point_are_watched(monkeypatch, caplog):
+    """As on a device: the host learns of a skipped update at the log point only."""
+    monkeypatch.setattr(GradientMonitor, "on_step_end", Callback.on_step_end)
+    monitor = GradientMonitor(every=100)
+    with caplog.at_level(logging.WARNING, "etude"):
+        trainer(Fragile(), monitor, poisoned(16, [6, 10]), log_interval=4).train()
+    assert [record.getMessage()[:12] for record in caplog.records] == ["layer second"]
+    assert monitor._due == 101  # back to its pace
+    caplog.clear()
+    with caplog.at_level(
+        logging.WARNING, "etude"
+    ):  # the last step before the log point: its gradients are still there
+        trainer(Fragile(), GradientMonitor(every=100), poisoned(5, [4]), log_interval=4).train()
+    assert [record.getMessage()[:12] for record in caplog.records] == ["layer second"]
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_error_about_updates_that_are_not_finite_names_the_layer(monkeypatch, cpu, capsys):
+    if not cpu:
+        monkeypatch.setattr(GradientMonitor, "on_step_end", Callback.on_step_end)
+    run = trainer(Fragile(), GradientMonitor(), poisoned(8, range(3, 9)), log_interval=8, max_skipped_steps=5)
+    with pytest.raises(TrainingError, match="not finite in the last 6 steps") as raised:
+        run.train()
+    (note,) = raised.value.__notes__
+    assert note.startswith("layer second: the gradient is NaN")
+    with pytest.raises(SystemExit), _errors_in_words():
+        raise raised.value
+    first, second = capsys.readouterr().err.splitlines()
+    assert "not finite in the last 6 steps" in first
+    assert second == f"etude: {note}"
+
+
+def test_overflow_while_a_loss_scale_adapts_is_no_news():
+    bad = [ParameterNumbers("a.weight", 4, math.inf, 1.0, 0)]
+    scaled, plain = (Judge(vanishing=1e-7, exploding=1e3, patience=3) for _ in range(2))
+    assert [scaled.judge(step, bad, is_scaled=True).healthy for step in range(12)] == [True] * 10 + [False] * 2
+    assert not plain.judge(0, bad).healthy
+
+
+# --- doors
+
+
+def test_training_loop_takes_one(caplog):
+    model = sick()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loop = TrainingLoop(
+        gradient_accumulator=GradientAccumulator(optimizer, accumulation_steps=2),
+        gradient_monitor=GradientMonitor(),
+        use_amp=True,
+        device="cpu",
+    )
+    with caplog.at_level(logging.WARNING, "etude"):
+        for epoch in range(2):
+            loop.train_epoch(model, DataLoader(*data(), 32), optimizer, epoch=epoch)
+    assert [record.getMessage()[:7] for record in caplog.records] == ["layer 2"]
+    assert loop.gradient_monitor.report.step == 1
+
+
+def test_training_loop_from_functions_takes_one(caplog):
+    model = sick()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = TrainingLoop(log_interval=2, gradient_monitor=GradientMonitor(every=2))
+    arguments = (F.cross_entropy, optimizer.step, optimizer.zero_grad, DataLoader(*data(), 32), TrainingMetrics())
+    with caplog.at_level(logging.WARNING, "etude"):
+        loop.run_epoch(model, *arguments)
+    assert [record.getMessage()[:7] for record in caplog.records] == ["layer 2"]
+    with pytest.raises(ConfigError, match="needs the layers"):
+        loop.run_epoch(lambda x: model(x), *arguments)
+
+
+def test_training_loop_error_names_the_layer():
+    model = Fragile()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = TrainingLoop(log_interval=30, gradient_monitor=GradientMonitor())
+    with pytest.raises(TrainingError) as raised:
+        loop.train_epoch(model, poisoned(30, range(5, 31)), optimizer)
+    assert raised.value.__notes__[0].startswith("layer second")
+
+
+def test_from_a_config(tmp_path):
+    from etude.config import build_selection
+    from etude.experiment import load_config_file
+
+    path = tmp_path / "one.yaml"
+    path.write_text("model: {name: lenet5}\ncallbacks: [{name: gradient_monitor, every: 7}, gradient_monitor]\n")
+    config = load_config_file(path)
+    built = [build_selection(one, path="callbacks", document=config.document) for one in config.sections["callbacks"]]
+    assert [monitor.every for monitor in built] == [7, 100]
+    path.write_text("callbacks: [{name: gradient_monitor, every: 0}]\n")
+    with pytest.raises(ConfigError, match=r"callbacks\.0\.every"):
+        load_config_file(path)
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"patience": 0}, {"vanishing": 2e3}, {"vanishing": -1.0}])
+def test_wrong_arguments_are_refused(wrong):
+    with pytest.raises(ConfigError, match="GradientMonitor"):
+        GradientMonitor(**wrong)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.lists(
+            st.one_of(st.none(), st.floats(0, 1e6), st.just(math.nan), st.just(math.inf)), min_size=3, max_size=3
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(0, 11),
+)
+def test_judging_goes_on_the_same_from_its_state(looks, cut):
+    def numbers(norms):
+        return [ParameterNumbers(f"l{i}.weight", 4, norm, 1.0, 0) for i, norm in enumerate(norms)]
+
+    def judge():
+        return Judge(vanishing=1e-7, exploding=1e3, patience=2)
+
+    whole = judge()
+    expected = [whole.judge(step, numbers(norms)) for step, norms in enumerate(looks)]
+    first, second = judge(), judge()
+    found = [first.judge(step, numbers(norms)) for step, norms in enumerate(looks[:cut])]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    found += [second.judge(step, numbers(norms)) for step, norms in enumerate(looks[cut:], start=len(found))]
+    assert [str(health) for health in found] == [str(health) for health in expected]
+    assert [health.warnings for health in found] == [health.warnings for health in expected]
+    for norms, health in zip(looks, found, strict=True):
+        is_bad = any(norm is not None and not math.isfinite(norm) for norm in norms)
+        assert is_bad == any(finding.kind == "non-finite" for finding in health.findings)

@@ -1,0 +1,94 @@
+"""On a CUDA device: a step of a language model never waits, and its MFU is a share of the data sheet's peak."""
+
+import pytest
+import torch
+from torch import nn
+
+from etude import Callback, Trainer
+from etude.engine.flops import ForwardFlops
+from etude.engine.peak import _measured, listed_flops
+from etude.engine.precision import Precision
+from etude.engine.step import Step
+from etude.engine.update import Updater
+from etude.losses import LanguageModelingLoss, SupervisedTask
+from etude.optim import AdamW
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
+
+
+class Model(nn.Module):
+    """Torch's transformer layers between an embedding and a head."""
+
+    def __init__(self, width=512, layers=4, vocabulary=1024) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+    def forward(self, input_ids):
+        return self.head(self.layers(self.embed(input_ids)))
+
+
+def batch(rows, length):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 1024, (rows, length), generator=generator).cuda()
+    mask = (torch.arange(length) < length // 2 + torch.arange(rows)[:, None]).long().cuda()
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def test_a_step_with_padding_never_waits():
+    model = Model(width=64, layers=1).cuda()
+    precision = Precision("bf16", torch.device("cuda"))
+    updater = Updater(AdamW(model.parameters(), lr=1e-3), clip_norm=1.0, precision=precision)
+    flops = ForwardFlops(model)
+    step = Step(model, SupervisedTask(LanguageModelingLoss()), updater, precision, metrics=True, flops=flops)
+    batches = [batch(4, 32), batch(4, 48)]
+    step(batches)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        report = step(batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert report.num_tokens == sum(int(one["attention_mask"].sum()) for one in batches)
+    assert report.forward_flops > 0
+
+
+def test_flops_are_the_same_as_on_the_cpu():
+    on_cpu, on_cuda = (
+        ForwardFlops(Model().to(device))({"input_ids": torch.zeros(2, 64, dtype=torch.long, device=device)},
+                                         rows=2, length=64)
+        for device in ("cpu", "cuda")
+    )  # fmt: skip
+    width, length = 512, 64
+    formula = 4 * (24 * length * width**2 + 4 * length**2 * width) + 2 * length * width * 1024
+    assert on_cpu == on_cuda == 2 * formula
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_mfu_is_a_share_of_the_peak(precision):
+    records = []
+
+    class Keep(Callback):
+        def on_log(self, record):
+            records.append(dict(record))
+
+    data = [{"input_ids": row} for row in batch(32, 512)["input_ids"].cpu()]
+    loader = torch.utils.data.DataLoader(data, batch_size=16)
+    config = {"max_steps": 30, "log_interval": 10, "precision": precision}
+    Trainer(Model(), loader, config=config, callbacks=[Keep()], progress=False).train()
+    assert 0.0 < records[-1]["mfu"] < 1.0
+    assert records[-1]["tokens"] == 30 * 16 * 512
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_measured_peak_is_near_the_data_sheets(dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)  # another test may have allowed it
+    listed = listed_flops(torch.cuda.get_device_name(), dtype)
+    if listed is None:
+        pytest.skip(f"{torch.cuda.get_device_name()} is not in the table")
+    measured = _measured(torch.device("cuda", 0), dtype, False, 1)
+    print(
+        f"{torch.cuda.get_device_name()} {dtype}: measured {measured / 1e12:.0f}, listed {listed / 1e12:.0f} TFLOP/s"
+    )
+    assert 0.3 * listed < measured < 1.1 * listed
