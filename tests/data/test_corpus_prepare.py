@@ -128,6 +128,14 @@ def test_copies_are_dropped_and_never_in_two_splits(corpus, tmp_path):
     assert sum(len(inside) for inside in found.values()) == 100
 
 
+def test_which_copy_stays_does_not_depend_on_the_order_of_files(tmp_path):
+    copies = [text.replace("\n", " \r\n") for text in DOCUMENTS]
+    one = prepare_corpus(write_folder(tmp_path / "1", DOCUMENTS + copies), tmp_path / "one", **SMALL)
+    other = prepare_corpus(write_folder(tmp_path / "2", copies + DOCUMENTS), tmp_path / "other", **SMALL)
+    assert one.num_duplicates == other.num_duplicates == 60
+    assert content(one.folder) == content(other.folder)
+
+
 def test_tokenizer_knows_only_the_training_split(tmp_path):
     """A word that is common outside of training is no token; the same word in training is one."""
 

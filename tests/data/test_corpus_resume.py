@@ -1,5 +1,7 @@
 """Killed and started again, a corpus comes out as if nothing had happened; several processes make it once."""
 
+import gzip
+import json
 import os
 import subprocess
 import sys
@@ -115,21 +117,22 @@ def test_killed_while_replacing_another_corpus(folder, whole, tmp_path, many_par
     assert content(out) == whole
 
 
-def test_killed_while_cleaning_up(folder, whole, tmp_path, many_parts, monkeypatch):
-    """Half of what was kept is not taken for the whole."""
-    out = tmp_path / "out"
+def test_killed_while_cleaning_up(whole, tmp_path, many_parts, monkeypatch):
+    """Half of what was kept is not taken for the whole: here the unpacked texts are gone, but not where they lay."""
+    out, packed = tmp_path / "out", tmp_path / "all.jsonl.gz"
+    packed.write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts(60)).encode()))
 
     def remove_some(path, **_):
-        for kept in sorted(path.iterdir())[::2]:
+        for kept in [*path.glob("spool-*"), *path.glob("train-*")]:
             kept.unlink()
         raise Stop
 
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", remove_some)
         with pytest.raises(Stop):
-            prepare_corpus([folder], out, **SMALL)
-    assert prepare_corpus([folder], out, **SMALL).reused
-    assert content(out) == whole, "the rest is removed, too"
+            prepare_corpus(packed, out, **SMALL)
+    prepare_corpus(packed, out, overwrite=True, **SMALL)
+    assert content(out) == whole, "and the rest is removed, too"
 
 
 def test_damaged_part_is_made_anew(folder, whole, tmp_path, many_parts):

@@ -1,5 +1,6 @@
 """Fixed-length blocks of a token file: the fastest way to feed a causal language model."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -50,19 +51,20 @@ class TokenBlocks:
             batch[stream] = torch.from_numpy(self._read(starts, self.length, stream))
         return batch
 
-    def gather_many(self, indices: Indices, number: int, *, epoch: int, seed: int) -> list[dict[str, Tensor]]:
-        """Return `number` batches, read together: what Python costs is shared by all of them."""
+    def gather_many(self, indices: Indices, number: int, *, epoch: int, seed: int) -> Iterator[dict[str, Tensor]]:
+        """Return `number` batches whose tokens are read together, and made 64-bit integers one batch at a time."""
         starts, length, from_numpy = self._starts(indices, epoch, seed), self.length, torch.from_numpy
-        # Rows are parted as arrays: that is quicker than to part a tensor.
-        batches = [
-            {"input_ids": from_numpy(part[:, :length]), LABELS: from_numpy(part[:, 1:])}
-            for part in self._read(starts, length + 1, None).reshape(number, -1, length + 1)
-        ]
-        for stream in self.file.streams:
-            parts = self._read(starts, length, stream).reshape(number, -1, length)
-            for batch, part in zip(batches, parts, strict=True):
-                batch[stream] = from_numpy(part)
-        return batches
+        rows = self.file.rows(starts, length + 1).reshape(number, -1, length + 1)
+        streams = {
+            name: self.file.rows(starts, length, name).reshape(number, -1, length) for name in self.file.streams
+        }
+        for place, part in enumerate(rows):
+            # Views are made as arrays: that is quicker than as tensors.
+            tokens = part.astype(np.int64)
+            batch = {"input_ids": from_numpy(tokens[:, :length]), LABELS: from_numpy(tokens[:, 1:])}
+            for name, values in streams.items():
+                batch[name] = from_numpy(values[place].astype(np.int64))
+            yield batch
 
     def _starts(self, indices: Indices, epoch: int, seed: int) -> Indices:
         starts = indices * self.length

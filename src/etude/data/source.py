@@ -12,7 +12,7 @@ from etude.data.permutation import Indices
 from etude.data.sampler import BatchSampler
 
 CHUNK_BYTES = 800_000
-"""Batches gathered together are at most this large: they stay in the processor's cache, and Python's share is small."""
+"""Batches read together are at most this large: they stay in the processor's cache, and Python's share is small."""
 MAX_CHUNK = 16
 
 
@@ -38,8 +38,8 @@ class UniformSource(BatchSource, Protocol):
         """Memory that one gathered sample takes."""
         ...
 
-    def gather_many(self, indices: Indices, number: int, *, epoch: int, seed: int) -> list[Batch]:
-        """Return `number` equal batches of the samples at `indices`; those of one call may share memory."""
+    def gather_many(self, indices: Indices, number: int, *, epoch: int, seed: int) -> Iterator[Batch]:
+        """Return `number` equal batches of the samples at `indices`."""
         ...
 
 

@@ -186,8 +186,12 @@ class Job:
 
     def _clean(self) -> None:
         """Remove all that was kept to go on with; renamed first, so that nobody goes on with half of it."""
+        self._empty_trash()
         for path in self.out.glob(f"{WORK}*"):
             path.rename(path.with_name(TRASH + path.name))
+        self._empty_trash()
+
+    def _empty_trash(self) -> None:
         for path in self.out.glob(f"{TRASH}*"):
             shutil.rmtree(path, ignore_errors=True)
 
