@@ -97,7 +97,14 @@ def documents_table(path: Path, documents: list[NDArray[np.uint16]], pace: Pace)
     return Table(
         f"Documents of {SHORTEST} to {LONGEST} tokens, shuffled, padded, batches of {DOCUMENT_BATCH}, as int64 ids and "
         f"masks, one thread.",
-        {"loader": "", "samples/s": ",.0f", "quartiles": "", "× torch": ".2f", "of it": "", "padding": ".1%"},
+        {
+            "loader": "",
+            "samples/s": ",.0f",
+            "quartiles": "",
+            "× torch": ".2f",
+            "quartiles of that": "",
+            "padding": ".1%",
+        },
         f"{len(documents):,} documents: for torch (0 workers) a list of int64 tensors in memory, for Etude a uint16 "
         f"file.\nlabels: the next tokens, -100 at ends and padding. bucketed: bucket_batches={POOL}. padding: share of "
         f"places without a token, over an epoch.",
@@ -141,7 +148,7 @@ def packed_table(path: Path, pace: Pace) -> Table:
             "samples/s": ",.0f",
             "quartiles": "",
             "of blocks": ".1%",
-            "of it": "",
+            "quartiles of that": "",
             "fill": ".2%",
             "ms to open": ",.1f",
         },
@@ -154,7 +161,7 @@ def packed_table(path: Path, pace: Pace) -> Table:
 def seeking_table(corpus: Corpus, path: Path, seeks: int, *, with_peers: bool) -> Table:
     """Return the time from asking for a position in the second half of an epoch to its first batch."""
     loaders = {
-        f"blocks of {corpus.path.stat().st_size / 1e6:,.0f} MB": DataLoader(
+        f"blocks of {corpus.path.stat().st_size / 1e6:,.4g} MB": DataLoader(
             TokenBlocks(corpus.path, LENGTH), batch_size=BATCH_SIZE
         ),
         "documents": DataLoader(TokenDocuments(path), batch_size=DOCUMENT_BATCH),

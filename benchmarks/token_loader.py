@@ -119,11 +119,11 @@ def blocks_table(corpus: Corpus, size: Size, peers: Sequence[Peer]) -> Table:
     memory = memory_line(corpus)
     pairs = race(contenders, size.pace, BATCH_SIZE, partial(check_blocks, corpus))
     converting = " and ".join(peer.name for peer in peers if peer.converts)
-    remark = f"{converting} read the first {size.converted_tokens * 2 / 1e6:,.0f} MB, in a format of their own.\n"
+    remark = f"{converting} read the first {size.converted_tokens * 2 / 1e6:,.4g} MB, in a format of their own.\n"
     return Table(
-        f"Shuffled blocks of {LENGTH:,} tokens, batches of {BATCH_SIZE}, from a file of {size.tokens * 2 / 1e6:,.0f} "
+        f"Shuffled blocks of {LENGTH:,} tokens, batches of {BATCH_SIZE}, from a file of {size.tokens * 2 / 1e6:,.4g} "
         f"MB of uint16 in the page cache, as int64 ids and next tokens, one thread.",
-        {"loader": "", "samples/s": ",.0f", "quartiles": "", "of the limit": ".1%", "of it": ""},
+        {"loader": "", "samples/s": ",.0f", "quartiles": "", "of the limit": ".1%", "quartiles of that": ""},
         f"Medians of {size.pace.rounds} whiles of {size.pace.seconds * 1e3:g} ms, in turns; the limit, the first row, "
         f"is measured right before each of them.\nEvery page has been looked at before, but nanoGPT and litdata map "
         f"files anew. prefetch=2 has a second thread, 2 workers are two more processes.\n"

@@ -94,7 +94,7 @@ def rows_of(contenders: Sequence[Contender], pairs: Pairs, share: str) -> list[d
         }
         ratios = quartiles([speed / base for speed, base in pairs[one.name]])
         row |= {share: ratios[1]} if place else {share: 1.0}
-        row |= {"of it": f"{ratios[0]:.3g} … {ratios[2]:.3g}"} if place else {}
+        row |= {"quartiles of that": f"{ratios[0]:.3g} … {ratios[2]:.3g}"} if place else {}
         rows.append(row)
     return rows
 

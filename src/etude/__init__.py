@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from etude.config import register
     from etude.core import Batch, Clock, Control, DataBatch, EtudeError, LossTerm, StepReport
     from etude.core.random import set_seed
-    from etude.data import BatchSampler, DataLoader, prefetch_stream
+    from etude.data import (
+        BatchSampler,
+        DataLoader,
+        DataLoaderFactory,
+        TokenBlocks,
+        collate,
+        prefetch_stream,
+        read_dataset,
+    )
     from etude.engine.accumulation import GradientAccumulator
     from etude.engine.callback import Callback, CallbackList
     from etude.experiment import (
@@ -64,7 +72,15 @@ _HOME = {
     "etude.config": ("register",),
     "etude.core": ("Batch", "Clock", "Control", "DataBatch", "EtudeError", "LossTerm", "StepReport"),
     "etude.core.random": ("set_seed",),
-    "etude.data": ("BatchSampler", "DataLoader", "prefetch_stream"),
+    "etude.data": (
+        "BatchSampler",
+        "DataLoader",
+        "DataLoaderFactory",
+        "TokenBlocks",
+        "collate",
+        "prefetch_stream",
+        "read_dataset",
+    ),
     "etude.engine.accumulation": ("GradientAccumulator",),
     "etude.engine.callback": ("Callback", "CallbackList"),
     "etude.experiment": (
@@ -116,6 +132,7 @@ __all__ = [
     "Control",
     "DataBatch",
     "DataLoader",
+    "DataLoaderFactory",
     "EarlyStopping",
     "EpochResult",
     "EtudeError",
@@ -132,18 +149,21 @@ __all__ = [
     "SegmentationLoss",
     "StepReport",
     "TextClassificationLoss",
+    "TokenBlocks",
     "Trainer",
     "TrainerConfig",
     "TrainingLoop",
     "TrainingMetrics",
     "ValidationLoop",
     "VisionClassificationLoss",
+    "collate",
     "configure_cuda_performance",
     "create_model_config",
     "create_trainer_config",
     "cross_entropy",
     "load_experiment_config",
     "prefetch_stream",
+    "read_dataset",
     "register",
     "resume_run",
     "set_seed",

@@ -162,6 +162,7 @@ class MaskedLanguageModelingLoss(LanguageModelingLoss):
 def repeats_inputs(labels: Tensor, batch: Batch, ignore_index: int = IGNORE_INDEX) -> bool:
     """Whether the labels are the inputs themselves, so that the loss has to shift them. Waits for the device.
 
+    >>> import torch
     >>> ids = torch.tensor([[5, 6, 7]])
     >>> repeats_inputs(ids, {"input_ids": ids}), repeats_inputs(torch.tensor([[6, 7, -100]]), {"input_ids": ids})
     (True, False)
