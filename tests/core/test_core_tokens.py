@@ -50,6 +50,12 @@ def test_other_batches_have_no_tokens(batch):
     assert token_ids(batch) is None
 
 
+def test_padding_of_packed_documents_does_not_count():
+    documents = torch.tensor([[0, 0, 1, 2], [0, 1, -1, -1], [0, 0, 0, -1]])
+    batch = {"input_ids": IDS, "document_ids": documents}
+    assert count_tokens(batch, token_ids(batch)) == 9
+
+
 @pytest.mark.parametrize("key", ["attention_mask", "attn_mask"])
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
 def test_padding_does_not_count(key, dtype):

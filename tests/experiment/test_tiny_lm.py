@@ -83,7 +83,7 @@ def test_it_learns_reports_and_writes_text(straight, corpus):
     assert [record["step"] for record in records if record["split"] == "val"] == [16, 32, 48]
     samples = (folder / "samples.txt").read_text()
     assert straight.samples == samples
-    prompts = ("", "import ", "def ", "class ")
+    prompts = ("", "import", "def", "class")
     assert all(text.startswith(f"│ {prompt}") for prompt, text in zip(prompts, samples.split("\n\n"), strict=True))
     assert all(line == "" or line.startswith("│ ") for line in samples.split("\n"))
 

@@ -15,6 +15,7 @@ from etude.losses import (
     SegmentationLoss,
     TextClassificationLoss,
     VisionClassificationLoss,
+    as_strategy,
 )
 
 B, L, V = 3, 7, 11
@@ -119,6 +120,22 @@ class TestLanguageModeling:
             next_token_reference(logits, ids, mask),
         )
         assert loss.shift is True
+
+    @pytest.mark.parametrize("first", ["nothing to predict", "one token each", "equal tokens"])
+    @pytest.mark.parametrize("named", [True, False])
+    def test_a_batch_that_does_not_tell_decides_nothing(self, text, first, named):
+        ids, logits, _ = text
+        ready = F.pad(ids[:, 1:], (0, 1), value=-100)
+        silent = {
+            "nothing to predict": (ids, torch.full_like(ids, -100)),
+            "one token each": (ids[:, :1], torch.full_like(ids[:, :1], -100)),
+            "equal tokens": (torch.full_like(ids, 3), F.pad(torch.full_like(ids[:, 1:], 3), (0, 1), value=-100)),
+        }[first]
+        for labels, expected in ((ready, False), (ids, True)):
+            loss = LanguageModelingLoss() if named else as_strategy(None)
+            loss.terms(logits[:, : silent[0].shape[1]], silent, metrics=False)
+            check(loss, logits, (ids, labels), next_token_reference(logits, ids, torch.ones(B, L)))
+            assert (loss if named else loss.chosen).shift is expected
 
     def test_the_mask_of_an_encoder_is_not_that_of_the_labels(self, text):
         ids, logits, mask = text

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from etude.config import lookup
 from etude.core.calling import ModelCall
@@ -214,6 +215,15 @@ def test_dropout_acts_in_training_only_and_repeats_with_the_seed():
     assert model.eval()(tokens).equal(model(tokens))
 
 
+def test_dropout_follows_the_embedding_and_both_parts_of_every_block():
+    model, shapes = make(dropout=0.5, d_ff=40), []
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(lambda _, inputs, output: shapes.append(output.shape))
+    model(draw(2, 6))
+    assert shapes == [(2, 6, 24)] * (1 + 2 * 2)
+
+
 def test_it_learns_to_repeat():
     torch.manual_seed(0)
     model = CausalTransformerLM(vocab_size=16, d_model=32, n_layers=2, n_heads=2, max_len=16)
@@ -261,6 +271,7 @@ def test_text_longer_than_the_model_goes_on_from_its_end():
 
 def test_generating_repeats_with_a_generator_and_leaves_the_model_as_it_was():
     model, tokens = make(dropout=0.5).train(), draw(2, 4)
+    model.blocks[0].eval()
     state = torch.get_rng_state()
     first, second = (
         model.generate(tokens, 20, generator=torch.Generator().manual_seed(seed), top_k=20) for seed in (1, 1)
@@ -269,7 +280,8 @@ def test_generating_repeats_with_a_generator_and_leaves_the_model_as_it_was():
     assert not first.equal(model.generate(tokens, 20, generator=torch.Generator().manual_seed(2), top_k=20))
     assert torch.get_rng_state().equal(state)
     assert model.training
-    assert all(module.training for module in model.modules())
+    assert [block.training for block in model.blocks] == [False, True]
+    assert not first.requires_grad
     assert first[:, :4].equal(tokens)
 
 
@@ -384,3 +396,11 @@ def test_batches_of_all_forms_reach_it():
     typed, types = make(n_types=3), draw(2, 6, high=3)
     found = ModelCall(typed)(typed, {"tokens": tokens, "types": types, "attn_mask": mask})
     assert found.equal(typed(tokens[:, :-1], types[:, :-1], mask[:, :-1]))
+
+
+def test_the_first_loss_is_near_that_of_guessing():
+    torch.manual_seed(0)
+    model = CausalTransformerLM(2048, d_model=192, n_layers=2, n_heads=6, max_len=64)
+    tokens = torch.randint(2048, (8, 65))
+    loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    assert abs(loss.item() - math.log(2048)) < 0.3

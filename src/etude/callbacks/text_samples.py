@@ -15,7 +15,7 @@ from etude.data.corpus import load_tokenizer, read_vocabulary
 from etude.engine.callback import Callback, Logs, RunInfo
 from etude.losses.outputs import logits_of
 from etude.models import CausalTransformerLM
-from etude.models.sampling import check_sampling, next_tokens
+from etude.models.sampling import check_sampling, evaluating, next_tokens
 from etude.monitor.files import write_text
 from etude.monitor.run_folder import SAMPLES
 
@@ -89,19 +89,14 @@ class TextSamples(Callback):
             return model.generate(
                 tokens, self.max_new_tokens, self.temperature, self.top_k, self.top_p, generator, stop_id=end
             )
-        was_training = model.training
-        model.eval()
-        try:
-            call = ModelCall(model)
-            with torch.no_grad():
-                for _ in range(self.max_new_tokens):
-                    logits = logits_of(call(model, {"input_ids": tokens}))[:, -1]
-                    chosen = next_tokens(logits, self.temperature, self.top_k, self.top_p, generator)
-                    tokens = torch.cat([tokens, chosen[:, None]], 1)
-                    if int(chosen) == end:
-                        break
-        finally:
-            model.train(was_training)
+        call = ModelCall(model)
+        with evaluating(model):
+            for _ in range(self.max_new_tokens):
+                logits = logits_of(call(model, {"input_ids": tokens}))[:, -1]
+                chosen = next_tokens(logits, self.temperature, self.top_k, self.top_p, generator)
+                tokens = torch.cat([tokens, chosen[:, None]], 1)
+                if int(chosen) == end:  # waits for the device
+                    break
         return tokens
 
 

@@ -69,9 +69,11 @@ class Plan(NamedTuple):
     positional: tuple[str, ...]
     keywords: tuple[str, ...]
     next_token: bool
+    """Leave out the last position of every input: it has no next token."""
     renamed: tuple[tuple[str, str], ...] = ()
     """(parameter, key) of values that the model knows under another name."""
-    """Leave out the last position of every input: it has no next token."""
+    without_cache: bool = False
+    """Hugging Face's models part packed documents by their positions, but only if they do not prepare a cache."""
 
     def run(self, model: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
         """Call the model as planned; an optional input that the batch lacks is None."""
@@ -79,6 +81,8 @@ class Plan(NamedTuple):
         keywords = {key: batch[key] for key in self.keywords}
         for name, key in self.renamed:
             keywords[name] = batch[key]
+        if self.without_cache:
+            keywords["use_cache"] = False
         if self.next_token:
             positional = [_without_last(value) for value in positional]
             keywords = {key: _without_last(value) for key, value in keywords.items()}
@@ -140,10 +144,11 @@ class Forward:
         renamed = tuple(
             (name, key) for name, key in OTHER_NAMES if key in inputs and name in self.names and key not in keywords
         )
+        packed = "document_ids" in keys and "use_cache" in self.names and "use_cache" not in keys
         if main is None or main in self.names or not self._takes_first(inputs):
-            return Plan((), tuple(keywords), next_token=False, renamed=renamed)
+            return Plan((), tuple(keywords), False, renamed, packed)
         # forward calls its first argument something else (`x`, `input`): give it by position.
-        return Plan((main,), tuple(key for key in keywords if key != main), next_token=False, renamed=renamed)
+        return Plan((main,), tuple(key for key in keywords if key != main), False, renamed, packed)
 
     def _takes_first(self, inputs: Collection[str]) -> bool:
         """Whether the first position is free for an input that forward does not know by name."""

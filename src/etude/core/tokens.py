@@ -35,4 +35,6 @@ def count_tokens(batch: Batch, ids: Tensor) -> Tensor | float:
     tensor(3)
     """
     mask = padding_mask_of(batch)
+    if mask is None and isinstance(batch, Mapping) and isinstance(documents := batch.get("document_ids"), Tensor):
+        mask = documents >= 0  # packed documents: padding belongs to none
     return float(ids.numel()) if mask is None or mask.shape != ids.shape else mask.count_nonzero()

@@ -11,7 +11,7 @@ from etude.data.order import Order
 from etude.data.permutation import Indices
 from etude.data.sampler import BatchSampler
 
-CHUNK_BYTES = 800_000
+CHUNK_BYTES = 1_600_000
 """Batches read together are at most this large: they stay in the processor's cache, and Python's share is small."""
 MAX_CHUNK = 16
 
@@ -79,9 +79,10 @@ class GatheredBatches:
             for indices, number in sampler.chunks(epoch, position, count):
                 yield from source.gather_many(indices, number, epoch=epoch, seed=seed)
             return
-        for indices, _ in sampler.chunks(epoch, position, 1):
-            batch = source.gather(indices, epoch=epoch, seed=seed)
-            yield send(batch, self.device, pin_memory=self.pin_memory) if moves else batch
+        for chunk, number in sampler.chunks(epoch, position, MAX_CHUNK):
+            for indices in chunk.reshape(number, -1):
+                batch = source.gather(indices, epoch=epoch, seed=seed)
+                yield send(batch, self.device, pin_memory=self.pin_memory) if moves else batch
 
 
 def send(batch: Batch, device: torch.device | None, *, pin_memory: bool) -> Batch:

@@ -9,7 +9,7 @@ from etude.core.batch import Batch
 from etude.core.calling import inputs_of, targets_of
 from etude.core.errors import TrainingError
 from etude.core.terms import Terms
-from etude.losses.language import LanguageModelingLoss, is_encoder_decoder, repeats_inputs
+from etude.losses.language import LanguageModelingLoss, is_encoder_decoder
 from etude.losses.outputs import shape_of
 from etude.losses.strategies import ClassificationLoss, LossStrategy, SegmentationLoss
 from etude.losses.wrapped import FunctionLoss, LossFunction, mean_squared_error
@@ -67,7 +67,7 @@ def infer_strategy(output: Any, batch: Batch) -> LossStrategy:
         elif len(size) == 2 and shape == size[:1]:
             return ClassificationLoss()
         elif len(size) == 3 and shape == size[:2]:
-            return LanguageModelingLoss(shift=not is_encoder_decoder(output) and repeats_inputs(labels, batch))
+            return LanguageModelingLoss(shift=False if is_encoder_decoder(output) else None)
         elif len(size) == 4 and shape == size[:1] + size[2:]:
             return SegmentationLoss()
     found = f"{labels.dtype} labels {tuple(labels.shape)}" if isinstance(labels, Tensor) else "no labels"

@@ -26,8 +26,8 @@ class LanguageModelingLoss(LossStrategy):
 
     The labels are those of the batch, or its input ids where it has none. With `shift` position t predicts label
     t + 1, as labels that repeat the inputs ask for (the habit of Hugging Face); without it labels line up with the
-    logits: next tokens prepared beforehand, masked tokens, classes of tokens. By default the first batch tells which:
-    labels that repeat its inputs are shifted. A batch of `tokens` is set up already and is never shifted again.
+    logits: next tokens prepared beforehand, masked tokens, classes of tokens. By default the first batch that can tell
+    decides: labels that repeat its inputs are shifted. A batch of `tokens` is set up already and is never shifted again.
     Labels equal to `ignore_index`, and those where the attention mask of the batch is 0, do not count.
 
     A model that returns a `HeadOutput` leaves its output layer to the loss, which never holds all logits at once. With
@@ -129,8 +129,8 @@ class LanguageModelingLoss(LossStrategy):
         return labels, count if all_count else None
 
     def _shifts(self, labels: Tensor, batch: Batch) -> bool:
-        """Whether labels are to be shifted: as told, or as the first batch that has samples tells."""
-        if self.shift is None and labels.numel() > 0:
+        """Whether labels are to be shifted: as told, or as the first batch that can tell does."""
+        if self.shift is None:
             self.shift = repeats_inputs(labels, batch, self.ignore_index)
         return bool(self.shift)
 
@@ -159,18 +159,27 @@ class MaskedLanguageModelingLoss(LanguageModelingLoss):
         return super()._targets(batch, masked=masked)
 
 
-def repeats_inputs(labels: Tensor, batch: Batch, ignore_index: int = IGNORE_INDEX) -> bool:
+def repeats_inputs(labels: Tensor, batch: Batch, ignore_index: int = IGNORE_INDEX) -> bool | None:
     """Whether the labels are the inputs themselves, so that the loss has to shift them. Waits for the device.
 
-    >>> import torch
+    None if this batch does not tell: it has no labels, or they are both the inputs and the next ones, as in a row of
+    equal tokens.
+
     >>> ids = torch.tensor([[5, 6, 7]])
     >>> repeats_inputs(ids, {"input_ids": ids}), repeats_inputs(torch.tensor([[6, 7, -100]]), {"input_ids": ids})
     (True, False)
+    >>> repeats_inputs(torch.tensor([[-100, -100, -100]]), {"input_ids": ids}) is None
+    True
     """
     inputs = inputs_of(batch)
     if not isinstance(inputs, Tensor) or inputs.is_floating_point() or inputs.shape != labels.shape:
         return False
-    return bool(((labels == inputs) | (labels == ignore_index)).all())
+    counted = labels != ignore_index
+    others = (counted & (labels != inputs)).any()
+    not_next = (counted[:, :-1] & (labels[:, :-1] != inputs[:, 1:])).any()
+    if bool(others):
+        return False
+    return True if bool(not_next) else None
 
 
 def is_encoder_decoder(output: Any) -> bool:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from etude.core.batch import Batch
 from etude.core.calling import ModelCall
+from etude.core.lookups import explain_lookup
 from etude.core.terms import Terms
 from etude.losses.inferred import as_strategy
 from etude.losses.strategies import LossStrategy
@@ -30,10 +31,16 @@ class SupervisedTask:
         self._call: ModelCall | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
-        """Run the model on the batch and return its terms."""
+        """Run the model on the batch and return its terms; raise DataError for ids that it has no embedding for."""
         if self._call is None or model is not self._model:
             self._model, self._call = model, ModelCall(model)
-        return self.strategy.terms(self.strategy.run(self._call, model, batch), batch, metrics=metrics)
+        try:
+            output = self.strategy.run(self._call, model, batch)
+        except IndexError as error:
+            if (explained := explain_lookup(error, model)) is None:
+                raise
+            raise explained from error
+        return self.strategy.terms(output, batch, metrics=metrics)
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return the numbers that the strategy derives from averages."""

@@ -1,7 +1,10 @@
 """Choosing the next token from logits: temperature, the k likeliest, the likeliest p of the probability."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from etude.core.errors import ConfigError
 
@@ -14,6 +17,19 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
         raise ConfigError(f"top_k is {top_k}; it must be at least 1, or None to keep every token")
     if top_p is not None and not 0 < top_p <= 1:
         raise ConfigError(f"top_p is {top_p}; it must be above 0 and at most 1, or None to keep every token")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within this block the model is in eval mode and keeps no gradients; afterwards every module is as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def next_tokens(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from etude.config.registry import register
 from etude.core.errors import ConfigError, TrainingError
-from etude.models.sampling import check_sampling, next_tokens
+from etude.models.sampling import check_sampling, evaluating, next_tokens
 
 Size = Annotated[int, Ge(1)]
 
@@ -68,14 +68,12 @@ class CausalTransformerLM(nn.Module):
     def reset_parameters(self) -> None:
         """Draw all weights anew.
 
-        As in GPT-2, what is added to the residual stream starts smaller in deep models. Embeddings are larger than
-        there, of length 1: small models then learn faster.
+        As in GPT-2: all of them are small, and what is added to the residual stream starts smaller in deep models. The
+        first loss is then near that of guessing, log(vocab_size).
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 nn.init.ones_(parameter)
-            elif "embedding" in name:
-                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
             else:
                 residual = name.endswith(("attention.project.weight", "mlp.down.weight"))
                 std = INIT_STD / math.sqrt(2 * len(self.blocks)) if residual else INIT_STD
@@ -108,7 +106,6 @@ class CausalTransformerLM(nn.Module):
         logits: Tensor = self.head(self._hidden(tokens, types, mask, position_ids))
         return logits
 
-    @torch.no_grad()
     def generate(
         self,
         prompt_ids: Tensor,
@@ -134,9 +131,7 @@ class CausalTransformerLM(nn.Module):
             raise TrainingError(
                 "generate needs a prompt of at least one token; give the token that begins a document"
             )
-        was_training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             fresh, cache = tokens[:, -self.max_len :], self._new_cache(tokens)
             stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
             for _ in range(max_new_tokens):
@@ -152,8 +147,6 @@ class CausalTransformerLM(nn.Module):
                     break
                 if cache[0].length == self.max_len:
                     fresh, cache = tokens[:, -max(1, self.max_len // 2) :], self._new_cache(tokens)
-        finally:
-            self.train(was_training)
         return tokens if prompt_ids.dim() == 2 else tokens[0]
 
     def _check(self, tokens: Tensor, types: Tensor | None, attn_mask: Tensor | None) -> None:

@@ -22,8 +22,8 @@ class PackedDocuments:
     A batch is {"input_ids", "labels", "position_ids", "document_ids"}, all (B, length). Positions count from 0 in each
     piece of a document, documents from 0 in each block; padding has position 0 and document -1. Labels are the next
     token of the same document, -100 where it ends and at padding; a stream "labels" of the file is taken in place of
-    that. Other streams come along under their names; labels of whole samples do not. Blocks that can have padding
-    come with an "attention_mask" (B, length).
+    that. Other streams come along under their names; labels of whole samples do not. There is no "attention_mask": one
+    of two dimensions cannot part documents, and makes Hugging Face's causal models overlook that positions do.
 
     Arguments:
         strategy: "split" puts documents one after the other as they lie in the file and cuts them every `length`
@@ -33,8 +33,8 @@ class PackedDocuments:
         last: the last block of "split", if the tokens are not enough for it: "drop" leaves it out, "pad" fills it up.
         labels: "next", "none", or the name of a stream, in place of the choice above.
         cross_documents: label the last token of a document with the first token of the one behind it.
-        attention: "ids" leaves the mask to the model, which makes it from `document_ids`. "full" adds it for models
-            that take a mask of four dimensions: "attention_mask" is then (B, 1, length, length), bool.
+        attention: "ids" leaves the mask to the model, which makes it from `document_ids` or from where `position_ids`
+            begin anew. "full" adds it for other models: "attention_mask" is then (B, 1, length, length), bool.
         causal: whether that mask hides what comes after a token.
     """
 
@@ -63,7 +63,6 @@ class PackedDocuments:
         else:
             self._layout = FitLayout(self.file, length, seed=seed)
         check_blocks(self.file, self._layout, length)
-        self._padded = strategy == "fit" or last == "pad"
 
     def __len__(self) -> int:
         return self._layout.num_blocks
@@ -97,8 +96,6 @@ class PackedDocuments:
             batch[name] = torch.from_numpy(self._read(spans, mask, name, 0))
         if self.attention == "full":
             batch["attention_mask"] = document_mask(batch["document_ids"], causal=self.causal)
-        elif self._padded:
-            batch["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
         return batch
 
     def _read(self, spans: tuple[Indices, Indices], mask: Mask, stream: str | None, fill: int) -> Array:
