@@ -44,9 +44,13 @@ if TYPE_CHECKING:
         SegmentationLoss,
         TextClassificationLoss,
         VisionClassificationLoss,
+        binary_cross_entropy,
         cross_entropy,
+        default_weights,
+        multi_label_bce,
+        multi_task_loss,
     )
-    from etude.metrics import Accuracy, LossTracker, TrainingMetrics
+    from etude.metrics import F1, Accuracy, ConfusionMatrix, LossTracker, Precision, Recall, TrainingMetrics
     from etude.models import MLP, CausalTransformerLM, LeNet5
     from etude.trainer import (
         BasicTrainingLoop,
@@ -96,9 +100,13 @@ _HOME = {
         "SegmentationLoss",
         "TextClassificationLoss",
         "VisionClassificationLoss",
+        "binary_cross_entropy",
         "cross_entropy",
+        "default_weights",
+        "multi_label_bce",
+        "multi_task_loss",
     ),
-    "etude.metrics": ("Accuracy", "LossTracker", "TrainingMetrics"),
+    "etude.metrics": ("F1", "Accuracy", "ConfusionMatrix", "LossTracker", "Precision", "Recall", "TrainingMetrics"),
     "etude.models": ("MLP", "CausalTransformerLM", "LeNet5"),
     "etude.trainer": (
         "BasicTrainingLoop",
@@ -118,6 +126,7 @@ try:
 except PackageNotFoundError:  # run from the source folder, not installed
     __version__ = "0+source"
 __all__ = [
+    "F1",
     "MLP",
     "Accuracy",
     "BasicTrainingLoop",
@@ -129,6 +138,7 @@ __all__ = [
     "CausalTransformerLM",
     "CheckpointManager",
     "Clock",
+    "ConfusionMatrix",
     "Control",
     "DataBatch",
     "DataLoader",
@@ -145,7 +155,9 @@ __all__ = [
     "LossTerm",
     "LossTracker",
     "ModelCheckpoint",
+    "Precision",
     "ProgressDisplay",
+    "Recall",
     "SegmentationLoss",
     "StepReport",
     "TextClassificationLoss",
@@ -156,12 +168,16 @@ __all__ = [
     "TrainingMetrics",
     "ValidationLoop",
     "VisionClassificationLoss",
+    "binary_cross_entropy",
     "collate",
     "configure_cuda_performance",
     "create_model_config",
     "create_trainer_config",
     "cross_entropy",
+    "default_weights",
     "load_experiment_config",
+    "multi_label_bce",
+    "multi_task_loss",
     "prefetch_stream",
     "read_dataset",
     "register",

@@ -410,6 +410,27 @@ def test_resumed_run_says_what_an_unbroken_one_says(tmp_path, stop_at):
     assert {**states[0], "logged_at": 0} == {**states[1], "logged_at": 0}
 
 
+def test_resumed_run_records_the_layers_that_an_unbroken_one_records(tmp_path):
+    def run(folder, steps):
+        config = {"epochs": None, "max_steps": steps, "batch_size": 32, "log_interval": 2, "device": "cpu"}
+        monitor = GradientMonitor(every=4, log_layers=True)
+        one = Trainer(dense(8, 8, 4), data(), config=config, callbacks=[monitor], output_dir=folder, progress=False)
+        if steps == 8 and folder.name == "parts":
+            one.load_checkpoint(folder)
+        one.train()
+
+    def layers(folder):
+        records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        logs = {record["step"]: record for record in records if record["split"] == "train"}
+        return {step: {k: v for k, v in log.items() if k.startswith("grad_norm/")} for step, log in logs.items()}
+
+    run(tmp_path / "whole", 8)
+    run(tmp_path / "parts", 3)  # the look at step 1 is told at step 4 too, the next one is at step 5
+    run(tmp_path / "parts", 8)
+    assert layers(tmp_path / "parts") == layers(tmp_path / "whole")
+    assert [list(numbers) for numbers in layers(tmp_path / "whole").values()] == [["grad_norm/0", "grad_norm/2"]] * 4
+
+
 @pytest.mark.parametrize("is_main", [True, False])
 def test_only_the_main_process_speaks(caplog, is_main):
     monitor = GradientMonitor()
@@ -526,12 +547,16 @@ def test_training_loop_from_functions_takes_one(caplog):
         loop.run_epoch(lambda x: model(x), *arguments)
 
 
-def test_training_loop_error_names_the_layer():
+@pytest.mark.parametrize("door", ["train_epoch", "run_epoch"])
+def test_training_loop_error_names_the_layer(door):
     model = Fragile()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loop = TrainingLoop(log_interval=30, gradient_monitor=GradientMonitor())
+    batches = poisoned(30, range(5, 31))
+    functions = (F.cross_entropy, optimizer.step, optimizer.zero_grad, batches, TrainingMetrics())
+    arguments = (batches, optimizer) if door == "train_epoch" else functions
     with pytest.raises(TrainingError) as raised:
-        loop.train_epoch(model, poisoned(30, range(5, 31)), optimizer)
+        getattr(loop, door)(model, *arguments)
     assert raised.value.__notes__[0].startswith("layer second")
 
 

@@ -8,15 +8,18 @@ import sys
 import threading
 
 import pytest
+import torch
 from callback_life import Life, report
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
+from torch import nn
 
 from etude.callbacks import CallbackList, ProgressDisplay, progress
 from etude.callbacks.progress_view import MAX_ROWS, Row, View, best_row, epoch_line, frame, keep_rows, log_line
 from etude.callbacks.progress_words import duration, metric, number, rate
 from etude.core import Clock
+from etude.engine.callback import RunInfo
 
 
 class Terminal(io.StringIO):
@@ -75,6 +78,23 @@ def test_plain_lines_have_no_control_characters(tmp_path):
     assert re.fullmatch(pattern, lines[3])
     assert re.fullmatch(r"finished in \d+\.\d s, best val loss 1\.5000 in epoch 1", lines[-1])
     assert len(lines) == 1 + 4 + 2 + 1
+
+
+def test_a_validation_inside_an_epoch_is_told_and_one_at_its_end_is_part_of_the_epoch(tmp_path):
+    stream = io.StringIO()
+    display = ProgressDisplay(stream=stream)
+    clock = Clock()
+    run = RunInfo("toy", nn.Linear(1, 1), None, clock, torch.device("cpu"), 2, 8, 4, None)
+    display.on_train_begin(run)
+    display.on_epoch_begin(0)
+    for clock.step in (2, 4):
+        display.on_validation_begin(0)
+        display.on_validation_end(0, {"val_loss": 1.25, "val_perplexity": 3.5, "val_accuracy": 0.5})
+    display.on_epoch_end(0, {"loss": 2.0, "val_loss": 1.25})
+    lines = [line for line in stream.getvalue().splitlines() if "val loss" in line]
+    assert lines[0] == "step 2/8  val loss 1.2500  val ppl 3.500"
+    assert len(lines) == 2
+    assert lines[1].startswith("epoch 1/2 done")
 
 
 def test_a_closed_pipe_ends_the_display_and_not_the_run(tmp_path):
@@ -432,6 +452,23 @@ def test_a_line_of_a_language_model_shows_perplexity_and_speed():
     assert epoch_line(view, view.rows[0]) == (
         "epoch 1/3 done in 12 s  loss 3.2100  val loss 3.1000  val ppl 22.20  152k tok/s  data wait 0.3%  (best)"
     )
+
+
+def test_the_live_line_of_a_language_model_keeps_its_speed_where_room_is_short():
+    def line(width):
+        lines = ["".join(text for text, _ in line) for line in frame(language_view(data_wait=0.0), width, 30)]
+        return lines[-1].split()
+
+    assert "grad" in line(120)
+    assert "grad" not in line(76)
+    assert line(76)[-2:] == ["mfu", "41%"]
+
+
+def test_the_loss_without_smoothing_is_shown_as_perplexity_alone():
+    view = language_view(nll=3.2)
+    view.rows[0].numbers |= {"nll": 3.2, "val_nll": 3.1}
+    assert "nll" not in log_line(view) + epoch_line(view, view.rows[0])
+    assert not any("nll" in text for line in frame(view, 120, 30) for text, _ in line)
 
 
 def test_the_table_of_a_language_model_has_perplexity_in_the_place_of_accuracy():

@@ -13,6 +13,7 @@ import yaml
 from cli_components import Net, SignDescent
 from safetensors.torch import load_file
 
+from etude.cli.main import _print_metrics
 from etude.experiment import load_experiment_config
 
 
@@ -342,3 +343,11 @@ def test_help_is_quick():
 def test_import_is_light(statement):
     heavy = {"rich", "yaml", "typer"} | ({"pydantic", "torch"} if statement == "import etude" else set())
     assert heavy & set(python(f"{statement}; import sys; print(*sys.modules)").split()) == set()
+
+
+def test_error_rates_are_shown_for_classes_and_not_for_tokens(capsys):
+    _print_metrics({"val_accuracy": 0.9})
+    _print_metrics({"val_accuracy": 0.2, "val_perplexity": 34.0})
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert first.split("   ")[-1] == "(10.00 % error)"
+    assert second.split() == ["val_accuracy", "0.2"]

@@ -294,3 +294,9 @@ def test_ahead_takes_items_before_they_are_wanted():
     assert next(items) == 0
     assert begun == [0, 1, 2]
     assert list(items) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("data", [torch.arange(4), {"x": torch.arange(4)}])
+def test_a_collate_fn_that_nothing_would_call_is_refused(data):
+    with pytest.raises(DataError, match=r"collate_fn .* makes whole batches; change them with transform"):
+        DataLoader(data, collate_fn=list)

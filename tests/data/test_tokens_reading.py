@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from etude.core.errors import DataError
 from etude.data import TokenWriter, check_tokens, open_tokens, read_dataset
-from etude.data.tokens.vectors import MappedVector
+from etude.data.tokens.vectors import MappedVector, PreadVector
 
 FORKING = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -369,3 +369,39 @@ def test_a_file_without_documents_is_streamed_in_blocks(tmp_path):
     assert [sample.ids.tolist() for sample in ended] == [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9]]
     with pytest.raises(DataError, match="block_size"):
         next(read_dataset(tmp_path, "train", block_size=0))
+
+
+@pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_RSS"])
+def test_a_file_that_would_use_up_a_memory_limit_is_not_mapped(kind, tmp_path, monkeypatch):
+    path = tmp_path / "train.bin"
+    with TokenWriter(path) as writer:
+        writer.add(np.arange(1000))
+    size = path.stat().st_size
+    mapped = open_tokens(path)
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    for limit, mapping in ((2 * size, True), (2 * size - 2, False)):
+        limits = {getattr(resource, kind): (limit, resource.RLIM_INFINITY)}
+        monkeypatch.setattr(resource, "getrlimit", lambda one, limits=limits: limits.get(one, unlimited))
+        file = open_tokens(path)
+        assert isinstance(file.vectors[None], MappedVector if mapping else PreadVector)
+        starts = np.array([0, 700, 31])
+        assert np.array_equal(file.rows(starts, 9), mapped.rows(starts, 9))
+
+
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 2, 7]), min_size=1, max_size=40),
+    repeats=st.sampled_from([1, 30, 100]),
+    data=st.data(),
+)
+@settings(max_examples=40, deadline=None)
+def test_documents_are_found_without_mapping(tmp_path_factory, lengths, repeats, data):
+    lengths = np.array(lengths * repeats)
+    path = tmp_path_factory.mktemp("search") / "train.bin"
+    with TokenWriter(path) as writer:
+        writer.add_many(np.zeros(lengths.sum(), np.int64), lengths)
+    total = int(lengths.sum())
+    positions = data.draw(st.lists(st.integers(0, max(total - 1, 0)), max_size=20 if total else 0))
+    expected = np.repeat(np.arange(len(lengths)), lengths)[np.array(positions, np.int64)]
+    for memory_map in (True, False):
+        found = open_tokens(path, memory_map=memory_map).document_at(np.array(positions, np.int64))
+        assert np.array_equal(found, expected)

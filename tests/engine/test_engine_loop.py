@@ -105,6 +105,13 @@ def test_validation_after_every_so_many_steps(tmp_path):
     ]
 
 
+def test_one_validation_where_an_epoch_ends_at_such_a_step():
+    diary = Diary()
+    trainer([diary], validate_every_steps=3).train()  # three steps per epoch
+    assert diary.lines.count("validate") == 2
+    assert all("val_loss" in logs for logs in diary.logs if "epoch_s" in logs)
+
+
 def test_logged_numbers_are_those_of_the_steps():
     diary = Diary()
     losses = []

@@ -125,6 +125,17 @@ def test_accumulating_4x16_equals_1x64_with_ragged_masks(clip_norm, knows_counts
     assert (weights - other).norm() / weights.norm() < 1e-6
 
 
+def test_tokens_are_counted_in_whole_numbers():
+    model = TinyLanguageModel()
+    step = make_step(model, SGD(model.parameters(), lr=0.1), SupervisedTask(LanguageModelingLoss()))
+    batch = ragged_batch(torch.Generator().manual_seed(0))
+    plain = {"input_ids": batch["input_ids"]}
+    masked = step([batch, batch]).num_tokens
+    assert masked.dtype == torch.int64  # float32 would lose tokens of steps beyond 2**24
+    assert masked == 2 * batch["attention_mask"].sum()
+    assert step([plain, plain]).num_tokens == 2 * 64 * 11
+
+
 class CountHostReads(TorchDispatchMode):
     reads = 0
 

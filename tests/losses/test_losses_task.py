@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.core import DataBatch, Task
+from etude.core.errors import DataError
 from etude.core.terms import CountsAhead
 from etude.losses import ClassificationLoss, LanguageModelingLoss, SupervisedTask
 
@@ -110,3 +111,22 @@ def test_the_task_works_under_compile():
     torch.testing.assert_close(
         task(compiled, batch, metrics=False)["loss"].sum, task(model, batch, metrics=False)["loss"].sum
     )
+
+
+@pytest.mark.parametrize("worst", [13, 400, -1])
+@pytest.mark.parametrize("fused_head", [False, "head"])
+def test_ids_that_the_model_does_not_know_are_told_in_words(worst, fused_head):
+    ids = torch.randint(13, (2, 5))
+    ids[1, 2] = worst
+    task = SupervisedTask(LanguageModelingLoss(fused_head=fused_head))
+    with pytest.raises(DataError, match=rf"the id {worst}, .* embedding 'embedding' has 13 rows \(0 … 12\)"):
+        task(TinyLM(), {"input_ids": ids}, metrics=False)
+
+
+def test_other_index_errors_are_left_alone():
+    class Broken(TinyLM):
+        def forward(self, tokens):
+            return [self.embedding(tokens)][1]
+
+    with pytest.raises(IndexError, match="list index"):
+        SupervisedTask(LanguageModelingLoss())(Broken(), torch.zeros(2, 5, dtype=torch.long), metrics=False)

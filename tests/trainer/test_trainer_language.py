@@ -18,6 +18,7 @@ from etude import (
     ValidationLoop,
 )
 from etude.callbacks import ProgressDisplay
+from etude.metrics import LossTracker
 
 VOCABULARY, LENGTH, STRIDE = 64, 16, 3
 TIMING = {"time", "samples_per_s", "tokens_per_s", "mfu", "data_wait", "epoch_s"}
@@ -195,8 +196,29 @@ def test_an_epoch_result_takes_perplexity_from_the_loss_without_smoothing():
 
 
 def test_metrics_of_a_users_own_leave_the_perplexity_in():
-    loop = BasicTrainingLoop(Small(), loss=LanguageModelingLoss(), config={"device": "cpu"}, progress=False)
+    tracker = LossTracker()
+    loop = BasicTrainingLoop(
+        Small(), metrics=[tracker], loss=LanguageModelingLoss(), config={"device": "cpu"}, progress=False
+    )
     assert loop.fit(batches(inputs_only), epochs=1)["perplexity"] > 1
+    assert tracker.compute() > 0
+
+
+def test_metrics_of_a_users_own_leave_the_output_layer_to_the_loss():
+    seen = []
+
+    class Watched(nn.Linear):
+        def forward(self, hidden):
+            seen.append(len(hidden))
+            return super().forward(hidden)
+
+    model = Small()
+    model.head = Watched(8, VOCABULARY)
+    loss = LanguageModelingLoss(fused_head="head")
+    BasicTrainingLoop(model, metrics=[LossTracker()], loss=loss, config={"device": "cpu"}, progress=False).fit(
+        batches(inputs_only), epochs=1
+    )
+    assert set(seen) == {1}  # one sample, to compare both ways and to count FLOPs; batches have eight
 
 
 def test_other_models_have_none_of_these_numbers():

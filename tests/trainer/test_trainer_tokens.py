@@ -5,6 +5,7 @@ import pytest
 
 from etude import Callback
 from etude.core import ConfigError, DataError
+from etude.data import load_tokens
 from etude.data.tokens import TokenWriter
 from etude.experiment import load_config_file, train_experiment
 from etude.experiment.build import build_trainer
@@ -134,6 +135,21 @@ def test_mistakes_in_the_data_section_are_explained(overrides, words, root, tmp_
         build_trainer(load_config_file(path, overrides=overrides), progress=False)
 
 
+def test_files_that_do_not_tell_a_vocabulary(root, tmp_path):
+    np.random.default_rng(0).integers(0, 50, 500).astype(np.uint16).tofile(tmp_path / "train.bin")
+    path = write_config(tmp_path, "blocks", root)
+
+    def trainer(*overrides):
+        changes = [f"data.root={tmp_path}", *overrides]
+        return build_trainer(load_config_file(path, overrides=changes), progress=False)
+
+    with pytest.raises(ConfigError, match=r"model: causal_transformer_lm needs a vocab_size.*set model.vocab_size"):
+        trainer()
+    assert trainer("data.vocab_size=50").model.vocab_size == 50
+    with pytest.raises(DataError, match=r"the id 4\d, but the model's embedding 'embedding' has 40 rows"):
+        trainer("model.vocab_size=40", "training.batch_size=41").train()
+
+
 def test_files_made_with_different_tokenizers_are_not_mixed(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -146,3 +162,22 @@ def test_files_made_with_different_tokenizers_are_not_mixed(tmp_path):
     )
     with pytest.raises(DataError, match="different tokenizers"):
         build_trainer(load_config_file(path), progress=False)
+
+
+def test_a_test_split_too_short_for_a_sample_does_not_stop_training(root, tmp_path, caplog):
+    for name in ("train.bin", "val.bin"):
+        (tmp_path / name).write_bytes((root / "code" / name).read_bytes())
+    with TokenWriter(tmp_path / "test.bin", meta={"vocab_size": VOCAB}) as writer:
+        writer.add(np.arange(5, dtype=np.uint16))
+    data = load_tokens(str(tmp_path), length=12)
+    assert data.validation is not None
+    assert data.test is None
+    assert "there will be no test" in caplog.text
+
+
+def test_packed_text_for_an_encoder_carries_its_mask(root):
+    data = load_tokens(str(root / "code"), read="packed", length=24, mask_rate=0.2, attention="full")
+    batch = next(iter(data.make_loader("train", 2)))
+    documents = batch["document_ids"]
+    assert batch["attention_mask"].shape == (2, 1, 24, 24)
+    assert (batch["attention_mask"][:, 0] == (documents[:, :, None] == documents[:, None, :])).all()

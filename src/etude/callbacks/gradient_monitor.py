@@ -74,6 +74,7 @@ class GradientMonitor(Callback):
         self._judge.reset()
         self._steps = self._looked_at = self._logged_at = self._watch_until = 0
         self._due = 1
+        self._layers: dict[str, float] = {}
         self._pending.clear()
 
     def check(self, model: nn.Module, *, divisor: Tensor | float = 1.0) -> GradientHealth:
@@ -110,10 +111,7 @@ class GradientMonitor(Callback):
     def numbers(self) -> Logs:
         """Return the norm of every layer, if asked to."""
         self._read()
-        if not self.log_layers or self.report is None:
-            return {}
-        layers = self.report.layers.items()
-        return {f"grad_norm/{name}": layer.grad_norm for name, layer in layers if layer.grad_norm is not None}
+        return {f"grad_norm/{name}": norm for name, norm in self._layers.items()}
 
     def on_log(self, record: Logs) -> None:
         """Read what was measured, and watch closely if updates were skipped."""
@@ -146,13 +144,13 @@ class GradientMonitor(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the past of the layers, what has been told of them, and when the next look is."""
         self._read()
-        return {"judge": self._judge.state_dict(), **{name: getattr(self, f"_{name}") for name in _COUNTERS}}
+        return {"judge": self._judge.state_dict(), **{name: getattr(self, f"_{name}") for name in _KEPT}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self._pending.clear()
         self._judge.load_state_dict(state["judge"])
-        for name in _COUNTERS:
+        for name in _KEPT:
             setattr(self, f"_{name}", state[name])
 
     # --- looking and reading
@@ -173,6 +171,10 @@ class GradientMonitor(Callback):
         """Read and judge the looks since the last time, and tell the user what is new. Waits for the device."""
         for health in self._judge_pending():
             self.report = health
+            if self.log_layers:
+                self._layers = {
+                    name: layer.grad_norm for name, layer in health.layers.items() if layer.grad_norm is not None
+                }
             for finding in health.warnings if self._is_main else ():
                 self.notify(finding.message, finding=finding.kind, layers=list(finding.layers))
 
@@ -193,4 +195,4 @@ class GradientMonitor(Callback):
             self._read()
 
 
-_COUNTERS = ("steps", "looked_at", "logged_at", "watch_until", "due")
+_KEPT = ("steps", "looked_at", "logged_at", "watch_until", "due", "layers")

@@ -18,6 +18,7 @@ from etude.callbacks.progress_view import (
     log_line,
     outcome_line,
     row_state,
+    validation_line,
 )
 from etude.callbacks.progress_words import is_metric, to_ascii
 from etude.core import Clock, StepReport
@@ -111,9 +112,14 @@ class ProgressDisplay(Callback):
         self._draw()
 
     def on_validation_end(self, epoch: int, metrics: Logs) -> None:
-        """Go back to training."""
+        """Go back to training. Inside an epoch the numbers are told here; at its end they are part of its row."""
         self._view.validating = False
-        self._draw()
+        per_epoch = self._view.steps_per_epoch
+        self._update()
+        if per_epoch is None or self._view.step_in_epoch < per_epoch:
+            self.note(validation_line(self._view, metrics))
+        else:
+            self._draw()
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Add a row to the table."""

@@ -1,6 +1,7 @@
 """What the progress display shows, as text with styles: pure functions of a `View`, no terminal in sight."""
 
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,19 +94,29 @@ def keep_rows(rows: list[Row]) -> list[Row]:
 
 
 def log_line(view: View) -> str:
-    """Return the last log point as one line; that of a language model leaves the gradient norm out if it is long."""
-    line, record = _log_line(view, view.record), view.record
-    if len(line) > MAX_LINE and "tokens_per_s" in record:
-        line = _log_line(view, {name: value for name, value in record.items() if name != "grad_norm"})
-    return line
-
-
-def _log_line(view: View, record: dict[str, float]) -> str:
+    """Return the last log point as one line; a long one of a language model leaves the gradient norm out."""
     parts = [
         f"epoch {of_total(view.epoch + 1, view.total_epochs)}",
         f"step {of_total(view.step, view.total_steps, '')}",
     ]
-    return "  ".join(parts + [f"{name} {value}".strip() for name, value in numbers(record)])
+    spans = _fitting_numbers(view.record, MAX_LINE - len("  ".join(parts)), gap=2)
+    return "  ".join(parts + [f"{name} {value}".strip() for name, value in spans])
+
+
+def _fitting_numbers(record: dict[str, float], room: int, gap: int) -> list[tuple[str, str]]:
+    """Return label and value of each number; where room is short, speed says more than the gradient norm."""
+    spans = numbers(record)
+    needed = sum(len(f"{name} {value}".strip()) + gap for name, value in spans)
+    if needed > room and record.get("tokens_per_s"):
+        spans = [span for span in spans if span[0] != "grad norm"]
+    return spans
+
+
+def validation_line(view: View, metrics: Mapping[str, float]) -> str:
+    """Return the numbers of a validation inside an epoch as one line."""
+    shown = {name: value for name, value in metrics.items() if name not in left_out(metrics)}
+    parts = [f"step {of_total(view.step, view.total_steps, '')}"]
+    return "  ".join(parts + [f"{label(name)} {metric(name, value)}" for name, value in shown.items()])
 
 
 def epoch_line(view: View, row: Row) -> str:
@@ -234,7 +245,7 @@ def _bar(share: float | None, width: int, ascii_only: bool) -> Line:
 def _numbers_line(view: View, width: int) -> Line:
     line: Line = []
     room = width
-    for name, value in numbers(view.record):
+    for name, value in _fitting_numbers(view.record, width + 2, gap=3):
         text = f" {name} " if name else " "
         room -= len(text) + len(value) + 2
         if room < -2:

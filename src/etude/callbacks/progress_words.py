@@ -122,8 +122,9 @@ def speed(record: Mapping[str, float | None]) -> list[tuple[str, str]]:
 
 
 def left_out(metrics: Collection[str]) -> tuple[str, ...]:
-    """Return metrics that say little beside others: the accuracy of a language model beside its perplexity."""
-    return ("accuracy", "val_accuracy", "nll") if "perplexity" in metrics else ()
+    """Return metrics that say little beside others: a language model's accuracy and nll beside its perplexity."""
+    is_language = "perplexity" in metrics or "val_perplexity" in metrics
+    return ("accuracy", "val_accuracy", "nll", "val_nll") if is_language else ()
 
 
 def _percent(share: float) -> str:

@@ -167,8 +167,10 @@ def _conclude(outcome: Any) -> None:
 
 
 def _print_metrics(metrics: dict[str, float]) -> None:
+    is_language = any(name.endswith("perplexity") for name in metrics)
     for name, value in metrics.items():
-        percent = f"   ({100 - 100 * value:.2f} % error)" if name.endswith("accuracy") else ""
+        of_classes = name.endswith("accuracy") and not is_language
+        percent = f"   ({100 - 100 * value:.2f} % error)" if of_classes else ""
         shown = f"{value:.2%}" if name in ("mfu", "data_wait") else f"{value:.6g}"
         print(f"  {name:<16} {shown}{percent}")
 

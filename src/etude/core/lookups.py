@@ -15,8 +15,8 @@ def explain_lookup(error: IndexError, model: nn.Module) -> DataError | None:
     >>> try:
     ...     model(torch.tensor([3, 12]))
     ... except IndexError as error:
-    ...     print(explain_lookup(error, model))
-    the batch has the id 12, but the model's embedding '0' has 10 rows (0 … 9); is …
+    ...     print(str(explain_lookup(error, model)).split(";")[0])
+    the batch has the id 12, but the model's embedding '0' has 10 rows (0 … 9)
     """
     trace = error.__traceback__
     while trace is not None:

@@ -27,7 +27,7 @@ def token_ids(batch: Batch) -> Tensor | None:
     return ids[:, :-1] if not is_tuple and isinstance(batch, Mapping) and is_next_token(batch) else ids
 
 
-def count_tokens(batch: Batch, ids: Tensor) -> Tensor | float:
+def count_tokens(batch: Batch, ids: Tensor) -> Tensor | int:
     """Return how many of these ids are no padding: a number, or a tensor on the device if only a mask tells.
 
     >>> batch = {"input_ids": torch.tensor([[5, 6], [7, 0]]), "attention_mask": torch.tensor([[1, 1], [1, 0]])}
@@ -37,4 +37,4 @@ def count_tokens(batch: Batch, ids: Tensor) -> Tensor | float:
     mask = padding_mask_of(batch)
     if mask is None and isinstance(batch, Mapping) and isinstance(documents := batch.get("document_ids"), Tensor):
         mask = documents >= 0  # packed documents: padding belongs to none
-    return float(ids.numel()) if mask is None or mask.shape != ids.shape else mask.count_nonzero()
+    return ids.numel() if mask is None or mask.shape != ids.shape else mask.count_nonzero()

@@ -33,9 +33,10 @@ class TokenBlocks:
         spare = self.length - 1 if moving else 0
         self.num_blocks = (self.file.num_tokens - 1 - spare) // length
         if self.num_blocks < 1:
+            room = f"that moves by up to {spare}, and" if moving else "and"
             raise DataError(
-                f"{self.file.path} has {self.file.num_tokens} tokens, too few for a block of {length} "
-                f"and the token after it; use shorter blocks"
+                f"{self.file.path} has {self.file.num_tokens} tokens, too few for a block of {length} {room} "
+                f"the token after it; use shorter blocks"
             )
         self.sample_bytes = 8 * (length + 1) * (1 + len(self.file.streams))
 

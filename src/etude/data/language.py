@@ -39,6 +39,7 @@ class Reading:
     mask_rate: float = 0.0
     mask_id: int | None = None
     bucket_batches: int = 100
+    attention: Literal["ids", "full"] = "ids"
 
     def source(self, file: TokenFile, *, training: bool) -> BatchSource:
         """Return the samples of a file; blocks move from epoch to epoch in training."""
@@ -46,10 +47,23 @@ class Reading:
         if self.way == "blocks":
             source = TokenBlocks(file, self.length, moving=training and file.num_tokens > 2 * self.length)
         elif self.way == "packed":
-            source = PackedDocuments(file, self.length, strategy=self.packing)
+            causal = self.mask_rate == 0
+            source = PackedDocuments(
+                file, self.length, strategy=self.packing, attention=self.attention, causal=causal
+            )
         else:
             source = TokenDocuments(file, max_length=self.length, long="split")
         return self._masked(source, file) if self.mask_rate else source
+
+    def split(self, file: TokenFile, split: str) -> LoaderData | None:
+        """Return a part of the data; one that is not trained on and too short for a single sample is left out."""
+        try:
+            return self.part(self.source(file, training=split == "train"))
+        except DataError as error:
+            if split == "train":
+                raise
+            logger.warning("there will be no %s: %s", split, error)
+            return None
 
     def part(self, source: BatchSource) -> LoaderData:
         """Return what a loader is made of; documents of similar length go together."""
@@ -82,6 +96,8 @@ def load_tokens(
     dtype: Literal["uint16", "uint32"] = "uint16",
     document_end: Annotated[int, Ge(0)] | None = None,
     vocab_size: Annotated[int, Gt(0)] | None = None,
+    memory_map: bool = True,
+    attention: Literal["ids", "full"] = "ids",
 ) -> DataSplits:
     """Token files train.bin, validation.bin (or val.bin) and test.bin of a folder or a URL.
 
@@ -96,8 +112,11 @@ def load_tokens(
     dtype: of files without a header.
     document_end: of files without a header, the token that ends a document.
     vocab_size: if the file does not tell, or to leave room for more tokens.
+    memory_map: false reads by system calls, so that what was read does not count as memory of the process; slower.
+    attention: with `packed`, `full` adds a mask of length x length for models that cannot part documents by
+        `document_ids` or `position_ids`, such as encoders.
     """
-    reading = Reading(read, length, packing, mask_rate, mask_id, bucket_batches)
+    reading = Reading(read, length, packing, mask_rate, mask_id, bucket_batches, attention)
     files = {split: find_split(root, split) for split in SPLIT_NAMES}
     if files["train"] is None:
         raise DataError(f"{root} has no train.bin; make it with `etude tokenize --out {root}`, or set root")
@@ -105,9 +124,9 @@ def load_tokens(
     sizes = []
     for split, path in files.items():
         if path is not None:
-            file = open_tokens(path, dtype=dtype, document_end=document_end)
+            file = open_tokens(path, dtype=dtype, document_end=document_end, memory_map=memory_map)
             sizes.append(file.vocab_size)
-            parts[split] = reading.part(reading.source(file, training=split == "train"))
+            parts[split] = reading.split(file, split)
     known = [size for size in sizes if size is not None]
     return DataSplits(
         **parts,
@@ -124,6 +143,7 @@ def load_text_corpus(
     tokenizer: str | None = None,
     validation: Share = 0.05,
     test: Share = 0.05,
+    cut_chars: Annotated[int, Ge(16)] | None = None,
     read: Way = "blocks",
     length: Length = 256,
     packing: Literal["split", "fit"] = "split",
@@ -137,12 +157,13 @@ def load_text_corpus(
     vocab_size: of the tokenizer that is trained on the training split.
     tokenizer: a Hugging Face tokenizer.json to use instead.
     validation, test: share of the documents, chosen by their content.
+    cut_chars: cut longer documents at line ends into pieces of at most this size, each of them a document.
     The other arguments are those of the data set `tokens`.
     """
     from etude.data.corpus import ensure_corpus
 
     chosen = inputs or ["stdlib"]
-    options: dict[str, Any] = {"validation": validation, "test": test}
+    options: dict[str, Any] = {"validation": validation, "test": test, "cut_chars": cut_chars}
     options |= {"vocab_size": vocab_size} if tokenizer is None else {"tokenizer": tokenizer}
     folder = Path(out).expanduser() if out is not None else _corpus_folder(chosen, options)
     if not folder.exists():

@@ -70,7 +70,8 @@ class DataLoader:
             `device`. One that draws random numbers takes a keyword `generator`, seeded for each batch.
         device: where batches are delivered; to CUDA they travel from pinned memory without waiting.
         pin_memory: deliver batches in pinned memory; by default if `device` is CUDA. No effect without CUDA.
-        num_workers, persistent_workers, prefetch_factor: as in torch, for datasets; tensors need no workers.
+        num_workers, persistent_workers, prefetch_factor: as in torch, for datasets; all else needs no workers.
+        collate_fn: makes a batch of the samples of a dataset.
 
     A dataset's random augmentations are seeded by (seed, epoch, index), so batches do not depend on the number of
     workers or ranks. Raises DataError for data that is empty, of different lengths or of an unknown kind.
@@ -114,6 +115,11 @@ class DataLoader:
         self._pin_last, self._pin_first = pin_last, pin and not pin_last
         self._source: TensorSource | GatheredBatches | DatasetSource
         order: Order | None = None
+        if collate_fn is not None and (is_in_memory(data) or isinstance(data, BatchSource)):
+            raise DataError(
+                f"collate_fn puts the samples of a dataset together, but a {type(data).__name__} makes whole batches; "
+                f"change them with transform instead"
+            )
         if is_in_memory(data):
             self._source = TensorSource(data, labels, pin_memory=self._pin_first)
             num_samples = self._source.num_samples

@@ -70,6 +70,8 @@ class Loop:
         self.logs: dict[str, float] = {}
         """Numbers of the last epoch or validation."""
         self._logs_at = -1  # the step they belong to: a checkpoint carries only numbers of its own step
+        self._val_logs: dict[str, float] = {}
+        self._validated_at = -1
 
     def run(self) -> dict[str, float]:
         """Train until the plan is fulfilled or a stop is asked for; save; return the last numbers."""
@@ -132,8 +134,7 @@ class Loop:
             self.callbacks.on_log({**position, **record, "lr": self.step.updater.lr, **self.callbacks.numbers()})
         if asked := self.stop_poll.asked(step):
             control.request_stop(asked)
-        # At the last step the end of the run validates.
-        if control.validate or (_every(plan.validate_every_steps, step) and step != plan.max_steps):
+        if control.validate or _every(plan.validate_every_steps, step):
             control.validate = False
             self._set_logs(self._validate())
         if _every(plan.save_every_steps, step) or control.save:
@@ -142,12 +143,14 @@ class Loop:
     def _validate(self) -> dict[str, float]:
         if self.validate is None:
             return {}
-        self.ledger.flush()
-        self.callbacks.on_validation_begin(self.clock.epoch)
-        metrics = {f"val_{name}": value for name, value in self.validate().items()}
-        self.callbacks.on_validation_end(self.clock.epoch, metrics)
-        self.ledger.restart_timer()
-        return metrics
+        if self._validated_at != self.clock.step:  # once, even where an epoch or the run ends at such a step
+            self.ledger.flush()
+            self.callbacks.on_validation_begin(self.clock.epoch)
+            self._val_logs = {f"val_{name}": value for name, value in self.validate().items()}
+            self.callbacks.on_validation_end(self.clock.epoch, self._val_logs)
+            self._validated_at = self.clock.step
+            self.ledger.restart_timer()
+        return self._val_logs
 
     def _save(self) -> None:
         self.control.save = False

@@ -63,7 +63,7 @@ class Step:
         sums: dict[str, Tensor] = {}
         counts: Counts = {}
         samples = 0
-        tokens: Tensor | float = 0.0
+        tokens: Tensor | int = 0
         flops = 0.0
         totals: Counts | None = None
         for place, batch in enumerate(micro_batches, start=1):

@@ -1,5 +1,6 @@
 """From a validated config to a `Trainer`: data, model, loss, optimizer, schedule and callbacks, in that order."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -116,8 +117,15 @@ def build_trainer(
 
 
 def _check_vocabulary(config: ExperimentConfig, model: Selection, vocab_size: int | None) -> None:
-    """Refuse a model that has fewer tokens than its data: it would break at the first rare one."""
+    """Refuse a model without a vocabulary, or with a smaller one than its data: it would break at a rare token."""
     given = model.arguments.get("vocab_size")
+    if vocab_size is None and given is None:
+        parameter = inspect.signature(model.component.factory).parameters.get("vocab_size")
+        if parameter is not None and parameter.default is parameter.empty:
+            raise ConfigError(
+                f"{config.document.place('model')}: {model.component.name} needs a vocab_size, and the data does not "
+                f"tell one, as files without a header do not; set model.vocab_size"
+            )
     if vocab_size is not None and isinstance(given, int) and given < vocab_size:
         raise ConfigError(
             f"{config.document.place('model.vocab_size')}: the data has {vocab_size} tokens, the model only {given}; "

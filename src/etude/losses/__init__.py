@@ -1,9 +1,18 @@
 """Losses as sums and counts, and the strategies that read model outputs."""
 
+from etude.losses.binary import (
+    BinaryLoss,
+    MultiLabelLoss,
+    binary_cross_entropy,
+    binary_cross_entropy_term,
+    multi_label_bce,
+    multi_label_bce_term,
+)
 from etude.losses.functional import accuracy_term, cross_entropy, cross_entropy_term, mean_of
 from etude.losses.inferred import InferredLoss, as_strategy, infer_strategy
 from etude.losses.language import LanguageModelingLoss, MaskedLanguageModelingLoss
 from etude.losses.linear import linear_cross_entropy, linear_cross_entropy_terms
+from etude.losses.multitask import TaskLosses, default_weights, multi_task_loss, multi_task_terms
 from etude.losses.outputs import logits_of
 from etude.losses.strategies import (
     ClassificationLoss,
@@ -16,23 +25,33 @@ from etude.losses.task import SupervisedTask
 from etude.losses.wrapped import FunctionLoss
 
 __all__ = [
+    "BinaryLoss",
     "ClassificationLoss",
     "FunctionLoss",
     "InferredLoss",
     "LanguageModelingLoss",
     "LossStrategy",
     "MaskedLanguageModelingLoss",
+    "MultiLabelLoss",
     "SegmentationLoss",
     "SupervisedTask",
+    "TaskLosses",
     "TextClassificationLoss",
     "VisionClassificationLoss",
     "accuracy_term",
     "as_strategy",
+    "binary_cross_entropy",
+    "binary_cross_entropy_term",
     "cross_entropy",
     "cross_entropy_term",
+    "default_weights",
     "infer_strategy",
     "linear_cross_entropy",
     "linear_cross_entropy_terms",
     "logits_of",
     "mean_of",
+    "multi_label_bce",
+    "multi_label_bce_term",
+    "multi_task_loss",
+    "multi_task_terms",
 ]

@@ -27,7 +27,7 @@ class LanguageModelingLoss(LossStrategy):
     The labels are those of the batch, or its input ids where it has none. With `shift` position t predicts label
     t + 1, as labels that repeat the inputs ask for (the habit of Hugging Face); without it labels line up with the
     logits: next tokens prepared beforehand, masked tokens, classes of tokens. By default the first batch that can tell
-    decides: labels that repeat its inputs are shifted. A batch of `tokens` is set up already and is never shifted again.
+    decides: labels that repeat its inputs are shifted. A batch of `tokens` is set up already, and not shifted again.
     Labels equal to `ignore_index`, and those where the attention mask of the batch is 0, do not count.
 
     A model that returns a `HeadOutput` leaves its output layer to the loss, which never holds all logits at once. With
@@ -165,6 +165,7 @@ def repeats_inputs(labels: Tensor, batch: Batch, ignore_index: int = IGNORE_INDE
     None if this batch does not tell: it has no labels, or they are both the inputs and the next ones, as in a row of
     equal tokens.
 
+    >>> import torch
     >>> ids = torch.tensor([[5, 6, 7]])
     >>> repeats_inputs(ids, {"input_ids": ids}), repeats_inputs(torch.tensor([[6, 7, -100]]), {"input_ids": ids})
     (True, False)

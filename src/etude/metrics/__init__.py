@@ -1,7 +1,21 @@
 """Metrics that are exact over batches and ranks, and trackers for loops."""
 
 from etude.metrics.accuracy import Accuracy, accuracy_counts
-from etude.metrics.base import Meter, Metric
+from etude.metrics.base import Meter, Metric, Tally
+from etude.metrics.classification import F1, ClassScore, ConfusionMatrix, Precision, Recall
 from etude.metrics.trackers import LossTracker, TrainingMetrics
 
-__all__ = ["Accuracy", "LossTracker", "Meter", "Metric", "TrainingMetrics", "accuracy_counts"]
+__all__ = [
+    "F1",
+    "Accuracy",
+    "ClassScore",
+    "ConfusionMatrix",
+    "LossTracker",
+    "Meter",
+    "Metric",
+    "Precision",
+    "Recall",
+    "Tally",
+    "TrainingMetrics",
+    "accuracy_counts",
+]

@@ -10,6 +10,7 @@ from torch import Tensor
 from etude.config.registry import register
 from etude.core.errors import ConfigError, DataError
 from etude.metrics.base import Metric
+from etude.metrics.inputs import class_dim_of, counted_elements, form_of
 
 
 def accuracy_counts(
@@ -34,13 +35,13 @@ def accuracy_counts(
     if predictions.shape == targets.shape:
         if predictions.is_floating_point() or top_k != 1:
             raise DataError(
-                f"accuracy: predictions {_form(predictions)} have the shape of the targets, which fits class ids "
+                f"accuracy: predictions {form_of(predictions)} have the shape of the targets, which fits class ids "
                 f"(integers) and top_k 1 only; give class ids, or logits with one more dimension"
             )
         right = predictions == targets
     else:
         right = _right(predictions, targets, top_k, class_dim)
-    counts = _counted(targets, mask, ignore_index)
+    counts = counted_elements(targets, mask, ignore_index, "accuracy")
     if counts is None:
         return right.sum(), torch.full((), targets.numel(), dtype=torch.int64, device=targets.device)
     return (right & counts).sum(), counts.sum()
@@ -87,44 +88,9 @@ class Accuracy(Metric):
 
 def _right(logits: Tensor, targets: Tensor, top_k: int, class_dim: int | None) -> Tensor:
     """Return which elements have their target among the `top_k` highest logits."""
-    dim = _class_dim(logits, targets, class_dim)
+    dim = class_dim_of(logits, targets, class_dim, "accuracy")
     if top_k == 1:
         return logits.argmax(dim) == targets
     if top_k > logits.shape[dim]:
         raise ConfigError(f"accuracy: top_k is {top_k} but there are {logits.shape[dim]} classes; lower top_k")
     return (logits.topk(top_k, dim).indices == targets.unsqueeze(dim)).any(dim)
-
-
-def _class_dim(logits: Tensor, targets: Tensor, class_dim: int | None) -> int:
-    """Return the one dimension of the logits that the targets lack: the given one, else the last or the second."""
-    shape, rest = tuple(logits.shape), tuple(targets.shape)
-    if class_dim is None:
-        candidates = sorted({1, len(shape) - 1})
-    else:
-        candidates = [class_dim + len(shape) if class_dim < 0 else class_dim]
-    fitting = [dim for dim in candidates if 0 <= dim < len(shape) and shape[:dim] + shape[dim + 1 :] == rest]
-    if not fitting:
-        place = "the last or the second" if class_dim is None else f"number {class_dim}"
-        raise DataError(
-            f"accuracy: predictions {_form(logits)} do not fit targets {_form(targets)}; they need the same shape "
-            f"(class ids), or one more dimension for the classes, {place}"
-        )
-    if len(fitting) > 1:
-        raise ConfigError(
-            f"accuracy: the classes of predictions {shape} may be dimension 1 or {fitting[1]}; set class_dim"
-        )
-    return fitting[0]
-
-
-def _counted(targets: Tensor, mask: Tensor | None, ignore_index: int | None) -> Tensor | None:
-    """Return which elements count, or None if all do."""
-    if mask is not None and mask.shape != targets.shape:
-        raise DataError(f"accuracy: the mask {_form(mask)} must have the shape of the targets {_form(targets)}")
-    if ignore_index is None:
-        return None if mask is None else mask != 0
-    counted = targets != ignore_index
-    return counted if mask is None else counted & (mask != 0)
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -27,15 +27,11 @@ class Meter(ABC):
         """Restore `state_dict`."""
 
 
-class Metric(Meter):
-    """A meter of predictions and targets whose whole state is one vector of sums.
+class Tally(ABC):
+    """Counts of predictions and targets whose whole state is one vector of sums.
 
-    Sums of batches, of ranks and of merged metrics add up to the sums of the whole, so the value never depends on
-    how the data was split. A subclass says how many sums there are, what a batch adds and what they mean:
-
-        num_sums = 2
-        def batch_sums(self, predictions, targets, mask): ...   # on the device, without reading it
-        def value(self, sums): ...                              # from the sums on the host
+    Sums of batches, of ranks and of merged tallies add up to the sums of the whole, so what is computed from them never
+    depends on how the data was split. A subclass says how many sums there are and what a batch adds.
     """
 
     num_sums: int
@@ -49,10 +45,6 @@ class Metric(Meter):
     def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
         """Return what one batch adds to the sums: a vector of `num_sums` on the device of the batch."""
 
-    @abstractmethod
-    def value(self, sums: list[float]) -> float:
-        """Return the value of the metric from its sums."""
-
     @torch.no_grad()
     def update(self, predictions: Tensor, targets: Tensor, mask: Tensor | None = None) -> None:
         """Add one batch; elements where `mask` is zero do not count. Never waits for the device."""
@@ -61,10 +53,6 @@ class Metric(Meter):
             # Not in place: a sum made under inference_mode may not be changed outside of it.
             sums = self._sums.to(sums.device, non_blocking=sums.is_cuda) + sums
         self._sums = sums
-
-    def compute(self) -> float:
-        """Return the value over everything since the last reset; nan if there is nothing. Waits for the device."""
-        return self.value(self.state().tolist())
 
     def reset(self) -> None:
         """Forget everything seen."""
@@ -79,7 +67,7 @@ class Metric(Meter):
         self._sums = sums.to(self.dtype, copy=True)
 
     def merge(self, other: Self) -> None:
-        """Add what another metric of the same kind has seen."""
+        """Add what another one of the same kind has seen."""
         sums = self.state()
         self._sums = sums + other.state().to(sums.device)
 
@@ -90,3 +78,20 @@ class Metric(Meter):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the sums."""
         self.load_state(state["sums"])
+
+
+class Metric(Tally, Meter):
+    """A tally that comes down to one number. Beside what a `Tally` says, a subclass says what the sums mean:
+
+    num_sums = 2
+    def batch_sums(self, predictions, targets, mask): ...   # on the device, without reading it
+    def value(self, sums): ...                              # from the sums on the host
+    """
+
+    @abstractmethod
+    def value(self, sums: list[float]) -> float:
+        """Return the value of the metric from its sums."""
+
+    def compute(self) -> float:
+        """Return the value over everything since the last reset; nan if there is nothing. Waits for the device."""
+        return self.value(self.state().tolist())

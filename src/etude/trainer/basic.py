@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from etude.callbacks import LRSchedule
 from etude.core import Batch, ConfigError, Terms
-from etude.core.calling import targets_of
+from etude.core.calling import ModelCall, targets_of
 from etude.engine.callback import Callback
 from etude.losses import LossStrategy, as_strategy, logits_of, mean_of
 from etude.metrics import Accuracy, LossTracker, Meter
@@ -90,6 +90,10 @@ class _Observed(LossStrategy):
                 raise ConfigError(f"at most two of {kind.__name__}: one for training and one for validation")
             self.training += found[:1]
             self.validation += found[1:]
+
+    def run(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
+        """Run the model as the loss itself does."""
+        return self.loss.run(call, model, batch)
 
     def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
         """Return the terms of the loss itself."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.callbacks import GradientMonitor, LRSchedule
-from etude.core import Batch, Clock, ConfigError, DataBatch, DataError
+from etude.core import Batch, Clock, ConfigError, DataBatch, DataError, TrainingError
 from etude.core.calling import unwrap
 from etude.core.tokens import count_tokens, token_ids
 from etude.data import DataLoader
@@ -166,7 +166,11 @@ class TrainingLoop:
             metrics.current_batch += 1
             if metrics.current_batch % self.log_interval == 0:
                 logs = ledger.take_window().logs()
-                check_finite(ledger.bad_streak, MAX_SKIPPED_STEPS, metrics.current_batch)
+                try:
+                    check_finite(ledger.bad_streak, MAX_SKIPPED_STEPS, metrics.current_batch)
+                except TrainingError as error:
+                    callbacks.on_exception(error)
+                    raise
                 callbacks.on_log(logs)
                 logger.info("epoch %d batch %d loss %.4f", metrics.current_epoch, metrics.current_batch, logs["loss"])
         means = ledger.take_epoch().means()
@@ -242,14 +246,14 @@ class _Counting:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.batches: Any = None
-        self.tokens: Tensor | float = 0.0
+        self.tokens: Tensor | int = 0
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def iterate(self, epoch: int, position: int = 0) -> Any:
         self.batches = self.loader.iterate(epoch, position)
-        self.tokens = 0.0
+        self.tokens = 0
         return self._counted()
 
     def _counted(self) -> Iterator[Batch]:

@@ -68,6 +68,8 @@ class TokenDocuments:
         self.columns = Columns.of(self.file, labels, whole=True)
         self._pieces = self._count_pieces(max_length) if long == "split" and max_length is not None else None
         self._size = len(self.file) if self._pieces is None else int(self._pieces[-1])
+        if not self._size:
+            raise DataError(f"{self.file.path} has no documents; was everything left out when it was made?")
 
     def __len__(self) -> int:
         return self._size

@@ -30,7 +30,8 @@ def open_tokens(
     `format` is "etude", "megatron" (either of the two files, or what their names share), "llm.c", "flat" (nothing but
     tokens of type `dtype`, as nanoGPT has them) or "auto": found out from the file. In flat and llm.c files
     `document_end` is an id that ends each document, or `document_start` one that begins each; without them the whole
-    file is one document. `memory_map=False` reads by system calls: slower, but nothing counts as memory of the process.
+    file is one document. `memory_map=False` reads by system calls: slower, but nothing counts as memory of the process;
+    that is done anyway if the file is larger than half of a memory limit of the process (`ulimit`).
     Raises DataError if the file is missing, damaged, or something else.
     """
     name = str(path)

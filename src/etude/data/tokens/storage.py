@@ -1,6 +1,7 @@
-"""Opening the bytes of a token file: mapped into memory, or read by system calls where there is no room to map."""
+"""Opening the bytes of a token file: mapped into memory, or read by system calls where there is no room for that."""
 
 import errno
+import math
 import mmap
 import os
 import stat
@@ -23,7 +24,7 @@ class Storage:
         descriptor = _open(path, name)
         self._close = weakref.finalize(self, os.close, descriptor)
         self._descriptor, self.size = descriptor, os.fstat(descriptor).st_size
-        self._mapping = _map(descriptor, name) if memory_map and self.size else None
+        self._mapping = _map(descriptor, name) if memory_map and 0 < self.size <= mapping_limit() else None
         if self._mapping is not None:
             self._close()  # the mapping holds the file open by itself
 
@@ -73,6 +74,21 @@ def _open(path: Path, name: str) -> int:
         os.close(descriptor)
         raise DataError(f"{name} is not a file; name the token file itself, such as data/tokenized/train.bin")
     return descriptor
+
+
+def mapping_limit() -> float:
+    """Return how large a file may be to be mapped: half of the least memory limit that is set for this process.
+
+    Mapped pages count as memory of the process, and as address space, though the system can take them back. Where a
+    limit is set (ulimit -v, -d or -m), files that would use it up are read by system calls.
+    """
+    if sys.platform == "win32":
+        return math.inf
+    import resource
+
+    kinds = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_RSS)
+    limits = [soft for soft, _ in map(resource.getrlimit, kinds) if soft != resource.RLIM_INFINITY]
+    return min(limits) / 2 if limits else math.inf
 
 
 def _map(descriptor: int, name: str) -> mmap.mmap | None:

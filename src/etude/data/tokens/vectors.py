@@ -21,6 +21,7 @@ CHUNK_BYTES = 4 * 2**20
 """How much of a file is looked at in one piece where all of it is read."""
 
 _AHEAD = 16  # chunks of a remote file that are fetched together
+_STRETCH = 512  # values of a sorted vector that are read together
 _PIECE = 2**30  # Linux reads at most 2 GiB at once
 
 
@@ -188,6 +189,7 @@ class PreadVector(Vector):
     def __init__(self, where: str, descriptor: int, offset: int, count: int, dtype: np.dtype[Any]) -> None:
         self._where, self._descriptor, self._offset = where, descriptor, offset
         self.count, self.dtype = count, dtype
+        self._signposts: Array | None = None
 
     def rows(self, starts: Ints, length: int) -> Array:
         """Read each row into its place."""
@@ -207,6 +209,16 @@ class PreadVector(Vector):
         out = np.empty(len(indices), self.dtype)
         self._fill(out, indices, np.ones(len(indices), np.int64))
         return out
+
+    def search(self, values: Ints) -> Ints:
+        """Find the stretch by every 512th value, which are kept, and read one stretch for each value."""
+        length = min(_STRETCH, self.count)
+        if self._signposts is None:
+            self._signposts = self.take(np.arange(0, self.count, _STRETCH))
+        starts = (np.searchsorted(self._signposts, values, side="right") - 1) * _STRETCH
+        starts = np.clip(starts, 0, self.count - length)
+        found: Ints = starts + np.count_nonzero(self.rows(starts, length) <= values[:, None], axis=1)
+        return found
 
     def slice(self, start: int, stop: int) -> Array:
         """Read one span."""

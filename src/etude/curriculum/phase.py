@@ -1,0 +1,166 @@
+"""A phase of a curriculum: when it begins, what it trains, and how new tasks come in."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from etude.core.errors import ConfigError
+
+ALL = "all"
+"""As the tasks of a phase: every task that is defined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """When a phase begins: at an epoch, after a number of steps, or when a metric reaches a value.
+
+    >>> Start(epoch=11).text
+    'epoch 11'
+    >>> Start(metric="val_loss", below=2.5).text
+    'val_loss <= 2.5'
+    """
+
+    epoch: int | None = None
+    """The first epoch of the phase, counted from 1."""
+    step: int | None = None
+    """The number of optimizer steps taken before the phase."""
+    metric: str | None = None
+    """The metric that decides; it comes with `below` or `above`."""
+    below: float | None = None
+    """The phase begins once the metric is at or below this."""
+    above: float | None = None
+    """The phase begins once the metric is at or above this."""
+
+    def __post_init__(self) -> None:
+        ways = [name for name in ("epoch", "step", "metric") if getattr(self, name) is not None]
+        if len(ways) != 1:
+            raise ConfigError(
+                f"a phase begins in one way, but {' and '.join(ways) or 'none'} is given; give epoch, step or metric"
+            )
+        bounds = [value for value in (self.below, self.above) if value is not None]
+        if self.metric is not None and len(bounds) != 1:
+            raise ConfigError(f"a phase that begins by the metric '{self.metric}' needs either below or above")
+        if self.metric is None and bounds:
+            raise ConfigError("below and above belong to a metric; name it with metric")
+        if any(not math.isfinite(value) for value in bounds):
+            raise ConfigError(f"the value {bounds[0]} of '{self.metric}' is never reached; give a finite number")
+        if self.epoch is not None and self.epoch < 1:
+            raise ConfigError(f"a phase begins at epoch {self.epoch}, but the first epoch is 1")
+        if self.step is not None and self.step < 0:
+            raise ConfigError(f"a phase begins at step {self.step}, but the first step is 0")
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the start is known beforehand."""
+        return self.metric is None
+
+    @property
+    def text(self) -> str:
+        """The start in words."""
+        if self.epoch is not None:
+            return f"epoch {self.epoch}"
+        if self.step is not None:
+            return f"step {self.step}"
+        return f"{self.metric} <= {self.below}" if self.below is not None else f"{self.metric} >= {self.above}"
+
+    def reached(self, epoch: float, step: int, metrics: Mapping[str, float]) -> bool:
+        """Return whether the phase may begin now. A metric that is missing or NaN has not reached anything."""
+        if self.epoch is not None:
+            return epoch >= self.epoch
+        if self.step is not None:
+            return step >= self.step
+        value = metrics.get(self.metric or "", math.nan)
+        return value <= self.below if self.below is not None else value >= (self.above or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ramp:
+    """How the weight of a new task grows: linearly from `start` to 1, over `epochs`, or over `steps` if given.
+
+    >>> [round(Ramp().at(epochs=passed, steps=0), 2) for passed in range(7)]
+    [0.1, 0.28, 0.46, 0.64, 0.82, 1.0, 1.0]
+    """
+
+    start: float = 0.1
+    """The factor with which a new task begins."""
+    epochs: float = 5.0
+    """The epochs until a new task counts in full; 0: at once."""
+    steps: int | None = None
+    """The steps until a new task counts in full, instead of epochs."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= 1:
+            raise ConfigError(f"a ramp starts at {self.start}; it must lie between 0 and 1")
+        if not (math.isfinite(self.epochs) and self.epochs >= 0):
+            raise ConfigError(f"a ramp takes {self.epochs} epochs; give a finite number, 0 or more")
+        if self.steps is not None and self.steps < 0:
+            raise ConfigError(f"a ramp takes {self.steps} steps; give 0 or more")
+
+    def at(self, epochs: float, steps: int) -> float:
+        """Return the factor so many epochs and steps after the task came in."""
+        passed, length = (epochs, self.epochs) if self.steps is None else (steps, self.steps)
+        if passed >= length:
+            return 1.0
+        return self.start + (1.0 - self.start) * max(0.0, passed / length)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of training with the same tasks. It lasts until the next phase begins.
+
+    >>> Phase("warm-up", 1, ["code_generation"]).start
+    Start(epoch=1, step=None, metric=None, below=None, above=None)
+    """
+
+    name: str
+    start: Start | int
+    """When it begins; a number is an epoch, counted from 1."""
+    tasks: Sequence[str] | str
+    """The tasks that are trained, all of them, not only the new ones; "all" for every task there is."""
+    ramp: Ramp = field(default_factory=Ramp)
+    """How the tasks that come in with this phase grow to their full weight."""
+    variants: Mapping[str, str] = field(default_factory=dict)
+    """The form of a task in this phase, where it has several: {"code_generation": "masked"}."""
+    mixture: Mapping[str, float] | None = None
+    """The proportions of the data sources; None: those of the data section."""
+    sequence_length: int | None = None
+    """The length of sequences; None: that of the data section."""
+    lr_scale: float = 1.0
+    """A factor of the learning rate."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("a phase needs a name")
+        if isinstance(self.start, int):
+            object.__setattr__(self, "start", Start(epoch=self.start))
+        if isinstance(self.tasks, str) and self.tasks != ALL:
+            raise ConfigError(f"phase '{self.name}': tasks is '{self.tasks}'; give a list of names, or '{ALL}'")
+        if not isinstance(self.tasks, str):
+            object.__setattr__(self, "tasks", tuple(self.tasks))
+        if not self.tasks:
+            raise ConfigError(f"phase '{self.name}' has no tasks; name at least one, or leave the phase out")
+        twice = sorted({task for task in self.tasks if self.tasks.count(task) > 1} if self.tasks != ALL else ())
+        if twice:
+            raise ConfigError(f"phase '{self.name}' names {', '.join(twice)} twice")
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        for source, weight in (self.mixture or {}).items():
+            check_weight(weight, f"phase '{self.name}': the mixture weight of '{source}'")
+        if self.mixture is not None and not any(self.mixture.values()):
+            raise ConfigError(f"phase '{self.name}': no source of the mixture has a weight above 0")
+        if self.sequence_length is not None and self.sequence_length < 1:
+            raise ConfigError(f"phase '{self.name}': sequence_length is {self.sequence_length}; give 1 or more")
+        check_weight(self.lr_scale, f"phase '{self.name}': lr_scale")
+
+    @property
+    def begins(self) -> Start:
+        """The start, never a plain number."""
+        assert isinstance(self.start, Start)
+        return self.start
+
+
+def check_weight(weight: float, what: str) -> None:
+    """Raise ConfigError unless the weight is a finite number, 0 or more."""
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ConfigError(f"{what} is {weight}; give a finite number, 0 or more")

@@ -1,0 +1,298 @@
+"""Binary and multi-label cross entropy on logits, as sums and counts.
+
+A label that is missing does not count and is never guessed: it is NaN, `ignore_index`, or has a mask of 0.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from annotated_types import Gt
+from torch import Tensor
+
+from etude.config.registry import register
+from etude.core.batch import Batch
+from etude.core.errors import ConfigError, DataError, TrainingError
+from etude.core.terms import LossTerm, Terms
+from etude.losses.functional import IGNORE_INDEX, mean_of
+from etude.losses.outputs import logits_of
+from etude.losses.strategies import LossStrategy, required_labels
+
+
+def binary_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None = None,
+    pos_weight: Tensor | float | None = None,
+    ignore_index: int | None = IGNORE_INDEX,
+) -> Tensor:
+    """Return the mean binary cross entropy over the labels that count, a scalar; 0 if none does.
+
+    The arguments are those of `binary_cross_entropy_term`.
+
+    >>> round(binary_cross_entropy(torch.tensor([2.0, -1.0, 5.0]), torch.tensor([1, 0, -100])).item(), 4)
+    0.2201
+    """
+    return mean_of(binary_cross_entropy_term(logits, targets, mask, pos_weight, ignore_index))
+
+
+def binary_cross_entropy_term(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None = None,
+    pos_weight: Tensor | float | None = None,
+    ignore_index: int | None = IGNORE_INDEX,
+) -> LossTerm:
+    """Return the sum of −log p(target), p = sigmoid(logits), and the number of labels that count.
+
+    `targets` are 0 and 1 or probabilities, shaped like `logits`; logits (…, 1) also fit targets (…). `mask` is shaped
+    like the targets: labels where it is 0 do not count, a floating mask also weighs the others, in the sum and in the
+    count. `pos_weight` multiplies the loss of positive labels and, as in torch, leaves the count alone. With
+    `ignore_index=None` no label may be missing, and without a mask the count is a plain number. Half-precision logits
+    are computed in float32. Raises TrainingError for shapes that do not fit and DataError for labels outside of 0 … 1
+    (not on a GPU, where looking at them would make the host wait).
+    """
+    return _term(_without_last(logits, targets), targets, mask, None, pos_weight, ignore_index)
+
+
+def multi_label_bce(
+    logits: Tensor,
+    targets: Tensor,
+    label_weights: Tensor | None = None,
+    mask: Tensor | None = None,
+    pos_weight: Tensor | float | None = None,
+    ignore_index: int | None = IGNORE_INDEX,
+) -> Tensor:
+    """Return the mean over all labels that are there of their binary cross entropy; 0 if none is.
+
+    The arguments are those of `multi_label_bce_term`.
+
+    >>> logits, targets = torch.tensor([[2.0, -1.0, 0.0]]), torch.tensor([[1.0, 0.0, 1.0]])
+    >>> round(multi_label_bce(logits, targets).item(), 4)
+    0.3778
+    >>> round(multi_label_bce(logits, targets, label_weights=torch.tensor([1.0, 1.0, 0.0])).item(), 4)
+    0.2201
+    """
+    return mean_of(multi_label_bce_term(logits, targets, label_weights, mask, pos_weight, ignore_index))
+
+
+def multi_label_bce_term(
+    logits: Tensor,
+    targets: Tensor,
+    label_weights: Tensor | None = None,
+    mask: Tensor | None = None,
+    pos_weight: Tensor | float | None = None,
+    ignore_index: int | None = IGNORE_INDEX,
+) -> LossTerm:
+    """Return the weighted sum of the losses of all labels, and the sum of the weights.
+
+    `logits` and `targets` are (…, K) for K labels, `label_weights` is (K,). The count is weighted like the sum, as
+    that of cross entropy with class weights: weights say how labels compare, not how large the loss is, and a label
+    that is missing in some samples takes its weight out with it. `mask` is (…, K), or (…) for whole samples. All else
+    is as in `binary_cross_entropy_term`; `pos_weight` may be (K,).
+    """
+    if label_weights is not None and label_weights.shape != logits.shape[-1:]:
+        raise TrainingError(
+            f"label weights of shape {tuple(label_weights.shape)} do not fit the model's output of shape "
+            f"{tuple(logits.shape)}: give one weight per label, the last dimension"
+        )
+    return _term(logits, targets, mask, label_weights, pos_weight, ignore_index)
+
+
+@register("loss", "binary_cross_entropy")
+class BinaryLoss(LossStrategy):
+    """Binary cross entropy of logits (B, …) or (B, …, 1) with labels (B, …): 0 and 1, or probabilities."""
+
+    def __init__(
+        self, pos_weight: Annotated[float, Gt(0)] | None = None, ignore_index: int | None = IGNORE_INDEX
+    ) -> None:
+        """Labels that are NaN or `ignore_index` do not count; `pos_weight` makes positives count for more."""
+        if pos_weight is not None and not pos_weight > 0:
+            raise ConfigError(f"pos_weight is {pos_weight}; it must be above 0")
+        self.ignore_index = ignore_index
+        self._pos_weight: Tensor | float | None = pos_weight
+        self._label_weights: Tensor | None = None
+        self._checked = False
+
+    def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
+        """Return "loss", and with `metrics` "accuracy": the share of labels on the right side of a logit of 0."""
+        labels = self._labels(batch)
+        logits = self._logits(output, labels)
+        self._place(logits.device)
+        weights, skip = self._label_weights, self.ignore_index
+        if not self._checked:  # of a GPU, the first batch alone is looked at
+            check_labels(_filled(labels, present_labels(labels, None, skip)))
+            self._checked = True
+        terms = {"loss": _term(logits, labels, None, weights, self._pos_weight, skip)}
+        if metrics:
+            terms["accuracy"] = binary_accuracy_term(logits, labels, skip)
+        return terms
+
+    def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
+        """Return the number of labels that are there, or the sum of their weights."""
+        labels = self._labels(batch)
+        self._place(labels.device)
+        return {"loss": _count(labels, element_weights(labels, None, self._label_weights, self.ignore_index))}
+
+    def _labels(self, batch: Batch) -> Tensor:
+        return required_labels(batch, type(self).__name__)
+
+    def _logits(self, output: Any, labels: Tensor) -> Tensor:
+        return _without_last(logits_of(output), labels)
+
+    def _place(self, device: torch.device) -> None:
+        """Keep the weights where the model is, so that they are copied there once."""
+        if self._label_weights is not None and self._label_weights.device != device:
+            self._label_weights = self._label_weights.to(device)
+        if isinstance(self._pos_weight, Tensor) and self._pos_weight.device != device:
+            self._pos_weight = self._pos_weight.to(device)
+
+
+@register("loss", "multi_label")
+class MultiLabelLoss(BinaryLoss):
+    """Binary cross entropy of logits (B, …, K) with K labels of their own, (B, …, K), of which any may be missing."""
+
+    def __init__(
+        self,
+        label_weights: list[float] | None = None,
+        pos_weight: Annotated[float, Gt(0)] | list[float] | None = None,
+        ignore_index: int | None = IGNORE_INDEX,
+    ) -> None:
+        """`label_weights` are one per label and count in the mean; `pos_weight` is one for all labels or one each."""
+        super().__init__(None if isinstance(pos_weight, list) else pos_weight, ignore_index)
+        if isinstance(pos_weight, list):
+            self._pos_weight = _weights("pos_weight", pos_weight)
+        if label_weights is not None:
+            self._label_weights = _weights("label_weights", label_weights)
+
+    def _logits(self, output: Any, labels: Tensor) -> Tensor:  # noqa: ARG002
+        logits = logits_of(output)
+        for name, weights in (("label_weights", self._label_weights), ("pos_weight", self._pos_weight)):
+            if isinstance(weights, Tensor) and weights.shape != logits.shape[-1:]:
+                raise TrainingError(
+                    f"there are {weights.numel()} {name}, but the model's output of shape {tuple(logits.shape)} "
+                    f"has {logits.shape[-1] if logits.dim() else 1} labels; give one per label"
+                )
+        return logits
+
+
+def binary_accuracy_term(logits: Tensor, targets: Tensor, ignore_index: int | None = IGNORE_INDEX) -> LossTerm:
+    """Return how many of the labels that are there have a logit on their side of 0: a metric, without gradient.
+
+    >>> binary_accuracy_term(torch.tensor([3.0, -3.0, 3.0]), torch.tensor([1, 1, -100]))
+    LossTerm(sum=tensor(1), count=tensor(2), weight=0.0)
+    """
+    present = present_labels(targets, None, ignore_index)
+    right = (logits > 0) == (targets > 0.5)
+    return LossTerm((right if present is None else right & present).sum(), _count(targets, present), 0.0)
+
+
+def present_labels(targets: Tensor, mask: Tensor | None, ignore_index: int | None) -> Tensor | None:
+    """Return where labels are there (bool) or how much each counts (a floating mask); None if all simply count."""
+    present: Tensor | None = None
+    if ignore_index is not None and targets.dtype is not torch.bool:
+        present = targets.ne(ignore_index)
+        if targets.is_floating_point():
+            present = present & ~targets.isnan()
+    if mask is None:
+        return present
+    if mask.shape == targets.shape[:-1] != targets.shape:
+        mask = mask.unsqueeze(-1).expand(targets.shape)
+    if mask.shape != targets.shape:
+        raise TrainingError(
+            f"a mask of shape {tuple(mask.shape)} does not fit labels of shape {tuple(targets.shape)}"
+        )
+    if not mask.is_floating_point():
+        mask = mask.ne(0)
+    return mask if present is None else mask * present
+
+
+def element_weights(
+    targets: Tensor, mask: Tensor | None, label_weights: Tensor | None, ignore_index: int | None
+) -> Tensor | None:
+    """Return how much every label counts; None if all simply count."""
+    present = present_labels(targets, mask, ignore_index)
+    if label_weights is None:
+        return present
+    weights = label_weights.to(targets.device)
+    return weights.expand(targets.shape) if present is None else present * weights
+
+
+def check_labels(targets: Tensor) -> None:
+    """Raise DataError if a label lies outside of 0 … 1. Reads the device."""
+    if targets.dtype is torch.bool or not targets.numel():
+        return
+    low, high = (bound.item() for bound in torch.aminmax(targets))
+    if low >= 0 and high <= 1:
+        return
+    found = high if low >= 0 else low
+    raise DataError(
+        f"binary labels are 0 and 1 or probabilities between them, found {found:g}: map the labels to 0 and 1, "
+        f"and mark missing ones by NaN or ignore_index"
+    )
+
+
+def _term(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    label_weights: Tensor | None,
+    pos_weight: Tensor | float | None,
+    ignore_index: int | None,
+) -> LossTerm:
+    _check_fit(logits, targets)
+    if logits.dtype is torch.bfloat16 or logits.dtype is torch.float16:
+        logits = logits.float()
+    weights = element_weights(targets, mask, label_weights, ignore_index)
+    labels = _filled(targets, weights)
+    if targets.is_cpu and not torch.compiler.is_compiling():
+        check_labels(labels)
+    labels = labels.to(logits.dtype)
+    if weights is None:
+        return LossTerm(_losses(logits, labels, pos_weight).sum(), targets.numel())
+    # What does not count must not reach the sum or a gradient even if it is not finite: 0 · inf is NaN.
+    losses = _losses(logits.masked_fill(weights == 0, 0.0), labels, pos_weight)
+    return LossTerm((losses * weights).sum(), _count(targets, weights))
+
+
+def _losses(logits: Tensor, labels: Tensor, pos_weight: Tensor | float | None) -> Tensor:
+    """Return −y·log p − (1−y)·log(1−p) of every label.
+
+    Torch's own kernel computes x − log p for y = 0, which loses the digits of a small loss, and its gradient p − y is 0
+    as soon as p rounds to 1. Two logarithms of sigmoids keep both to the last digits.
+    """
+    positives = labels * F.logsigmoid(logits)
+    if pos_weight is not None:
+        positives = positives * (pos_weight.to(logits) if isinstance(pos_weight, Tensor) else pos_weight)
+    return (labels - 1) * F.logsigmoid(-logits) - positives
+
+
+def _check_fit(logits: Tensor, targets: Tensor) -> None:
+    if logits.shape != targets.shape:
+        hint = "; class indices need cross entropy" if targets.shape == logits.shape[:-1] else ""
+        raise TrainingError(
+            f"binary labels of shape {tuple(targets.shape)} do not fit the model's output of shape "
+            f"{tuple(logits.shape)}: every logit needs a label of its own{hint}"
+        )
+
+
+def _without_last(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the logits of a head with one output without its last dimension, if the targets lack it."""
+    return logits.squeeze(-1) if logits.shape == (*targets.shape, 1) else logits
+
+
+def _filled(targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the targets with 0 where they do not count."""
+    return targets if weights is None else targets.masked_fill(weights == 0, 0)
+
+
+def _count(targets: Tensor, weights: Tensor | None) -> Tensor | float:
+    return targets.numel() if weights is None else weights.sum()
+
+
+def _weights(name: str, values: list[float]) -> Tensor:
+    wrong = next((value for value in values if not 0 <= value < float("inf")), None)
+    if wrong is not None:
+        raise ConfigError(f"{name} holds {wrong}; weights of labels are finite and not below 0")
+    return torch.as_tensor(values, dtype=torch.float32)

@@ -1,0 +1,203 @@
+"""The loss of several tasks at once: Σ weight·loss, with every task's loss reported."""
+
+import difflib
+import functools
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from etude.core.errors import ConfigError, DataError, TrainingError
+from etude.core.terms import LossTerm, Terms
+from etude.losses.binary import binary_cross_entropy_term, multi_label_bce_term
+from etude.losses.functional import cross_entropy_term, mean_of
+from etude.losses.inferred import as_strategy
+from etude.losses.outputs import logits_of, shape_of
+from etude.losses.strategies import LossStrategy
+from etude.losses.wrapped import LossFunction
+
+TaskLoss = str | LossStrategy | LossFunction
+"""A name of `NAMED_LOSSES`, a strategy, or a function of (predictions, labels)."""
+
+NAMED_LOSSES: Mapping[str, Callable[[Tensor, Tensor], LossTerm]] = {
+    "cross_entropy": cross_entropy_term,
+    "segmentation": functools.partial(cross_entropy_term, class_dim=1),
+    "binary_cross_entropy": binary_cross_entropy_term,
+    "multi_label": multi_label_bce_term,
+}
+"""Losses of tasks by name; in all of them labels of -100 are missing and do not count, in the last two NaN as well."""
+
+
+class TaskLosses(NamedTuple):
+    """What several tasks cost."""
+
+    loss: Tensor
+    """Σ weight·loss over the tasks: what is trained."""
+    losses: dict[str, Tensor]
+    """The loss of every task, without its weight and without gradient: what is reported."""
+
+
+def default_weights() -> dict[str, float]:
+    """Return the weights of the tasks of a code model, a new dictionary that may be changed.
+
+    - code_generation, 1.0: what the model is for. It has a label at every token and is the unit for all others.
+    - test_generation, 0.8: writing tests is writing code again. Its gradient mostly agrees with that of code
+      generation and teaches the same skill, so it is nearly as heavy; a little less, because tests are a narrower and
+      more repetitive kind of code that should not set the style of everything the model writes.
+    - quality and security, 0.5: they judge code instead of writing it, with a few labels for a whole function. They
+      shape what the layers know about code, at half weight they cannot outvote the tokens; and neither of the two
+      comes before the other.
+    - clarification and explanation, 0.3: they tie code to words. They help a reader more than they help the code, one
+      has a single bit per sample and the other draws the model to prose, so they stay helpers.
+
+    They are a place to start from: losses of other sizes or data of other kinds want other weights.
+
+    >>> default_weights()["code_generation"]
+    1.0
+    """
+    return {
+        "code_generation": 1.0,
+        "test_generation": 0.8,
+        "quality": 0.5,
+        "security": 0.5,
+        "clarification": 0.3,
+        "explanation": 0.3,
+    }
+
+
+def multi_task_loss(
+    tasks: Mapping[str, tuple[Any, Tensor]],
+    weights: Mapping[str, float | Tensor],
+    losses: Mapping[str, TaskLoss] | None = None,
+) -> TaskLosses:
+    """Return Σ weight·loss of `{task: (prediction, target)}`, and the loss of every task.
+
+    Each loss is the mean over the labels that its own task has; a task without any has loss 0. The arguments and
+    errors are those of `multi_task_terms`.
+
+    >>> code = (torch.zeros(2, 5, 8), torch.zeros(2, 5, dtype=torch.int64))
+    >>> quality = (torch.zeros(2, 3), torch.tensor([[1.0, 0.0, 1.0], [float("nan")] * 3]))
+    >>> total, each = multi_task_loss({"code": code, "quality": quality}, {"code": 1.0, "quality": 0.5})
+    >>> round(total.item(), 4), {task: round(loss.item(), 4) for task, loss in each.items()}
+    (2.426, {'code': 2.0794, 'quality': 0.6931})
+    """
+    terms = multi_task_terms(tasks, weights, losses)
+    means = {task: mean_of(term) for task, term in terms.items()}
+    # A task of weight 0 is left out, not multiplied: its loss may be infinite.
+    weighed = [means[task] * term.weight for task, term in terms.items() if not _is_zero(term.weight)]
+    first = next(iter(means.values()))
+    total = torch.stack(weighed).sum() if weighed else torch.zeros_like(first)
+    return TaskLosses(total, {task: mean.detach() for task, mean in means.items()})
+
+
+def multi_task_terms(
+    tasks: Mapping[str, tuple[Any, Tensor]],
+    weights: Mapping[str, float | Tensor],
+    losses: Mapping[str, TaskLoss] | None = None,
+) -> Terms:
+    """Return one term per task, under its name and with its weight: sums and counts for the engine.
+
+    A prediction is a tensor or any output that holds logits. The loss of a task is the one in `losses`, else what its
+    shapes say, for predictions (…, C):
+
+    integers (…)                       cross entropy
+    integers (B, H, W)                 cross entropy, for predictions (B, C, H, W)
+    labels shaped like the prediction  binary cross entropy of every label; (…) also fits predictions (…, 1)
+
+    Class probabilities and regression look like the last and have to be named. Raises ConfigError for weights that
+    are missing, negative, not finite or of a task that is not there, TrainingError for shapes that no loss fits.
+    """
+    losses = losses or {}
+    if not tasks:
+        raise TrainingError("there are no tasks to compute a loss of: give {task: (prediction, target)}")
+    check_weights(weights, tasks)
+    _check_names("losses", losses, tasks)
+    return {
+        task: _task_term(task, prediction, target, weights[task], losses.get(task))
+        for task, (prediction, target) in tasks.items()
+    }
+
+
+def check_weights(weights: Mapping[str, float | Tensor], tasks: Collection[str]) -> None:
+    """Raise ConfigError unless every task, and nothing else, has a weight that is finite and not below 0.
+
+    Weights that live on a GPU are not looked at: reading them would make the host wait.
+    """
+    _check_names("weights", weights, tasks)
+    missing = [task for task in tasks if task not in weights]
+    if missing:
+        raise ConfigError(
+            f"no weight for the task {_listed(missing)} (there are weights for: {_listed(weights)}); "
+            f"give it one, or 0 to leave it out"
+        )
+    for task, weight in weights.items():
+        if isinstance(weight, Tensor) and not weight.is_cpu:
+            continue
+        value = weight.item() if isinstance(weight, Tensor) else weight
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"the weight of the task '{task}' is {value:g}; weights are finite and not below 0")
+
+
+def _task_term(task: str, prediction: Any, target: Tensor, weight: float | Tensor, loss: TaskLoss | None) -> LossTerm:
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not _is_zero(weight)):
+        try:
+            term = _unweighed_term(prediction, target, loss)
+        except (ConfigError, DataError, TrainingError) as error:
+            raise type(error)(f"task '{task}': {error}") from error
+    return LossTerm(term.sum, term.count, weight)
+
+
+def _unweighed_term(prediction: Any, target: Tensor, loss: TaskLoss | None) -> LossTerm:
+    if loss is None:
+        loss = _inferred_name(shape_of(prediction), target)
+    if isinstance(loss, str):
+        if loss not in NAMED_LOSSES:
+            raise ConfigError(f"unknown loss '{loss}'{_nearest(loss, NAMED_LOSSES)} (known: {_listed(NAMED_LOSSES)})")
+        return NAMED_LOSSES[loss](logits_of(prediction), target)
+    terms = as_strategy(loss).terms(prediction, {"labels": target}, metrics=False)
+    if len(terms) != 1:
+        raise TrainingError(f"its loss has {len(terms)} terms ({_listed(terms)}), a task has one; split the task")
+    (term,) = terms.values()
+    return term
+
+
+def _inferred_name(size: torch.Size, target: Tensor) -> str:
+    """Return the loss that fits an output of this size, or raise TrainingError with the choices there are."""
+    shape = target.shape
+    if shape == size or size == (*shape, 1):
+        return "binary_cross_entropy"  # without weights of labels, multi-label is the same
+    if not target.is_floating_point() and target.dtype is not torch.bool:
+        if shape == size[:-1]:
+            return "cross_entropy"
+        if len(size) == 4 and shape == size[:1] + size[2:]:
+            return "segmentation"
+    raise TrainingError(
+        f"no loss fits an output of shape {tuple(size)} with {str(target.dtype).removeprefix('torch.')} labels "
+        f"{tuple(shape)}; give integers {tuple(size[:-1])} for cross entropy, labels of the output's shape for binary "
+        f"cross entropy, or name the loss"
+    )
+
+
+def _check_names(what: str, given: Iterable[str], tasks: Collection[str]) -> None:
+    for name in given:
+        if name not in tasks:
+            raise ConfigError(
+                f"the {what} name a task '{name}' that is not there{_nearest(name, tasks)} "
+                f"(tasks: {_listed(tasks)}); take it out or give its prediction and target"
+            )
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _is_zero(weight: float | Tensor) -> bool:
+    """Whether a weight is the number 0; that of a tensor is not looked at."""
+    return not isinstance(weight, Tensor) and weight == 0

@@ -1,0 +1,279 @@
+"""Precision, recall, F1 and the confusion matrix, for two classes, several classes and several labels.
+
+    Precision()                   binary: predictions and targets (…)
+    Precision(num_classes=5)      classes: class ids (…) or logits (…, 5), targets (…)
+    Precision(num_labels=5)       labels: predictions and targets (…, 5), each label 0 or 1, any may be missing
+
+Floating predictions are logits. What has a mask of 0 or the label `ignore_index` does not count, nor do binary labels
+that are NaN.
+"""
+
+import math
+from abc import abstractmethod
+from typing import Annotated, Literal, get_args
+
+import torch
+from annotated_types import Ge, Gt, Lt
+from torch import Tensor
+
+from etude.config.registry import register
+from etude.core.errors import ConfigError, DataError
+from etude.metrics.base import Metric, Tally
+from etude.metrics.inputs import (
+    counted_elements,
+    counted_labels,
+    form_of,
+    predicted_classes,
+    predicted_positives,
+)
+
+Average = Literal["macro", "micro", "weighted"]
+NumClasses = Annotated[int, Ge(2)] | None
+NumLabels = Annotated[int, Ge(1)] | None
+Threshold = Annotated[float, Gt(0), Lt(1)]
+
+
+class Classified(Tally):
+    """What precision, recall, F1 and the confusion matrix share: the kind of input, and how it is read."""
+
+    def __init__(
+        self,
+        num_classes: NumClasses,
+        num_labels: NumLabels,
+        threshold: Threshold,
+        ignore_index: int | None,
+        class_dim: int | None,
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        if num_classes is not None and num_labels is not None:
+            raise ConfigError(f"{who}: give num_classes for classes or num_labels for labels, not both")
+        for name, given, least in (("num_classes", num_classes, 2), ("num_labels", num_labels, 1)):
+            if given is not None and given < least:
+                raise ConfigError(f"{who}: {name} is {given}; it must be at least {least}")
+        if not 0 < threshold < 1:
+            raise ConfigError(f"{who}: threshold is {threshold}; it is a probability between 0 and 1")
+        self.num_classes, self.num_labels, self.threshold = num_classes, num_labels, threshold
+        self.ignore_index, self.class_dim = ignore_index, class_dim
+
+    @property
+    def size(self) -> int:
+        """How many classes or labels are told apart: 1 for binary."""
+        return self.num_classes or self.num_labels or 1
+
+    def read_classes(
+        self, predictions: Tensor, targets: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return predicted and true class ids and whether they count (int64), each 1-D; ids are 0 if they do not."""
+        who = type(self).__name__
+        if targets.is_floating_point():
+            raise DataError(f"{who}: targets {form_of(targets)} are not class ids; they must be integers")
+        classes = predicted_classes(predictions, targets, self.size, self.class_dim, who)
+        counted = counted_elements(targets, mask, self.ignore_index, who)
+        if counted is None:
+            counted = torch.ones_like(targets, dtype=torch.bool)
+        predicted, true = (ids.long().masked_fill(~counted, 0).flatten() for ids in (classes, targets))
+        return predicted, true, counted.flatten().long()
+
+    def read_labels(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which labels are predicted, true and counted: bools (elements, labels)."""
+        who = type(self).__name__
+        if self.num_labels is not None and targets.shape[-1:] != (self.num_labels,):
+            raise DataError(
+                f"{who}: targets {form_of(targets)} do not fit num_labels {self.num_labels}, their last dimension"
+            )
+        positives = predicted_positives(predictions, targets, self.threshold, who)
+        counted = counted_labels(targets, mask, self.ignore_index, who)
+        predicted, true, counts = (t.reshape(-1, self.size) for t in (positives, targets > 0.5, counted))
+        return predicted & counts, true & counts, counts
+
+    def count_ids(self, size: int, ids: Tensor, counted: Tensor, read: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Return how often each id below `size` occurs among those counted; raise DataError for one beyond.
+
+        Not `bincount`, which reads the largest id from the device.
+        """
+        try:
+            return counted.new_zeros(size).scatter_add_(0, ids, counted)
+        except RuntimeError as error:  # on the CPU; on a GPU the kernel stops the program
+            for what, found in zip(("predictions", "targets"), read[:2], strict=True):
+                wrong = found[(found < 0) | (found >= self.size)]
+                if wrong.numel():
+                    raise DataError(
+                        f"{type(self).__name__}: {what} hold the class {int(wrong[0])}, but num_classes is {self.size} "
+                        f"(0 … {self.size - 1})"
+                    ) from error
+            raise
+
+
+class ClassScore(Classified, Metric):
+    """A ratio of right positives to others, for every class or label, averaged to one number.
+
+    - macro: the mean over classes; classes that were neither there nor predicted do not count, nor do labels that were
+      missing in every sample
+    - micro: of all classes taken together
+    - weighted: the mean weighed by how often each class is there
+
+    A ratio of 0 to 0 is 0. Where nothing was seen, the value is nan.
+    """
+
+    def __init__(
+        self,
+        num_classes: NumClasses = None,
+        num_labels: NumLabels = None,
+        average: Average = "macro",
+        threshold: Threshold = 0.5,
+        ignore_index: int | None = -100,
+        class_dim: int | None = None,
+    ) -> None:
+        super().__init__(num_classes, num_labels, threshold, ignore_index, class_dim)
+        if average not in get_args(Average):
+            raise ConfigError(
+                f"{type(self).__name__}: average is '{average}'; it is one of {', '.join(get_args(Average))}"
+            )
+        self.average = average
+        self.num_sums = 4 * self.size
+
+    @abstractmethod
+    def ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:
+        """Return numerator and denominator of the score, from how often a class was right, predicted and true."""
+
+    def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
+        """Return for every class how often it was right, predicted and true, and in how much it was seen at all."""
+        if self.num_classes is None:
+            predicted, true, counts = self.read_labels(predictions, targets, mask)
+            return torch.stack([predicted & true, predicted, true, counts]).sum(1).flatten()
+        classes, labels, counted = read = self.read_classes(predictions, targets, mask)
+        right = self.count_ids(self.size, labels, counted * (classes == labels), read)
+        predicted = self.count_ids(self.size, classes, counted, read)
+        true = self.count_ids(self.size, labels, counted, read)
+        return torch.cat([right, predicted, true, predicted + true])
+
+    def value(self, sums: list[float]) -> float:
+        """Return the average of the scores."""
+        rows = self._rows(sums)
+        if not rows:
+            return math.nan
+        if self.average == "micro":
+            right, predicted, true = (sum(column) for column in zip(*rows, strict=True))
+            return self._score(right, predicted, true)
+        scores = [self._score(*row) for row in rows]
+        if self.average == "macro":
+            return sum(scores) / len(scores)
+        supports = [true for _, _, true in rows]
+        total = sum(supports)
+        return sum(score * n for score, n in zip(scores, supports, strict=True)) / total if total else 0.0
+
+    def per_class(self) -> list[float]:
+        """Return the score of every class or label, nan for those not seen. Waits for the device."""
+        sums = self.state().tolist()
+        size = self.size
+        return [
+            self._score(sums[i], sums[size + i], sums[2 * size + i]) if sums[3 * size + i] else math.nan
+            for i in range(size)
+        ]
+
+    def _rows(self, sums: list[float]) -> list[tuple[float, float, float]]:
+        """Return (right, predicted, true) of every class that was seen."""
+        size = self.size
+        columns = [sums[start : start + size] for start in range(0, 4 * size, size)]
+        return [(right, predicted, true) for right, predicted, true, seen in zip(*columns, strict=True) if seen]
+
+    def _score(self, right: float, predicted: float, true: float) -> float:
+        numerator, denominator = self.ratio(right, predicted, true)
+        return numerator / denominator if denominator else 0.0
+
+
+@register("metric", "precision")
+class Precision(ClassScore):
+    """How much of what was predicted is true.
+
+    >>> precision = Precision()
+    >>> precision.update(torch.tensor([2.0, 1.0, -1.0, 3.0]), torch.tensor([1, 0, 1, -100]))
+    >>> precision.compute()
+    0.5
+    """
+
+    def ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:  # noqa: ARG002
+        """Return right / predicted."""
+        return right, predicted
+
+
+@register("metric", "recall")
+class Recall(ClassScore):
+    """How much of what is true was predicted.
+
+    >>> recall = Recall(num_classes=3, average="macro")
+    >>> recall.update(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1]))
+    >>> recall.compute()
+    0.75
+    """
+
+    def ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:  # noqa: ARG002
+        """Return right / true."""
+        return right, true
+
+
+@register("metric", "f1")
+class F1(ClassScore):
+    """The harmonic mean of precision and recall: 2·right / (predicted + true).
+
+    >>> f1 = F1(num_labels=2, average="micro")
+    >>> f1.update(torch.tensor([[1, 0], [1, 1]]), torch.tensor([[1, 0], [0, 1]]))
+    >>> f1.compute()
+    0.8
+    """
+
+    def ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:
+        """Return 2·right / (predicted + true)."""
+        return 2 * right, predicted + true
+
+
+class ConfusionMatrix(Classified):
+    """How often each true class (row) was predicted as each class (column).
+
+    >>> matrix = ConfusionMatrix(num_classes=3)
+    >>> matrix.update(torch.tensor([0, 2, 1, 1]), torch.tensor([0, 1, 1, -100]))
+    >>> matrix.compute().tolist()
+    [[1, 0, 0], [0, 1, 1], [0, 0, 0]]
+    """
+
+    def __init__(
+        self,
+        num_classes: NumClasses = None,
+        num_labels: NumLabels = None,
+        threshold: Threshold = 0.5,
+        ignore_index: int | None = -100,
+        class_dim: int | None = None,
+    ) -> None:
+        super().__init__(num_classes, num_labels, threshold, ignore_index, class_dim)
+        self.num_sums = self.size**2 if num_classes is not None else 4 * self.size
+
+    def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the counts of the cells, one row after the other."""
+        if self.num_classes is not None:
+            classes, labels, counted = read = self.read_classes(predictions, targets, mask)
+            # A class that is none would fall into the cell of another row: send it beyond the last one.
+            cells = torch.where((classes < 0) | (classes >= self.size), self.num_sums, labels * self.size + classes)
+            return self.count_ids(self.num_sums, cells, counted, read)
+        predicted, true, counts = self.read_labels(predictions, targets, mask)
+        cells = torch.stack([counts & ~true & ~predicted, predicted & ~true, true & ~predicted, true & predicted], -1)
+        return cells.sum(0).flatten()
+
+    def compute(self) -> Tensor:
+        """Return counts, int64 on the CPU: (C, C), (2, 2) if binary, (K, 2, 2) for K labels. Waits for the device."""
+        shape = (self.size,) * 2 if self.num_classes is not None else (self.num_labels, 2, 2)
+        return self.state().cpu().view([length for length in shape if length is not None])
+
+    def normalized(self, over: Literal["true", "predicted", "all"] = "true") -> Tensor:
+        """Return shares in float64: of each row, of each column or of everything; nan where there is nothing.
+
+        >>> matrix = ConfusionMatrix()
+        >>> matrix.update(torch.tensor([0, 1, 1, 1]), torch.tensor([0, 0, 1, 1]))
+        >>> matrix.normalized().tolist()
+        [[0.5, 0.5], [0.0, 1.0]]
+        """
+        dims = {"true": (-1,), "predicted": (-2,), "all": (-2, -1)}
+        if over not in dims:
+            raise ConfigError(f"ConfusionMatrix: normalized over '{over}'; it is one of {', '.join(dims)}")
+        counts = self.compute().double()
+        return counts / counts.sum(dims[over], keepdim=True)

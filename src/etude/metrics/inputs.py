@@ -1,0 +1,99 @@
+"""Reading predictions and targets: where the classes are, what counts, and what a prediction says.
+
+Nothing here waits for the device.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from etude.core.errors import ConfigError, DataError
+
+
+def predicted_classes(
+    predictions: Tensor, targets: Tensor, num_classes: int, class_dim: int | None, who: str
+) -> Tensor:
+    """Return class ids shaped like the targets: those given, or the largest logits."""
+    if predictions.shape != targets.shape:
+        dim = class_dim_of(predictions, targets, class_dim, who)
+        if predictions.shape[dim] != num_classes:
+            raise DataError(
+                f"{who}: predictions {form_of(predictions)} have {predictions.shape[dim]} classes, but num_classes is "
+                f"{num_classes}; make them equal"
+            )
+        return predictions.argmax(dim)
+    if predictions.is_floating_point():
+        raise DataError(
+            f"{who}: predictions {form_of(predictions)} have the shape of the targets, which fits class ids (integers) "
+            f"only; give class ids, or logits with one more dimension"
+        )
+    return predictions
+
+
+def predicted_positives(predictions: Tensor, targets: Tensor, threshold: float, who: str) -> Tensor:
+    """Return which binary labels are predicted to be positive, shaped like the targets.
+
+    Floating predictions are logits: one per label, with or without a last dimension of 1, or those of the classes 0
+    and 1 in a last dimension of 2. Integers and bools say it themselves.
+
+    >>> predicted_positives(torch.tensor([-1.0, 2.0]), torch.tensor([0, 1]), 0.5, "F1")
+    tensor([False,  True])
+    """
+    if predictions.shape != targets.shape:
+        if not predictions.is_floating_point() or predictions.shape not in ((*targets.shape, 1), (*targets.shape, 2)):
+            raise DataError(
+                f"{who}: predictions {form_of(predictions)} do not fit targets {form_of(targets)}; binary predictions "
+                f"have the shape of the targets, or are logits with a last dimension of 1 or 2"
+            )
+        logits = predictions[..., -1]
+        predictions = logits - predictions[..., 0] if predictions.shape[-1] == 2 else logits
+    if predictions.is_floating_point():
+        return predictions > math.log(threshold / (1 - threshold))
+    return predictions != 0
+
+
+def counted_labels(targets: Tensor, mask: Tensor | None, ignore_index: int | None, who: str) -> Tensor:
+    """Return which binary labels count: not masked, not `ignore_index`, not NaN. A mask may be of whole samples."""
+    if mask is not None and mask.shape == targets.shape[:-1] != targets.shape:
+        mask = mask.unsqueeze(-1).expand(targets.shape)
+    counted = counted_elements(targets, mask, None if targets.dtype is torch.bool else ignore_index, who)
+    if counted is None:
+        counted = torch.ones_like(targets, dtype=torch.bool)
+    return counted & ~targets.isnan() if targets.is_floating_point() else counted
+
+
+def class_dim_of(logits: Tensor, targets: Tensor, class_dim: int | None, who: str) -> int:
+    """Return the one dimension of the logits that the targets lack: the given one, else the last or the second."""
+    shape, rest = tuple(logits.shape), tuple(targets.shape)
+    if class_dim is None:
+        candidates = sorted({1, len(shape) - 1})
+    else:
+        candidates = [class_dim + len(shape) if class_dim < 0 else class_dim]
+    fitting = [dim for dim in candidates if 0 <= dim < len(shape) and shape[:dim] + shape[dim + 1 :] == rest]
+    if not fitting:
+        place = "the last or the second" if class_dim is None else f"number {class_dim}"
+        raise DataError(
+            f"{who}: predictions {form_of(logits)} do not fit targets {form_of(targets)}; they need the same shape "
+            f"(class ids), or one more dimension for the classes, {place}"
+        )
+    if len(fitting) > 1:
+        raise ConfigError(
+            f"{who}: the classes of predictions {shape} may be dimension 1 or {fitting[1]}; set class_dim"
+        )
+    return fitting[0]
+
+
+def counted_elements(targets: Tensor, mask: Tensor | None, ignore_index: int | None, who: str) -> Tensor | None:
+    """Return which elements count, or None if all do."""
+    if mask is not None and mask.shape != targets.shape:
+        raise DataError(f"{who}: the mask {form_of(mask)} must have the shape of the targets {form_of(targets)}")
+    if ignore_index is None:
+        return None if mask is None else mask != 0
+    counted = targets != ignore_index
+    return counted if mask is None else counted & (mask != 0)
+
+
+def form_of(tensor: Tensor) -> str:
+    """Return shape and dtype, for messages."""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
