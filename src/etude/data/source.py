@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,9 +12,11 @@ from etude.data.order import Order
 from etude.data.permutation import Indices
 from etude.data.sampler import BatchSampler
 
-CHUNK_BYTES = 1_600_000
+CHUNK_BYTES = 800_000
 """Batches read together are at most this large: they stay in the processor's cache, and Python's share is small."""
 MAX_CHUNK = 16
+DRAWN = 64
+"""Batches whose indices are drawn together."""
 
 
 @runtime_checkable
@@ -76,11 +79,12 @@ class GatheredBatches:
         if isinstance(source, UniformSource) and not moves:
             batch_bytes = source.sample_bytes * -(-sampler.batch_size // sampler.world_size)
             count = max(1, min(MAX_CHUNK, CHUNK_BYTES // batch_bytes))
-            for indices, number in sampler.chunks(epoch, position, count):
-                yield from source.gather_many(indices, number, epoch=epoch, seed=seed)
+            for drawn, number in sampler.chunks(epoch, position, DRAWN):
+                for chunk in np.split(drawn.reshape(number, -1), range(count, number, count)):
+                    yield from source.gather_many(chunk.reshape(-1), len(chunk), epoch=epoch, seed=seed)
             return
-        for chunk, number in sampler.chunks(epoch, position, MAX_CHUNK):
-            for indices in chunk.reshape(number, -1):
+        for drawn, number in sampler.chunks(epoch, position, DRAWN):
+            for indices in drawn.reshape(number, -1):
                 batch = source.gather(indices, epoch=epoch, seed=seed)
                 yield send(batch, self.device, pin_memory=self.pin_memory) if moves else batch
 

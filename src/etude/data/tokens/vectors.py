@@ -120,13 +120,14 @@ class ArrayVector(Vector):
         if self._bytes is None:
             # Touch the first value of each row: these misses overlap, those of the copy would come one by one.
             self._array.take(starts)
-        rows: Array = view[starts]
-        return rows
+        return view[starts].view(self.dtype).reshape(len(starts), length)
 
     def _view(self, length: int) -> Array:
-        size = self.dtype.itemsize
-        shape = (max(self.count - length + 1, 0), length)
-        view = as_strided(self._array, shape, (size, size), writeable=False)
+        size, number = self.dtype.itemsize, max(self.count - length + 1, 0)
+        if not length or not number:
+            return np.empty((number, length), self.dtype)
+        # A row is one opaque value, which numpy copies as a whole and not number by number.
+        view: Array = np.ndarray(number, f"V{size * length}", self._array, strides=(size,))
         if len(self._views) < 64:  # a program that asks for every length there is does not fill the memory
             self._views[length] = view
         return view
