@@ -104,11 +104,11 @@ def draw(runs: list[Run]) -> str:
     for place, (run, floor) in enumerate(zip(runs, unigram, strict=True)):
         colour = COLOURS[place % len(COLOURS)]
         parts.append(line(LEFT, y(floor), WIDTH - RIGHT, y(floor), f'stroke="{colour}" stroke-dasharray="5 4"'))
-        parts.append(text(WIDTH - RIGHT, y(floor) + 14, f"unigram: {floor:.2f}", "end", colour))
+        parts.append(text(WIDTH - RIGHT, y(floor) - 5, f"unigram: {floor:.2f}", "end", colour))
         parts.append(curve(run.training, f'stroke="{colour}" stroke-width="1" opacity="0.6"'))
         parts.append(curve(run.validation, f'stroke="{colour}" stroke-width="2.5"'))
-        words = f"{run.name}: {run.validation[-1][1]:.2f}"
-        parts.append(text(WIDTH - RIGHT, TOP + 46 + 17 * place, words, "end", colour))
+        last = run.validation[-1][1]
+        parts.append(text(WIDTH - RIGHT, y(last) - 24, f"{run.name}: {last:.2f}", "end", colour))
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -181,3 +181,15 @@ def test_packed_text_for_an_encoder_carries_its_mask(root):
     documents = batch["document_ids"]
     assert batch["attention_mask"].shape == (2, 1, 24, 24)
     assert (batch["attention_mask"][:, 0] == (documents[:, :, None] == documents[:, None, :])).all()
+
+
+def test_prefetching_changes_no_byte(root, tmp_path):
+    path = write_config(tmp_path, "packed", root)
+    for depth in (0, 2):
+        folder = tmp_path / f"prefetch{depth}"
+        train_experiment(path, [f"training.prefetch={depth}"], run_dir=folder, progress=False)
+    assert (
+        build_trainer(load_config_file(path, overrides=["training.prefetch=2"]), progress=False).train_loader.prefetch
+        == 2
+    )
+    assert weights(tmp_path / "prefetch0") == weights(tmp_path / "prefetch2")

@@ -131,6 +131,8 @@ class TrainerConfig(SectionModel):
     """Keep worker processes from epoch to epoch."""
     prefetch_factor: Annotated[int, Field(ge=1)] | None = None
     """Batches each worker loads ahead."""
+    prefetch: Annotated[int, Field(ge=0)] = 0
+    """Batches of tensors or tokens that a thread makes ready, with their copies to CUDA; pays where making them is slow."""
     meaningful_loss: MeaningfulLossConfig | None = None
     """Expected-value reconstruction loss for models over tokens of several modalities."""
 
