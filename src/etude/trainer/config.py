@@ -132,7 +132,7 @@ class TrainerConfig(SectionModel):
     prefetch_factor: Annotated[int, Field(ge=1)] | None = None
     """Batches each worker loads ahead."""
     prefetch: Annotated[int, Field(ge=0)] = 0
-    """Batches of tensors or tokens that a thread makes ready, with their copies to CUDA; pays where making them is slow."""
+    """Batches that a thread makes ready, copies to CUDA included, of tensors or tokens; 0 makes them when due."""
     meaningful_loss: MeaningfulLossConfig | None = None
     """Expected-value reconstruction loss for models over tokens of several modalities."""
 
