@@ -182,6 +182,8 @@ def test_chunks_are_the_batches_put_together(size, batch_size, count, drop_last,
     while sampler.has_batch(place):
         expected.append(sampler.batch(2, place).tolist())
         place = sampler.next_position(place)
+    after = [sampler.next_position(position + batch_size * number) for number in range(len(expected))]
+    assert list(sampler.positions(position)) == after
     found = []
     for indices, number in sampler.chunks(2, position, count):
         assert 1 <= number <= count

@@ -97,8 +97,12 @@ class BatchSampler:
 
     def positions(self, position: int) -> Iterator[int]:
         """Return the position after each batch, from the one that begins at `position` on."""
-        inner = range(position + self.batch_size, self.epoch_samples, self.batch_size)
-        return chain(inner, (self.epoch_samples,) if self.has_batch(position) else ())
+        step, left = self.batch_size, self.epoch_samples - position
+        number = left // step if self.drop_last else -(-left // step)
+        if number <= 0:
+            return iter(())
+        last = position + number * step
+        return chain(range(position + step, last, step), (min(last, self.epoch_samples),))
 
     def has_batch(self, position: int) -> bool:
         """Whether a batch begins at `position`; with `drop_last` only a full one counts."""
