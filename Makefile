@@ -3,10 +3,11 @@ PYTHON ?= python3
 PIP := .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
 EXPERIMENT ?= lenet5/lecun1998
 
-.PHONY: train test test-slow lint format bench clean help
+.PHONY: train data test test-slow lint format bench clean help
 
 help:
 	@echo "make train      set up .venv and train $(EXPERIMENT) on real data (EXPERIMENT=… for another)"
+	@echo "make data       set up .venv and build the data of code_multitask from Python's standard library"
 	@echo "make test       set up .venv, then lint, types and tests"
 	@echo "make test-slow  the fault, soak and scale tests in full"
 	@echo "make bench      speed tables, measured against a hand-written loop and other trainers"
@@ -14,6 +15,9 @@ help:
 
 train: .venv/.core
 	.venv/bin/etude train $(EXPERIMENT)
+
+data: .venv/.core
+	.venv/bin/python experiments/code_multitask/prepare.py
 
 test: lint
 	.venv/bin/pytest -n 2 --dist worksteal -m "not slow" tests
@@ -44,7 +48,7 @@ clean:
 
 .venv/.core: pyproject.toml constraints.txt | .venv/bin/pip
 	@echo "setting up .venv (torch is large; the first time takes a minute or two)"
-	$(PIP) -e '.[text]'
+	$(PIP) -e '.[text,code]'
 	@touch $@
 
 .venv/.dev: .venv/.core

@@ -20,6 +20,7 @@ BENCHMARKS = {
     "optim": ("--rounds=2",),
     "gradient_monitor": (),
     "linear_ce": (),
+    "multi_task": (),
     "gpu_step": (),
 }
 """Modules in the order in which they run, and what `--quick` is for those that do not know the word."""

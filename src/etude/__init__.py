@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         multi_task_loss,
     )
     from etude.metrics import F1, Accuracy, ConfusionMatrix, LossTracker, Precision, Recall, TrainingMetrics
-    from etude.models import MLP, CausalTransformerLM, LeNet5
+    from etude.models import MLP, CausalTransformerLM, LeNet5, MultiTaskModel
     from etude.trainer import (
         BasicTrainingLoop,
         EpochResult,
@@ -107,7 +107,7 @@ _HOME = {
         "multi_task_loss",
     ),
     "etude.metrics": ("F1", "Accuracy", "ConfusionMatrix", "LossTracker", "Precision", "Recall", "TrainingMetrics"),
-    "etude.models": ("MLP", "CausalTransformerLM", "LeNet5"),
+    "etude.models": ("MLP", "CausalTransformerLM", "LeNet5", "MultiTaskModel"),
     "etude.trainer": (
         "BasicTrainingLoop",
         "EpochResult",
@@ -155,6 +155,7 @@ __all__ = [
     "LossTerm",
     "LossTracker",
     "ModelCheckpoint",
+    "MultiTaskModel",
     "Precision",
     "ProgressDisplay",
     "Recall",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from etude.core import Clock, StepReport
-from etude.engine.callback import Callback, CallbackList, Gradients, RunInfo
+from etude.engine.callback import Callback, CallbackList, Gradients, RunInfo, TaskGradients
 from etude.engine.precision import Precision
 
 STEPS = 4
@@ -20,6 +20,12 @@ STEPS = 4
 def report(lr: float = 0.1) -> StepReport:
     one = torch.ones(())
     return StepReport({"loss": one}, {"loss": 1.0}, norm=one, divisor=1.0, skipped=one * 0, lr=lr, num_samples=8)
+
+
+def task_gradients(step: int) -> TaskGradients:
+    """Return the products of made-up gradients of two tasks."""
+    vectors = torch.randn(2, 5, generator=torch.Generator().manual_seed(step))
+    return TaskGradients(("code", "quality"), vectors @ vectors.T, step)
 
 
 @functools.cache
@@ -86,6 +92,9 @@ class Life:
             self.optimizer.zero_grad()
             torch.manual_seed(self.clock.step)
             self.model(torch.randn(8, 3)).sum().backward()  # a gradient that the weights have no part in
+            for callback in callbacks:
+                if callback.wants_task_gradients(self.clock.step):
+                    callback.on_task_gradients(task_gradients(self.clock.step))
             callbacks.on_gradients(Gradients(self.model, list(self.model.parameters()), 8.0, Precision("fp32")))
             self.optimizer.zero_grad()  # the weights are set below, by epoch
             self.optimizer.step()
@@ -96,7 +105,8 @@ class Life:
             self.lrs.append(self.lr)
             if self.clock.step % 2 == 0:
                 place = {"step": self.clock.step, "epoch": epoch, "samples": self.clock.samples}
-                callbacks.on_log({**place, "loss": 1 / self.clock.step, "lr": 0.1, "samples_per_s": 100.0})
+                record = {**place, "loss": 1 / self.clock.step, "lr": 0.1, "samples_per_s": 100.0}
+                callbacks.on_log({**record, **callbacks.numbers()})
         with torch.no_grad():
             self.model.weight.fill_(epoch + 0.5)
         logs = {"loss": 1 / (epoch + 1), "accuracy": epoch / 10, "lr": 0.1, "grad_norm": 1.0, "skipped": 0}

@@ -13,9 +13,10 @@ import torch
 from callback_life import Life, report, tokenizer_file
 
 import etude.callbacks
-from etude.callbacks import CallbackList, LRSchedule, ProgressDisplay, RunRecorder, TextSamples
+from etude.callbacks import CallbackList, CurriculumCallback, LRSchedule, ProgressDisplay, RunRecorder, TextSamples
 from etude.config.registry import lookup, names
 from etude.core import Clock
+from etude.curriculum import Curriculum, Phase, Start
 from etude.engine.callback import HOOKS, Callback
 from etude.monitor import RunFolder
 
@@ -25,6 +26,7 @@ ARGUMENTS = {
     "monitor": "val_loss",
     "patience": 3,
     "every": 3,
+    "every_steps": 3,
 }
 """Arguments for registered callbacks, by name of the argument."""
 
@@ -44,6 +46,20 @@ def milestones(life: Life) -> LRSchedule:
     return LRSchedule(torch.optim.lr_scheduler.MultiStepLR(life.optimizer, [3, 14, 15, 22, 33]), interval="step")
 
 
+class Switches:
+    """Several tasks that have nothing to do."""
+
+    def activate(self, weights: dict[str, float], variants: dict[str, str] | None = None) -> None: ...
+
+    def streams(self) -> None: ...
+
+
+def curriculum(life: Life) -> CurriculumCallback:
+    starts = (Start(epoch=1), Start(step=6), Start(metric="val_loss", below=1.2), Start(epoch=8))
+    phases = [Phase(f"phase {place}", start, ["a", "b"][: place + 1]) for place, start in enumerate(starts)]
+    return CurriculumCallback(Curriculum(phases), Switches())
+
+
 MAKERS: dict[str, Callable[[Life], Callback]] = {
     **{
         name: from_registry(name)
@@ -55,6 +71,7 @@ MAKERS: dict[str, Callable[[Life], Callback]] = {
     "lr_schedule_step": milestones,
     "recorder": lambda life: RunRecorder(RunFolder(life.folder)),
     "progress": lambda life: ProgressDisplay(stream=io.StringIO()),
+    "curriculum": curriculum,
 }
 
 every_callback = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -91,7 +108,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def test_registered_callbacks_are_those_of_the_package():
-    assert {"early_stopping", "model_checkpoint", "csv_logger", "gradient_monitor"} <= set(MAKERS)
+    assert {"early_stopping", "model_checkpoint", "csv_logger", "gradient_monitor", "task_gradients"} <= set(MAKERS)
 
 
 @every_callback

@@ -66,3 +66,15 @@ def test_without_a_value_the_newest_fill_the_places() -> None:
 
 def test_zero_keeps_only_the_last() -> None:
     assert to_delete([Entry(1, 0.1), Entry(2, 0.2), Entry(3, 0.3)], 0, "min") == [1, 2]
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), VALUES), max_size=12), st.integers(0, 6), MODES)
+def test_values_compare_only_within_a_phase(history: list[tuple[int, float | None]], keep: int, mode: Mode) -> None:
+    entries = [Entry(step, value, phase=float(phase)) for step, (phase, value) in enumerate(history)]
+    ranked = best_first(entries, mode)
+    assert [e.phase for e in ranked] == sorted((e.phase for e in entries if has_value(e)), reverse=True)
+    for phase in {e.phase for e in ranked}:
+        alone = [Entry(e.step, e.value) for e in entries if e.phase == phase]
+        assert [e.step for e in ranked if e.phase == phase] == [e.step for e in best_first(alone, mode)]
+    kept = [e for e in entries if e.step not in to_delete(entries, keep, mode)]
+    assert set(ranked[:keep]) <= set(kept)

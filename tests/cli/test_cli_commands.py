@@ -282,6 +282,7 @@ COMMANDS = [
     "train",
     "resume",
     "evaluate",
+    "compare",
     "list",
     "new",
     "config",

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from distributed_tasks import many_tasks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -14,6 +15,8 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from etude import DataLoader, Trainer
 from etude.core import CheckpointError, ConfigError, DataError
 from etude.distributed import join_world, leave_world, share_buffers
+
+__all__ = ["many_tasks"]
 
 
 @contextmanager

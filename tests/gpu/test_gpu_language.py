@@ -83,7 +83,7 @@ def test_the_mfu_is_a_share_of_the_peak(precision):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_measured_peak_is_near_the_data_sheets(dtype, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)  # another test may have allowed it
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")  # another test may have allowed TF32
     listed = listed_flops(torch.cuda.get_device_name(), dtype)
     if listed is None:
         pytest.skip(f"{torch.cuda.get_device_name()} is not in the table")

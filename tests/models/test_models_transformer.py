@@ -404,3 +404,67 @@ def test_the_first_loss_is_near_that_of_guessing():
     tokens = torch.randint(2048, (8, 65))
     loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     assert abs(loss.item() - math.log(2048)) < 0.3
+
+
+MASKS = {"no padding": None, "padding": [[1, 1, 0, 1, 1, 1, 0]]}
+DOCUMENTS = {"one document": None, "documents": [[0, 0, 0, 0, 1, 1, 1]]}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_without_the_causal_order_positions_see_all_of_their_document_but_padding(mask, documents):
+    model, tokens = make(), draw(1, 7)
+
+    def sees(t, s):
+        same = documents is None or documents[0][s] == documents[0][t]
+        return s == t or (same and (mask is None or bool(mask[0][s])))
+
+    arguments = {
+        "attn_mask": None if mask is None else torch.tensor(mask),
+        "document_ids": None if documents is None else torch.tensor(documents),
+    }
+    expected = by_the_formula(model, tokens[0], sees, range(7))
+    found = model(tokens, **arguments, causal=False)
+    torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
+    assert not found.isclose(model(tokens, **arguments)).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(place=st.integers(0, 8), seed=st.integers(0, 99))
+def test_without_the_causal_order_a_token_changes_its_document_alone_and_padding_nothing(place, seed):
+    model, tokens = make(), draw(1, 9, seed=seed)
+    documents, mask = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]]), torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1, 0]])
+    other = tokens.clone()
+    other[0, place] = (other[0, place] + 1) % VOCAB
+    before, after = (model(t, attn_mask=mask, document_ids=documents, causal=False) for t in (tokens, other))
+    changed = (~before.isclose(after).all(-1))[0]
+    reached = documents[0] == documents[0, place] if mask[0, place] else torch.arange(9) == place
+    # A padded position is free to see others; what matters is that no other sees it.
+    assert changed.equal(reached)
+
+
+def test_only_padding_or_documents_need_a_mask():
+    tokens = draw(2, 5)
+    assert attention_mask(tokens, None, None, causal=False) is None
+    assert attention_mask(tokens, torch.ones(2, 5), None, causal=False).all()
+
+
+def test_the_features_are_what_the_output_layer_is_given():
+    model, tokens, mask = make(tie_embeddings=False), draw(2, 6), torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
+    given_to_the_layer = []
+    model.head.register_forward_pre_hook(lambda _, inputs: given_to_the_layer.append(inputs[0]))
+    logits = model(tokens, attn_mask=mask, causal=False)
+    features = model.features(tokens, attn_mask=mask, causal=False)
+    assert features.equal(given_to_the_layer[0])
+    assert features.shape[-1] == model.feature_dim == 24
+    assert logits.equal(model.get_output_embeddings()(features))
+
+
+def test_a_batch_asks_for_the_whole_context_by_a_key():
+    model, ids = make(), draw(2, 6)
+    call = ModelCall(model)
+    batch = {"input_ids": ids, "labels": ids, "stream": "code"}
+    assert call(model, {**batch, "causal": False}).equal(model(ids, causal=False))
+    assert call(model, batch).equal(model(ids))
+    tokens = {"tokens": ids, "causal": False}
+    assert call(model, tokens).equal(model(ids[:, :-1], causal=False))

@@ -1,6 +1,7 @@
 """Callbacks that come with the package; the protocol itself is in `etude.engine.callback`."""
 
 from etude.callbacks.csv_logger import CSVLogger
+from etude.callbacks.curriculum import CurriculumCallback
 from etude.callbacks.early_stopping import EarlyStopping
 from etude.callbacks.gradient_health import GradientHealth
 from etude.callbacks.gradient_monitor import GradientMonitor
@@ -8,6 +9,7 @@ from etude.callbacks.lr_schedule import LRSchedule
 from etude.callbacks.model_checkpoint import ModelCheckpoint
 from etude.callbacks.progress import ProgressDisplay
 from etude.callbacks.recorder import RunRecorder
+from etude.callbacks.task_gradients import TaskGradientMonitor, TaskGradientReport
 from etude.callbacks.text_samples import TextSamples
 from etude.engine.callback import Callback, CallbackList, RunInfo
 
@@ -15,6 +17,7 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "CallbackList",
+    "CurriculumCallback",
     "EarlyStopping",
     "GradientHealth",
     "GradientMonitor",
@@ -23,5 +26,7 @@ __all__ = [
     "ProgressDisplay",
     "RunInfo",
     "RunRecorder",
+    "TaskGradientMonitor",
+    "TaskGradientReport",
     "TextSamples",
 ]

@@ -1,5 +1,6 @@
 """Stop a run whose monitored number no longer improves."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from annotated_types import Ge
@@ -14,7 +15,8 @@ from etude.engine.callback import Callback, Logs, RunInfo
 class EarlyStopping(Callback):
     """Stops after `patience` epochs in a row without an improvement of more than `min_delta`.
 
-    Epochs without validation are not counted when a validation number is monitored. NaN is no improvement.
+    Epochs without validation are not counted when a validation number is monitored. NaN is no improvement. A new
+    phase of a curriculum begins a new count.
 
     >>> from etude.engine.callback import CallbackList
     >>> callbacks = CallbackList([EarlyStopping(monitor="loss", patience=2)])
@@ -44,6 +46,11 @@ class EarlyStopping(Callback):
         if run.clock.step == 0:
             self.wait = 0
             self.monitored.reset()
+
+    def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
+        """Begin anew: numbers of different phases do not compare."""
+        self.wait = 0
+        self.monitored.begin_phase(facts)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Compare with the best epoch so far."""

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor
@@ -15,7 +16,8 @@ from etude.engine.callback import Callback, Logs, RunInfo
 class LRSchedule(Callback):
     """Steps a scheduler of `torch.optim.lr_scheduler` after every epoch or every optimizer step.
 
-    `ReduceLROnPlateau` needs `monitor`, the number it looks at; epochs without that number do not count.
+    `ReduceLROnPlateau` needs `monitor`, the number it looks at; epochs without that number do not count. A new phase
+    of a curriculum begins a new count.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -53,6 +55,12 @@ class LRSchedule(Callback):
                 "LRSchedule drives another optimizer than the one that trains; "
                 "make the scheduler from the optimizer given to the trainer"
             )
+
+    def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
+        """Let a scheduler that waits for improvement begin anew: numbers of different phases do not compare."""
+        if self._monitored is not None:
+            self._monitored.begin_phase(facts)
+            self.scheduler.best, self.scheduler.num_bad_epochs = self.scheduler.mode_worse, 0
 
     def on_step_end(self, report: StepReport) -> None:
         """Set the rate of the next step."""

@@ -1,6 +1,7 @@
 """Keep the weights of the best epoch in one safetensors file."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ class ModelCheckpoint(Callback):
 
     `filepath` is a file (`checkpoints/best_model.safetensors`) or a folder, which gets a `best_model.safetensors`. It
     may contain fields: `weights/{epoch:03d}-{val_loss:.4f}.safetensors` keeps a file of every epoch that was the best
-    until then; epochs are counted from zero. A relative path lies in the run folder, if there is one.
+    until then; epochs are counted from zero. A relative path lies in the run folder, if there is one. With a curriculum
+    only epochs of the same phase are compared: the file is that of the best epoch of the last phase.
 
     The file is replaced atomically. Its metadata hold epoch, step, and the monitored name and value;
     `safetensors.torch.load_model(model, path)` loads it. A disk that is full costs the file, not the run.
@@ -55,6 +57,10 @@ class ModelCheckpoint(Callback):
                 raise CheckpointError(
                     f"ModelCheckpoint cannot write in {folder}: {error.strerror or error}; give a writable filepath"
                 ) from error
+
+    def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
+        """Compare from now on with epochs of this phase only."""
+        self.monitored.begin_phase(facts)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Write the weights if this epoch is the best."""

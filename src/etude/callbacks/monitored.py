@@ -3,6 +3,7 @@
 import difflib
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from etude.core import ConfigError, TrainingError
@@ -48,6 +49,15 @@ class Monitored:
         self.best: float | None = None
         self.best_epoch: int | None = None
         self._seen = False
+        self._may_come = False
+
+    def begin_phase(self, facts: Mapping[str, Any]) -> None:
+        """Forget the best value: a phase of a curriculum trains other tasks, so its numbers are others.
+
+        Before the last phase a number that has never been reported is no mistake: its task may be to come.
+        """
+        self.best = self.best_epoch = None
+        self._may_come = facts["number"] < facts["phases"]
 
     def value(self, logs: Logs) -> float | None:
         """Return the number; None in an epoch without validation if it is a validation number.
@@ -59,7 +69,7 @@ class Monitored:
             self._seen = True
             return logs[name]
         validated = any(key.startswith("val_") for key in logs)
-        if self._seen or (self.name.startswith("val_") and not validated):
+        if self._seen or self._may_come or (self.name.startswith("val_") and not validated):
             return None
         close = difflib.get_close_matches(self.name, logs, n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
@@ -90,11 +100,12 @@ class Monitored:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and where it was."""
-        return {"best": self.best, "best_epoch": self.best_epoch, "seen": self._seen}
+        return {"best": self.best, "best_epoch": self.best_epoch, "seen": self._seen, "may_come": self._may_come}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.best, self.best_epoch, self._seen = state["best"], state["best_epoch"], state["seen"]
+        self._may_come = state.get("may_come", False)  # checkpoints of runs before there were curricula have none
 
     def _improves(self, value: float) -> bool:
         if self.best is None:

@@ -6,21 +6,24 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
 from etude.callbacks.progress_view import (
+    Phase,
     Row,
     View,
     epoch_line,
     keep_rows,
     log_line,
     outcome_line,
-    row_state,
+    task_lines,
     validation_line,
 )
 from etude.callbacks.progress_words import is_metric, to_ascii
+from etude.callbacks.task_table import Tasks
 from etude.core import Clock, StepReport
 from etude.engine.callback import Callback, Logs, RunInfo
 
@@ -32,10 +35,13 @@ LOOKS = 4
 """How often the clock is read between two refreshes."""
 MAX_SHARE = 0.01
 """Share of the run's time that drawing may take: on a slow terminal the display is refreshed less often."""
+NOTICE_S = 60.0
+"""How long a notice stays in sight on a terminal when others follow it."""
+MAX_NOTICES = 3
 
 
 class ProgressDisplay(Callback):
-    """Shows name, device, finished epochs, progress, numbers and the time left.
+    """Shows name, device, finished epochs, tasks, progress, numbers and the time left.
 
     On a terminal it draws from `on_step_end`, every `refresh_s` seconds at most; in between a step costs one addition
     and one comparison. Elsewhere it writes one line per log point and epoch, without control characters.
@@ -57,13 +63,16 @@ class ProgressDisplay(Callback):
         self._steps, self._next_tick = 0, NEVER
         self._ticked, self._drawn_at = (0.0, 0), 0.0
         self._interval_s = refresh_s
+        self._noticed: list[tuple[float, str]] = []
+        self._phase_is_new = False
 
     # --- hooks
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Begin to show a run; only the main process does."""
         self._clock = run.clock
-        rows = self._view.rows if run.clock.step else []
+        before = self._view if run.clock.step else View()
+        rows = before.rows
         self._view = View(
             title=run.name,
             subtitle=_subtitle(run),
@@ -73,7 +82,11 @@ class ProgressDisplay(Callback):
             epoch=run.clock.epoch,
             rows=rows,
             num_epochs=max(len(rows), run.clock.epoch),
+            tasks=before.tasks,
+            # A curriculum that is listed before the display has told its phase by now.
+            phase=self._view.phase if self._phase_is_new else before.phase,
         )
+        self._noticed = []
         self._began = self._epoch_began = time.perf_counter()
         self._first_step = self._epoch_first_step = run.clock.step
         self._stream = (self._given_stream if self._given_stream is not None else sys.stdout) if run.is_main else None
@@ -100,6 +113,8 @@ class ProgressDisplay(Callback):
     def on_log(self, record: Logs) -> None:
         """Take new numbers."""
         self._view.record = dict(record)
+        self._view.tasks.update(_finite(record))
+        self._see_phase(record)
         if self._terminal is not None:
             self._tick()
         else:
@@ -117,25 +132,48 @@ class ProgressDisplay(Callback):
         per_epoch = self._view.steps_per_epoch
         self._update()
         if per_epoch is None or self._view.step_in_epoch < per_epoch:
+            tasks = self._view.tasks
+            tasks.close(f"step {self._view.step}", {**tasks.latest, **_finite(metrics)})
             self.note(validation_line(self._view, metrics))
+            if per_epoch is not None:
+                self._say_tasks()
         else:
             self._draw()
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Add a row to the table."""
         seconds = time.perf_counter() - self._epoch_began
-        shown = {name: value if math.isfinite(value) else None for name, value in logs.items() if is_metric(name)}
+        numbers = _finite(logs)
+        shown = {name: value for name, value in numbers.items() if is_metric(name)}
         speed = {name: logs[name] for name in ("tokens_per_s", "mfu", "data_wait") if name in logs}
-        row = Row(epoch, seconds, shown, speed)
+        self._view.tasks.close(f"epoch {epoch + 1}", numbers)
+        self._see_phase(logs)
+        row = Row(epoch, seconds, shown, speed, _phase_of_row(self._view.phase))
         self._view.rows = keep_rows([*(r for r in self._view.rows if r.epoch < epoch), row])
         self._view.num_epochs = epoch + 1
         self._draw()
         if self._terminal is None:
             self._say(epoch_line(self._view, row))
+            self._say_tasks()
+
+    def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
+        """Show the phase from now on; that it began is told by a notice."""
+        self._view.phase, self._phase_is_new = Phase(facts["number"], phase, facts.get("phases")), True
+        if (tasks := facts.get("tasks")) is not None:
+            self._view.tasks.keep(tasks)
+        self._view.tasks.update({f"{task}/weight": weight for task, weight in (facts.get("weights") or {}).items()})
+        self._draw()
 
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
-        """Show what a callback tells the user."""
-        self.note(message)
+        """Show what a callback tells the user; on a terminal it stays until others have taken its place for a while."""
+        if self._terminal is None:
+            self._say(message)
+            return
+        now = time.perf_counter()
+        earlier = [(when, text) for when, text in self._noticed if now - when < NOTICE_S and text != message]
+        self._noticed = [*earlier, (now, message)][-MAX_NOTICES:]
+        self._view.notices = [text for _, text in self._noticed]
+        self._draw_soon()
 
     def on_exception(self, error: BaseException) -> None:
         """Leave the terminal as it was; the error itself is for others to report."""
@@ -154,12 +192,16 @@ class ProgressDisplay(Callback):
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows of the table, so that a resumed run shows the epochs before."""
-        return {"rows": [row_state(row) for row in self._view.rows]}
+        """Return the tables and the phase, so that a resumed run shows what was before."""
+        view = self._view
+        phase = None if view.phase is None else asdict(view.phase)
+        return {"rows": [asdict(row) for row in view.rows], "tasks": asdict(view.tasks), "phase": phase}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the rows."""
+        """Restore `state_dict`; checkpoints of runs before there were tasks have rows alone."""
         self._view.rows = [Row(**row) for row in state["rows"]]
+        self._view.tasks = Tasks(**state.get("tasks", {}))
+        self._view.phase = Phase(**phase) if (phase := state.get("phase")) is not None else None
 
     # --- showing
 
@@ -167,8 +209,7 @@ class ProgressDisplay(Callback):
         """Show a sentence below the bars, such as what Ctrl-C does; safe to call from a signal handler."""
         self._view.note = text
         if self._terminal is not None:
-            # The next step draws it: a signal may have come in the middle of drawing.
-            self._drawn_at, self._next_tick = -math.inf, 0
+            self._draw_soon()  # a signal may have come in the middle of drawing
         else:
             self._say(text)
 
@@ -201,6 +242,10 @@ class ProgressDisplay(Callback):
             # Four looks per refresh, and at most twice the last stretch: steps that become slow do not freeze it.
             guess = int(pace * self._interval_s / LOOKS)
             self._next_tick = self._steps + max(1, min(guess, 2 * stretch))
+
+    def _draw_soon(self) -> None:
+        """Let the next step draw."""
+        self._drawn_at, self._next_tick = -math.inf, 0
 
     def _draw(self) -> None:
         if self._terminal is None:
@@ -238,11 +283,23 @@ class ProgressDisplay(Callback):
     def _finish(self, outcome: str, why: str = "") -> None:
         self._update()
         self._view.outcome, self._view.note, self._view.validating = outcome, why, False
+        self._view.notices, self._phase_is_new = [], False
         if self._terminal is not None:
             self._draw()
             self.close()
         else:
             self._say(outcome_line(self._view) + (f": {why}" if why else ""))
+
+    def _see_phase(self, record: Logs) -> None:
+        """Follow the number of the phase, where nobody has told its name."""
+        number, phase = record.get("phase"), self._view.phase
+        if number is not None and (phase is None or phase.number != int(number)):
+            self._view.phase = Phase(int(number), total=None if phase is None else phase.total)
+
+    def _say_tasks(self) -> None:
+        if self._terminal is None:
+            for line in task_lines(self._view):
+                self._say(line)
 
     def _say(self, text: str) -> None:
         if self._stream is None:
@@ -257,6 +314,14 @@ class ProgressDisplay(Callback):
             pass
         except (OSError, ValueError):  # a closed pipe or file
             self._stream = None
+
+
+def _finite(numbers: Logs) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+
+
+def _phase_of_row(phase: Phase | None) -> str:
+    return "" if phase is None else f"{phase.number} {phase.name}".rstrip()
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -3,9 +3,10 @@
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from etude.callbacks.progress_words import (
+    Line,
+    Span,
     cells,
     duration,
     fit,
@@ -19,10 +20,7 @@ from etude.callbacks.progress_words import (
     speed,
     to_ascii,
 )
-
-Span = tuple[str, str]
-"""Text and its style, in rich's words ("dim", "bold", "cyan" …)."""
-Line = list[Span]
+from etude.callbacks.task_table import Tasks, losses_line, task_names, task_table
 
 MAX_ROWS = 10
 """Finished epochs in the table: the last ones, and the best one if it came earlier."""
@@ -33,6 +31,10 @@ MAX_LINE = 100
 """Columns of a log line in a file, as far as there is a choice."""
 
 _MIN_BAR = 8
+_MIN_ROWS = 3
+"""Epochs that stay in sight where the tasks need the room, and tasks for which a table is worth its heading."""
+_MAX_PHASE = 22
+"""Columns of a phase's name in the table of epochs."""
 
 
 @dataclass(slots=True)
@@ -45,6 +47,32 @@ class Row:
     """Its metrics; None stands for a number that was not finite."""
     speed: dict[str, float] = field(default_factory=dict)
     """Tokens per second, MFU and the share of the time waiting for data."""
+    phase: str = ""
+    """The phase of the curriculum it was in, if there is one."""
+
+
+@dataclass(slots=True)
+class Phase:
+    """A phase of a curriculum.
+
+    >>> Phase(2, "ontology", 4).text, Phase(2).text
+    ('phase 2/4 ontology', 'phase 2')
+    """
+
+    number: int
+    """Counted from 1."""
+    name: str = ""
+    total: int | None = None
+
+    @property
+    def short(self) -> str:
+        """Its number."""
+        return f"phase {of_total(self.number, self.total)}"
+
+    @property
+    def text(self) -> str:
+        """Its number and name."""
+        return f"{self.short} {self.name}".rstrip()
 
 
 @dataclass(slots=True)
@@ -71,10 +99,19 @@ class View:
     note: str = ""
     outcome: str = ""
     """How the run ended; empty while it runs."""
+    notices: list[str] = field(default_factory=list)
+    """What callbacks told lately."""
+    tasks: Tasks = field(default_factory=Tasks)
+    phase: Phase | None = None
+    """The phase of the curriculum, if there is one."""
 
 
 def best_row(rows: list[Row]) -> Row | None:
-    """Return the row with the least validation loss (or else the highest accuracy), the first if several are equal."""
+    """Return the row with the least validation loss (or else the highest accuracy), the first if several are equal.
+
+    Only rows of the last phase count: other phases have other tasks, so their losses do not compare.
+    """
+    rows = [row for row in rows if row.phase == rows[-1].phase]
     for name, sign in (("val_loss", 1.0), ("val_accuracy", -1.0)):
         known = [(sign * value, row.epoch) for row in rows if (value := row.numbers.get(name)) is not None]
         if known:
@@ -94,13 +131,19 @@ def keep_rows(rows: list[Row]) -> list[Row]:
 
 
 def log_line(view: View) -> str:
-    """Return the last log point as one line; a long one of a language model leaves the gradient norm out."""
-    parts = [
+    """Return the last log point as one line; a long one leaves the gradient norm out, and the name of the phase."""
+    place = [
         f"epoch {of_total(view.epoch + 1, view.total_epochs)}",
         f"step {of_total(view.step, view.total_steps, '')}",
     ]
-    spans = _fitting_numbers(view.record, MAX_LINE - len("  ".join(parts)), gap=2)
-    return "  ".join(parts + [f"{name} {value}".strip() for name, value in spans])
+    line = ""
+    for phase in (view.phase.text, view.phase.short) if view.phase is not None else ("",):
+        parts = [place[0], *([phase] if phase else []), place[1]]
+        spans = _fitting_numbers(view.record, MAX_LINE - len("  ".join(parts)), gap=2)
+        line = "  ".join(parts + [f"{name} {value}".strip() for name, value in spans])
+        if len(line) <= MAX_LINE:
+            break
+    return line
 
 
 def _fitting_numbers(record: dict[str, float], room: int, gap: int) -> list[tuple[str, str]]:
@@ -113,8 +156,9 @@ def _fitting_numbers(record: dict[str, float], room: int, gap: int) -> list[tupl
 
 
 def validation_line(view: View, metrics: Mapping[str, float]) -> str:
-    """Return the numbers of a validation inside an epoch as one line."""
-    shown = {name: value for name, value in metrics.items() if name not in left_out(metrics)}
+    """Return the numbers of a validation inside an epoch as one line; those of single tasks are for their table."""
+    ours = {name: value for name, value in metrics.items() if "/" not in name and name != "phase"}
+    shown = {name: value for name, value in ours.items() if name not in left_out(ours)}
     parts = [f"step {of_total(view.step, view.total_steps, '')}"]
     return "  ".join(parts + [f"{label(name)} {metric(name, value)}" for name, value in shown.items()])
 
@@ -122,12 +166,19 @@ def validation_line(view: View, metrics: Mapping[str, float]) -> str:
 def epoch_line(view: View, row: Row) -> str:
     """Return a finished epoch as one line."""
     parts = [f"epoch {of_total(row.epoch + 1, view.total_epochs)} done in {duration(row.seconds)}"]
+    parts += [f"phase {row.phase}"] if row.phase else []
     shown = {name: value for name, value in row.numbers.items() if name not in left_out(row.numbers)}
     if "val_perplexity" in shown:
         shown.pop("perplexity", None)
     parts += [f"{label(name)} {metric(name, value)}" for name, value in shown.items()]
     parts += [f"{name} {value}".strip() for name, value in speed(row.speed) if name != "mfu"]
     return "  ".join(parts + ["(best)"] * (best_row(view.rows) is row))
+
+
+def task_lines(view: View) -> list[str]:
+    """Return the table of the tasks, to stand below the line of an epoch or a validation."""
+    table = task_table(view.tasks, MAX_LINE - 2)
+    return ["  " + "".join(text for text, _ in line).rstrip() for line in table]
 
 
 def outcome_line(view: View) -> str:
@@ -139,7 +190,7 @@ def outcome_line(view: View) -> str:
         found = f"best {label(name)} {number(best.numbers[name])}"
         if best.numbers.get("val_perplexity") is not None:
             found += f" (perplexity {metric('perplexity', best.numbers['val_perplexity'])})"
-        parts.append(f"{found} in epoch {best.epoch + 1}")
+        parts.append(f"{found} in epoch {best.epoch + 1}" + (f" of phase {best.phase}" if best.phase else ""))
     return ", ".join(parts)
 
 
@@ -149,17 +200,40 @@ def outcome_line(view: View) -> str:
 def frame(view: View, width: int, height: int, ascii_only: bool = False) -> list[Line]:
     """Return the lines of the display, none wider than `width`."""
     width = min(width - 1, MAX_WIDTH)  # a full last column would make some terminals wrap
-    lines: list[Line] = [[(" " + view.title, "bold"), ("  " + view.subtitle, "dim")]]
-    rows = min(MAX_ROWS, height - 10)
+    phase: Line = [("  " + view.phase.text, "cyan")] if view.phase is not None else []
+    lines: list[Line] = [[(" " + view.title, "bold"), *phase, ("  " + view.subtitle, "dim")]]
+    notes = _notes(view, width, max(4, height // 8))
+    room = height - 10 - max(0, len(notes) - 2)
+    tasks = _task_lines(view, width, room)
+    rows = min(MAX_ROWS, room - len(tasks))
     if view.rows and rows > 0:
         lines += [[], *_table(view, width, rows, ascii_only)]
-    lines.append([])
+    lines += [*tasks, []]
     if view.outcome:
         lines.append([(" " + outcome_line(view), "bold")])
     else:
         lines += [*_bars(view, width, ascii_only), _numbers_line(view, width)]
-    lines += [[(" " + part, "yellow")] for part in textwrap.wrap(view.note, max(20, width - 2))]
+    lines += [[(" " + part, "yellow")] for part in notes]
     return [_crop(line, width, ascii_only) for line in lines]
+
+
+def _notes(view: View, width: int, max_lines: int) -> list[str]:
+    """Return the notices and the note, wrapped; where they are many, the earliest notices go."""
+    wrapped = [textwrap.wrap(note, max(20, width - 2)) for note in (*view.notices, view.note)]
+    while len(wrapped) > 2 and sum(map(len, wrapped)) > max_lines:
+        wrapped.pop(0)
+    return [part for parts in wrapped for part in parts]
+
+
+def _task_lines(view: View, width: int, room: int) -> list[Line]:
+    """Return the table of the tasks below an empty line; where it is too high, their losses on one line."""
+    running = not view.outcome
+    count = len(task_names(view.tasks, running))
+    free = room - 2 - min(len(view.rows), _MIN_ROWS)
+    if count and free >= min(count, _MIN_ROWS):
+        return [[], *task_table(view.tasks, width, free, running)]
+    losses = losses_line(view.tasks, width) if running and room > 2 else []
+    return [[], losses] if losses else []
 
 
 def _table(view: View, width: int, max_rows: int, ascii_only: bool) -> list[Line]:
@@ -168,11 +242,14 @@ def _table(view: View, width: int, max_rows: int, ascii_only: bool) -> list[Line
     if best is not None and best not in shown:
         shown = [best, *shown[1:]]
     has_tokens = any("tokens_per_s" in row.speed for row in view.rows)
-    columns = _fitting_columns(view.rows, width - (31 if has_tokens else 20))
+    phase_width = max((min(_MAX_PHASE, cells(row.phase)) + 3 for row in shown if row.phase), default=0)
+    if phase_width > width - (57 if has_tokens else 46):
+        phase_width = 0  # losses come first
+    columns = _fitting_columns(view.rows, width - phase_width - (31 if has_tokens else 20))
     widths = [max(8, len(title)) + 3 for _, title in columns]
     heads = "".join(title.rjust(size) for (_, title), size in zip(columns, widths, strict=True))
     heads += "tokens/s".rjust(11) if has_tokens else ""
-    lines: list[Line] = [[(f"{'epoch':>8}{heads}{'time':>10}", "dim")]]
+    lines: list[Line] = [[(f"{'epoch':>8}{heads}{'time':>10}{'   phase' if phase_width else ''}", "dim")]]
     mark = "*" if ascii_only else "★"
     for row in shown:
         is_best = row is best
@@ -182,7 +259,8 @@ def _table(view: View, width: int, max_rows: int, ascii_only: bool) -> list[Line
             line.append(((metric(name, row.numbers[name]) if name in row.numbers else "").rjust(size), style))
         if has_tokens:
             line.append((f"{rate(row.speed.get('tokens_per_s', 0.0)):>11}", ""))
-        lines.append([*line, (f"{duration(row.seconds):>10}", "dim")])
+        phase = "   " + fit(row.phase, phase_width - 3) if phase_width else ""
+        lines.append([*line, (f"{duration(row.seconds):>10}{phase}", "dim")])
     if hidden := view.num_epochs - len(shown):
         dots = "..." if ascii_only else "⋮"
         lines.insert(1, [(f"{dots:>8}   {hidden:,} earlier", "dim")])
@@ -261,8 +339,3 @@ def _crop(line: Line, width: int, ascii_only: bool) -> Line:
         cropped.append((shown, style))
         width -= cells(shown)
     return [span for span in cropped if span[0]]
-
-
-def row_state(row: Row) -> dict[str, Any]:
-    """Return a row as plain data."""
-    return {"epoch": row.epoch, "seconds": row.seconds, "numbers": dict(row.numbers), "speed": dict(row.speed)}

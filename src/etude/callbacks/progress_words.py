@@ -4,8 +4,28 @@ import math
 from collections.abc import Collection, Mapping
 from unicodedata import east_asian_width
 
+Span = tuple[str, str]
+"""Text and its style, in rich's words ("dim", "bold", "cyan" …)."""
+Line = list[Span]
+
 _LABELS = {"accuracy": "acc", "perplexity": "ppl", "grad_norm": "grad norm"}
-_NOT_METRICS = frozenset({"step", "epoch", "samples", "tokens", "lr", "skipped", "data_wait", "mfu", "grad_norm"})
+_NOT_METRICS = frozenset(
+    {
+        "step",
+        "epoch",
+        "samples",
+        "tokens",
+        "lr",
+        "skipped",
+        "data_wait",
+        "mfu",
+        "grad_norm",
+        "grad_conflicts",
+        "phase",
+    }
+)
+_NO_TASKS = frozenset({"grad_norm", "grad_cosine"})
+"""What stands before a `/` and is no task: norms of layers, and cosines of pairs of tasks."""
 _LEAST_WAIT = 0.001
 """Share of the time waiting for data that is worth a word."""
 _LEAST_WAIT_OF_SAMPLES = 0.25
@@ -13,12 +33,25 @@ _LEAST_WAIT_OF_SAMPLES = 0.25
 
 
 def is_metric(name: str) -> bool:
-    """True for losses and metrics; False for rates, counters and settings.
+    """True for losses and metrics of the whole run; False for those of one task, and for rates, counters and settings.
 
-    >>> [name for name in ("loss", "val_accuracy", "lr", "samples_per_s", "grad_norm_max") if is_metric(name)]
+    >>> [name for name in ("loss", "val_accuracy", "lr", "samples_per_s", "quality/loss") if is_metric(name)]
     ['loss', 'val_accuracy']
     """
-    return name not in _NOT_METRICS and not name.endswith("_s") and not name.startswith(("grad_norm_", "grad_norm/"))
+    return (
+        name not in _NOT_METRICS and "/" not in name and not name.endswith("_s") and not name.startswith("grad_norm_")
+    )
+
+
+def of_task(name: str) -> tuple[str, str] | None:
+    """Return the task a number belongs to, and the number's own name; None if it is not one of a task.
+
+    >>> of_task("val_quality/f1"), of_task("quality/loss"), of_task("val_loss"), of_task("grad_norm/layers.0")
+    (('quality', 'val_f1'), ('quality', 'loss'), None, None)
+    """
+    prefix, bare = ("val_", name[4:]) if name.startswith("val_") else ("", name)
+    task, slash, own = bare.partition("/")
+    return (task, prefix + own) if slash and task not in _NO_TASKS else None
 
 
 def label(name: str) -> str:

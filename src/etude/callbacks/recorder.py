@@ -9,6 +9,7 @@ from typing import Any
 from etude.core import Clock
 from etude.engine.callback import Callback, Logs, RunInfo
 from etude.monitor import CsvSink, EventLog, JsonlSink, RunFolder, read_rows
+from etude.monitor.records import read_jsonl
 
 logger = logging.getLogger("etude")
 
@@ -16,8 +17,8 @@ logger = logging.getLogger("etude")
 class RunRecorder(Callback):
     """Records log points (split `train`), validations (`val`) and epochs (`epoch`) in metrics.jsonl and metrics.csv.
 
-    Start, checkpoints, stop and errors go to events.jsonl. Only the main process is given one. A folder that cannot
-    be written for a while costs records, never the run.
+    Start, phases, checkpoints, stop and errors go to events.jsonl. Only the main process is given one. A folder that
+    cannot be written for a while costs records, never the run.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -33,6 +34,8 @@ class RunRecorder(Callback):
         self._resumed_at = 0
         self._written: tuple[set[str], ...] = tuple(set() for _ in self._sinks)
         """Splits recorded at that step before the run was resumed, and made again, by file: a kill may part them."""
+        self._begun: set[Any] = set()
+        """Phases that had begun at that step before the run was resumed, and may begin there again."""
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Drop records of work that is done again, or of an earlier run; note the start, or where the run goes on."""
@@ -43,6 +46,10 @@ class RunRecorder(Callback):
         self._resumed_at = step
         files = (self.folder.read_metrics(), read_rows(self.folder.metrics_csv_path))
         self._written = tuple({str(r.get("split")) for r in rs if str(r.get("step")) == str(step)} for rs in files)
+        events = read_jsonl(self.folder.events_path)
+        self._begun = {
+            event.get("phase") for event in events if (event.get("kind"), event.get("step")) == ("phase", step)
+        }
         kind, words = ("resume", f"resumed at step {step}") if run.resumed else ("start", "started")
         self._events.write(kind, f"{run.name} {words}", step=step, epoch=run.clock.epoch, device=str(run.device))
 
@@ -67,8 +74,11 @@ class RunRecorder(Callback):
         self._events.write("checkpoint", f"saved {path.name}", path=str(path), **self._place())
 
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
-        """Note what a callback tells the user."""
-        self._events.write("warning", message, **{**self._place(), **facts})
+        """Note what a callback tells the user: a warning, or the kind of event that its facts name."""
+        fields = {**self._place(), **facts}
+        kind = fields.pop("event", "warning")
+        if kind != "phase" or fields.get("step") != self._resumed_at or fields.get("phase") not in self._begun:
+            self._events.write(kind, message, **fields)
 
     def on_exception(self, error: BaseException) -> None:
         """Note how the run broke off."""

@@ -10,7 +10,8 @@ from rich.control import Control
 from rich.live import Live
 from rich.segment import ControlType, Segment
 
-from etude.callbacks.progress_view import Line, View, frame
+from etude.callbacks.progress_view import View, frame
+from etude.callbacks.progress_words import Line
 
 
 class LiveTerminal:

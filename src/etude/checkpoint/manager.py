@@ -22,8 +22,9 @@ _log = logging.getLogger(__name__)
 class CheckpointManager:
     """Checkpoints of one run: `root/step-NNNNNNNN`, and the links `root/last` and `root/best` for people.
 
-    Kept are the newest and the best `keep_best` by the metric `monitor`. Everything is read from the folders, so
-    a new manager continues where another one stopped. A manager that only loads changes nothing on the disk.
+    Kept are the newest and the best `keep_best` by the metric `monitor`; with a curriculum, those of the newest phase
+    are the best (see `retention`). Everything is read from the folders, so a new manager continues where another one
+    stopped. A manager that only loads changes nothing on the disk.
 
     >>> from tempfile import mkdtemp
     >>> import torch
@@ -115,7 +116,7 @@ class CheckpointManager:
 
     def all(self) -> list[Entry]:
         """Return every checkpoint with its monitored value, oldest first."""
-        return [Entry(step, self._value(path)) for step, path in find_checkpoints(self.root).items()]
+        return [self._entry(step, path) for step, path in find_checkpoints(self.root).items()]
 
     def save_modules(
         self,
@@ -172,12 +173,13 @@ class CheckpointManager:
             except OSError as error:
                 _log.warning("could not delete %s: %s", folders[step], error.strerror)
 
-    def _value(self, path: Path) -> float | None:
+    def _entry(self, step: int, path: Path) -> Entry:
         try:
-            value = read_meta(path).get("metrics", {}).get(self.monitor)
-            return None if value is None else float(value)
+            metrics = read_meta(path).get("metrics", {})
+            value = metrics.get(self.monitor)
+            return Entry(step, None if value is None else float(value), float(metrics.get("phase", 0.0)))
         except (CheckpointError, ValueError, TypeError, AttributeError):
-            return None  # damaged: it is passed over when it is read, with the reason
+            return Entry(step)  # damaged: it is passed over when it is read, with the reason
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

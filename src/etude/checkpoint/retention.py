@@ -1,4 +1,8 @@
-"""Which checkpoints to keep: the newest, and the best by a monitored number. Pure functions."""
+"""Which checkpoints to keep: the newest, and the best by a monitored number. Pure functions.
+
+In a run with a curriculum a phase trains other tasks than the phase before, so its loss is another number. Values
+compare only within a phase: any checkpoint of a later phase ranks before all of an earlier one.
+"""
 
 import math
 from collections.abc import Iterable, Sequence, Set
@@ -15,17 +19,25 @@ class Entry:
     step: int
     value: float | None = None
     """The monitored number at that step; None if it was not measured."""
+    phase: float = 0.0
+    """The phase of the curriculum in which it was measured."""
 
 
 def best_first(entries: Iterable[Entry], mode: Mode) -> list[Entry]:
-    """Return the entries that have a value, best first; of equal ones the earlier step. NaN is no value.
+    """Return the entries that have a value, those of the latest phase first, in it the best, of equals the earlier.
 
-    >>> best_first([Entry(1, 0.5), Entry(2, 0.2), Entry(3), Entry(4, float("nan"))], "min")
-    [Entry(step=2, value=0.2), Entry(step=1, value=0.5)]
+    NaN is no value.
+
+    >>> [entry.step for entry in best_first([Entry(1, 0.5), Entry(2, 0.2), Entry(3), Entry(4, float("nan"))], "min")]
+    [2, 1]
+    >>> [entry.step for entry in best_first([Entry(1, 0.2, phase=1), Entry(2, 0.9, phase=2)], "min")]
+    [2, 1]
     """
     sign = 1.0 if mode == "min" else -1.0
-    measured = [(sign * e.value, e.step, e) for e in entries if e.value is not None and not math.isnan(e.value)]
-    return [entry for _, _, entry in sorted(measured, key=lambda item: item[:2])]
+    measured = [
+        ((-e.phase, sign * e.value, e.step), e) for e in entries if e.value is not None and not math.isnan(e.value)
+    ]
+    return [entry for _, entry in sorted(measured, key=lambda item: item[0])]
 
 
 def to_delete(entries: Sequence[Entry], keep_best: int, mode: Mode, protect: Set[int] = frozenset()) -> list[int]:

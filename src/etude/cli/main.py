@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from etude.cli.compare import compare
 from etude.cli.data import data_app, tokenize
 
 
@@ -84,6 +85,9 @@ def evaluate(
     if _is_main():
         print(f"{path} on the {split} split:")
         _print_metrics(metrics)
+
+
+app.command()(compare)
 
 
 @app.command("list")
@@ -168,11 +172,12 @@ def _conclude(outcome: Any) -> None:
 
 def _print_metrics(metrics: dict[str, float]) -> None:
     is_language = any(name.endswith("perplexity") for name in metrics)
+    width = max(16, *map(len, metrics)) if metrics else 16
     for name, value in metrics.items():
         of_classes = name.endswith("accuracy") and not is_language
         percent = f"   ({100 - 100 * value:.2f} % error)" if of_classes else ""
         shown = f"{value:.2%}" if name in ("mfu", "data_wait") else f"{value:.6g}"
-        print(f"  {name:<16} {shown}{percent}")
+        print(f"  {name:<{width}} {shown}{percent}")
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from etude.config.resolve import find_config, list_experiments
     from etude.config.schema import SectionSpec, validate_document, validate_section
     from etude.config.section_model import SectionModel
-    from etude.config.selection import Selection, plain
+    from etude.config.selection import Selection, SuppliedSection, plain
     from etude.config.signature import schema_of
 
 _HOME = {
@@ -32,6 +32,7 @@ _HOME = {
     "SectionModel": "section_model",
     "SectionSpec": "schema",
     "Selection": "selection",
+    "SuppliedSection": "selection",
     "apply_overrides": "overrides",
     "build_component": "build",
     "build_selection": "build",
@@ -62,6 +63,7 @@ __all__ = [
     "SectionModel",
     "SectionSpec",
     "Selection",
+    "SuppliedSection",
     "apply_overrides",
     "build_component",
     "build_selection",

@@ -12,7 +12,8 @@ from pydantic_core import core_schema
 from etude.config.registry import kinds, lookup, names
 from etude.config.schema import SectionSpec, root_model
 from etude.config.section_model import spellings
-from etude.config.selection import component_model
+from etude.config.selection import SuppliedSection, component_model
+from etude.config.shapes import marks_in
 
 _DEFS = "#/$defs/"
 
@@ -23,9 +24,12 @@ def json_schema(sections: Mapping[str, SectionSpec]) -> dict[str, Any]:
     A component section is checked by the arguments of the component it names. In a file that `extends` another,
     nothing is required, because the other file may have it.
     """
-    provided = {spec.kind: frozenset(spec.provided) for spec in sections.values() if spec.kind is not None}
-    everywhere = frozenset[str]().union(*provided.values())
     root = root_model(sections)
+    provided: dict[str, frozenset[str]] = {}
+    for mark in marks_in(root):
+        names_here = mark.provided if isinstance(mark, SuppliedSection) else frozenset[str]()
+        provided[mark.kind] = provided.get(mark.kind, frozenset()) | names_here
+    everywhere = frozenset[str]().union(*provided.values())
     components = {
         (kind, name): component_model(lookup(kind, name), provided.get(kind, everywhere))
         for kind in kinds()

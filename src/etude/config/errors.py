@@ -29,11 +29,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """An error at its place in the data; `branch` says which member of a union reported it, and where."""
+    """An error at its place in the data; `branches` say which members of unions reported it, and where."""
 
     loc: Loc
     detail: Detail
-    branch: tuple[Loc, str] | None = None
+    branches: tuple[tuple[Loc, str], ...] = ()
 
 
 @dataclass(slots=True)
@@ -81,19 +81,13 @@ def problems_in(
     context = _Context(hint, data, path, elsewhere, provided)
     found = [_locate(detail, data) for detail in error.errors(include_url=False)]
     found.sort(key=lambda each: each.detail["type"] not in _UNKNOWN)  # suggestions first, for `suggested`
-    problems = []
-    for each in found:
-        if each.branch is None:
-            text = _explain(each, context)
-            if text:
-                problems.append(Problem(_dotted(path, each.loc), text))
-    return problems + _unions([each for each in found if each.branch], context)
+    return _problems(found, context)
 
 
 def _locate(detail: Detail, data: Any) -> _Found:
     """Follow pydantic's location through the data; what is no key there names a member of a union."""
     loc: list[Any] = []
-    branch: tuple[Loc, str] | None = None
+    branches: dict[Loc, str] = {}  # below a member pydantic may name more than one part, of which the first counts
     value = data
     parts = detail["loc"]
     for index, part in enumerate(parts):
@@ -104,30 +98,31 @@ def _locate(detail: Detail, data: Any) -> _Found:
         elif detail["type"] == "missing" and index == len(parts) - 1:
             loc.append(part)
         elif detail["type"] != "component" or part != "name":
-            branch = branch or (tuple(loc), str(part))
+            branches.setdefault(tuple(loc), str(part))
         elif isinstance(value, Mapping):
             loc.append(part)
-    return _Found(tuple(loc), detail, branch)
+    return _Found(tuple(loc), detail, tuple(branches.items()))
 
 
-def _unions(found: Sequence[_Found], context: _Context) -> list[Problem]:
-    """Merge what the members of each union say into one line, or take the word of the member that was meant."""
+def _problems(found: Sequence[_Found], context: _Context, depth: int = 0) -> list[Problem]:
+    """Put errors into words; merge what the members of a union say, or take the word of the member that was meant."""
+    problems = []
     by_anchor: dict[Loc, dict[str, list[_Found]]] = {}
     for each in found:
-        assert each.branch is not None
-        anchor, member = each.branch
-        by_anchor.setdefault(anchor, {}).setdefault(member, []).append(each)
-    problems = []
+        if len(each.branches) > depth:
+            anchor, member = each.branches[depth]
+            by_anchor.setdefault(anchor, {}).setdefault(member, []).append(each)
+        elif text := _explain(each, context):
+            problems.append(Problem(_dotted(context.path, each.loc), text))
     for anchor, members in by_anchor.items():
         errors = [each for group in members.values() for each in group]
         meant = [group for group in members.values() if any(each.loc != anchor for each in group)] or [
             [each] for each in errors if not is_type_error(each.detail)
         ]
         if meant:
-            texts = [(each.loc, _explain(each, context)) for each in min(meant, key=len)]
+            problems += _problems(min(meant, key=len), context, depth + 1)
         else:
-            texts = [(anchor, mismatch([each.detail for each in errors]))]
-        problems += [Problem(_dotted(context.path, loc), text) for loc, text in texts if text]
+            problems.append(Problem(_dotted(context.path, anchor), mismatch([each.detail for each in errors])))
     return problems
 
 

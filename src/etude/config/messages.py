@@ -34,6 +34,8 @@ _EXPECTED = {
     "dataclass_type": "a mapping",
     "none_required": "null",
 }
+_INSTANCES = {"Sequence": "a list", "Mapping": "a mapping"}
+"""Abstract classes of which a file has instances."""
 _PYTHON_ONLY = {"is_instance_of", "is_subclass_of", "callable_type", "is_type"}
 """Types whose values a file cannot hold."""
 
@@ -92,7 +94,8 @@ def message(detail: Detail) -> str:
     if kind == "component":
         return str(context["problem"])
     if kind in ("value_error", "assertion_error"):
-        return f"{' '.join(str(context.get('error', detail['msg'])).split())} (got {show(value)})"
+        words = " ".join(str(context.get("error", detail["msg"])).split())
+        return words if isinstance(value, Mapping) else f"{words} (got {show(value)})"
     words = detail["msg"][:1].lower() + detail["msg"][1:]
     return f"{words.replace('input should', 'should')}, got {show(value)}"
 
@@ -106,8 +109,8 @@ def mismatch(details: Sequence[Detail]) -> str:
             expected = str(detail["ctx"]["expected"])
             choices += re.findall(r"'([^']*)'", expected)
             nouns.append(expected)
-        elif detail["type"] in _EXPECTED:
-            nouns.append(_EXPECTED[detail["type"]])
+        elif noun := _EXPECTED.get(detail["type"]) or _INSTANCES.get((detail.get("ctx") or {}).get("class", "")):
+            nouns.append(noun)
     if not nouns:
         wanted = (details[0].get("ctx") or {}).get("class", "function")
         return f"takes a {wanted}, which can only be given in Python, got {show(value)}"

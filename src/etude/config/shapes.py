@@ -41,10 +41,13 @@ def shape_at(hint: Any, loc: Sequence[Any], data: Any, provided: frozenset[str] 
 
 
 def sections_of(hint: Any, data: Any, provided: frozenset[str] = frozenset()) -> dict[str, Shape]:
-    """Return the shapes of the sections directly below; of one that names no known component, all of its kind."""
+    """Return the shapes of the sections directly below, first of those that are there.
+
+    Of a section that names no known component, it is that of all components of its kind.
+    """
     root = shape_at(hint, (), data, provided)
     found: dict[str, Shape] = {}
-    for name, hints in (root.hints if root else {}).items():
+    for name, hints in sorted((root.hints if root else {}).items(), key=lambda item: _child(data, item[0]) is None):
         value = _child(data, name)
         for each in hints:
             shape = _shape(each, value, provided)
@@ -53,6 +56,20 @@ def sections_of(hint: Any, data: Any, provided: frozenset[str] = frozenset()) ->
             if shape is not None:
                 found.setdefault(name, shape)
     return found
+
+
+def marks_in(hint: Any, seen: frozenset[Any] = frozenset()) -> Iterator[Section]:
+    """Yield the marks of all components that may stand in a value of this type, however deep."""
+    for each in _members(hint):
+        if isinstance(each, Section):
+            yield each
+        elif each not in seen:  # a model may hold itself
+            shape = _shape(each, None, frozenset())
+            inside = (
+                typing.get_args(each) if shape is None else [below for some in shape.hints.values() for below in some]
+            )
+            for below in inside:
+                yield from marks_in(below, seen | {each})
 
 
 def component_shape(component: Component, provided: frozenset[str] = frozenset()) -> Shape:
@@ -111,7 +128,9 @@ def _shape(hint: Any, value: Any, provided: frozenset[str]) -> Shape | None:
         return _shape_of_model(hint)
     if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or typing.is_typeddict(hint)):
         hints = {
-            name: list(_members(each)) for name, each in typing.get_type_hints(hint, include_extras=True).items()
+            name: list(_members(each))
+            for name, each in typing.get_type_hints(hint, include_extras=True).items()
+            if typing.get_origin(each) is not typing.ClassVar
         }
         return Shape(list(hints), {name: name for name in hints}, hints)
     return None

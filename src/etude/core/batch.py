@@ -17,6 +17,19 @@ class DataBatch(NamedTuple):
     labels: Tensor | None
 
 
+STREAM = "stream"
+"""The key under which a batch that comes from a named stream of data keeps the stream's name."""
+
+
+class JointBatch(list[Batch]):
+    """Batches of several streams that make one step together, each of them a mapping with its stream's name.
+
+    >>> joint = JointBatch([{"x": torch.zeros(2, 3), STREAM: "a"}, {"x": torch.zeros(5, 3), STREAM: "b"}])
+    >>> num_samples(joint)
+    7
+    """
+
+
 LABEL_KEYS = ("labels", "label", "targets", "target")
 """Keys under which a mapping holds its labels; the first one present is taken."""
 
@@ -67,6 +80,8 @@ def num_samples(batch: Batch) -> int:
     >>> num_samples({"input_ids": torch.zeros(4, 7)})
     4
     """
+    if isinstance(batch, JointBatch):
+        return sum(num_samples(part) for part in batch)
     tensor = first_tensor(batch)
     if tensor is None:
         return 0

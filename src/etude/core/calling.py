@@ -17,11 +17,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from etude.core.batch import LABEL_KEYS, Batch, batch_labels
+from etude.core.batch import LABEL_KEYS, STREAM, Batch, batch_labels
 from etude.core.errors import TrainingError
 
 OTHER_NAMES = (("attn_mask", "attention_mask"), ("attention_mask", "attn_mask"))
 """(parameter, key): a mask that the batch has under one name is given to a model that knows it by the other."""
+MAIN_KEYS = ("input_ids", "tokens", "input")
+"""Keys of the main input, which a model whose `forward` calls it something else is given by position."""
+SETTING_KEYS = (STREAM, "causal")
+"""What a batch says about itself or asks of the model. No inputs: only a `forward` that names them is given them."""
 WRAPPED_MODULES = ("_orig_mod", "_fsdp_wrapped_module")
 """Names under which torch.compile and FSDP hold the module they wrap."""
 
@@ -123,6 +127,10 @@ class Forward:
     def plan(self, keys: tuple[str, ...]) -> Plan:
         """Decide how a mapping with these keys is passed; raise TrainingError if it does not fit."""
         plan = self._next_token_plan(keys) if is_next_token(keys) else self._mapping_plan(keys)
+        settings = tuple(
+            key for key in SETTING_KEYS if key in keys and key in self.names and key not in plan.keywords
+        )
+        plan = plan._replace(keywords=(*plan.keywords, *settings))
         given = {*plan.keywords, *(name for name, _ in plan.renamed), *self.positional[: len(plan.positional)]}
         missing = [name for name in self.required if name not in given]
         if missing or not (plan.positional or plan.keywords):
@@ -134,13 +142,12 @@ class Forward:
         return plan
 
     def _mapping_plan(self, keys: tuple[str, ...]) -> Plan:
-        inputs = [key for key in keys if key not in LABEL_KEYS or key in self.required]
+        not_inputs = (*LABEL_KEYS, *SETTING_KEYS)
+        inputs = [key for key in keys if key not in not_inputs or key in self.required]
         keywords = [key for key in inputs if self.any_keyword or key in self.names]
         if "decoder_input_ids" in self.names and "decoder_input_ids" not in keys and "labels" in keys:
             keywords.append("labels")  # an encoder-decoder makes the inputs of its decoder from the labels
-        main = next(
-            (key for key in ("input_ids", "tokens") if key in inputs), inputs[0] if len(inputs) == 1 else None
-        )
+        main = next((key for key in MAIN_KEYS if key in inputs), inputs[0] if len(inputs) == 1 else None)
         renamed = tuple(
             (name, key) for name, key in OTHER_NAMES if key in inputs and name in self.names and key not in keywords
         )
@@ -196,7 +203,7 @@ def inputs_of(batch: Batch) -> Any:
     if isinstance(batch, Mapping):
         if "input_ids" in batch:
             return batch["input_ids"]
-        return next((batch[key] for key in batch if key not in LABEL_KEYS), None)
+        return next((batch[key] for key in batch if key not in LABEL_KEYS and key not in SETTING_KEYS), None)
     return batch[0]
 
 

@@ -20,6 +20,8 @@ class Clock:
     """Samples of the epoch under way that are consumed, over all ranks: the whole state of a loader."""
     samples: int = 0
     """Samples consumed since the start, over all ranks."""
+    phase: int = 0
+    """The phase of the curriculum, counted from 1; 0 without a curriculum."""
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters as plain integers."""
@@ -29,3 +31,4 @@ class Clock:
         """Set the counters from `state_dict`."""
         self.step, self.epoch = state["step"], state["epoch"]
         self.position, self.samples = state["position"], state["samples"]
+        self.phase = state.get("phase", 0)  # checkpoints of runs before there were curricula have none

@@ -1,6 +1,6 @@
 """What the engine needs of a loader: batches of an epoch from a position on, and the position after each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from typing import Protocol, runtime_checkable
 
 from etude.core.batch import Batch
@@ -37,4 +37,21 @@ class Loader(Protocol):
 
     def iterate(self, epoch: int, position: int = 0) -> BatchIterator:
         """Return the batches of `epoch` from sample `position` on (a value of `BatchIterator.position`)."""
+        ...
+
+
+@runtime_checkable
+class ChoosesStreams(Protocol):
+    """A loader of named streams of data, of which a run may choose others as it goes on."""
+
+    def choose(
+        self,
+        weights: Mapping[str, float] | None = None,
+        sequence_length: int | None = None,
+        only: Set[str] | None = None,
+    ) -> bool:
+        """Set what the next `iterate` reads; return whether that is something else than before.
+
+        None stands for what the loader was made with: its proportions, its sequence length, all its streams.
+        """
         ...

@@ -4,7 +4,7 @@ The engine divides each sum once, by its count over all micro-batches and all ra
 samples give the gradient of one batch of k·b samples, whatever the masks and whatever the number of ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -58,11 +58,63 @@ class CountsAhead(Protocol):
 
 
 @runtime_checkable
+class SeveralTasks(Protocol):
+    """A task made of several, which a run switches on and off as it goes on: what a curriculum acts on."""
+
+    def activate(self, weights: Mapping[str, float], variants: Mapping[str, str] | None = None) -> None:
+        """Train the tasks that have a weight, with that weight and in the given forms; all others rest."""
+        ...
+
+    def streams(self) -> frozenset[str] | None:
+        """Return the streams of data that active tasks read; None if one of them reads any."""
+        ...
+
+
+@runtime_checkable
 class Derives(Protocol):
     """A task that knows numbers which follow from the averages of its terms, as perplexity does from the loss."""
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return such numbers by name."""
+        ...
+
+
+@runtime_checkable
+class ManyTasks(Protocol):
+    """A task that is several: its terms are called `<task>/…`, and not every batch has all of them."""
+
+    tasks: Mapping[str, Any]
+    """What is known of each task, by its name."""
+    version: int
+    """Changes whenever other tasks become active."""
+
+    def weighted_terms(self, batch: Batch) -> list[str]:
+        """Return the names of the weighted terms that a batch has, in order; the batch may have no samples."""
+        ...
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Any:
+        """Run the model on a batch as training does."""
+        ...
+
+    def numbers(self) -> Mapping[str, float]:
+        """Return numbers of its own for a log point, such as the weights of the tasks."""
+        ...
+
+
+@runtime_checkable
+class Measures(Protocol):
+    """A task with metrics that are more than averages: it counts while it is evaluated."""
+
+    def start_measuring(self) -> None:
+        """Begin to count."""
+        ...
+
+    def stop_measuring(self) -> None:
+        """Stop counting, after an error."""
+        ...
+
+    def measured(self, reduce: Callable[[Tensor], Tensor]) -> Mapping[str, float]:
+        """Return the metrics and stop counting; `reduce` adds counts up over ranks."""
         ...
 
 
@@ -72,4 +124,15 @@ def derive(task: Any, means: Mapping[str, float]) -> dict[str, float]:
     >>> derive(None, {"loss": 0.5})
     {'loss': 0.5}
     """
-    return {**means, **(task.derived(means) if isinstance(task, Derives) else {})}
+    return in_order(task, {**means, **(task.derived(means) if isinstance(task, Derives) else {})})
+
+
+def in_order(task: Any, numbers: dict[str, float]) -> dict[str, float]:
+    """Return numbers of several tasks in the order of the tasks, whichever came first in the data.
+
+    Numbers that belong to no task come before. Those of a single task stay as they are.
+    """
+    if not isinstance(task, ManyTasks):
+        return numbers
+    places = {name: place for place, name in enumerate(task.tasks)}
+    return dict(sorted(numbers.items(), key=lambda item: places.get(item[0].rpartition("/")[0], -1)))

@@ -89,6 +89,31 @@ class Curriculum:
             factors = {task: factors.get(task, came_in) for task in self.active_tasks(phase)}
         return {task: self.weights[task] * factor for task, factor in factors.items()}
 
+    def upcoming(self, state: CurriculumState) -> tuple[Phase, ...]:
+        """Return the phases that may still begin."""
+        return self.phases[self._place(state) + 1 :]
+
+    def next_change(self, step: int, state: CurriculumState) -> int | None:
+        """Return the earliest step after `step` at which the phase or a weight changes by steps alone; None: never.
+
+        >>> from etude.curriculum import Ramp
+        >>> curriculum = Curriculum([Phase("a", 1, ["x"]), Phase("b", Start(step=10), ["x", "y"], Ramp(steps=3))])
+        >>> state = curriculum.advance(CurriculumState(), epoch=1, step=4)
+        >>> curriculum.next_change(4, state)
+        10
+        >>> state = curriculum.advance(state, epoch=1, step=10)
+        >>> [curriculum.next_change(step, state) for step in (10, 11, 12, 13)]
+        [11, 12, 13, None]
+        """
+        for entry in state.begun[1:]:
+            length = self.phases[self._places[entry.phase]].ramp.steps
+            if length is not None and step < entry.step + length:
+                return step + 1
+        for phase in self.upcoming(state):
+            if phase.begins.fixed:  # it holds up all phases after it
+                return phase.begins.step
+        return None
+
     def transitions(self, before: CurriculumState, after: CurriculumState) -> tuple[tuple[Begun, Phase], ...]:
         """Return the phases that began between two states, for logs and events."""
         return tuple((entry, self.phases[self._places[entry.phase]]) for entry in after.begun[len(before.begun) :])

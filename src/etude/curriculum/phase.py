@@ -3,11 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from etude.core.errors import ConfigError
 
 ALL = "all"
 """As the tasks of a phase: every task that is defined."""
+_STRICT = {"extra": "forbid"}
+"""Read by pydantic where it makes these classes from a file: a key that is not known is a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,8 @@ class Start:
     >>> Start(metric="val_loss", below=2.5).text
     'val_loss <= 2.5'
     """
+
+    __pydantic_config__: ClassVar[Mapping[str, str]] = _STRICT
 
     epoch: int | None = None
     """The first epoch of the phase, counted from 1."""
@@ -81,6 +86,8 @@ class Ramp:
     [0.1, 0.28, 0.46, 0.64, 0.82, 1.0, 1.0]
     """
 
+    __pydantic_config__: ClassVar[Mapping[str, str]] = _STRICT
+
     start: float = 0.1
     """The factor with which a new task begins."""
     epochs: float = 5.0
@@ -111,6 +118,8 @@ class Phase:
     >>> Phase("warm-up", 1, ["code_generation"]).start
     Start(epoch=1, step=None, metric=None, below=None, above=None)
     """
+
+    __pydantic_config__: ClassVar[Mapping[str, str]] = _STRICT
 
     name: str
     start: Start | int

@@ -1,14 +1,16 @@
 """Data: orders and samplers, loaders, token files, prefetching and data sets."""
 
 from etude.data.blocks import TokenBlocks
+from etude.data.delivery import EpochIterator
 from etude.data.factory import DataLoaderFactory
 from etude.data.foreign import ForeignLoader, as_loader
 from etude.data.idx import read_idx
 from etude.data.language import load_text_corpus, load_token_mixture, load_tokens
-from etude.data.loader import DataLoader, EpochIterator
+from etude.data.loader import DataLoader
 from etude.data.mixture import TokenMixture
 from etude.data.mnist import fetch_mnist, load_mnist
 from etude.data.normalize import Normalize
+from etude.data.parts import LoaderData, Streams, TensorData
 from etude.data.permutation import KeyedPermutation
 from etude.data.prefetch import PrefetchStream, prefetch_stream
 from etude.data.reading import (
@@ -20,8 +22,10 @@ from etude.data.reading import (
     mask_tokens,
 )
 from etude.data.sampler import BatchSampler
-from etude.data.source import BatchSource
-from etude.data.splits import DataSplits, LoaderData, TensorData, check_labels, make_loader
+from etude.data.source import BatchSource, ResizableSource
+from etude.data.splits import DataSplits, check_labels, make_loader
+from etude.data.streams import combine_streams, load_streams
+from etude.data.streams_loader import StreamLoader
 from etude.data.tokens import (
     Sample,
     TokenFile,
@@ -47,7 +51,10 @@ __all__ = [
     "Normalize",
     "PackedDocuments",
     "PrefetchStream",
+    "ResizableSource",
     "Sample",
+    "StreamLoader",
+    "Streams",
     "TensorData",
     "TokenBlocks",
     "TokenDocuments",
@@ -59,10 +66,12 @@ __all__ = [
     "check_labels",
     "check_tokens",
     "collate",
+    "combine_streams",
     "document_mask",
     "fetch_mnist",
     "find_split",
     "load_mnist",
+    "load_streams",
     "load_text_corpus",
     "load_token_mixture",
     "load_tokens",

@@ -43,6 +43,15 @@ class TokenBlocks:
     def __len__(self) -> int:
         return self.num_blocks
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a block."""
+        return self.length
+
+    def with_length(self, length: int) -> "TokenBlocks":
+        """Return blocks of another length of the same file."""
+        return TokenBlocks(self.file, length, moving=self.moving)
+
     def gather(self, indices: Indices, *, epoch: int, seed: int) -> dict[str, Tensor]:
         """Return the blocks at `indices`."""
         starts = self._starts(indices, epoch, seed)

@@ -6,9 +6,14 @@ from typing import Any
 
 import torch
 
-from etude.core.errors import ConfigError
+from etude.core.errors import ConfigError, DataError
 from etude.data.loader import DataLoader
-from etude.data.splits import LoaderData, TensorData, make_loader
+from etude.data.parts import LoaderData, Streams, TensorData
+from etude.data.splits import make_loader
+from etude.data.streams_loader import StreamLoader
+
+WORKERS = ("num_workers", "persistent_workers", "prefetch_factor")
+"""Settings of worker processes, which streams do not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +54,11 @@ class DataLoaderFactory:
         given = config if isinstance(config, Mapping) else vars(config)
         return cls(**{name: given[name] for name in names if name in given} | settings)
 
-    def create(self, data: Any, *, training: bool = True, **options: Any) -> DataLoader:
+    def create(self, data: Any, *, training: bool = True, **options: Any) -> DataLoader | StreamLoader:
         """Return a loader over tensors, a (data, labels) pair, a part of a data set, a source or a Dataset.
 
-        `options` are those of `DataLoader` and come before the settings of the factory.
+        `options` are those of the loader and come before the settings of the factory. Raises DataError if streams
+        are to be read by worker processes.
         """
         if isinstance(data, tuple) and len(data) == 2:
             data = TensorData(*data)
@@ -60,7 +66,15 @@ class DataLoaderFactory:
             data, options = data.data, {**data.options, **options}
         settings = {field.name: getattr(self, field.name) for field in fields(self)}
         settings |= {"shuffle": training, "drop_last": training and self.drop_last}
-        return make_loader(data, **{**settings, **options})
+        settings |= options
+        if isinstance(data, Streams):
+            if settings["num_workers"]:
+                raise DataError(
+                    f"num_workers is {settings['num_workers']}, but streams are read in the process that trains; "
+                    f"set it to 0, and prefetch to read ahead in a thread"
+                )
+            settings = {"training": training} | {k: v for k, v in settings.items() if k not in WORKERS}
+        return make_loader(data, **settings)
 
     def with_settings(self, **settings: Any) -> "DataLoaderFactory":
         """Return a factory with some settings changed."""

@@ -15,9 +15,10 @@ from etude.core.errors import DataError
 from etude.data.blocks import TokenBlocks
 from etude.data.files import cache_folder, logger
 from etude.data.mixture import TokenMixture
+from etude.data.parts import LoaderData
 from etude.data.reading import MaskedTokens, PackedDocuments, TokenDocuments
 from etude.data.source import BatchSource
-from etude.data.splits import DataSplits, LoaderData
+from etude.data.splits import DataSplits
 from etude.data.tokens import TokenFile, open_tokens
 from etude.data.tokens.places import exists
 

@@ -1,49 +1,22 @@
 """The loader: batches of tensors, token files or a map-style dataset, from any position of any epoch."""
 
-import inspect
-from collections.abc import Callable, Generator, Iterator, Sized
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
-from etude.core.batch import Batch, DataBatch, first_tensor, map_tensors, to_device
+from etude.core.batch import Batch, map_tensors, to_device
 from etude.core.errors import DataError
-from etude.core.random import mix
-from etude.data.cuda import SideStream, ahead
+from etude.data.delivery import BatchTransform, EpochIterator, deliver
 from etude.data.memory import TensorSource, is_in_memory
 from etude.data.order import BucketOrder, Order, SequentialOrder, ShuffledOrder
-from etude.data.prefetch import prefetch_stream
 from etude.data.reading import TokenDocuments
 from etude.data.sampler import BatchSampler
 from etude.data.source import BatchSource, GatheredBatches, MeasuredSource, OrderedSource
 from etude.data.tokens import open_tokens
-from etude.data.workers import Collate, DatasetSource, WorkerSettings
-
-
-class EpochIterator:
-    """The batches of one epoch; `position` counts the samples handed out so far over all ranks."""
-
-    __slots__ = ("_close", "_items", "position")
-
-    def __init__(self, items: Iterator[tuple[int, Batch]], position: int, close: Callable[[], None]) -> None:
-        self._items, self._close = items, close
-        self.position = position
-
-    def __iter__(self) -> "EpochIterator":
-        return self
-
-    def __next__(self) -> Batch:
-        self.position, batch = next(self._items)
-        return batch
-
-    def close(self) -> None:
-        """Stop any prefetching; the iterator is then at its end. Safe to call twice."""
-        self._close()
-        self._items = iter(())
+from etude.data.workers import Collate, DatasetSource, WorkerSettings, dataset_length
 
 
 class DataLoader:
@@ -130,7 +103,8 @@ class DataLoader:
             num_samples = len(data)
             order = data.order(shuffle=shuffle, seed=seed) if isinstance(data, OrderedSource) else None
         else:
-            num_samples = _dataset_length(data, labels)
+            _refuse_labels(labels)
+            num_samples = dataset_length(data)
             settings = WorkerSettings(num_workers, self._pin_first, persistent_workers, prefetch_factor)
             self._source = DatasetSource(data, seed, collate_fn, settings)
         if bucket_batches:
@@ -152,7 +126,7 @@ class DataLoader:
         self.epoch = 0
         """The epoch that the next `for` or `reset` begins."""
         self._current: EpochIterator | None = None
-        self._random = transform is not None and _takes_generator(transform)
+        self._transform = None if transform is None else BatchTransform(transform)
 
     def __len__(self) -> int:
         return self.num_batches
@@ -169,18 +143,7 @@ class DataLoader:
             batches = self._finished(batches, epoch, position)
         items = zip(self.sampler.positions(position), batches, strict=False)
         threaded = not isinstance(self._source, DatasetSource)
-        if self.prefetch == 0 or not (threaded or self._to_cuda):
-            return EpochIterator(items, position, partial(_close, batches))
-        if not self._to_cuda:
-            stream = prefetch_stream(items, self.prefetch)
-            return EpochIterator(stream, position, stream.close)
-        assert self.device is not None
-        side = SideStream(self.device)
-        if threaded:
-            staged = prefetch_stream(side.send(items), self.prefetch)
-            return EpochIterator(side.receive(staged), position, staged.close)
-        staged_items = ahead(side.send(items), self.prefetch)
-        return EpochIterator(side.receive(staged_items), position, partial(_close, batches))
+        return deliver(items, batches, position, prefetch=self.prefetch, device=self.device, threaded=threaded)
 
     def _finished(self, batches: Iterator[Batch], epoch: int, position: int) -> Iterator[Batch]:
         """Each batch where and how it is wanted."""
@@ -188,22 +151,10 @@ class DataLoader:
         for batch in batches:
             if target is not None:
                 batch = to_device(batch, target)
-            if self.transform is not None:
-                batch = self._transformed(batch, epoch, position)
+            if self._transform is not None:
+                batch = self._transform(batch, self.sampler.seed, epoch, position, self.sampler.rank)
                 position = next_position(position)
             yield map_tensors(batch, Tensor.pin_memory) if self._pin_last else batch
-
-    def _transformed(self, batch: Batch, epoch: int, start: int) -> Batch:
-        assert self.transform is not None
-        inputs = batch.data if isinstance(batch, DataBatch) else batch
-        if self._random:
-            tensor = first_tensor(inputs)
-            generator = torch.Generator("cpu" if tensor is None else tensor.device)
-            generator.manual_seed(mix(self.sampler.seed, epoch, start, self.sampler.rank))
-            inputs = self.transform(inputs, generator=generator)
-        else:
-            inputs = self.transform(inputs)
-        return DataBatch(inputs, batch.labels) if isinstance(batch, DataBatch) else inputs
 
     # One epoch after the other, by plain iteration.
 
@@ -251,11 +202,6 @@ class DataLoader:
         return next(self._current)
 
 
-def _close(batches: Iterator[Batch]) -> None:
-    if isinstance(batches, Generator):
-        batches.close()
-
-
 def _bucketed(order: Order, data: Any, batch_size: int, bucket_batches: int, seed: int) -> BucketOrder:
     if not isinstance(data, MeasuredSource):
         raise DataError(
@@ -270,24 +216,3 @@ def _refuse_labels(labels: Any) -> None:
         raise DataError(f"labels is the number {labels}; give the batch size by name: batch_size={labels}")
     if labels is not None:
         raise DataError("labels go with tensors; the samples of a dataset carry their own")
-
-
-def _dataset_length(dataset: Any, labels: Any) -> int:
-    _refuse_labels(labels)
-    if isinstance(dataset, IterableDataset):
-        raise DataError(
-            "an IterableDataset has no samples to choose from; wrap it in torch's DataLoader and train on that"
-        )
-    if isinstance(dataset, bytes) or not isinstance(dataset, Sized):
-        raise DataError(
-            f"data is a {type(dataset).__name__}; give a tensor, a NumPy array, a mapping of them, "
-            f"the path of a token file, or a dataset with a length and samples by index"
-        )
-    return len(dataset)
-
-
-def _takes_generator(transform: Callable[..., Any]) -> bool:
-    try:
-        return "generator" in inspect.signature(transform).parameters
-    except ValueError:  # a builtin without a signature
-        return False

@@ -9,7 +9,7 @@ from torch import Tensor
 from etude.core.errors import DataError
 from etude.data.order import MixtureOrder, Order, SequentialOrder, ShuffledOrder
 from etude.data.permutation import Indices
-from etude.data.source import BatchSource, MeasuredSource
+from etude.data.source import BatchSource, MeasuredSource, ResizableSource
 
 PADDING = {"labels": -100}
 """What is filled in where a shorter sample ends; 0 for everything that is not named here."""
@@ -71,6 +71,23 @@ class TokenMixture:
             return dict(self.sources[0].gather(indices, epoch=epoch, seed=seed))
         _check_alike(batches)
         return {key: _merged(key, [batch[key] for _, batch in batches], places) for key in batches[0][1]}
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of a sample at most; None if a source does not limit or tell them."""
+        known = [source.longest if isinstance(source, ResizableSource) else None for source in self.sources]
+        lengths = [length for length in known if length is not None]
+        return max(lengths) if len(lengths) == len(known) else None
+
+    def with_length(self, length: int) -> "TokenMixture":
+        """Return a mixture of the same sources with samples of another length; DataError if one cannot have it."""
+        changed = {}
+        for name, source in zip(self.names, self.sources, strict=True):
+            if not isinstance(source, ResizableSource):
+                raise DataError(f"the samples of {name}, a {type(source).__name__}, cannot be cut to another length")
+            changed[name] = source.with_length(length)
+        weights = None if self.weights is None else dict(zip(self.names, self.weights, strict=True))
+        return TokenMixture(changed, weights, self.size)
 
     def lengths(self, indices: Indices) -> Indices:
         """Return the lengths of samples; raises DataError if a source does not know them."""

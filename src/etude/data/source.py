@@ -64,6 +64,20 @@ class OrderedSource(BatchSource, Protocol):
         ...
 
 
+@runtime_checkable
+class ResizableSource(BatchSource, Protocol):
+    """A source of token sequences that can be cut to another length."""
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of a sample at most; None if nothing limits them."""
+        ...
+
+    def with_length(self, length: int) -> "ResizableSource":
+        """Return the same text in samples of `length` tokens, or of at most so many."""
+        ...
+
+
 class GatheredBatches:
     """Batches of a source in the sampler's order, on a device if one is given."""
 

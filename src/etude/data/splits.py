@@ -1,7 +1,6 @@
 """The parts of a data set, for training, validation and test, and loaders over them."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,37 +9,20 @@ from torch import Tensor
 
 from etude.core.errors import DataError
 from etude.data.loader import DataLoader
+from etude.data.parts import LoaderData, Streams, TensorData
+from etude.data.streams_loader import StreamLoader
+
+__all__ = ["DataSplits", "LoaderData", "SplitName", "TensorData", "check_labels", "make_loader"]
 
 SplitName = Literal["train", "validation", "test"]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorData:
-    """Samples in memory, with the function that prepares a batch of them."""
-
-    data: Any
-    """A tensor, a NumPy array or a mapping of them."""
-    labels: Tensor | None = None
-    transform: Callable[..., Any] | None = None
-
-    def __len__(self) -> int:
-        return len(next(iter(self.data.values())) if isinstance(self.data, Mapping) else self.data)
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderData:
-    """A source, a Dataset or the path of a token file, with the options of `DataLoader` that go with it."""
-
-    data: Any
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-
-@dataclass(frozen=True, slots=True)
 class DataSplits:
-    """What a data component returns. Each part is a `TensorData`, a `LoaderData`, a source, a Dataset, or absent."""
+    """What a data component returns.
+
+    Each part is a `TensorData`, a `LoaderData`, a source, a Dataset, `Streams` of these, or absent.
+    """
 
     train: Any
     validation: Any = None
@@ -60,7 +42,7 @@ class DataSplits:
 
     def make_loader(
         self, split: SplitName, batch_size: int, *, shuffle: bool | None = None, **options: Any
-    ) -> DataLoader:
+    ) -> DataLoader | StreamLoader:
         """Return a loader over one part; only the training part is shuffled unless `shuffle` says otherwise.
 
         `options` are those of `DataLoader`. Raises DataError if there is no such part.
@@ -74,15 +56,18 @@ class DataSplits:
 
 def make_loader(
     part: Any, batch_size: int, *, shuffle: bool = True, num_classes: int | None = None, **options: Any
-) -> DataLoader:
+) -> DataLoader | StreamLoader:
     """Return a loader over a part of a data set, a tensor, a source or a Dataset; `options` are `DataLoader`'s.
 
+    Streams are trained on if shuffled, unless `training` says otherwise; `options` are then `StreamLoader`'s.
     Raises DataError if labels are not in range(num_classes).
 
     >>> part = TensorData(torch.arange(4), torch.tensor([0, 1, 0, 1]))
     >>> len(make_loader(part, 2, num_classes=2))
     2
     """
+    if isinstance(part, Streams):
+        return StreamLoader(part, batch_size, shuffle=shuffle, **{"training": shuffle, **options})
     if isinstance(part, LoaderData):
         part, options = part.data, {**part.options, **options}
     if not isinstance(part, TensorData):

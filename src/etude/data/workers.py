@@ -1,13 +1,13 @@
 """Map-style datasets: samples fetched in this process or in worker processes, with the same random numbers."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from etude.core.batch import Batch, map_tensors
 from etude.core.errors import DataError
@@ -52,6 +52,20 @@ class SeededSamples(Dataset[Batch]):
     def _sample(self, epoch: int, index: int) -> Any:
         seed_generators(mix(self.seed, epoch, index))
         return self.dataset[index]
+
+
+def dataset_length(dataset: Any) -> int:
+    """Return the number of samples, or raise DataError if this is no map-style dataset."""
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            "an IterableDataset has no samples to choose from; wrap it in torch's DataLoader and train on that"
+        )
+    if isinstance(dataset, bytes) or not isinstance(dataset, Sized):
+        raise DataError(
+            f"data is a {type(dataset).__name__}; give a tensor, a NumPy array, a mapping of them, "
+            f"the path of a token file, or a dataset with a length and samples by index"
+        )
+    return len(dataset)
 
 
 class DatasetSource:

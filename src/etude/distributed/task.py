@@ -3,11 +3,12 @@
 import json
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
-from etude.core.batch import Batch, map_tensors
+from etude.core.batch import Batch, JointBatch, map_tensors
 from etude.core.errors import TrainingError
-from etude.core.terms import Derives, LossTerm, Task, Terms
+from etude.core.terms import Derives, LossTerm, ManyTasks, Task, Terms
 from etude.distributed.parallel import idle_output
 from etude.distributed.world import World
 
@@ -27,6 +28,8 @@ class RankTask:
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
         """Return the terms of this rank's samples; raise TrainingError if they are others than before."""
+        if isinstance(self.task, ManyTasks):
+            return self._many(self.task, model, batch, metrics=metrics)
         idle = is_empty(batch)
         # Either way through the model first: the ranks meet there too, and must meet in the same order.
         zero = idle_output(model) if idle else None
@@ -44,6 +47,21 @@ class RankTask:
                 f"processes every batch must have the same ones: give a term that does not apply sum 0 and count 0"
             )
         return {name: terms[name] for name in self._weighted}
+
+    def _many(self, task: ManyTasks, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
+        """Return the terms of several tasks, which know them from the batch, be it empty."""
+        names = task.weighted_terms(batch)
+        if is_empty(batch):
+            zero = idle_output(model)
+            return {name: LossTerm(zero, 0.0) for name in names}
+        if not isinstance(batch, JointBatch) or not any(is_empty(part) for part in batch):
+            return self.task(model, batch, metrics=metrics)
+        # This rank has samples of some of the streams only; few models take an empty batch.
+        there = JointBatch([part for part in batch if not is_empty(part)])
+        terms = self.task(model, there, metrics=metrics)
+        nothing = torch.zeros((), device=next(model.parameters()).device)
+        found = {name: terms.get(name, LossTerm(nothing, 0.0)) for name in names}
+        return found | {name: term for name, term in terms.items() if name not in found}
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return the numbers that the task itself derives."""

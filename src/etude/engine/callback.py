@@ -6,6 +6,8 @@ A run calls the hooks in this order; within a hook, callbacks run in the order i
     for each epoch:
         on_epoch_begin(epoch)
         for each step:
+            on_step_begin(step)                     # its batches are there; `control.reload` asks for others
+            on_task_gradients(gradients)            # if a callback's `wants_task_gradients` says so
             on_gradients(gradients)                 # between the backward pass and the update
             on_step_end(report)                     # nothing has been read from the device yet
             numbers() · on_log(record)              # every `log_interval` steps: plain numbers
@@ -16,7 +18,8 @@ A run calls the hooks in this order; within a hook, callbacks run in the order i
     on_exception(error)                             # instead of what follows the error
     on_train_end(result)
 
-At any time a callback may tell the user something by `notify`: every callback receives it by `on_notice`.
+At any time a callback may tell the user something by `notify`: every callback receives it by `on_notice`. With a
+curriculum `on_phase_begin(phase, facts)` comes before the first step of each phase, and not again on a resume.
 
 Saving and validating are phases of the loop, not callbacks, so no order of callbacks can make a checkpoint wrong.
 Epochs are counted from zero. A hook that no callback overrides costs nothing.
@@ -82,8 +85,20 @@ class Gradients:
         return self.precision.scaler is not None
 
 
+@dataclass(slots=True)
+class TaskGradients:
+    """How the gradients of the tasks lie to each other in one step, on the parameters that tasks share."""
+
+    tasks: tuple[str, ...]
+    """Those that took part in this step, in order."""
+    products: Tensor
+    """(tasks, tasks), float32 on the device: inner products of the gradients of the unweighted mean losses, over all
+    micro-batches and ranks, unscaled."""
+    step: int
+
+
 class Callback:
-    """Base class: override the hooks you need. Set `self.control.stop`, `.save` or `.validate` to steer the loop."""
+    """Base class: override the hooks you need. Set `self.control.stop`, `.save`, `.validate`, `.reload` to steer."""
 
     control: Control
     shows_notices = False
@@ -98,6 +113,16 @@ class Callback:
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Called before the first step of an epoch, and again when a run resumes inside one."""
+
+    def wants_task_gradients(self, step: int) -> bool:  # noqa: ARG002
+        """Return whether this step is to tell the gradients of each task; asked only if the next hook is overridden."""
+        return False
+
+    def on_task_gradients(self, gradients: TaskGradients) -> None:
+        """Called in the steps in which they were wanted; reading the products waits for the device."""
+
+    def on_step_begin(self, step: int) -> None:
+        """Called before every optimizer step with the number of steps taken so far."""
 
     def on_gradients(self, gradients: Gradients) -> None:
         """Called in every step after the backward pass; reading a gradient waits for the device."""
@@ -126,6 +151,9 @@ class Callback:
     def on_train_end(self, result: Logs) -> None:
         """Called once at the end of a run that was not ended by an error."""
 
+    def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
+        """Called before the first step of a phase of the curriculum; numbers of earlier phases do not compare."""
+
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
         """Called when a callback has something to tell the user: in words, and as facts for programs."""
 
@@ -134,7 +162,10 @@ class Callback:
         return {}
 
     def notify(self, message: str, **facts: Any) -> None:
-        """Tell the user something: the display shows it, the run folder keeps it; without a display it is logged."""
+        """Tell the user something: the display shows it, the run folder keeps it; without a display it is logged.
+
+        It is a warning, unless the fact `event` names another kind of event.
+        """
         if self._siblings is not None:
             self._siblings.on_notice(message, facts)
         else:
@@ -176,8 +207,9 @@ class CallbackList:
         callback._siblings = self
         self._callbacks.append(callback)
         for name in HOOKS:
-            if getattr(type(callback), name) is not getattr(Callback, name):
-                self._hooks[name].append(getattr(callback, name))
+            hook = getattr(callback, name)
+            if getattr(hook, "__func__", hook) is not getattr(Callback, name):
+                self._hooks[name].append(hook)
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._callbacks)
@@ -188,6 +220,13 @@ class CallbackList:
     def hooks(self, name: str) -> list[Callable[..., None]]:
         """Return the overridden methods of one hook: empty if no callback implements it."""
         return self._hooks[name]
+
+    def task_watchers(self) -> list[tuple[Callable[[int], bool], Callable[[TaskGradients], None]]]:
+        """Return, for callbacks that look at the tasks' gradients, when they want to and what they do."""
+        lookers = [
+            callback for callback in self._callbacks if callback.on_task_gradients in self.hooks("on_task_gradients")
+        ]
+        return [(callback.wants_task_gradients, callback.on_task_gradients) for callback in lookers]
 
     def _call(self, name: str, *args: Any) -> None:
         for hook in self._hooks[name]:
@@ -200,6 +239,10 @@ class CallbackList:
     def on_epoch_begin(self, epoch: int) -> None:
         """Call the hook of every callback."""
         self._call("on_epoch_begin", epoch)
+
+    def on_step_begin(self, step: int) -> None:
+        """Call the hook of every callback."""
+        self._call("on_step_begin", step)
 
     def on_gradients(self, gradients: Gradients) -> None:
         """Call the hook of every callback."""
@@ -237,11 +280,15 @@ class CallbackList:
         """Call the hook of every callback."""
         self._call("on_train_end", result)
 
+    def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
+        """Call the hook of every callback."""
+        self._call("on_phase_begin", phase, facts)
+
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
         """Call the hook of every callback; log the message if none shows it."""
         self._call("on_notice", message, facts)
         if not any(callback.shows_notices for callback in self._callbacks):
-            logger.warning(message)
+            logger.log(logging.INFO if "event" in facts else logging.WARNING, message)
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers that callbacks add to the record of a log point."""

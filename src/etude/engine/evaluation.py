@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from etude.core import DataError, Loader, Task
 from etude.core.calling import unwrap
-from etude.core.terms import derive
+from etude.core.terms import ManyTasks, Measures, derive, in_order
 from etude.distributed import World, is_empty, share_buffers
 from etude.engine.precision import Precision
 
@@ -31,9 +31,12 @@ def evaluate(
     world = world if world is not None else World()
     model = unwrap(model)  # ranks may have different numbers of batches, so none may wait for another inside
     share_buffers(model, world)
+    several = isinstance(task, ManyTasks)  # of which those without any labels here have no numbers
     sums: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
     batches = loader.iterate(epoch=0)
+    if isinstance(task, Measures):
+        task.start_measuring()
     with eval_mode(model), torch.no_grad():
         try:
             for batch in batches:
@@ -45,6 +48,10 @@ def evaluate(
                     zero = torch.zeros((), dtype=torch.float64, device=term.sum.device)
                     sums[name] = sums.get(name, zero) + term.sum
                     counts[name] = counts.get(name, zero) + term.count
+        except BaseException:
+            if isinstance(task, Measures):
+                task.stop_measuring()  # training may go on, and is not to be measured
+            raise
         finally:
             batches.close()
     names = world.union(list(sums))
@@ -54,7 +61,11 @@ def evaluate(
     zero = torch.zeros((), dtype=torch.float64, device=device)
     rows = [torch.stack([sums.get(name, zero), counts.get(name, zero)]) for name in names]
     pairs = zip(names, world.sum(torch.stack(rows)).tolist(), strict=True)
-    return derive(task, {name: total / count if count else math.nan for name, (total, count) in pairs})
+    means = {name: total / count if count else math.nan for name, (total, count) in pairs if count or not several}
+    numbers = derive(task, means)
+    if isinstance(task, Measures):
+        numbers |= task.measured(lambda counts: world.sum(counts if device is None else counts.to(device)))
+    return in_order(task, numbers)
 
 
 @contextmanager

@@ -9,14 +9,14 @@ model FLOPs say how fast the training gets on, not how busy the device is.
 import copy
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from etude.core import Batch
-from etude.core.batch import map_tensors
+from etude.core import Batch, HeadOutput
+from etude.core.batch import STREAM, map_tensors
 from etude.core.calling import ModelCall, inputs_of, unwrap
 from etude.core.random import rng_state, set_rng_state
 
@@ -28,51 +28,66 @@ MAX_LENGTHS = 3
 """Lengths that are counted; further ones are computed from these."""
 MASK_KEYS = ("attention_mask", "attn_mask")
 
+Run = Callable[[nn.Module, Batch], Any]
+"""How a model is run on a batch."""
+
 
 class ForwardFlops:
     """FLOPs of a model's forward pass over a batch of token ids, by the shape of the ids.
 
     The rows of a batch cost the same, and a row of length L costs a·L + b·L²: the first part is that of the layers,
-    the second that of attention. Two lengths give a and b, so batches of any shape are known after a few.
+    the second that of attention. Two lengths give a and b, so batches of any shape are known after a few. Streams of
+    data are counted apart: the tasks that learn from them have heads of their own. `run` says how the model is run,
+    if not by the names of its arguments.
 
     >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
     >>> ForwardFlops(model)({"input_ids": torch.zeros(2, 5, dtype=torch.long)}, rows=2, length=5)
     800.0
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, run: Run | None = None) -> None:
         self.model = unwrap(model)
-        self._per_row: dict[int, float] = {}
+        self.run = run
+        self._streams: dict[str | None, dict[int, float]] = {}
+        """FLOPs of a row, by stream and length."""
         self._counts = True
         """False once counting has failed."""
 
     def __call__(self, batch: Batch, *, rows: int, length: int) -> float:
         """Return the FLOPs of a forward pass over `batch`, whose ids have this shape; estimated if need be."""
-        known = self._per_row.get(length)
+        stream = batch.get(STREAM) if isinstance(batch, Mapping) else None
+        per_row = self._streams.setdefault(stream, {})
+        known = per_row.get(length)
         if known is None:
-            known = self._per_row[length] = self._find(batch, length)
+            known = per_row[length] = self._find(batch, length, per_row)
         return known * rows
 
-    def _find(self, batch: Batch, length: int) -> float:
+    def forget(self) -> None:
+        """Count anew: the model is run in another way from now on, with other heads for one."""
+        self._streams.clear()
+
+    def _find(self, batch: Batch, length: int, per_row: dict[int, float]) -> float:
         if length == 0:
             return 0.0
-        if self._counts and len(self._per_row) < MAX_LENGTHS:
+        if self._counts and len(per_row) < MAX_LENGTHS:
             try:
-                return float(count_forward(self.model, batch))
+                return float(count_forward(self.model, batch, self.run))
             except Exception as error:
                 # Code of any kind runs here, on tensors it was not written for; a missing number must not end a run.
                 self._counts = False
-                self._per_row.clear()
+                for counted in self._streams.values():
+                    counted.clear()
                 logger.debug("FLOPs estimated from the number of parameters: %s: %s", type(error).__name__, error)
         if not self._counts:
             return 2.0 * length * matrix_parameters(self.model)
-        return _through(self._per_row, length)
+        return _through(per_row, length)
 
 
-def count_forward(model: nn.Module, batch: Batch) -> int:
+def count_forward(model: nn.Module, batch: Batch, run: Run | None = None) -> int:
     """Return the FLOPs of a forward pass over the first row of `batch`, without data, and without touching the model.
 
-    Raises whatever the model raises: one that looks at values, of a mask for one, cannot run without them.
+    An output layer that the model leaves to the loss counts too. Raises whatever the model raises: one that looks at
+    values, of a mask for one, cannot run without them.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
@@ -91,7 +106,7 @@ def count_forward(model: nn.Module, batch: Batch) -> int:
                 counter = FlopCounterMode(display=False, custom_mapping=_attention_on_the_cpu())
                 try:
                     with torch.enable_grad(), fake, counter:
-                        ModelCall(shadow)(shadow, inputs)
+                        _apply_heads((run or ModelCall(shadow))(shadow, inputs))
                     return int(counter.get_total_flops())
                 except Exception as error:
                     failure = failure if failure is not None else error
@@ -110,6 +125,15 @@ def matrix_parameters(model: nn.Module) -> int:
     products = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - products
     return sum(param.numel() for param in model.parameters() if id(param) not in tables)
+
+
+def _apply_heads(output: Any) -> None:
+    """Compute the logits of output layers that were left to the loss."""
+    if isinstance(output, HeadOutput):
+        _ = output.logits
+    elif isinstance(output, Mapping):
+        for part in output.values():
+            _apply_heads(part)
 
 
 def _shadow(model: nn.Module, fake: Any) -> nn.Module:

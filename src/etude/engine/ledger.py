@@ -127,10 +127,12 @@ class Ledger:
         self.bad_streak = state["bad_streak"]
 
     def _read(self, reports: list[StepReport]) -> Tally:
-        names = list(reports[0].sums)
+        # Steps differ in their terms where tasks take turns; and of ranks, one without samples knows few.
+        names = self.world.union(list(dict.fromkeys(name for report in reports for name in report.sums)))
         columns: list[Tensor] = []
         for name in names:
-            columns += [_column([r.sums[name] for r in reports]), _column([r.counts[name] for r in reports])]
+            columns += [_column([r.sums.get(name, 0.0) for r in reports])]
+            columns += [_column([r.counts.get(name, 0.0) for r in reports])]
         columns.append(_column([float(r.num_samples) for r in reports]))
         columns.append(_column([r.num_tokens for r in reports]))
         columns.append(_column([r.forward_flops for r in reports]))
@@ -150,6 +152,8 @@ class Ledger:
         )
         for place, name in enumerate(names):
             sums, counts = rows[2 * place], rows[2 * place + 1]
+            if "/" in name and not counts.any():  # a number of one of several tasks, which had no labels here
+                continue
             finite = torch.isfinite(sums)
             tally.sums[name], tally.counts[name] = float(sums[finite].sum()), float(counts[finite].sum())
         good = (norms / divisors)[skipped == 0]

@@ -62,7 +62,9 @@ class Loop:
         self.accumulator = accumulator if accumulator is not None else GradientAccumulator()
         self.callbacks = callbacks if callbacks is not None else CallbackList()
         self.control: Control = self.callbacks.control
+        step.clock = state.clock
         step.watchers = self.callbacks.hooks("on_gradients")
+        step.task_watchers = self.callbacks.task_watchers()
         self.validate = validate
         self.saver = saver
         self.interrupts = interrupts if interrupts is not None else Interrupts()
@@ -84,14 +86,24 @@ class Loop:
         return self.logs
 
     def _run_epoch(self) -> None:
+        self.callbacks.on_epoch_begin(self.clock.epoch)
+        while self._run_batches():
+            pass  # other batches were asked for: the epoch goes on from the same position with those
+
+    def _run_batches(self) -> bool:
+        """Take the steps that are left of the epoch and end it; True if it is to go on with other batches."""
         clock, control = self.clock, self.control
-        self.callbacks.on_epoch_begin(clock.epoch)
-        on_step_end = self.callbacks.hooks("on_step_end")
+        control.reload = False
+        on_step_begin, on_step_end = (self.callbacks.hooks(name) for name in ("on_step_begin", "on_step_end"))
         batches = self.loader.iterate(clock.epoch, clock.position)
         self.ledger.restart_timer()
         due = self._next_due()
         try:
             for micro_batches in self._timed(self.accumulator.group(batches, clock.epoch)):
+                for before in on_step_begin:
+                    before(clock.step)
+                if control.reload:
+                    return True
                 self.learning_rate.set(clock.step)
                 report = self.step(micro_batches)
                 clock.step += 1
@@ -104,9 +116,9 @@ class Loop:
                     self._between_steps()
                     due = self._next_due()
                     if self._finished():
-                        break
-            else:
-                self._end_epoch()
+                        return False
+            self._end_epoch()
+            return False
         finally:
             batches.close()
 
@@ -116,7 +128,8 @@ class Loop:
             raise DataError("the training loader gave no batch: its data is empty, or drop_last dropped all of it")
         tally = self.ledger.take_epoch()
         check_finite(self.ledger.bad_streak, plan.max_skipped_steps, clock.step)
-        logs = self.numbers.of(tally) | {"lr": self.step.updater.lr, "epoch_s": tally.seconds}
+        self.step.end_epoch(tally.means())
+        logs = self.numbers.of(tally) | {"lr": self.step.updater.lr, "epoch_s": tally.seconds} | self._phase()
         if _every(plan.validate_interval, epoch + 1) or epoch + 1 == plan.epochs:
             logs |= self._validate()
         self._set_logs(logs)
@@ -130,7 +143,7 @@ class Loop:
         if _every(plan.log_interval, step):
             record = self.numbers.of(self.ledger.take_window())
             check_finite(self.ledger.bad_streak, plan.max_skipped_steps, step)
-            position = {"step": step, "epoch": self.clock.epoch, "samples": self.clock.samples}
+            position = {"step": step, "epoch": self.clock.epoch, "samples": self.clock.samples, **self._phase()}
             self.callbacks.on_log({**position, **record, "lr": self.step.updater.lr, **self.callbacks.numbers()})
         if asked := self.stop_poll.asked(step):
             control.request_stop(asked)
@@ -146,7 +159,7 @@ class Loop:
         if self._validated_at != self.clock.step:  # once, even where an epoch or the run ends at such a step
             self.ledger.flush()
             self.callbacks.on_validation_begin(self.clock.epoch)
-            self._val_logs = {f"val_{name}": value for name, value in self.validate().items()}
+            self._val_logs = {f"val_{name}": value for name, value in self.validate().items()} | self._phase()
             self.callbacks.on_validation_end(self.clock.epoch, self._val_logs)
             self._validated_at = self.clock.step
             self.ledger.restart_timer()
@@ -163,6 +176,10 @@ class Loop:
 
     def _set_logs(self, logs: dict[str, float]) -> None:
         self.logs, self._logs_at = logs, self.clock.step
+
+    def _phase(self) -> dict[str, float]:
+        """Return the phase of the curriculum, if there is one: numbers of different phases do not compare."""
+        return {"phase": float(self.clock.phase)} if self.clock.phase else {}
 
     def _finished(self) -> bool:
         clock, plan = self.clock, self.plan

@@ -4,21 +4,25 @@ A task returns sums and counts. The gradients of the sums add up over micro-batc
 by the count over all of them: k micro-batches of b samples are one batch of k·b samples, with any masks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from etude.core import Batch, LossTerm, StepReport, Task, Terms, TrainingError, num_samples
-from etude.core.terms import CountsAhead
+from etude.core import Batch, Clock, LossTerm, StepReport, Task, Terms, TrainingError, num_samples
+from etude.core.batch import STREAM, JointBatch
+from etude.core.terms import CountsAhead, ManyTasks
 from etude.core.tokens import count_tokens, token_ids
-from etude.distributed import RankTask, World, check_gradients, local_gradients
+from etude.distributed import RankTask, World, check_gradients, idle_output, local_gradients
+from etude.engine.balance import Balance, GradientLook, make_balance
 from etude.engine.buffers import BufferGuard
-from etude.engine.callback import Gradients
+from etude.engine.callback import Gradients, TaskGradients
 from etude.engine.flops import ForwardFlops
 from etude.engine.precision import Precision
 from etude.engine.update import Updater
+from etude.losses.tasks import PENALTY, MultiTask
 
 Counts = dict[str, Tensor | float]
 
@@ -48,66 +52,130 @@ class Step:
         self.updater = updater
         self.precision = precision
         self.world = world if world is not None else World()
+        self.tasks = task
+        """The task as it was given."""
         self.task = task if self.world.size == 1 else RankTask(task, self.world)
+        """The task as this rank runs it."""
         self.metrics = metrics
+        self.clock = Clock()
         self.watchers: Sequence[Callable[[Gradients], None]] = ()
         """Called with the gradients of every step before they are applied."""
+        self.task_watchers: Sequence[tuple[Callable[[int], bool], Callable[[TaskGradients], None]]] = ()
+        """Asked before every step whether they want the gradients of the tasks, and called with them."""
         self._count_ahead = task.counts if isinstance(task, CountsAhead) else None
         self._buffers = BufferGuard(model)
         self._flops = flops
+        self._counted = 0  # the version of the tasks for which FLOPs were counted
+        self._balance: Balance | None = None
+        if isinstance(task, MultiTask):
+            self._balance = make_balance(task, model, self.world, precision, updater.params, self.task)
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Zero the gradients, run every micro-batch forward and backward, divide, clip, update."""
         self.updater.zero_grad()
         self._buffers.remember()
+        balance, looks = self._balance, self._looks()
         sums: dict[str, Tensor] = {}
         counts: Counts = {}
-        samples = 0
-        tokens: Tensor | int = 0
-        flops = 0.0
         totals: Counts | None = None
+        if balance is not None:
+            totals = self._totals_ahead(micro_batches) if len(micro_batches) > 1 else None
+            balance.prepare(micro_batches, totals)
+        descends = balance is None or balance.descends
         for place, batch in enumerate(micro_batches, start=1):
-            is_last = place == len(micro_batches)
-            with nullcontext() if is_last else local_gradients(self.model):  # ranks meet in the last one only
+            meets = descends and place == len(micro_batches)  # ranks meet in the last one only
+            with nullcontext() if meets else local_gradients(self.model):
                 with self.precision.autocast():
                     terms = self.task(self.model, batch, metrics=self.metrics)
                 weighted = {name: term for name, term in terms.items() if _has_weight(term)}
-                if totals is None and len(weighted) != 1:
+                if totals is None and (balance is not None or len(weighted) != 1):
                     totals = self._totals_of(weighted, micro_batches)
-                objective = _objective(weighted, totals)
-                self.precision.scale(objective).backward()  # type: ignore[no-untyped-call]
+                if looks and totals is not None:
+                    looks.add(weighted, totals)
+                if balance is None or totals is None:
+                    self._descend(weighted, totals)
+                elif weighted:
+                    balance.backward(weighted, totals, partial(self._descend, totals=totals))
+                elif meets and self.world.size > 1:  # nothing to learn from in the last one: ranks meet all the same
+                    idle_output(self.model).backward()  # type: ignore[no-untyped-call]
             _add_up(terms, sums, counts)
-            samples += num_samples(batch)
-            if (ids := token_ids(batch)) is not None:
-                tokens = tokens + count_tokens(batch, ids)
-                if self._flops is not None:
-                    flops += self._flops(batch, rows=ids.shape[0], length=ids.shape[1])
         # One term: its gradient is still that of the sum. Several: each was divided before the backward pass.
         divisor = self._total(counts[next(iter(weighted))]) if totals is None else 1.0
+        if balance is not None and totals is not None:
+            balance.finish(sums, totals, self.clock.step)
+        if looks:  # before the update, which may change the loss scale
+            self._tell(looks)
         if self.world.size > 1:
             check_gradients(self.model, self.updater.params)
             divisor = divisor / self.world.size  # data parallelism averages gradients over ranks; a sum is due
         for watch in self.watchers:
             watch(Gradients(self.model, self.updater.params, divisor, self.precision))
         norm, skipped = self.updater.apply(divisor)
+        if balance is not None:
+            balance.after_update(micro_batches)
         self._buffers.put_back(skipped)
-        return StepReport(sums, counts, norm, divisor, skipped, self.updater.lr, samples, tokens, flops)
+        return StepReport(sums, counts, norm, divisor, skipped, self.updater.lr, *self._amounts(micro_batches))
+
+    def end_epoch(self, means: Mapping[str, float]) -> None:
+        """Take in the averages of an epoch, which some weightings of tasks look at."""
+        if self._balance is not None:
+            self._balance.end_epoch(means)
+
+    def _descend(self, weighted: Terms, totals: Counts | None) -> None:
+        self.precision.scale(_objective(weighted, totals)).backward()  # type: ignore[no-untyped-call]
+
+    def _looks(self) -> GradientLook | None:
+        """Return what looks at the tasks' gradients in this step, if somebody wants them."""
+        step = self.clock.step
+        if not any(wants(step) for wants, _ in self.task_watchers) or self._balance is None:
+            return None
+        return GradientLook(self.model, self.world, self.precision)
+
+    def _tell(self, looks: GradientLook) -> None:
+        found = looks.gradients(self.clock.step)
+        for wants, tell in self.task_watchers:
+            if wants(self.clock.step):
+                tell(found)
+
+    def _amounts(self, micro_batches: Sequence[Batch]) -> tuple[int, Tensor | int, float]:
+        """Return the samples, tokens and FLOPs of a step."""
+        samples, flops = 0, 0.0
+        tokens: Tensor | int = 0
+        if self._flops is not None and isinstance(self.tasks, ManyTasks) and self.tasks.version != self._counted:
+            self._flops.forget()
+            self._counted = self.tasks.version
+        for batch in micro_batches:
+            samples += num_samples(batch)
+            for part in batch if isinstance(batch, JointBatch) else (batch,):
+                if (ids := token_ids(part)) is not None:
+                    tokens = tokens + count_tokens(part, ids)
+                    if self._flops is not None:
+                        flops += self._flops(part, rows=ids.shape[0], length=ids.shape[1])
+        return samples, tokens, flops
 
     def _totals_of(self, weighted: Terms, micro_batches: Sequence[Batch]) -> Counts:
         """Return the counts of several terms over the whole step, after the forward pass of its first micro-batch."""
         if not weighted:
-            raise TrainingError("the loss has no term with a weight other than 0: there is nothing to learn from")
+            raise TrainingError(f"{_nothing_to_learn(micro_batches)}: there is nothing to learn from")
         if len(micro_batches) == 1:
             return self._totals({name: term.count for name, term in weighted.items()})
-        totals: Counts = dict.fromkeys(weighted, 0.0)
+        return self._totals_ahead(micro_batches, weighted)
+
+    def _totals_ahead(self, micro_batches: Sequence[Batch], names: Iterable[str] = ()) -> Counts:
+        """Return the counts of terms over the whole step from its batches alone."""
+        totals: Counts = dict.fromkeys(names, 0.0)
         for batch in micro_batches:
             ahead = self._count_ahead(batch) if self._count_ahead is not None else None
             if ahead is None:
+                several = f" ({', '.join(totals)})" if totals else ""
                 raise TrainingError(
-                    f"the loss has several terms ({', '.join(weighted)}): with gradient accumulation its task must "
+                    f"the loss has several terms{several}: with gradient accumulation its task must "
                     f"define `counts(batch)`; or set grad_accum_steps to 1"
                 )
-            totals = {name: total + ahead[name] for name, total in totals.items()}
+            wanted = totals.keys() if names else ahead.keys()
+            totals |= {name: totals.get(name, 0.0) + ahead[name] for name in wanted}
+        if not totals:
+            raise TrainingError(f"{_nothing_to_learn(micro_batches)}: there is nothing to learn from")
         return self._totals(totals)
 
     def _totals(self, counts: Counts) -> Counts:
@@ -119,6 +187,13 @@ class Step:
 
     def _total(self, count: Tensor | float) -> Tensor | float:
         return _nonzero(count) if self.world.size == 1 else self._totals({"": count})[""]
+
+
+def _nothing_to_learn(micro_batches: Sequence[Batch]) -> str:
+    streams = {str(batch[STREAM]) for batch in micro_batches if isinstance(batch, Mapping) and STREAM in batch}
+    if streams:
+        return f"no task that is active now learns from the stream {' or '.join(sorted(streams))}"
+    return "the loss has no term with a weight other than 0"
 
 
 def _on_device(count: Tensor | float, device: torch.device) -> Tensor:
@@ -148,6 +223,8 @@ def _objective(weighted: Terms, totals: Counts | None) -> Tensor:
 
 def _add_up(terms: Terms, sums: dict[str, Tensor], counts: Counts) -> None:
     for name, term in terms.items():
+        if name.endswith(f"/{PENALTY}"):  # no number of a task; its mean would depend on how ranks share the labels
+            continue
         value = term.sum.detach() if term.sum.requires_grad else term.sum
         sums[name] = sums[name] + value if name in sums else value
         counts[name] = counts[name] + term.count if name in counts else term.count

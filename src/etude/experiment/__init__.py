@@ -1,6 +1,8 @@
 """Experiments: the sections of a config file, building them into a Trainer, and whole runs in a run folder."""
 
 from etude.experiment.build import build_data, build_trainer
+from etude.experiment.compare import compare_tasks
+from etude.experiment.comparison import Comparison
 from etude.experiment.config import (
     SECTIONS,
     ExperimentConfig,
@@ -17,10 +19,12 @@ from etude.experiment.template import new_experiment
 
 __all__ = [
     "SECTIONS",
+    "Comparison",
     "ExperimentConfig",
     "RunOutcome",
     "build_data",
     "build_trainer",
+    "compare_tasks",
     "create_model_config",
     "create_trainer_config",
     "evaluate_run",

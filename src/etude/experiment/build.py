@@ -9,10 +9,11 @@ import torch
 from etude.config import Selection, build_selection
 from etude.core import ConfigError, DataError
 from etude.core.random import set_seed
-from etude.data import DataLoader, DataLoaderFactory, DataSplits
+from etude.data import DataLoader, DataLoaderFactory, DataSplits, StreamLoader
 from etude.data.splits import SplitName
 from etude.distributed import World
 from etude.experiment.config import ExperimentConfig
+from etude.experiment.tasks import build_curriculum, build_tasks, own_data, with_own_data
 from etude.monitor import RunFolder
 from etude.optim import AdamW
 from etude.trainer import Trainer, TrainerConfig, planned_steps, resolve_device
@@ -34,7 +35,7 @@ class Data:
         """The splits that the data has."""
         return [name for name in get_args(SplitName) if getattr(self.splits, name) is not None]
 
-    def loader(self, split: str) -> DataLoader | None:
+    def loader(self, split: str) -> DataLoader | StreamLoader | None:
         """Return a loader over a split, or None if the data has no such split."""
         name = next((name for name in self.names if name == split), None)
         if name is None:
@@ -49,15 +50,36 @@ class Data:
 
 
 def build_data(config: ExperimentConfig, world: World) -> Data:
-    """Build the `data` section; one process of a machine fetches it, the others wait and read what it cached."""
-    selection = config.require("data")
+    """Build the `data` section and the data of tasks; one process of a machine fetches it, the others wait and read."""
+    if not own_data(config):
+        config.require("data")
     first = world.local_rank == 0
-    fetched = world.attempt(lambda: _build(config, "data", selection), here=first)
-    splits = fetched if first else _build(config, "data", selection)
+    fetched = world.attempt(lambda: _load(config), here=first)
+    splits = fetched if first else _load(config)
+    assert splits is not None
+    device = resolve_device(config.training.device, world.local_rank)
+    place = config.document.place("data" if config.selection("data") is not None else "tasks")
+    return Data(splits, config.training, device, world, place)
+
+
+def _load(config: ExperimentConfig) -> DataSplits:
+    selection = config.selection("data")
+    shared = None if selection is None else _build_splits(config, "data", selection)
+    if not config.tasks:
+        assert shared is not None
+        return shared
+    own = {stream: _build_splits(config, path, one) for stream, (path, one) in own_data(config).items()}
+    try:
+        return with_own_data(config, shared, own)
+    except DataError as error:
+        raise DataError(f"{config.document.place('data' if selection is not None else 'tasks')}: {error}") from error
+
+
+def _build_splits(config: ExperimentConfig, path: str, selection: Selection) -> DataSplits:
+    splits = _build(config, path, selection)
     if not isinstance(splits, DataSplits):
         raise ConfigError(f"data '{selection.component.name}' must return DataSplits, got {type(splits).__name__}")
-    device = resolve_device(config.training.device, world.local_rank)
-    return Data(splits, config.training, device, world, config.document.place("data"))
+    return splits
 
 
 def build_trainer(
@@ -95,10 +117,17 @@ def build_trainer(
         ),
     }
     loss, optimizer, scheduler = (config.selection(one) for one in ("loss", "optimizer", "scheduler"))
-    callbacks = config.sections.get("callbacks") or []
+    built = build_tasks(config, model, vocab_size) if config.tasks else None
+    if built is not None and world.size > 1:
+        # A batch runs the heads of its own tasks only, so some parameters have no part in the loss of a step.
+        training = training.model_copy(update={"find_unused_parameters": True})
+    sections = config.sections.get("callbacks") or []
     known = {} if data.splits.tokenizer is None else {"tokenizer": str(data.splits.tokenizer)}
+    callbacks = [_build(config, f"callbacks.{place}", one, **known) for place, one in enumerate(sections)]
+    if built is not None and world.size == 1:
+        callbacks.append(built.samples)
     return Trainer(
-        model,
+        model if built is None else built.model,
         train_loader,
         data.loader("validation"),
         config=training,
@@ -107,7 +136,9 @@ def build_trainer(
         else lambda params: _build(config, "optimizer", optimizer, params=params),
         scheduler=None if scheduler is None else _build(config, "scheduler", scheduler, **supplied),
         loss=None if loss is None else _build(config, "loss", loss),
-        callbacks=[_build(config, f"callbacks.{place}", one, **known) for place, one in enumerate(callbacks)],
+        task=None if built is None else built.task,
+        curriculum=build_curriculum(config),
+        callbacks=callbacks,
         output_dir=folder,
         progress=progress,
         name=config.name,

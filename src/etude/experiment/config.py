@@ -1,6 +1,6 @@
 """The root schema: which sections an experiment file has, and how a file becomes a validated `ExperimentConfig`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +21,10 @@ from etude.config import (
     validate_document,
 )
 from etude.core import ConfigError
+from etude.curriculum import Phase
 from etude.experiment.dialects import unify_dialects
+from etude.experiment.task_checks import settle_tasks
+from etude.experiment.task_sections import Name, Phases, TaskSection
 from etude.trainer import TrainerConfig
 
 SECTIONS: dict[str, SectionSpec] = {
@@ -35,13 +38,23 @@ SECTIONS: dict[str, SectionSpec] = {
     "scheduler": SectionSpec(
         kind="scheduler", provided=("total_steps", "steps_per_epoch"), description="The learning-rate schedule."
     ),
+    "tasks": SectionSpec(
+        model=dict[Name, TaskSection],
+        description="Tasks that share the model, by name: head, loss, data, labels, weight, metrics and variants.",
+    ),
+    "weighting": SectionSpec(
+        kind="weighting", provided=("tasks",), description="How the losses of tasks become one; static by default."
+    ),
+    "curriculum": SectionSpec(
+        model=Phases, description="Phases in which tasks come in: a list, or `default` for the four of a code model."
+    ),
     "training": SectionSpec(model=TrainerConfig, description="How long to train and what to do on the way."),
     "callbacks": SectionSpec(
         kind="callback", many=True, provided=("tokenizer",), description="Callbacks, called in this order."
     ),
 }
 
-_COMPONENT_ROOMS = ("callbacks", "data", "losses", "metrics", "models", "optim")
+_COMPONENT_ROOMS = ("callbacks", "data", "losses", "losses.weighting", "metrics", "models", "optim")
 _MOVED_KEYS = ("learning_rate", "weight_decay", "warmup_steps", "use_scheduler", "scheduler_type")
 
 
@@ -59,6 +72,16 @@ class ExperimentConfig:
         """The `training` section."""
         training: TrainerConfig = self.sections["training"]
         return training
+
+    @property
+    def tasks(self) -> dict[str, TaskSection]:
+        """The `tasks` section; empty if there is none."""
+        return self.sections.get("tasks") or {}
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The `curriculum` section; empty if there is none."""
+        return self.sections.get("curriculum") or []
 
     def selection(self, section: str) -> Selection | None:
         """Return the component of a section, or None if it has none."""
@@ -81,6 +104,10 @@ class ExperimentConfig:
                 result[key] = [self._absolute_import(one) for one in value]
             elif key != "name" and (value is not None or key == "scheduler"):
                 result[key] = plain(value)
+        if self.tasks:
+            result["tasks"] = _plain_tasks(self.tasks)
+        if self.phases:
+            result["curriculum"] = [_plain_phase(phase) for phase in self.phases]
         training = result["training"]
         result["training"] = {k: v for k, v in training.items() if v is not None or k not in _optional_keys()}
         return result
@@ -121,6 +148,7 @@ def validate_experiment(document: Document, *, overrides: Sequence[str] = ()) ->
     unify_dialects(document)
     _add_companions(document)
     sections = validate_document(document, SECTIONS)
+    settle_tasks(sections, document)
     name = sections.get("name") or _name_of(document.path)
     return ExperimentConfig(name, document.path, document, sections)
 
@@ -170,6 +198,22 @@ def _add_companions(document: Document) -> None:
         given = document.data.get(section, {})
         if isinstance(given, dict) and "name" not in given:  # left out, or only some of its arguments given
             document.data[section] = {**value, **given}
+
+
+def _plain_tasks(tasks: Mapping[str, TaskSection]) -> dict[str, Any]:
+    """Return the tasks as a file would give them, without the keys that they do not say."""
+    result = {name: _said(plain(task)) for name, task in tasks.items()}
+    for task in result.values():
+        task["variants"] = {name: _said(variant) for name, variant in task["variants"].items()}
+    return result
+
+
+def _plain_phase(phase: Phase) -> dict[str, Any]:
+    return {key: _said(value) if key in ("start", "ramp") else value for key, value in _said(plain(phase)).items()}
+
+
+def _said(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if value is not None}
 
 
 def _optional_keys() -> set[str]:

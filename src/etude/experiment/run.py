@@ -21,6 +21,7 @@ from etude.core import CheckpointError, ConfigError, DataError, RunFolderError
 from etude.distributed import World, before_joining, failing_together, join_world, launcher, leave_world
 from etude.experiment.build import build_data, build_trainer
 from etude.experiment.config import ExperimentConfig, load_config_file, load_experiment_config
+from etude.experiment.tasks import SampleCount
 from etude.monitor import RunFolder, default_run_dir
 from etude.trainer import Trainer, resolve_device
 
@@ -130,6 +131,8 @@ def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:
     outcome.resume_command = _resume_command(folder, trainer.world)
     outcome.metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
     result = {"status": "finished", "reason": reason, "step": clock.step, "epoch": clock.epoch, "metrics": metrics}
+    if count := next((one for one in trainer.callbacks if isinstance(one, SampleCount)), None):
+        result["samples"] = count.samples
     if outcome.is_main and not interrupted and folder.samples_path.exists():
         outcome.samples = folder.samples_path.read_text(encoding="utf-8")
     # Also where nothing is written: no process may end while another is still at work, its launcher would end both.

@@ -19,9 +19,12 @@ from etude.losses.strategies import (
     LossStrategy,
     SegmentationLoss,
     TextClassificationLoss,
+    TokenClassificationLoss,
     VisionClassificationLoss,
 )
 from etude.losses.task import SupervisedTask
+from etude.losses.tasks import MultiTask, TaskSpec
+from etude.losses.weighting import Weighting
 from etude.losses.wrapped import FunctionLoss
 
 __all__ = [
@@ -33,11 +36,15 @@ __all__ = [
     "LossStrategy",
     "MaskedLanguageModelingLoss",
     "MultiLabelLoss",
+    "MultiTask",
     "SegmentationLoss",
     "SupervisedTask",
     "TaskLosses",
+    "TaskSpec",
     "TextClassificationLoss",
+    "TokenClassificationLoss",
     "VisionClassificationLoss",
+    "Weighting",
     "accuracy_term",
     "as_strategy",
     "binary_cross_entropy",

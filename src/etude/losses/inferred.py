@@ -24,13 +24,15 @@ class InferredLoss(LossStrategy):
     floating labels shaped like the output            mean squared error
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ignore_index: int | None = None) -> None:
+        """`ignore_index` is the class label that marks samples without a label, if there may be such."""
         self.chosen: LossStrategy | None = None
+        self._ignore_index = ignore_index
 
     def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
         """Return the terms of the chosen strategy; raise TrainingError if the shapes suggest none."""
         if self.chosen is None:
-            self.chosen = infer_strategy(output, batch)
+            self.chosen = infer_strategy(output, batch, self._ignore_index)
         return self.chosen.terms(output, batch, metrics=metrics)
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
@@ -53,7 +55,7 @@ def as_strategy(loss: LossStrategy | LossFunction | None) -> LossStrategy:
     return loss if isinstance(loss, LossStrategy) else FunctionLoss(loss)
 
 
-def infer_strategy(output: Any, batch: Batch) -> LossStrategy:
+def infer_strategy(output: Any, batch: Batch, ignore_index: int | None = None) -> LossStrategy:
     """Return the strategy that fits the output and the labels, or raise TrainingError with the choices there are."""
     size = shape_of(output)
     labels, already_shifted = targets_of(batch)
@@ -65,7 +67,7 @@ def infer_strategy(output: Any, batch: Batch) -> LossStrategy:
             if shape == size:
                 return mean_squared_error()
         elif len(size) == 2 and shape == size[:1]:
-            return ClassificationLoss()
+            return ClassificationLoss(ignore_index=ignore_index)
         elif len(size) == 3 and shape == size[:2]:
             return LanguageModelingLoss(shift=False if is_encoder_decoder(output) else None)
         elif len(size) == 4 and shape == size[:1] + size[2:]:

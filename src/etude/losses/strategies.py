@@ -103,6 +103,19 @@ TextClassificationLoss = ClassificationLoss
 VisionClassificationLoss = ClassificationLoss
 
 
+@register("loss", "token_classification")
+class TokenClassificationLoss(ClassificationLoss):
+    """Cross entropy of logits (B, L, C) with labels (B, L); tokens labelled `ignore_index` have none."""
+
+    def __init__(
+        self,
+        label_smoothing: Smoothing = 0.0,
+        ignore_index: int | None = IGNORE_INDEX,
+        class_weights: list[float] | None = None,
+    ) -> None:
+        super().__init__(label_smoothing, ignore_index, class_weights)
+
+
 @register("loss", "segmentation")
 class SegmentationLoss(ClassificationLoss):
     """Cross entropy of logits (B, C, H, W) with labels (B, H, W); pixels labelled `ignore_index` do not count."""

@@ -17,7 +17,7 @@ from etude.config.registry import register
 from etude.core.batch import Batch, num_samples
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.terms import LossTerm, Terms
-from etude.losses.functional import IGNORE_INDEX, cross_entropy_term, nll_term
+from etude.losses.functional import IGNORE_INDEX, count_labels, cross_entropy_term, label_weights, nll_term
 from etude.losses.outputs import logits_of
 from etude.losses.strategies import LossStrategy, add_accuracy, required_labels
 
@@ -92,6 +92,20 @@ class FunctionLoss(LossStrategy):
         if self._sum_only:
             term.count = num_samples(batch)
         return {"loss": term}
+
+    def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
+        """Return the number of labels or elements that count for a loss of torch's; None for any other function."""
+        if self._torch_function is None:
+            return None
+        labels = required_labels(batch, "the loss function")
+        if self._sum_only:
+            return {"loss": num_samples(batch)}
+        if self._torch_function not in (F.cross_entropy, F.nll_loss):
+            return {"loss": labels.numel()}
+        if labels.is_floating_point():
+            return None
+        weight, skip = self._options.get("weight"), self._options.get("ignore_index", IGNORE_INDEX)
+        return {"loss": count_labels(labels, skip) if weight is None else label_weights(labels, weight, skip).sum()}
 
     def _classification_terms(self, logits: Tensor, labels: Tensor, batch: Batch, metrics: bool) -> Terms:
         weight, skip = self._options.get("weight"), self._options.get("ignore_index", IGNORE_INDEX)

@@ -56,13 +56,26 @@ class LeNet5(nn.Module):
         # Channels last: the small convolutions take two thirds of the time on a CPU.
         self.to(getattr(torch, dtype)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
+    @property
+    def feature_dim(self) -> int:
+        """The last dimension of `features`, 84."""
+        return self.fc3.in_features
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the output layer."""
+        return self.fc3
+
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits (B, num_classes) of images (B, C, H, W)."""
+        logits: Tensor = self.fc3(self.features(images))
+        return logits
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return the activations (B, 84) that the output layer makes logits of."""
         # Pooling comes before the activation: of maxima the result is the same, on a quarter of the values.
         x = images.to(self.conv1.weight.dtype)
         x = self.activation(self.pool(self.conv1(x)))
         x = self.activation(self.pool(self.conv2(x))).flatten(1)
         x = self.dropout(self.activation(self.fc1(x)))
-        x = self.dropout(self.activation(self.fc2(x)))
-        logits: Tensor = self.fc3(x)
-        return logits
+        activations: Tensor = self.dropout(self.activation(self.fc2(x)))
+        return activations

@@ -43,3 +43,19 @@ class MLP(nn.Module):
         """Return the outputs (B, out_features)."""
         outputs: Tensor = self.layers(inputs)
         return outputs
+
+    @property
+    def feature_dim(self) -> int:
+        """The last dimension of `features`: the width of the last hidden layer."""
+        return self.get_output_embeddings().in_features
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """Return what the output layer is given, (B, feature_dim)."""
+        features: Tensor = self.layers[:-1](inputs)
+        return features
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the output layer."""
+        layer = self.layers[-1]
+        assert isinstance(layer, nn.Linear)
+        return layer

@@ -1,4 +1,4 @@
-"""A causal transformer over tokens: pre-norm, rotary positions, attention by torch's fused kernels."""
+"""A transformer over tokens, causal by default: pre-norm, rotary positions, attention by torch's fused kernels."""
 
 import math
 from typing import Annotated
@@ -83,6 +83,11 @@ class CausalTransformerLM(nn.Module):
         """Return the number of parameters; shared weights count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
+    @property
+    def feature_dim(self) -> int:
+        """The last dimension of `features`, d_model."""
+        return self.head.in_features
+
     def get_output_embeddings(self) -> nn.Linear:
         """Return the output layer, for losses that run the model without it (`fused_head`)."""
         return self.head
@@ -95,16 +100,34 @@ class CausalTransformerLM(nn.Module):
         *,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor:
-        """Return the logits (B, L, V) of tokens (B, L); all other arguments have that shape too.
+        """Return the logits (B, L, V) of tokens (B, L); all tensors have that shape.
 
         Positions where `attn_mask` is 0 are padding: no other position sees them. With `document_ids` a position sees
-        those of its own document only. `position_ids` count from 0 if not given; only their differences matter.
+        those of its own document only. `position_ids` count from 0 if not given; only their differences matter. With
+        `causal=False` a position also sees what comes after it, as for predicting masked tokens.
         """
-        self._check(tokens, types, attn_mask)
-        mask = attention_mask(tokens, attn_mask, document_ids)
-        logits: Tensor = self.head(self._hidden(tokens, types, mask, position_ids))
+        hidden = self.features(
+            tokens, types, attn_mask, position_ids=position_ids, document_ids=document_ids, causal=causal
+        )
+        logits: Tensor = self.head(hidden)
         return logits
+
+    def features(
+        self,
+        tokens: Tensor,
+        types: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        causal: bool = True,
+    ) -> Tensor:
+        """Return the hidden states (B, L, d_model) that the output layer makes logits of; arguments as of `forward`."""
+        self._check(tokens, types, attn_mask)
+        mask = attention_mask(tokens, attn_mask, document_ids, causal=causal)
+        return self._hidden(tokens, types, mask, position_ids, causal=causal)
 
     def generate(
         self,
@@ -175,6 +198,7 @@ class CausalTransformerLM(nn.Module):
         mask: Tensor | None,
         position_ids: Tensor | None,
         cache: "list[LayerCache] | None" = None,
+        causal: bool = True,
     ) -> Tensor:
         x = self.embedding(tokens)
         if self.type_embedding is not None:
@@ -185,7 +209,7 @@ class CausalTransformerLM(nn.Module):
             position_ids = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         rotary = rotary_angles(position_ids, self.head_dim)
         for place, block in enumerate(self.blocks):
-            x = block(x, rotary, mask, cache[place] if cache else None)
+            x = block(x, rotary, mask, cache[place] if cache else None, causal)
         normed: Tensor = self.norm(x)
         return normed
 
@@ -212,16 +236,21 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: "LayerCache | None" = None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: "LayerCache | None" = None,
+        causal: bool = True,
     ) -> Tensor:
         """Return the next residual stream (B, L, D)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), rotary, mask, cache))
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotary, mask, cache, causal))
         added: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return added
 
 
 class Attention(nn.Module):
-    """Causal self-attention of several heads, with rotary positions."""
+    """Self-attention of several heads, with rotary positions."""
 
     def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
         super().__init__()
@@ -230,19 +259,24 @@ class Attention(nn.Module):
         self.project = nn.Linear(d_model, d_model, bias=False)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: "LayerCache | None" = None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: "LayerCache | None" = None,
+        causal: bool = True,
     ) -> Tensor:
-        """Return what each position gathers from those it sees: the earlier ones, or those of `mask`."""
+        """Return what each position gathers from those it sees: of `mask`, else all, if `causal` the earlier ones."""
         batch, length, width = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)  # (3, B, H, L, E)
         queries, keys = rotate(heads[:2], rotary)
         values = heads[2]
-        causal = mask is None and length > 1  # a single new token sees all that the cache holds
+        is_causal = causal and mask is None and length > 1  # a single new token sees all that the cache holds
         if cache is not None:
             assert length == 1 or cache.length == 0, "the causal mask of the kernel begins at the first key"
             keys, values = cache.extend(keys, values)
         gathered = F.scaled_dot_product_attention(
-            queries, keys, values, mask, dropout_p=self.dropout if self.training else 0.0, is_causal=causal
+            queries, keys, values, mask, dropout_p=self.dropout if self.training else 0.0, is_causal=is_causal
         )
         projected: Tensor = self.project(gathered.transpose(1, 2).reshape(batch, length, width))
         return projected
@@ -277,8 +311,10 @@ class LayerCache:
         return self.keys[:, :, : self.length].to(keys.dtype), self.values[:, :, : self.length].to(values.dtype)
 
 
-def attention_mask(tokens: Tensor, attn_mask: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
-    """Return who sees whom, (B, 1, L, L), or None where the plain causal order says it all.
+def attention_mask(
+    tokens: Tensor, attn_mask: Tensor | None, document_ids: Tensor | None, *, causal: bool = True
+) -> Tensor | None:
+    """Return who sees whom, (B, 1, L, L); None where `causal` says it all: the earlier positions, or all of them.
 
     Every position sees itself, padding too: attention over nothing has no value.
 
@@ -291,7 +327,7 @@ def attention_mask(tokens: Tensor, attn_mask: Tensor | None, document_ids: Tenso
         return None
     length = tokens.shape[1]
     square = torch.ones(length, length, dtype=torch.bool, device=tokens.device)
-    seen = square.tril()
+    seen = square.tril() if causal else square
     if document_ids is not None:
         seen = seen & (document_ids[:, :, None] == document_ids[:, None, :])
     if attn_mask is not None:

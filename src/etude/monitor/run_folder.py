@@ -2,7 +2,7 @@
 
 config.yaml      the whole resolved config; a folder with this file holds a run
 metrics.jsonl    one record per log point, validation and epoch; metrics.csv holds the same
-events.jsonl     what happened: start, checkpoints, warnings, errors, end
+events.jsonl     what happened: start, phases, checkpoints, warnings, errors, end
 env.json         versions, device, commit, command line
 checkpoints/     what `etude resume` starts from
 result.json      the outcome, written at the end
@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 
 from etude.core import RunFolderError
 from etude.monitor.environment import collect_environment
-from etude.monitor.files import drop_torn_line, replacing, write_text
+from etude.monitor.files import replacing, write_text
 from etude.monitor.lock import FolderLock
 from etude.monitor.records import decode, plain, read_jsonl
 from etude.monitor.sinks import rewrite_csv
@@ -146,16 +146,16 @@ class RunFolder:
     def trim(self, step: int) -> None:
         """Prepare to go on from a checkpoint: drop what was recorded after `step`, and lines that were cut short.
 
-        Events are kept: they tell what happened, also what happened in vain.
+        Events are kept: they tell what happened, also what happened in vain. Only phases of a curriculum that began
+        after `step` are dropped, since they begin again.
         """
         try:
             if self.metrics_path.exists():
-                _trim_jsonl(self.metrics_path, step)
+                _trim_jsonl(self.metrics_path, keep=lambda record: _step(record) <= step)
             if self.metrics_csv_path.exists():
                 rewrite_csv(self.metrics_csv_path, keep=lambda row: _csv_step(row) <= step)
             if self.events_path.exists():
-                with self.events_path.open("r+b") as file:
-                    drop_torn_line(file.fileno())
+                _trim_jsonl(self.events_path, keep=lambda event: event.get("kind") != "phase" or _step(event) <= step)
         except OSError as error:
             raise self._cannot_write(error) from error
 
@@ -218,12 +218,16 @@ def newest_run(folder: str | Path) -> RunFolder | None:
     return RunFolder(max(found, key=os.path.getmtime).parent) if found else None
 
 
-def _trim_jsonl(path: Path, step: int) -> None:
+def _trim_jsonl(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
     with path.open("rb") as old, replacing(path) as temporary, temporary.open("wb") as new:
         for line in old:
             record = decode(line) if line.endswith(b"\n") else None
-            if record is not None and (record.get("step") or 0) <= step:
+            if record is not None and keep(record):
                 new.write(line)
+
+
+def _step(record: Mapping[str, Any]) -> int:
+    return record.get("step") or 0
 
 
 def _csv_step(row: Mapping[str, str | None]) -> int:

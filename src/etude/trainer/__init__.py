@@ -1,12 +1,13 @@
 """The doors to the engine for Python users: `Trainer`, loops by epoch, and training from plain functions."""
 
+from etude.trainer.assembly import planned_steps
 from etude.trainer.basic import BasicTrainingLoop
 from etude.trainer.config import TRAINING_ALIASES, MeaningfulLossConfig, TrainerConfig
 from etude.trainer.device import configure_cuda_performance, make_deterministic, resolve_device
 from etude.trainer.functions import training_step
 from etude.trainer.loops import TrainingLoop, ValidationLoop
 from etude.trainer.results import EpochResult
-from etude.trainer.trainer import Trainer, planned_steps
+from etude.trainer.trainer import Trainer
 
 __all__ = [
     "TRAINING_ALIASES",

@@ -8,22 +8,32 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from etude.core import Batch, BatchIterator, Loader, to_device
-from etude.data import BatchSource, DataLoader, DataLoaderFactory, LoaderData, TensorData, as_loader
+from etude.data import (
+    BatchSource,
+    DataLoader,
+    DataLoaderFactory,
+    LoaderData,
+    StreamLoader,
+    Streams,
+    TensorData,
+    as_loader,
+)
 from etude.distributed import World
 from etude.trainer.config import TrainerConfig
 from etude.trainer.sharing import share_source
 
 
 def make_loader(source: Any, config: TrainerConfig, device: torch.device, world: World, *, training: bool) -> Loader:
-    """Return a loader over a loader, a Dataset, a source of batches, a tensor or a pair of tensors.
+    """Return a loader over a loader, a Dataset, a source of batches, streams, a tensor or a pair of tensors.
 
     Data that is no loader yet is shuffled in training, in the order that seed, epoch and position alone decide.
     """
-    if isinstance(source, (Tensor, Dataset, BatchSource, TensorData, LoaderData)) or _is_tensor_pair(source):
+    known = (Tensor, Dataset, BatchSource, TensorData, LoaderData, Streams)
+    if isinstance(source, known) or _is_tensor_pair(source):
         source = DataLoaderFactory.from_config(config, device=device).create(source, training=training)
     source = share_source(source, world, training=training)
     loader = as_loader(source, seed=config.seed, world_size=world.size)
-    if device.type == "cpu" or (isinstance(loader, DataLoader) and loader.device == device):
+    if device.type == "cpu" or (isinstance(loader, (DataLoader, StreamLoader)) and loader.device == device):
         return loader
     return DeviceLoader(loader, device)
 

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from etude.core import ConfigError
-from etude.data import BatchSampler, DataLoader
+from etude.data import BatchSampler, DataLoader, StreamLoader
 from etude.distributed import World
 
 _WHOLE_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -18,14 +18,16 @@ _WHOLE_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, Weight
 def share_source(source: Any, world: World, *, training: bool) -> Any:
     """Return a source of batches of which every rank gets its own share.
 
-    An etude DataLoader is divided here. Of a torch DataLoader this is known by its sampler: ConfigError if all ranks
-    would train on the same batches. Other sources are taken to be divided already. Validation on undivided batches
-    is exact all the same, as every rank then counts every sample.
+    An etude DataLoader or StreamLoader is divided here. Of a torch DataLoader this is known by its sampler:
+    ConfigError if all ranks would train on the same batches. Other sources are taken to be divided already. Validation
+    on undivided batches is exact all the same, as every rank then counts every sample.
     """
     if world.size == 1:
         return source
     if isinstance(source, DataLoader):
         return _divided(source, world)
+    if isinstance(source, StreamLoader):
+        return source.shared(world.rank, world.size)
     if training and isinstance(source, TorchDataLoader) and _gives_all(source, world):
         raise ConfigError(
             f"each of the {world.size} processes would train on all batches of this torch DataLoader; give the Trainer "

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch import nn
 
 from etude.callbacks import LRSchedule, ProgressDisplay, RunRecorder
 from etude.checkpoint import CheckpointManager, newest_intact, read_checkpoint
-from etude.core import Clock, ConfigError, Loader, Task, TrainingError
+from etude.core import Clock, ConfigError, Loader, Task
 from etude.core.random import mix, set_seed
+from etude.core.terms import ManyTasks
+from etude.curriculum import Curriculum, Phase
 from etude.distributed import World, join_world, wrap_data_parallel
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import Callback, CallbackList, RunInfo
@@ -31,14 +33,22 @@ from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
 from etude.monitor import RunFolder
-from etude.optim import AdamW, Schedule, warmup_cosine
-from etude.trainer.config import TRAINING_ALIASES, ActivationCheckpointing, TrainerConfig
+from etude.optim import Schedule
+from etude.trainer.assembly import (
+    TorchScheduler,
+    as_config,
+    blocks_to_recompute,
+    curriculum_callback,
+    make_optimizer,
+    make_schedule,
+    planned_steps,
+)
+from etude.trainer.config import TrainerConfig
 from etude.trainer.device import configure_cuda_performance, make_deterministic, resolve_device
 from etude.trainer.feeding import make_loader
+from etude.trainer.tasks import join_weighting, train_weighting
 
 logger = logging.getLogger("etude")
-
-TorchScheduler = torch.optim.lr_scheduler.LRScheduler
 
 
 class Trainer:
@@ -59,6 +69,7 @@ class Trainer:
         scheduler: Schedule | TorchScheduler | None = None,
         loss: LossStrategy | nn.Module | Callable[..., Any] | None = None,
         task: Task | None = None,
+        curriculum: Curriculum | Sequence[Phase] | None = None,
         callbacks: Iterable[Callback] = (),
         device: str | torch.device | None = None,
         output_dir: str | Path | RunFolder | None = None,
@@ -83,6 +94,7 @@ class Trainer:
             loss: a `LossStrategy`, a torch loss or a function of (predictions, labels); found from the shapes of
                 the first batch if left out.
             task: replaces `loss` by full control over how model and batch become loss terms.
+            curriculum: phases that switch the tasks of `task`, a `MultiTask`, on and off as the run goes on.
             callbacks: called in this order.
             device: overrides `config.device`.
             output_dir: the run folder; without one, nothing is written.
@@ -93,7 +105,7 @@ class Trainer:
             world: the processes of the run; found from torchrun's variables by default.
             meta: facts to keep in every checkpoint's `meta.json`.
         """
-        self.config = _as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
+        self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
         config = self.config
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -106,16 +118,18 @@ class Trainer:
         elif self.device.type == "cuda" and config.resolved_precision != "fp32":
             configure_cuda_performance()
         self.name = name
+        self.task: Task = task if task is not None else SupervisedTask(as_strategy(loss))
+        join_weighting(model, self.task)
         self.model = model.to(self.device)
         if config.activation_checkpointing is not False:
-            recompute_activations(self.model, **_blocks_to_recompute(config.activation_checkpointing))
+            recompute_activations(self.model, **blocks_to_recompute(config.activation_checkpointing))
         if config.compile_model:
             self.model.compile()  # in place: names of parameters stay as they are
-        self.task: Task = task if task is not None else SupervisedTask(as_strategy(loss))
-        self.optimizer = _make_optimizer(optimizer, self.model, config)
-        wrapped = wrap_data_parallel(
-            self.model, self.optimizer, world, self.device, find_unused_parameters=config.find_unused_parameters
-        )
+        self.optimizer = make_optimizer(optimizer, self.model, config)
+        train_weighting(self.optimizer, self.task)
+        # A batch for some of the tasks leaves the heads of the others without gradients.
+        unused = config.find_unused_parameters or isinstance(self.task, ManyTasks)
+        wrapped = wrap_data_parallel(self.model, self.optimizer, world, self.device, find_unused_parameters=unused)
         self.train_loader = self._loader(train_loader, training=True)
         self.val_loader = self._loader(val_loader, training=False)
         self.accumulator = GradientAccumulator(self.optimizer, config.grad_accum_steps)
@@ -135,11 +149,16 @@ class Trainer:
             self.precision,
             world=world,
             metrics=config.train_metrics,
-            flops=ForwardFlops(self.model),
+            flops=ForwardFlops(self.model, self.task.outputs if isinstance(self.task, ManyTasks) else None),
         )
-        self.callbacks = CallbackList(callbacks)
-        schedule = self._adopt_schedule(scheduler)
-        self.learning_rate = LearningRate(self.optimizer, schedule)
+        self.learning_rate = LearningRate(self.optimizer, make_schedule(scheduler, config, self.total_steps))
+        listed = [*callbacks]
+        if isinstance(scheduler, TorchScheduler):
+            listed.append(LRSchedule(scheduler, interval="step"))
+        if curriculum is not None:
+            loaders = (self.train_loader, self.val_loader)
+            listed.insert(0, curriculum_callback(curriculum, self.task, *loaders, self.learning_rate))
+        self.callbacks = CallbackList(listed)
         self.folder = self._open_folder(output_dir)
         self._folder_is_held = isinstance(output_dir, RunFolder)  # by whoever gave it
         self._display = ProgressDisplay() if progress and world.is_main else None
@@ -253,18 +272,6 @@ class Trainer:
             return None
         return make_loader(source, self.config, self.device, self.world, training=training)
 
-    def _adopt_schedule(self, scheduler: Schedule | TorchScheduler | None) -> Schedule | None:
-        """Return the schedule as a function of the step; a torch scheduler becomes a callback that steps it."""
-        if isinstance(scheduler, TorchScheduler):
-            self.callbacks.append(LRSchedule(scheduler, interval="step"))
-            return None
-        if scheduler is None and self.config.warmup_steps is not None:
-            total = self.total_steps
-            if total is None:
-                raise ConfigError("training.warmup_steps needs a run with an end: set epochs or max_steps")
-            return warmup_cosine(total_steps=total, warmup_steps=self.config.warmup_steps)
-        return scheduler
-
     def _open_folder(self, output_dir: str | Path | RunFolder | None) -> RunFolder | None:
         if output_dir is None or isinstance(output_dir, RunFolder):
             return output_dir
@@ -353,58 +360,3 @@ def _find_checkpoint(path: Path) -> Path:
         for warning in warnings:
             logger.warning(warning)
     return path
-
-
-def planned_steps(config: TrainerConfig, num_batches: int | None) -> int | None:
-    """Return the optimizer steps of a whole run with `num_batches` batches per epoch; None if it has no known end."""
-    epochs, max_steps = config.num_epochs, config.max_steps
-    if epochs is None or num_batches is None:
-        return max_steps
-    steps = GradientAccumulator(accumulation_steps=config.grad_accum_steps).num_steps(num_batches, range(epochs))
-    return steps if max_steps is None else min(steps, max_steps)
-
-
-def _as_config(
-    config: TrainerConfig | Mapping[str, Any] | None,
-    *,
-    device: str | torch.device | None,
-    use_amp: bool | None,
-    compile_model: bool | None,
-) -> TrainerConfig:
-    if not isinstance(config, TrainerConfig):
-        from etude.config import canonical_keys, validate_section
-
-        data = canonical_keys(dict(config or {}), TRAINING_ALIASES, "training", None)
-        config = validate_section(TrainerConfig, data, path="training", document=None)
-    changes: dict[str, Any] = {}
-    if device is not None:
-        changes["device"] = str(device)
-    if compile_model is not None:
-        changes["compile_model"] = compile_model
-    if use_amp is not None:
-        changes["use_mixed_precision"] = use_amp
-    return config.model_copy(update=changes)
-
-
-def _blocks_to_recompute(setting: bool | str | ActivationCheckpointing) -> dict[str, Any]:
-    if isinstance(setting, ActivationCheckpointing):
-        return {"blocks": setting.blocks, "every": setting.every}
-    return {"blocks": setting} if isinstance(setting, str) else {}
-
-
-def _make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
-    params = [param for param in model.parameters() if param.requires_grad]
-    if not params:
-        raise ConfigError("the model has no parameters that require gradients: there is nothing to train")
-    if isinstance(optimizer, torch.optim.Optimizer):
-        mine = {id(param) for param in params}
-        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-            raise TrainingError(
-                "the optimizer holds none of the model's parameters: build it from model.parameters()"
-            )
-        return optimizer
-    if optimizer is not None:
-        made: torch.optim.Optimizer = optimizer(params)
-        return made
-    chosen: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    return AdamW(params, **{key: value for key, value in chosen.items() if value is not None})

@@ -1,8 +1,9 @@
 """What of a token file goes into a batch: which labels, which streams, under which names."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ class Columns:
     name: str
     streams: tuple[str, ...]
     sample_labels: tuple[str, ...]
+    padding: Mapping[str, int] = field(default_factory=dict)
+    """What streams are padded with where it is not 0: -100 for labels."""
 
     @classmethod
     def of(cls, file: TokenFile, labels: str | None, *, whole: bool) -> "Columns":
@@ -58,7 +61,22 @@ class Columns:
             labels,
             tuple(name for name in file.streams if name not in taken),
             tuple(name for name in samples if name not in taken),
+            _padding(file),
         )
+
+    def fill(self, stream: str) -> int:
+        """Return what stands behind a document in a stream."""
+        return self.padding.get(stream, 0)
+
+
+def _padding(file: TokenFile) -> dict[str, int]:
+    """What the facts of a file say its streams are padded with."""
+    padding: Any = file.meta.get("padding", {})
+    if not isinstance(padding, Mapping) or not all(type(value) is int for value in padding.values()):
+        raise DataError(
+            f"{file.path} has padding {padding!r} in its facts; it maps names of streams to whole numbers"
+        )
+    return dict(padding)
 
 
 def sample_label(file: TokenFile, name: str, indices: Indices) -> Tensor:

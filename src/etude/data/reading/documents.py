@@ -29,7 +29,8 @@ class TokenDocuments:
     A batch is {"input_ids", "attention_mask", "labels"}: ids (B, L) padded on the right to the longest of the batch,
     the mask 1 for tokens and 0 for padding. Labels are, by what the file has: its label of each sample (named "label"
     or "labels"), else its stream "labels" of one label per token, else the next token, -100 for the last one of a
-    document and for padding. Other streams and labels of the file come along under their names.
+    document and for padding. Other streams and labels of the file come along under their names; streams are padded
+    with 0, or with what the facts of the file say: `TokenWriter(…, meta={"padding": {"roles": -100}})`.
 
     Arguments:
         max_length: tokens of a sample at most; all of the document by default.
@@ -64,7 +65,8 @@ class TokenDocuments:
                 f"nothing is known of the documents of {self.file.path}; open it with a document_end, read it as "
                 f"TokenBlocks, or give long='split' and a max_length"
             )
-        self.max_length, self.pad_id, self.pad_multiple, self.long = max_length, pad_id, pad_multiple, long
+        self.max_length, self.pad_id, self.pad_multiple = max_length, pad_id, pad_multiple
+        self.long: Literal["cut", "split"] = long
         self.columns = Columns.of(self.file, labels, whole=True)
         self._pieces = self._count_pieces(max_length) if long == "split" and max_length is not None else None
         self._size = len(self.file) if self._pieces is None else int(self._pieces[-1])
@@ -73,6 +75,22 @@ class TokenDocuments:
 
     def __len__(self) -> int:
         return self._size
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of a sample at most; None if documents are never cut."""
+        return self.max_length
+
+    def with_length(self, length: int) -> "TokenDocuments":
+        """Return the same documents, cut or split at another length."""
+        return TokenDocuments(
+            self.file,
+            length,
+            pad_id=self.pad_id,
+            pad_multiple=self.pad_multiple,
+            long=self.long,
+            labels=self.columns.name,
+        )
 
     def lengths(self, indices: Indices) -> Indices:
         """Return how many tokens samples have."""
@@ -98,7 +116,7 @@ class TokenDocuments:
         elif columns.kind == "sample":
             batch[LABELS] = sample_label(self.file, columns.name, documents)
         for name in columns.streams:
-            batch[name] = torch.from_numpy(read_padded(self.file, starts, lengths, mask, 0, name))
+            batch[name] = torch.from_numpy(read_padded(self.file, starts, lengths, mask, columns.fill(name), name))
         for name in columns.sample_labels:
             batch[name] = sample_label(self.file, name, documents)
         return batch

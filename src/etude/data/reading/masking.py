@@ -12,7 +12,7 @@ from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data.permutation import Indices
 from etude.data.reading.padding import IGNORED
-from etude.data.source import BatchSource, MeasuredSource, OrderedSource
+from etude.data.source import BatchSource, MeasuredSource, OrderedSource, ResizableSource
 
 Words = NDArray[np.uint64]
 
@@ -82,16 +82,28 @@ class MaskedTokens:
         mask_share: float = 0.8,
         random_share: float = 0.1,
     ) -> None:
-        self.source = source
-        self._masking = _Masking(mask_id, vocab_size, rate, special_ids, mask_share, random_share)
+        self._attach(source, _Masking(mask_id, vocab_size, rate, special_ids, mask_share, random_share))
+
+    def _attach(self, source: BatchSource, masking: "_Masking") -> None:
+        self.source, self._masking = source, masking
         # What the source knows of its samples holds for masked ones too, and loaders ask for it by name.
         if isinstance(source, MeasuredSource):
             self.lengths = source.lengths
         if isinstance(source, OrderedSource):
             self.order = source.order
+        if isinstance(source, ResizableSource):
+            self.longest = source.longest
+            self.with_length = self._with_length
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def _with_length(self, length: int) -> "MaskedTokens":
+        """Return the source with samples of another length, masked in the same way."""
+        assert isinstance(self.source, ResizableSource)
+        masked = MaskedTokens.__new__(MaskedTokens)
+        masked._attach(self.source.with_length(length), self._masking)
+        return masked
 
     def gather(self, indices: Indices, *, epoch: int, seed: int) -> dict[str, Tensor]:
         """Return the samples at `indices`, masked."""

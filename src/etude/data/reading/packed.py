@@ -54,8 +54,11 @@ class PackedDocuments:
     ) -> None:
         _check(length, strategy, last, attention)
         self.file = opened(file)
-        self.length, self.strategy, self.pad_id = length, strategy, pad_id
-        self.cross_documents, self.attention, self.causal = cross_documents, attention, causal
+        self.length, self.pad_id, self.seed = length, pad_id, seed
+        self.strategy: Literal["split", "fit"] = strategy
+        self.last: Literal["drop", "pad"] = last
+        self.attention: Literal["ids", "full"] = attention
+        self.cross_documents, self.causal = cross_documents, causal
         self.columns = Columns.of(self.file, labels, whole=False)
         self._layout: Layout
         if strategy == "split":
@@ -71,6 +74,26 @@ class PackedDocuments:
     def fill(self) -> float:
         """The fraction of all places that hold a token."""
         return 1 - self._layout.num_padding / (len(self) * self.length)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a block."""
+        return self.length
+
+    def with_length(self, length: int) -> "PackedDocuments":
+        """Return the same documents packed into blocks of another length."""
+        return PackedDocuments(
+            self.file,
+            length,
+            self.strategy,
+            pad_id=self.pad_id,
+            last=self.last,
+            labels=self.columns.name,
+            cross_documents=self.cross_documents,
+            attention=self.attention,
+            causal=self.causal,
+            seed=self.seed,
+        )
 
     def gather(self, indices: Indices, *, epoch: int, seed: int) -> dict[str, Tensor]:  # noqa: ARG002
         """Return the blocks at `indices`."""
@@ -93,7 +116,7 @@ class PackedDocuments:
         positions, documents = _numbered(pieces, mask)
         batch["position_ids"], batch["document_ids"] = torch.from_numpy(positions), torch.from_numpy(documents)
         for name in self.columns.streams:
-            batch[name] = torch.from_numpy(self._read(spans, mask, name, 0))
+            batch[name] = torch.from_numpy(self._read(spans, mask, name, self.columns.fill(name)))
         if self.attention == "full":
             batch["attention_mask"] = document_mask(batch["document_ids"], causal=self.causal)
         return batch

@@ -17,6 +17,8 @@ class Weighting(nn.Module, ABC):
 
     known_ahead: ClassVar[bool] = True
     """Whether the coefficients are known before the losses of the step."""
+    has_penalty: ClassVar[bool] = False
+    """Whether the objective adds something to the weighted losses."""
 
     def __init__(self, tasks: Sequence[str]) -> None:
         super().__init__()
@@ -31,17 +33,41 @@ class Weighting(nn.Module, ABC):
     def coefficients(self, losses: Tensor, scale: Tensor | None = None) -> Tensor:
         """Return the factor of each loss in the objective."""
 
-    def penalty(self, scale: Tensor | None = None) -> Tensor | None:
-        """Return what the objective adds to the weighted losses, or None."""
+    def latest(self, scale: Tensor) -> Tensor:
+        """Return the coefficients as they are now, or as they were last where only a step finds them."""
+        return self.coefficients(torch.zeros_like(scale), scale)
+
+    def penalties(self, scale: Tensor | None = None) -> Tensor | None:
+        """Return what the objective adds for each task, (tasks,), or None."""
         return None
+
+    @property
+    def device(self) -> torch.device:
+        """Where its numbers are."""
+        tensor = self._first()
+        return torch.device("cpu") if tensor is None else tensor.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its numbers."""
+        tensor = self._first()
+        return torch.float32 if tensor is None else tensor.dtype
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it has numbers of its own: these are to be saved and moved with the model."""
+        return self._first() is not None
+
+    def _first(self) -> Tensor | None:
+        return next((one for one in (*self.parameters(), *self.buffers())), None)
 
     def forward(self, losses: Tensor, scale: Tensor | None = None) -> Tensor:
         """Return the objective: `(coefficients · losses).sum()`, and the penalty if there is one."""
         self.check(losses)
         counted = losses if scale is None else torch.where(scale > 0, losses, 0.0)
         objective = (self.coefficients(losses, scale) * counted).sum()
-        penalty = self.penalty(scale)
-        return objective if penalty is None else objective + penalty
+        penalties = self.penalties(scale)
+        return objective if penalties is None else objective + penalties.sum()
 
     def check(self, losses: Tensor) -> None:
         """Raise ConfigError unless there is one loss for each task; looks at shapes only."""

@@ -24,6 +24,8 @@ class FAMO(Weighting):
     known_ahead: ClassVar[bool] = False
     logits: Tensor
     floors: Tensor
+    used: Tensor
+    """The coefficients of every task in the last step it took part in, for people."""
 
     def __init__(
         self,
@@ -34,6 +36,7 @@ class FAMO(Weighting):
     ) -> None:
         super().__init__(tasks)
         self.register_buffer("logits", torch.zeros(len(self.tasks)))
+        self.register_buffer("used", torch.zeros(len(self.tasks)))
         self.register_buffer("floors", self.vector(floor or {}, 0.0, "floor"))
         self.adam = VectorAdam(len(self.tasks), positive(lr, "lr"), not_negative(decay, "decay"))
 
@@ -50,10 +53,15 @@ class FAMO(Weighting):
         """Move the logits towards the tasks whose log loss fell least."""
         self.check(after)
         taking_part = active(before, scale)
+        self.used.copy_(torch.where(taking_part, self.coefficients(before, scale), self.used))
         fell = self._height(before).log() - self._height(after).log()
         fell = torch.where(taking_part, fell, 0.0)
         shares = self.shares(taking_part)
         self.adam.step(self.logits, shares * (fell - (shares * fell).sum()), taking_part)
+
+    def latest(self, scale: Tensor) -> Tensor:
+        """Return the coefficients of the last step."""
+        return self.used
 
     def shares(self, taking_part: Tensor) -> Tensor:
         """Return z, the softmax of the logits over the tasks that take part."""

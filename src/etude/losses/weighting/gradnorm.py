@@ -15,7 +15,7 @@ _LEAST = 1e-4
 
 @register("weighting", "gradnorm")
 class GradNorm(Weighting):
-    """Weights move down the gradient of Σ |w·‖g‖ − mean(w·‖g‖)·rᵅ|, and add up to the number of active tasks.
+    """Weights move down the gradient of Σ |w·‖g‖ − mean(w·‖g‖)·rᵅ|, and add up to the number of tasks.
 
     g is a task's gradient of the last shared parameters, r its loss relative to where it began, over the mean of the
     same. A larger `alpha` pulls harder at tasks that lag. `initial` are the losses to count from, log(classes) say;
@@ -58,6 +58,8 @@ class GradNorm(Weighting):
         norms = torch.where(taking_part, torch.linalg.vector_norm(gradients, dim=1).to(losses.dtype), 0.0)
         weighed = self.weights * norms
         target = weighed.sum() / number * rate**self.alpha
+        together = torch.where(taking_part, self.weights, 0.0).sum()
         self.adam.step(self.weights, torch.sign(weighed - target) * norms, taking_part)
         kept = torch.where(taking_part, self.weights.clamp_min(_LEAST), 0.0)
-        self.weights.copy_(torch.where(taking_part, kept * number / kept.sum().clamp_min(_LEAST), self.weights))
+        # Those that take part share what they had together: a step without one of the tasks does not unlearn weights.
+        self.weights.copy_(torch.where(taking_part, kept * together / kept.sum().clamp_min(_LEAST), self.weights))

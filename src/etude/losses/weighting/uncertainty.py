@@ -1,6 +1,7 @@
 """Uncertainty weighting (Kendall, Gal and Cipolla 2018): the noise of every task is learned with the model."""
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ class UncertaintyWeighting(Weighting):
     3.0
     """
 
+    has_penalty: ClassVar[bool] = True
     halves: Tensor
 
     def __init__(
@@ -40,6 +42,6 @@ class UncertaintyWeighting(Weighting):
         """Return 1/σ², or 1/2σ² for regression, with gradient history."""
         return scaled(self.halves * torch.exp(-self.log_variances), scale)
 
-    def penalty(self, scale: Tensor | None = None) -> Tensor:
-        """Return Σ log σ: what keeps σ from growing without end."""
-        return scaled(self.log_variances / 2, scale).sum()
+    def penalties(self, scale: Tensor | None = None) -> Tensor:
+        """Return log σ of each task: what keeps σ from growing without end."""
+        return scaled(self.log_variances / 2, scale)

@@ -1,6 +1,6 @@
 """Training a byte-level BPE tokenizer on documents."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .files import replacing
@@ -22,6 +22,20 @@ PATTERN = "|".join(
 
 def train(task: dict[str, Any]) -> dict[str, Any]:
     """Train a byte-level BPE tokenizer on documents of the index."""
+    texts = Texts(task["folder"])
+
+    def documents() -> Iterator[list[str]]:
+        for start in range(task["start"], task["stop"], 64):
+            yield texts.read(start, min(start + 64, task["stop"]))
+
+    tokenizer = train_tokenizer(documents(), task["vocab_size"], task["special_tokens"])
+    with replacing(task["result"]) as file:
+        file.write(tokenizer.to_str(pretty=True).encode() + b"\n")
+    return {"vocab_size": tokenizer.get_vocab_size()}
+
+
+def train_tokenizer(documents: Iterator[list[str]], vocab_size: int, special_tokens: Sequence[str]) -> Any:
+    """Train a byte-level BPE tokenizer on groups of documents; the special tokens have the first ids."""
     from tokenizers import (  # type: ignore[import-untyped]
         Regex,
         Tokenizer,
@@ -31,7 +45,6 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
         trainers,
     )
 
-    texts = Texts(task["folder"])
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -39,18 +52,11 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=task["vocab_size"],
+        vocab_size=vocab_size,
         min_frequency=2,
-        special_tokens=task["special_tokens"],
+        special_tokens=list(special_tokens),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-
-    def documents() -> Iterator[list[str]]:
-        for start in range(task["start"], task["stop"], 64):
-            yield texts.read(start, min(start + 64, task["stop"]))
-
-    tokenizer.train_from_iterator(documents(), trainer)
-    with replacing(task["result"]) as file:
-        file.write(tokenizer.to_str(pretty=True).encode() + b"\n")
-    return {"vocab_size": tokenizer.get_vocab_size()}
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer

@@ -1,0 +1,175 @@
+"""What the progress display shows of the tasks of a run, as text with styles: pure functions, no terminal in sight."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from etude.callbacks.progress_words import Line, cells, fit, label, metric, number, of_task
+
+MAX_NAME = 24
+"""Columns of a task's name at most."""
+_GAP = "  "
+_FIRST = ("perplexity", "f1", "accuracy")
+_SETTINGS = frozenset({"weight", "val_weight"})
+_NO_METRICS = frozenset({"loss", "nll", "weight", "grad_norm"})
+
+Numbers = dict[str, float | None]
+"""Numbers by name; None stands for one that was not finite."""
+
+
+@dataclass(slots=True)
+class Tasks:
+    """The numbers of the tasks, by names such as `quality/loss` and `val_quality/f1`; empty if a run has one task."""
+
+    when: str = ""
+    """The moment that `numbers` are of, such as `epoch 3`."""
+    numbers: Numbers = field(default_factory=dict)
+    """Those of the last epoch or validation."""
+    latest: Numbers = field(default_factory=dict)
+    """Those of log points: for every task the last that had them."""
+
+    def update(self, record: Mapping[str, float | None]) -> None:
+        """Take the numbers of a log point; a task that had no part in it keeps those it had."""
+        self.latest |= of_tasks(record)
+
+    def close(self, when: str, logs: Mapping[str, float | None]) -> None:
+        """Take the numbers of an epoch or a validation."""
+        if found := of_tasks(logs):
+            self.when, self.numbers = when, found
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forget the log points of tasks that are not trained any more."""
+        self.latest = {name: value for name, value in self.latest.items() if _split(name)[0] in names}
+
+
+def of_tasks(record: Mapping[str, float | None]) -> Numbers:
+    """Return the numbers that belong to a task."""
+    return {name: value for name, value in record.items() if of_task(name) is not None}
+
+
+def task_names(tasks: Tasks, running: bool = True) -> list[str]:
+    """Return the tasks that have numbers to show; those of a run that goes on, or of its last epoch alone."""
+    sources = (tasks.numbers, tasks.latest if running else {})
+    known = ((*_split(name), value) for source in sources for name, value in source.items())
+    return list(dict.fromkeys(task for task, own, value in known if value is not None and own not in _SETTINGS))
+
+
+def task_table(tasks: Tasks, width: int, max_rows: int | None = None, running: bool = False) -> list[Line]:
+    """Return a heading and one line per task, with the columns that fit; `running` adds the loss of the log point."""
+    names = task_names(tasks, running)
+    if not names:
+        return []
+    shown = names if max_rows is None or len(names) <= max_rows else names[: max(1, max_rows - 1)]
+    corner = f"task, {tasks.when}" if tasks.when else "task"
+    name_width = max(len(corner), *(min(MAX_NAME, cells(name)) for name in shown))
+    columns = _fitting(_columns(tasks, shown, running), width - name_width - 1)
+    lines: list[Line] = [[(f" {corner:<{name_width}}" + "".join(column.heading for column in columns), "dim")]]
+    for place, name in enumerate(shown):
+        lines.append(
+            [(" " + _name(name, name_width), ""), *((column.cell(place), column.style) for column in columns)]
+        )
+    if len(shown) < len(names):
+        lines.append([(f" {len(names) - len(shown)} more tasks", "dim")])
+    return lines
+
+
+def losses_line(tasks: Tasks, width: int) -> Line:
+    """Return the losses of the last log points on one line, for a terminal too low for a table."""
+    losses = [
+        (name, value) for name, value in tasks.latest.items() if _split(name)[1] == "loss" and value is not None
+    ]
+    line: Line = []
+    for place, (name, value) in enumerate(losses):
+        title, text = f" {_split(name)[0]} ", f"{number(value)} "
+        rest = f" +{len(losses) - place}"
+        width -= cells(title) + len(text)
+        if width < (len(rest) if place + 1 < len(losses) else 0):
+            return [*line, (rest, "dim")]
+        line += [(title, "dim"), (text, "")]
+    return line
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    title: str
+    texts: list[str]
+    rank: int
+    """Columns of low rank are the first to be shown."""
+    is_left: bool = False
+    style: str = ""
+
+    @property
+    def width(self) -> int:
+        return max(len(self.title), *map(len, self.texts)) + len(_GAP)
+
+    @property
+    def heading(self) -> str:
+        return self._placed(self.title)
+
+    def cell(self, place: int) -> str:
+        return self._placed(self.texts[place])
+
+    def _placed(self, text: str) -> str:
+        return (_GAP + text).ljust(self.width) if self.is_left else text.rjust(self.width)
+
+
+def _columns(tasks: Tasks, names: list[str], running: bool) -> list[_Column]:
+    """Return all columns there is something to say in, in their order."""
+    numbers, latest = tasks.numbers, tasks.latest
+    both = {**numbers, **latest} if running else {**latest, **numbers}
+    weights = [_weight(both.get(f"{name}/weight")) for name in names]
+    columns = [_Column("weight", weights, rank=4)]
+    if running:
+        columns.append(_Column("loss now", [_text(latest, f"{name}/loss") for name in names], rank=0))
+    columns.append(_Column("train loss", [_text(numbers, f"{name}/loss") for name in names], rank=3))
+    columns.append(_Column("val loss", [_text(numbers, f"val_{name}/loss") for name in names], rank=1))
+    metrics = [_metrics(numbers, name) for name in names]
+    for slot in range(max(map(len, metrics))):
+        texts = [found[slot] if slot < len(found) else "" for found in metrics]
+        columns.append(_Column("", texts, rank=2 if slot == 0 else 5 + slot, is_left=True))
+    norms = [_text(both, f"{name}/grad_norm") for name in names]
+    columns.append(_Column("grad norm", norms, rank=5, style="dim"))
+    return [column for column in columns if any(column.texts)]
+
+
+def _fitting(columns: list[_Column], room: int) -> list[_Column]:
+    chosen = set()
+    for column in sorted(columns, key=lambda column: column.rank):
+        if column.width <= room:
+            room -= column.width
+            chosen.add(column.rank)
+    return [column for column in columns if column.rank in chosen]
+
+
+def _metrics(numbers: Numbers, task: str) -> list[str]:
+    """Return what there is beside the losses of a task: values of the validation, or else of the training."""
+    own = [_split(name)[1].removeprefix("val_") for name in numbers if _split(name)[0] == task]
+    names = dict.fromkeys([name for name in _FIRST if name in own] + [n for n in own if n not in _NO_METRICS])
+    found = []
+    for name in names:
+        value = numbers.get(f"val_{task}/{name}", numbers.get(f"{task}/{name}"))
+        found.append(f"{label(name)} {metric(name, value)}")
+    return found
+
+
+def _text(numbers: Numbers, name: str) -> str:
+    return number(numbers[name]) if name in numbers else ""
+
+
+def _weight(value: float | None) -> str:
+    """Return a weight in three decimals, or in three digits if it is very small or large."""
+    if value is None:
+        return ""
+    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.2e}"
+
+
+def _name(name: str, width: int) -> str:
+    """Return a name in just so many columns; a long one without its middle, since names often share a beginning."""
+    if cells(name) > width:
+        end = fit(name[::-1], (width - 2) // 2)[::-1]
+        name = fit(name, width - 2 - cells(end)) + ".." + end
+    return name + " " * (width - cells(name))
+
+
+def _split(name: str) -> tuple[str, str]:
+    found = of_task(name)
+    return found if found is not None else ("", name)

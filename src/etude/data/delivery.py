@@ -1,0 +1,95 @@
+"""What all loaders share on the way out: the iterator over an epoch, prefetching, transforms of whole batches."""
+
+import inspect
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from etude.core.batch import Batch, DataBatch, first_tensor
+from etude.core.random import mix
+from etude.data.cuda import SideStream, ahead
+from etude.data.prefetch import prefetch_stream
+
+
+class EpochIterator:
+    """The batches of one epoch; `position` counts the samples handed out so far over all ranks."""
+
+    __slots__ = ("_close", "_items", "position")
+
+    def __init__(self, items: Iterator[tuple[int, Batch]], position: int, close: Callable[[], None]) -> None:
+        self._items, self._close = items, close
+        self.position = position
+
+    def __iter__(self) -> "EpochIterator":
+        return self
+
+    def __next__(self) -> Batch:
+        self.position, batch = next(self._items)
+        return batch
+
+    def close(self) -> None:
+        """Stop any prefetching; the iterator is then at its end. Safe to call twice."""
+        self._close()
+        self._items = iter(())
+
+
+def deliver(
+    items: Iterator[tuple[int, Batch]],
+    batches: Iterator[Batch],
+    position: int,
+    *,
+    prefetch: int,
+    device: torch.device | None,
+    threaded: bool,
+) -> EpochIterator:
+    """Return the items, made beforehand as far as `prefetch` says; `batches` is closed with the iterator.
+
+    Without `threaded` batches are made in this thread; only their copies to a CUDA device run ahead.
+    """
+    to_cuda = device is not None and device.type == "cuda"
+    if prefetch == 0 or not (threaded or to_cuda):
+        return EpochIterator(items, position, partial(_close, batches))
+    if not to_cuda:
+        stream = prefetch_stream(items, prefetch)
+        return EpochIterator(stream, position, stream.close)
+    assert device is not None
+    side = SideStream(device)
+    if threaded:
+        staged = prefetch_stream(side.send(items), prefetch)
+        return EpochIterator(side.receive(staged), position, staged.close)
+    staged_items = ahead(side.send(items), prefetch)
+    return EpochIterator(side.receive(staged_items), position, partial(_close, batches))
+
+
+def _close(batches: Iterator[Batch]) -> None:
+    if isinstance(batches, Generator):
+        batches.close()
+
+
+class BatchTransform:
+    """A function of a batch's inputs; one that takes a `generator` gets it seeded from the batch's place."""
+
+    def __init__(self, transform: Callable[..., Any]) -> None:
+        self.transform = transform
+        self._random = _takes_generator(transform)
+
+    def __call__(self, batch: Batch, *place: int) -> Batch:
+        """Apply it to the `data` of a DataBatch, or to the whole batch; `place` are the numbers of the seed."""
+        inputs = batch.data if isinstance(batch, DataBatch) else batch
+        if self._random:
+            tensor = first_tensor(inputs)
+            generator = torch.Generator("cpu" if tensor is None else tensor.device)
+            generator.manual_seed(mix(*place))
+            inputs = self.transform(inputs, generator=generator)
+        else:
+            inputs = self.transform(inputs)
+        return DataBatch(inputs, batch.labels) if isinstance(batch, DataBatch) else inputs
+
+
+def _takes_generator(transform: Callable[..., Any]) -> bool:
+    try:
+        return "generator" in inspect.signature(transform).parameters
+    except ValueError:  # a builtin without a signature
+        return False

@@ -1,0 +1,117 @@
+"""Parts of a data set: what a loader is made of, tensors in memory, a source with its options, or named streams."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from etude.config.spelling import did_you_mean, listed
+from etude.core.errors import DataError
+
+Draw = Literal["alternate", "together"]
+RESERVED = ("all", "default", "none")
+"""Words that mean something else where streams are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorData:
+    """Samples in memory, with the function that prepares a batch of them."""
+
+    data: Any
+    """A tensor, a NumPy array or a mapping of them."""
+    labels: Tensor | None = None
+    transform: Callable[..., Any] | None = None
+
+    def __len__(self) -> int:
+        return len(next(iter(self.data.values())) if isinstance(self.data, Mapping) else self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderData:
+    """A source, a Dataset or the path of a token file, with the options of `DataLoader` that go with it."""
+
+    data: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Named parts that batches are drawn from: each a `TensorData`, a `LoaderData`, a source or a Dataset.
+
+    >>> streams = Streams({"a": TensorData([1, 2, 3]), "b": TensorData([4])}, weights={"a": 1, "b": 3})
+    >>> len(streams)
+    4
+
+    Raises DataError if there is no stream, or for names and weights that cannot be.
+    """
+
+    parts: Mapping[str, Any]
+    weights: Mapping[str, float] | None = None
+    """Proportions of training samples, one for each stream; by default streams count by their sizes."""
+    draw: Draw = "alternate"
+    """`alternate`: every batch is of one stream; `together`: every batch has samples of each."""
+    epoch_samples: int | None = None
+    """Samples of a training epoch; by default as many as all streams have."""
+    absent: frozenset[str] = frozenset()
+    """Streams that the data has, but not in this part of it: naming them is no mistake."""
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise DataError("there are no streams; name at least one data set under streams")
+        for name, part in self.parts.items():
+            check_stream_name(name)
+            if isinstance(part, Streams):
+                raise DataError(f"stream '{name}' is made of streams itself; list them side by side")
+        if self.draw not in get_args(Draw):
+            raise DataError(f"draw is {self.draw!r}; it is {' or '.join(map(repr, get_args(Draw)))}")
+        if self.epoch_samples is not None and self.epoch_samples < 1:
+            raise DataError(f"epoch_samples is {self.epoch_samples}; an epoch has at least 1 sample")
+        if self.weights is not None:
+            check_weights(self.weights, (*self.parts, *self.absent))
+            if missing := [name for name in self.parts if name not in self.weights]:
+                raise DataError(
+                    f"the weights leave out {listed(missing)}; give every stream a weight, "
+                    f"0 to those that are read only where a phase names them"
+                )
+
+    def __len__(self) -> int:
+        return self.epoch_samples or sum(len(part) for part in self.parts.values())
+
+
+def check_stream_name(name: object) -> None:
+    """Raise DataError for a name that would be taken for something else in config files or in names of numbers."""
+    if not isinstance(name, str) or not re.fullmatch(r"\w[\w-]*", name):
+        raise DataError(f"a stream is called {name!r}; names are made of letters, digits, '_' and '-'")
+    if name in RESERVED:
+        raise DataError(f"a stream is called '{name}', which means something else where streams are named; rename it")
+
+
+def check_weights(weights: Mapping[str, float], known: Iterable[str]) -> None:
+    """Raise DataError unless the weights are of known streams, finite, not negative, and not all zero."""
+    names = list(known)
+    check_known(weights, names, "weights")
+    for name, weight in weights.items():
+        if (
+            isinstance(weight, bool)
+            or not isinstance(weight, (int, float))
+            or not math.isfinite(weight)
+            or weight < 0
+        ):
+            raise DataError(f"the weight of stream '{name}' is {weight!r}; weights are numbers of 0 or more")
+    if not any(weights.values()):
+        raise DataError(f"the weights of {listed(weights)} are all 0; at least one stream must be read")
+
+
+def check_known(given: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raise DataError for a name that is none of the streams, with the nearest spelling."""
+    names = list(known)
+    for name in given:
+        if name not in names:
+            hint = did_you_mean(str(name), names)
+            raise DataError(f"{where} names the stream '{name}', which there is not{hint} (streams: {listed(names)})")

@@ -1,0 +1,323 @@
+"""What weightings of several tasks ask of a step: each task's gradient, or the losses before and after the update.
+
+A `Balance` stands between the loss terms and the backward pass. Most weightings need none: their weights are in the
+terms. Nothing here waits for the device.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from etude.core import Batch, ConfigError, Task, Terms, TrainingError
+from etude.core.calling import unwrap
+from etude.core.terms import LossTerm
+from etude.distributed import World
+from etude.engine.buffers import BufferGuard
+from etude.engine.callback import TaskGradients
+from etude.engine.precision import Precision
+from etude.losses.tasks import MultiTask
+from etude.losses.weighting import (
+    CombinesGradients,
+    WatchesEpochs,
+    WatchesGradients,
+    WatchesUpdates,
+    assign_gradients,
+)
+
+logger = logging.getLogger("etude")
+
+Counts = Mapping[str, Tensor | float]
+Descend = Callable[[Terms], None]
+"""Runs the backward pass of Σ weight·sum/total."""
+
+LOSS = "/loss"
+LEAST = 1e-9
+"""Counts below this are none: the step puts a tiny number in place of 0."""
+
+
+@runtime_checkable
+class SharesParameters(Protocol):
+    """A model of several tasks that says which of its parameters they share."""
+
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """Return all of them."""
+        ...
+
+    def last_shared_parameters(self) -> list[nn.Parameter]:
+        """Return those of the last layer that they share."""
+        ...
+
+
+class TaskRows:
+    """The gradients of the tasks' mean losses, added up over the micro-batches of a step: a row for each task."""
+
+    def __init__(self, params: Sequence[nn.Parameter], world: World, precision: Precision) -> None:
+        self.params = params
+        self._world, self._precision = world, precision
+        self.rows: dict[str, Tensor] = {}
+        self.reached = [0] * len(params)
+        """1 for every parameter that a task here uses."""
+
+    def add(self, terms: Terms, totals: Counts) -> None:
+        """Add the gradients of these terms, one backward pass for each task; the graph is kept."""
+        for name, term in terms.items():
+            if not name.endswith(LOSS):
+                continue
+            task = name.removesuffix(LOSS)
+            row = self._gradient(term.sum / totals[name])
+            self.rows[task] = row if task not in self.rows else self.rows[task] + row
+
+    def matrix(self, tasks: Sequence[str]) -> Tensor:
+        """Return the rows of all tasks over all ranks, (tasks, elements); zeros for a task that took no part."""
+        nothing = next(iter(self.rows.values())).new_zeros(()).expand_as(next(iter(self.rows.values())))
+        rows = torch.stack([self.rows.get(task, nothing) for task in tasks])
+        return self._world.sum(rows / self._precision.unscale(1.0))
+
+    def _gradient(self, loss: Tensor) -> Tensor:
+        scaled = self._precision.scale(loss)
+        if not scaled.requires_grad:  # a task without any labels here may be a plain 0
+            return torch.cat([torch.zeros_like(param).reshape(-1) for param in self.params])
+        found = torch.autograd.grad(scaled, list(self.params), retain_graph=True, allow_unused=True)
+        parts = []
+        for place, (param, gradient) in enumerate(zip(self.params, found, strict=True)):
+            self.reached[place] |= gradient is not None
+            parts.append((torch.zeros_like(param) if gradient is None else gradient).reshape(-1))
+        return torch.cat(parts)
+
+
+class Balance:
+    """The part of a weighting in a step; this one does nothing, and so serves weightings that need nothing."""
+
+    descends = True
+    """Whether gradients come from one backward pass, in which ranks meet."""
+
+    def __init__(self, weighting: Any, task: MultiTask, model: nn.Module, world: World) -> None:
+        self.weighting: Any = weighting
+        self.task, self.model, self.world = task, model, world
+        self.names = tuple(task.tasks)
+        self._dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+
+    def prepare(self, micro_batches: Sequence[Batch], totals: Counts | None) -> None:
+        """Begin a step; `totals` are known if there are several micro-batches."""
+
+    def backward(self, terms: Terms, totals: Counts, descend: Descend) -> None:  # noqa: ARG002
+        """Make the gradients of one micro-batch."""
+        descend(terms)
+
+    def finish(self, sums: Mapping[str, Tensor], totals: Counts, step: int) -> None:
+        """Look at the whole step, or change its gradients, before the update."""
+
+    def after_update(self, micro_batches: Sequence[Batch]) -> None:
+        """Look at what the update did."""
+
+    def end_epoch(self, means: Mapping[str, float]) -> None:
+        """Take in the mean losses of an epoch; tell of a task that had no labels in all of it."""
+        for task, weight in self.task.weights.items():
+            if weight and f"{task}{LOSS}" not in means:
+                logger.warning(
+                    "the task '%s' had no labels in a whole epoch, so it learned nothing and the sum of the losses is "
+                    "not told; look at its labels and at its share of the data",
+                    task,
+                )
+        weighting = self.weighting
+        if isinstance(weighting, WatchesEpochs):
+            losses = [means.get(f"{task}{LOSS}", float("nan")) for task in self.names]
+            like = self.task.scale(self.weighting.device, self.weighting.dtype)
+            vector = torch.tensor(losses, dtype=torch.float64).to(like)
+            weighting.end_epoch(vector.nan_to_num(0.0), like * vector.isfinite())
+
+    def losses(self, sums: Mapping[str, Tensor], totals: Counts) -> tuple[Tensor, Tensor]:
+        """Return the mean losses of all tasks over all ranks, and their weights, 0 without labels in this step."""
+        device = next(iter(sums.values())).device
+        zero = torch.zeros((), device=device)
+        found = torch.stack([sums.get(f"{task}{LOSS}", zero).detach() for task in self.names])
+        found = found.to(self._dtype)
+        counts = torch.stack([_on(totals.get(f"{task}{LOSS}", 0.0), device) for task in self.names])
+        present = counts > LEAST
+        means = torch.where(present, self.world.sum(found) / torch.where(present, counts, 1.0), 0.0)
+        return means, self.task.scale(device, self._dtype) * present
+
+
+class GradNormBalance(Balance):
+    """Shows the weighting each task's gradient of the last shared parameters."""
+
+    def __init__(self, weighting: Any, task: MultiTask, model: nn.Module, world: World, precision: Precision) -> None:
+        super().__init__(weighting, task, model, world)
+        self._params = shares(model).last_shared_parameters()
+        self._precision = precision
+        self._rows = TaskRows(self._params, world, precision)
+
+    def prepare(self, micro_batches: Sequence[Batch], totals: Counts | None) -> None:  # noqa: ARG002
+        """Begin with no gradients."""
+        self._rows = TaskRows(self._params, self.world, self._precision)
+
+    def backward(self, terms: Terms, totals: Counts, descend: Descend) -> None:
+        """Look at each task's gradient first."""
+        self._rows.add(terms, totals)
+        descend(terms)
+
+    def finish(self, sums: Mapping[str, Tensor], totals: Counts, step: int) -> None:  # noqa: ARG002
+        """Let the weighting see the gradients of the whole step."""
+        losses, scale = self.losses(sums, totals)
+        self.weighting.observe(losses, self._rows.matrix(self.names), scale)
+
+
+class CombiningBalance(Balance):
+    """Lets the weighting make the gradient of the shared parameters; the others take that of the weighted sum."""
+
+    descends = False
+
+    def __init__(
+        self,
+        weighting: Any,
+        task: MultiTask,
+        model: nn.Module,
+        world: World,
+        precision: Precision,
+        params: Sequence[nn.Parameter],
+    ) -> None:
+        super().__init__(weighting, task, model, world)
+        shared = {id(param) for param in shares(model).shared_parameters()}
+        self._shared = [param for param in params if id(param) in shared]
+        self._own = [param for param in params if id(param) not in shared]
+        self._size = sum(param.numel() for param in self._shared)
+        self._precision = precision
+        self._rows = TaskRows([], world, precision)
+        self._reached: dict[tuple[tuple[str, str | None], ...], list[int]] = {}
+
+    def prepare(self, micro_batches: Sequence[Batch], totals: Counts | None) -> None:  # noqa: ARG002
+        """Begin with no gradients."""
+        self._rows = TaskRows([*self._shared, *self._own], self.world, self._precision)
+
+    def backward(self, terms: Terms, totals: Counts, descend: Descend) -> None:  # noqa: ARG002
+        """Keep each task's gradient apart."""
+        self._rows.add(terms, totals)
+
+    def finish(self, sums: Mapping[str, Tensor], totals: Counts, step: int) -> None:
+        """Make one gradient of them all."""
+        _, scale = self.losses(sums, totals)
+        rows = self._rows.matrix(self.names)
+        shared, own = rows[:, : self._size], rows[:, self._size :]
+        merged = self.weighting.combine(shared, step=step, scale=scale)
+        # As backward passes of several ranks leave them: scaled like the loss, and averaged over ranks.
+        factor = self._precision.unscale(1.0) / self.world.size
+        assign_gradients(merged * factor, self._shared)
+        if self._own:
+            assign_gradients((scale.to(own.dtype) @ own) * factor, self._own)
+        for param, reached in zip(self._rows.params, self._params_reached(), strict=True):
+            if not reached:
+                param.grad = None  # as a backward pass leaves it: the heads of tasks that rest are not to decay
+
+    def _params_reached(self) -> list[int]:
+        """Return 1 for every parameter that one of the tasks of this step uses on any rank."""
+        if self.world.size == 1:
+            return self._rows.reached
+        key = tuple((task, self.task.head_of(task)) for task in self._rows.rows)
+        if key not in self._reached:  # once for the same tasks and heads: ranks talk about it through their hosts
+            self._reached[key] = self.world.host_max(self._rows.reached)
+        return self._reached[key]
+
+
+class UpdateBalance(Balance):
+    """Shows the weighting the losses of the step's batches before and after the update."""
+
+    def __init__(
+        self, weighting: Any, task: MultiTask, model: nn.Module, world: World, precision: Precision, run: Task
+    ) -> None:
+        super().__init__(weighting, task, model, world)
+        self._run, self._precision = run, precision
+        self._buffers = BufferGuard(unwrap(model))
+        self._before: tuple[Tensor, Tensor] | None = None
+        self._totals: Counts = {}
+
+    def prepare(self, micro_batches: Sequence[Batch], totals: Counts | None) -> None:
+        """With several micro-batches the losses of all must be known before the first backward pass."""
+        self._before = None
+        if totals is not None:
+            self._before = self._losses_now(micro_batches, totals)
+
+    def backward(self, terms: Terms, totals: Counts, descend: Descend) -> None:
+        """Weigh the losses by what they are."""
+        self._totals = totals
+        if self._before is None:
+            self._before = self.losses({name: term.sum for name, term in terms.items()}, totals)
+        weights = dict(zip(self.names, self.weighting.coefficients(*self._before).unbind(), strict=True))
+        descend(
+            {name: LossTerm(term.sum, term.count, weights[name.removesuffix(LOSS)]) for name, term in terms.items()}
+        )
+
+    def after_update(self, micro_batches: Sequence[Batch]) -> None:
+        """Run the batches again, without gradients, and tell the weighting."""
+        assert self._before is not None
+        before, scale = self._before
+        after, _ = self._losses_now(micro_batches, self._totals)
+        self.weighting.after_update(before, after, scale)
+
+    @torch.no_grad()
+    def _losses_now(self, micro_batches: Sequence[Batch], totals: Counts) -> tuple[Tensor, Tensor]:
+        sums: dict[str, Tensor] = {}
+        self._buffers.remember()
+        for batch in micro_batches:
+            with self._precision.autocast():  # the losses before and after must differ by the update alone
+                terms = self._run(self.model, batch, metrics=False)
+            for name, term in terms.items():
+                sums[name] = sums[name] + term.sum if name in sums else term.sum
+        result = self.losses(sums, totals)
+        self._buffers.put_back(torch.ones((), device=result[0].device))  # a look must not move running statistics
+        return result
+
+
+class GradientLook:
+    """Each task's gradient of all shared parameters, for callbacks that asked for this step."""
+
+    def __init__(self, model: nn.Module, world: World, precision: Precision) -> None:
+        self._rows = TaskRows(shares(model).shared_parameters(), world, precision)
+
+    def add(self, terms: Terms, totals: Counts) -> None:
+        """Look at one micro-batch, before its backward pass, which this does not change."""
+        self._rows.add(terms, totals)
+
+    def gradients(self, step: int) -> TaskGradients:
+        """Return the products of the tasks' gradients with each other."""
+        tasks = tuple(self._rows.rows)
+        rows = self._rows.matrix(tasks).float()
+        return TaskGradients(tasks, rows @ rows.T, step)
+
+
+def shares(model: nn.Module) -> SharesParameters:
+    """Return the model inside wrappers; raise TrainingError if it does not tell what its tasks share."""
+    inner = unwrap(model)
+    if isinstance(inner, SharesParameters):
+        return inner
+    raise TrainingError(
+        f"{type(inner).__name__} does not tell which parameters its tasks share; use a MultiTaskModel, or define "
+        f"shared_parameters() and last_shared_parameters()"
+    )
+
+
+def make_balance(
+    task: MultiTask, model: nn.Module, world: World, precision: Precision, params: Sequence[nn.Parameter], run: Task
+) -> Balance:
+    """Return what the task's weighting needs in a step; `run` is the task as this rank runs it."""
+    weighting: Any = task.weighting
+    if weighting is not None and weighting.has_state and all(weighting is not part for part in model.modules()):
+        raise ConfigError(
+            f"{type(weighting).__name__} is not part of the model, so that it would be neither trained nor saved; "
+            f"give it to the model too: MultiTaskModel(trunk, heads, weighting)"
+        )
+    if isinstance(weighting, CombinesGradients):
+        return CombiningBalance(weighting, task, model, world, precision, params)
+    if isinstance(weighting, WatchesGradients):
+        return GradNormBalance(weighting, task, model, world, precision)
+    if isinstance(weighting, WatchesUpdates):
+        return UpdateBalance(weighting, task, model, world, precision, run)
+    return Balance(weighting, task, model, world)
+
+
+def _on(count: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(count, Tensor):
+        return count.to(device, torch.float32, non_blocking=True)
+    return torch.full((), count, dtype=torch.float32, device=device)  # a copy would make the host wait

@@ -1,0 +1,211 @@
+"""One model for all tasks against one model for each, of the same size and for the same budget."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from etude.checkpoint import CheckpointManager, load_model_state
+from etude.config import Document, Selection
+from etude.config.signature import parameters_of
+from etude.config.spelling import did_you_mean, listed
+from etude.core import ConfigError, RunFolderError
+from etude.data import DataSplits
+from etude.data.parts import Streams
+from etude.distributed import World, before_joining
+from etude.engine.accumulation import GradientAccumulator
+from etude.experiment.build import Data, build_data, build_trainer
+from etude.experiment.comparison import ComparedRun, Comparison, make_rows
+from etude.experiment.config import ExperimentConfig, load_config_file, load_experiment_config, validate_experiment
+from etude.experiment.run import resume_run, train_experiment
+from etude.experiment.task_sections import TaskForm, TaskSection, forms_of
+from etude.monitor import RunFolder
+from etude.monitor.files import write_text
+
+BUDGETS = ("share", "whole")
+Numbers = dict[str, dict[str, float]]
+"""Split → numbers."""
+
+MULTI = "multi-task"
+
+
+def compare_tasks(
+    experiment: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    out: str | Path | None = None,
+    budget: str = "share",
+    seeds: Sequence[int] | None = None,
+    progress: bool = True,
+    tell: Callable[[str], None] = lambda _words: None,
+) -> Comparison:
+    """Train the experiment and one model per task, evaluate them all and write `compare.json` and `compare.md`.
+
+    A single-task model has the same trunk, the task's head in its main form and the task's stream; optimizer, schedule
+    and batch size are the same, and there is no curriculum, no weighting and no callback. `budget`: "share" gives it as
+    many samples as the multi-task run read for its task, "whole" as many steps as the whole multi-task run. Warm-up is
+    shortened with the run. All models are compared after their last step, on the test split where there is one, else
+    on validation. Runs that are finished in `out` (`runs/<experiment>/compare` by default) are not trained again, one
+    that was stopped goes on. Raises ConfigError if there is nothing to compare.
+    """
+    with before_joining():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                "a comparison trains its models one after the other in one process; start it without torchrun"
+            )
+    if budget not in BUDGETS:
+        raise ConfigError(f"budget '{budget}' is not known{did_you_mean(budget, BUDGETS)} (known: {listed(BUDGETS)})")
+    config = load_experiment_config(experiment, overrides=overrides)
+    if len(config.tasks) < 2:
+        raise ConfigError(
+            f"{config.document.place('tasks')}: there must be two tasks or more to compare a model of all with models "
+            f"of each, found {len(config.tasks)}"
+        )
+    root = Path(out) if out is not None else Path("runs") / config.name / "compare"
+    chosen = tuple(seeds) if seeds else (config.training.seed,)
+    data = build_data(config, World())
+    _check_splits(config, data.splits)
+    runs: list[ComparedRun] = []
+    multi: list[Numbers] = []
+    single: dict[str, list[Numbers]] = {task: [] for task in config.tasks}
+    for seed in chosen:
+        tell(f"seed {seed}: one model for {', '.join(config.tasks)}")
+        whole = _with_training(config, seed=seed)
+        folder = _trained(whole, root / f"seed-{seed}" / MULTI, progress)
+        result = folder.read_result()
+        numbers, run = _measured(MULTI, whole, folder, data)
+        multi.append(numbers)
+        runs.append(run)
+        for task in config.tasks:
+            steps = result["step"] if budget == "whole" else _steps_for(config, result["samples"][task])
+            tell(f"seed {seed}: a model for {task} alone, {steps} steps")
+            alone = single_task_config(whole, task, data, steps=steps, of_steps=result["step"])
+            folder = _trained(alone, root / f"seed-{seed}" / task, progress)
+            numbers, run = _measured(task, alone, folder, build_data(alone, World()))
+            single[task].append(numbers)
+            runs.append(run)
+    rows = make_rows(list(config.tasks), multi, single)
+    comparison = Comparison(config.name, budget, chosen, tuple(runs), rows)
+    write_text(root / "compare.json", json.dumps(comparison.to_dict(), indent=2) + "\n")
+    write_text(root / "compare.md", comparison.to_markdown())
+    return comparison
+
+
+def single_task_config(
+    config: ExperimentConfig, task: str, data: Data, *, steps: int, of_steps: int
+) -> ExperimentConfig:
+    """Return the experiment with one task alone, in its main form, for so many steps instead of `of_steps`."""
+    section = config.tasks[task]
+    main = next(forms_of(task, section))
+    vocabulary = data.splits.vocab_size  # of all streams: the models are to be of the same size
+    alone: TaskSection = section.model_copy(
+        update={"variants": {}, "weight": 1.0, "head": _with_vocabulary(main.head, vocabulary)}
+    )
+    scheduler = config.selection("scheduler")
+    sections = {
+        key: value for key, value in config.sections.items() if key not in ("weighting", "curriculum", "callbacks")
+    } | {
+        "name": f"{config.name}: {task} alone",
+        "tasks": {task: alone},
+        "model": _with_vocabulary(config.require("model"), vocabulary),
+        "data": _data_of(main, config.selection("data")),
+        "scheduler": None if scheduler is None else _shortened(scheduler, steps / of_steps),
+    }
+    short = replace(config, name=str(sections["name"]), sections=sections)
+    return _with_training(
+        short, epochs=None, max_steps=steps, validate_interval=0, validate_every_steps=None, checkpoint_interval=0
+    )
+
+
+def _data_of(form: TaskForm, data: Selection | None) -> Selection | None:
+    """Return the data section with only the stream that a task reads."""
+    if isinstance(form.data, Selection):
+        return None
+    if form.data is None or data is None or data.component.name != "streams":
+        return data
+    kept = {form.data: data.arguments["streams"][form.data]}
+    return Selection(data.component, {"streams": kept}, {})
+
+
+def _with_vocabulary(selection: Selection, vocab_size: int | None) -> Selection:
+    takes = "vocab_size" in parameters_of(selection.component.factory)[0]
+    if not takes or vocab_size is None or selection.arguments.get("vocab_size") is not None:
+        return selection
+    return replace(selection, arguments={**selection.arguments, "vocab_size": vocab_size})
+
+
+def _shortened(scheduler: Selection, share: float) -> Selection:
+    """Return the schedule with its warm-up shortened like the run."""
+    said = (scheduler.defaults | scheduler.arguments).get("warmup_steps")
+    if not isinstance(said, int) or share >= 1:
+        return scheduler
+    return replace(
+        scheduler, arguments={**scheduler.arguments, "warmup_steps": min(said, max(1, round(said * share)))}
+    )
+
+
+def _with_training(config: ExperimentConfig, **changes: Any) -> ExperimentConfig:
+    training = config.training.model_copy(update=changes)
+    return replace(config, sections={**config.sections, "training": training})
+
+
+def _steps_for(config: ExperimentConfig, samples: int) -> int:
+    """Return the optimizer steps that read so many samples."""
+    training = config.training
+    per_step = training.batch_size * GradientAccumulator(accumulation_steps=training.grad_accum_steps).steps_at(0)
+    return max(1, -(-samples // per_step))
+
+
+def _check_splits(config: ExperimentConfig, splits: DataSplits) -> None:
+    """Raise ConfigError if a task has nothing that it can be compared on."""
+    for name, section in config.tasks.items():
+        stream = next(forms_of(name, section)).stream
+        held_out = [part for part in (splits.validation, splits.test) if part is not None]
+        if not any(stream is None or not isinstance(part, Streams) or stream in part.parts for part in held_out):
+            raise ConfigError(
+                f"{config.document.place(f'tasks.{name}')}: its data has neither a validation nor a test part, so "
+                f"there is nothing to compare models on"
+            )
+
+
+def _trained(config: ExperimentConfig, path: Path, progress: bool) -> RunFolder:
+    """Return the folder of a finished run: train it, go on with it, or find it there."""
+    folder = RunFolder(path)
+    if not folder.holds_run:
+        outcome = train_experiment(config, run_dir=path, progress=progress)
+    else:
+        as_written = validate_experiment(Document(config.to_dict()))
+        if load_config_file(folder.config_path).to_dict() != as_written.to_dict():
+            raise RunFolderError(f"{path} holds a run of another configuration; choose another --out, or remove it")
+        if folder.is_finished:
+            return folder
+        outcome = resume_run(path, progress=progress)
+    if outcome.status != "finished":
+        stop = KeyboardInterrupt()
+        stop.add_note("what was trained is kept; run the same command again to go on")
+        raise stop
+    return folder
+
+
+def _measured(name: str, config: ExperimentConfig, folder: RunFolder, data: Data) -> tuple[Numbers, ComparedRun]:
+    """Return the numbers of a run's last checkpoint on validation and test, every task in its main form."""
+    result, path = folder.read_result(), folder.path / "evaluation.json"
+    saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if saved.get("step") != result["step"]:
+        main = replace(config, sections={**config.sections, "curriculum": None})
+        trainer = build_trainer(main, data=data, world=World(), progress=False)
+        load_model_state(trainer.model, CheckpointManager(folder.checkpoints_path).load("last").model_state)
+        found: Numbers = {}
+        for split in ("validation", "test"):
+            if (loader := data.loader(split)) is not None:
+                numbers = trainer.evaluate(loader)
+                found[split] = {key: value for key, value in numbers.items() if not math.isnan(value)}
+        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        saved = {"step": result["step"], "parameters": parameters, "splits": found}
+        write_text(path, json.dumps(saved, indent=2) + "\n")
+    seed = config.training.seed
+    run = ComparedRun(name, seed, str(folder.path), result["step"], result["samples"], saved["parameters"])
+    return saved["splits"], run

@@ -1,0 +1,168 @@
+"""The table of a comparison: the numbers of every task from one model for all tasks, and from a model of its own."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, stdev
+from typing import Any
+
+LOWER_IS_BETTER = ("loss", "nll", "perplexity")
+_LEFT_OUT = ("penalty", "weight")
+"""Numbers about training and not about the task."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One number of one task, from both models, for every seed.
+
+    >>> row = Row("quality", "f1", "test", (0.5, 0.6), (0.4, 0.52))
+    >>> round(row.difference, 3), row.verdict
+    (0.09, 'multi-task')
+    """
+
+    task: str
+    number: str
+    split: str
+    """The data it was computed on."""
+    multi: tuple[float, ...]
+    """Of the model that learned all tasks, a value per seed."""
+    single: tuple[float, ...]
+    """Of the model that learned this task alone."""
+
+    @property
+    def difference(self) -> float:
+        """How much more the multi-task model has, on average."""
+        return fmean(self.multi) - fmean(self.single)
+
+    @property
+    def verdict(self) -> str:
+        """Which model is better; "unclear" if the seeds do not agree beyond their own spread."""
+        difference = self.difference
+        if math.isnan(difference):
+            return "unclear"
+        if difference == 0:
+            return "equal"
+        pairs = [one - other for one, other in zip(self.multi, self.single, strict=True)]
+        if len(pairs) > 1 and abs(difference) <= stdev(pairs):
+            return "unclear"
+        return "multi-task" if (difference < 0) == (self.number in LOWER_IS_BETTER) else "single-task"
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRun:
+    """One of the runs that were compared."""
+
+    name: str
+    """multi-task, or the task it learned alone."""
+    seed: int
+    folder: str
+    steps: int
+    samples: Mapping[str, int]
+    """Samples that each of its tasks learned from."""
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A whole comparison."""
+
+    experiment: str
+    budget: str
+    seeds: tuple[int, ...]
+    runs: tuple[ComparedRun, ...] = ()
+    rows: tuple[Row, ...] = field(default=())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data, with difference and verdict of every row."""
+        rows = [asdict(row) | {"difference": row.difference, "better": row.verdict} for row in self.rows]
+        return asdict(self) | {"rows": rows}
+
+    def cells(self) -> list[list[str]]:
+        """Return the table as text, the heading first."""
+        heading = ["task", "split", "number", "multi-task", "single-task", "difference", "better"]
+        return [heading] + [
+            [
+                row.task,
+                row.split,
+                row.number,
+                spread(row.multi),
+                spread(row.single),
+                f"{row.difference:+.4g}",
+                row.verdict,
+            ]
+            for row in self.rows
+        ]
+
+    def notes(self) -> list[str]:
+        """Return what a reader of the table must know."""
+        multi = [run for run in self.runs if run.name == "multi-task"]
+        single = [run for run in self.runs if run.name != "multi-task"]
+        budgets = {
+            "share": "each single-task model read as many samples as the multi-task model read for that task",
+            "whole": "each single-task model took as many steps as the multi-task model",
+        }
+        steps = [sum(run.steps for run in runs) // len(self.seeds) for runs in (multi, single)]
+        sizes = [max((run.parameters for run in runs), default=0) for runs in (multi, single)]
+        chance = (
+            f"mean ± standard deviation over the seeds {', '.join(map(str, self.seeds))}; unclear: the mean difference "
+            f"is no larger than its standard deviation"
+            if len(self.seeds) > 1
+            else "one seed: small differences may be chance; try several with --seeds 0,1,2"
+        )
+        return [
+            f"budget {self.budget}: {budgets[self.budget]}",
+            f"steps: multi-task {steps[0]:,}, all single-task models together {steps[1]:,}",
+            f"parameters: multi-task {sizes[0]:,}, a single-task model up to {sizes[1]:,}",
+            chance,
+        ]
+
+    def to_markdown(self) -> str:
+        """Return the table and its notes as Markdown."""
+        head, *rows = self.cells()
+        lines = [f"# {self.experiment}: one model for all tasks, or one for each", ""]
+        lines += [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
+        return "\n".join([*lines, "", *(f"- {note}" for note in self.notes())]) + "\n"
+
+    def to_text(self) -> str:
+        """Return the table and its notes in columns, for a terminal."""
+        cells = self.cells()
+        widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
+        ]
+        return "\n".join([*lines, *self.notes()])
+
+
+def make_rows(
+    tasks: Sequence[str],
+    multi: Sequence[Mapping[str, Mapping[str, float]]],
+    single: Mapping[str, Sequence[Mapping[str, Mapping[str, float]]]],
+) -> tuple[Row, ...]:
+    """Return the rows from the numbers of each seed by split: those of the test split where the task has any.
+
+    >>> made = make_rows(["a"], [{"test": {"a/loss": 1.0}}], {"a": [{"test": {"a/loss": 2.0, "loss": 2.0}}]})
+    >>> [(row.number, row.multi, row.single, row.verdict) for row in made]
+    [('loss', (1.0,), (2.0,), 'multi-task')]
+    """
+    rows = []
+    for task in tasks:
+        found = [*multi, *single[task]]
+        split = "test" if all(f"{task}/loss" in numbers.get("test", {}) for numbers in found) else "validation"
+        for name in found[0].get(split, {}):
+            number = name.removeprefix(f"{task}/")
+            if number == name or number in _LEFT_OUT or any(name not in numbers.get(split, {}) for numbers in found):
+                continue
+            values = [tuple(numbers[split][name] for numbers in runs) for runs in (multi, single[task])]
+            rows.append(Row(task, number, split, *values))
+    return tuple(rows)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return a value, or mean and standard deviation of several.
+
+    >>> spread([0.5]), spread([0.5, 0.7])
+    ('0.5', '0.6 ± 0.1414')
+    """
+    if len(values) == 1:
+        return f"{values[0]:.4g}"
+    return f"{fmean(values):.4g} ± {stdev(values):.4g}"

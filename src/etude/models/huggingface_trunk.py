@@ -1,0 +1,141 @@
+"""Models of Hugging Face without their heads: hidden states, and what their architecture does with them.
+
+What differs from one architecture to the next is found out by running the model on four tokens, once.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from etude.core.batch import Batch
+from etude.core.calling import MAIN_KEYS, OTHER_NAMES, Forward, ModelCall, inputs_of, is_next_token
+from etude.core.errors import ConfigError, TrainingError
+from etude.models.sampling import evaluating
+from etude.models.transformer import attention_mask
+
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Differences that are rounding, relative to the largest value; `HALF_TOLERANCE` for smaller types."""
+HALF_TOLERANCE = 3e-2
+MASK_KEYS = ("attention_mask", "attn_mask")
+
+
+@runtime_checkable
+class HuggingFaceModel(Protocol):
+    """What the models of transformers have in common."""
+
+    base_model: nn.Module
+    """The model without its head; itself if it has none."""
+    config: Any
+
+    def get_output_embeddings(self) -> Any:
+        """Return the output layer, or None."""
+
+
+class HuggingFaceTrunk:
+    """Runs a model of transformers without its head: the features are the base model's last hidden states."""
+
+    def __init__(self, model: Any) -> None:
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise ConfigError(
+                f"{type(model).__name__} cannot be shared by heads: it has two halves; take its encoder"
+            )
+        self.softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
+        self._call = ModelCall(base_of(model))
+        names = Forward.of(base_of(model)).names
+        # Keys and values kept for generation cost memory, and a block that is computed twice would add its own twice.
+        self._always = {"use_cache": False} if "use_cache" in names else {}
+        self._known = names | {key for name, key in OTHER_NAMES if name in names} | {*MAIN_KEYS, "document_ids"}
+        reads_tokens = isinstance(model.get_input_embeddings(), nn.Embedding)
+        self.has_output, self.sees_ahead, self.can_see_ahead = reads_tokens, True, True
+        if reads_tokens and next(model.parameters()).device.type != "meta":
+            self._find_out(model)
+
+    def __call__(self, model: Any, batch: Batch) -> Any:
+        """Return the hidden states (B, L, D) of a batch.
+
+        Of a mapping, only what the model names is passed: these models hand on anything else, labels of tasks for one,
+        to layers that ignore it or fail.
+        """
+        if isinstance(batch, Mapping):
+            ahead = batch.get("causal") is False and not self.sees_ahead
+            inputs = {key: value for key, value in batch.items() if key in self._known}
+            batch = self._seeing_ahead(model, inputs, is_next_token(batch)) if ahead else inputs
+        return self._call(partial(base_of(model), **self._always), batch).last_hidden_state
+
+    def _seeing_ahead(self, model: Any, batch: Mapping[str, Any], next_token: bool) -> Batch:
+        """Return the batch with a mask that says who sees whom: models take one in place of their causal order."""
+        if not self.can_see_ahead:
+            raise TrainingError(
+                f"{type(model).__name__} sees earlier positions only, and causal: false cannot be had from it; "
+                f"take an encoder, causal_transformer_lm, or another attention (attn_implementation: sdpa)"
+            )
+        padding = next((batch[key] for key in MASK_KEYS if key in batch), None)
+        if padding is not None and padding.dim() != 2:
+            raise TrainingError("causal: false with a mask that says who sees whom; leave one of them out")
+        ids, documents = inputs_of(batch), batch.get("document_ids")
+        if next_token:
+            ids, padding, documents = (None if one is None else one[:, :-1] for one in (ids, padding, documents))
+        seen = attention_mask(ids, padding, documents, causal=False)
+        kept = {key: value for key, value in batch.items() if key not in MASK_KEYS}
+        return {**kept, "attention_mask": added_mask(ids, seen, next(model.parameters()).dtype)}
+
+    def _find_out(self, model: Any) -> None:
+        """Run four tokens: is the output layer all that follows the features, and do positions see later ones?"""
+        device = next(model.parameters()).device
+        ids = torch.arange(4, device=device)[None] % model.get_input_embeddings().num_embeddings
+        other = ids.clone()
+        other[0, -1] = 0
+        devices = [device] if device.type == "cuda" else []
+        with evaluating(model), torch.random.fork_rng(devices):
+            hidden = self(model, _batch(ids))
+            self.has_output = self._is_linear(model, ids, hidden)
+            self.sees_ahead = not _same(hidden[:, 0], self(model, _batch(other))[:, 0])
+            if not self.sees_ahead:
+                first, second = (self._first_with_all(model, tokens) for tokens in (ids, other))
+                self.can_see_ahead = first is not None and second is not None and not _same(first, second)
+
+    def _is_linear(self, model: Any, ids: Tensor, hidden: Tensor) -> bool:
+        """Whether the logits are the output layer's product with the features, with nothing between or after."""
+        layer = model.get_output_embeddings()
+        if not isinstance(layer, nn.Linear) or layer.in_features != hidden.shape[-1]:
+            return False
+        expected = F.linear(hidden.to(layer.weight.dtype), layer.weight, layer.bias)
+        if self.softcap is not None:
+            expected = torch.tanh(expected / self.softcap) * self.softcap
+        logits = model(**_batch(ids)).logits
+        return logits.shape == expected.shape and _same(logits.to(expected.dtype), expected)
+
+    def _first_with_all(self, model: Any, ids: Tensor) -> Tensor | None:
+        """Return the first position's hidden state where it may see all; None if the model takes no such mask."""
+        try:
+            hidden: Tensor = self(model, {**_batch(ids), "causal": False})
+            return hidden[:, 0]
+        except (ValueError, RuntimeError, IndexError, TypeError):
+            return None
+
+
+def base_of(model: Any) -> nn.Module:
+    """Return the model without its head, and without what adapters may have wrapped around it."""
+    while model.base_model is not model:
+        model = model.base_model
+    return model  # type: ignore[no-any-return]
+
+
+def added_mask(ids: Tensor, seen: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a mask (B, 1, L, L) to be added to attention scores: 0 where seen, else the least number there is."""
+    length = ids.shape[1]
+    mask = torch.zeros(len(ids), 1, length, length, dtype=dtype, device=ids.device)
+    return mask if seen is None else mask.masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def _batch(ids: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    tolerance = TOLERANCES.get(expected.dtype, HALF_TOLERANCE)
+    return torch.allclose(found, expected, rtol=0.0, atol=tolerance * float(expected.abs().max()))

@@ -1,0 +1,130 @@
+"""One model for several tasks: a trunk that all share, and a head for each."""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from etude.core.batch import Batch, JointBatch
+from etude.core.errors import ConfigError, TrainingError
+from etude.core.head import linked
+from etude.models.features import FeatureCall, Features, feature_dim
+from etude.models.heads import Attaches
+
+
+class MultiTaskModel(nn.Module):
+    """Runs a trunk once on a batch, and only those heads on its features that are asked for.
+
+    The trunk is any model (see `etude.models.features`), a head a module that is called with `Features`. `weighting`
+    is the module that weighs the tasks' losses, if it has parameters or buffers of its own: as a part of the model it
+    is saved, moved, optimized and kept the same on all processes like the rest. The model itself does not call it.
+
+    >>> import torch
+    >>> from etude.models import LeNet5
+    >>> from etude.models.heads import LinearHead
+    >>> heads = {"angle": LinearHead(1, in_features=84), "size": LinearHead(2, in_features=84)}
+    >>> model = MultiTaskModel(LeNet5(), heads)
+    >>> {name: tuple(output.shape) for name, output in model(torch.zeros(3, 1, 28, 28), ["size"]).items()}
+    {'size': (3, 2)}
+    """
+
+    def __init__(self, trunk: nn.Module, heads: Mapping[str, nn.Module], weighting: nn.Module | None = None) -> None:
+        """Put the parts together; a language model's head that needs an output layer of its own makes it now."""
+        super().__init__()
+        for name in heads:
+            if not name or "." in name or name in dir(nn.ModuleDict):
+                raise ConfigError(
+                    f"a head cannot be called '{name}', as it is part of names in the model; choose another"
+                )
+        self.trunk = trunk
+        self.heads = nn.ModuleDict(heads)
+        self.weighting = weighting
+        self._features = FeatureCall(trunk)
+        for head in heads.values():
+            if isinstance(head, Attaches):
+                head.attach(self.get_output_embeddings(), feature_dim(trunk))
+
+    def forward(self, batch: Batch, heads: Sequence[Any]) -> Any:
+        """Return what each of the named heads makes of the batch, by name; raise TrainingError if one is not there.
+
+        Of a `JointBatch` with a list of heads for each of its parts, return a list of such answers: all parts pass in
+        one call, because processes that train together expect one for each backward pass.
+        """
+        if isinstance(batch, JointBatch):
+            return [self._answers(part, names) for part, names in zip(batch, heads, strict=True)]
+        return self._answers(batch, heads)
+
+    def _answers(self, batch: Batch, heads: Sequence[str]) -> dict[str, Any]:
+        for name in heads:
+            if name not in self.heads:
+                raise TrainingError(self._no_such_head(name))
+        features = self.features(batch)
+        return {name: self.heads[name](features) for name in heads}
+
+    def features(self, batch: Batch) -> Features:
+        """Return what the trunk makes of a batch."""
+        found = self._features(self.trunk, batch)
+        if self.weighting is None:
+            return found
+        # Only the loss uses the weighting's parameters; processes that train together must see that it will.
+        return replace(found, hidden=linked(found.hidden, *self.weighting.parameters()))
+
+    def get_output_embeddings(self) -> nn.Linear | None:
+        """Return the trunk's own output layer, if it has one."""
+        return self._features.output(self.trunk)
+
+    def num_parameters(self) -> int:
+        """Return the number of parameters; shared weights count once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return the trainable parameters as optimizers take them; those of the weighting are not to decay."""
+        weighting = [] if self.weighting is None else list(self.weighting.parameters())
+        own = {id(parameter) for parameter in weighting}
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in self.parameters() if p.requires_grad and id(p) not in own]},
+            {"params": [p for p in weighting if p.requires_grad], "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """Return the trainable parameters of the trunk."""
+        return [parameter for parameter in self.trunk.parameters() if parameter.requires_grad]
+
+    def last_shared_parameters(self) -> list[nn.Parameter]:
+        """Return the trainable parameters of the trunk's last block, where the tasks part.
+
+        That is the last block in a module list or sequence; in a trunk without any, the last layer with a matrix.
+        The trunk's own output layer does not count: it comes after the features.
+        """
+        output = self.get_output_embeddings()
+        own = set() if output is None else {id(parameter) for parameter in output.parameters()}
+
+        def trainable(module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
+            return [p for p in module.parameters(recurse) if p.requires_grad and id(p) not in own]
+
+        for sequence in reversed(list(_outermost_sequences(self.trunk))):
+            for block in reversed(list(sequence)):
+                if found := trainable(block):
+                    return found
+        for module in reversed(list(self.trunk.modules())):
+            found = trainable(module, recurse=False)
+            if any(parameter.dim() >= 2 for parameter in found):
+                return found
+        return self.shared_parameters()
+
+    def _no_such_head(self, name: str) -> str:
+        close = difflib.get_close_matches(name, self.heads, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        return f"the model has no head '{name}'{hint} (heads: {', '.join(self.heads) or 'none'})"
+
+
+def _outermost_sequences(module: nn.Module) -> Iterator[nn.ModuleList | nn.Sequential]:
+    """Yield the module lists and sequences that are in no other, in order."""
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_sequences(child)

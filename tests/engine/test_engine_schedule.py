@@ -1,0 +1,58 @@
+"""The learning rate of a step: base times schedule times scale, and untouched where there is neither."""
+
+import pytest
+import torch
+
+from etude.engine.schedule import LearningRate
+
+
+def optimizer(tensor=False):
+    groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": lr} for lr in (0.1, 0.3)]
+    if tensor:
+        groups = [group | {"lr": torch.tensor(group["lr"])} for group in groups]
+    return torch.optim.AdamW(groups, capturable=False, foreach=False)
+
+
+def rates(one):
+    return [float(group["lr"]) for group in one.param_groups]
+
+
+def test_without_schedule_and_scale_rates_are_left_alone():
+    one = optimizer()
+    rate = LearningRate(one, None)
+    one.param_groups[0]["lr"] = 0.7  # somebody else's doing
+    kept = [group["lr"] for group in one.param_groups]
+    rate.set(3)
+    assert [group["lr"] for group in one.param_groups] == kept
+
+
+@pytest.mark.parametrize("schedule", [None, lambda step: 1 / (step + 1)])
+@pytest.mark.parametrize("tensor", [False, True])
+def test_the_scale_is_a_factor_of_every_rate_and_1_gives_the_base_back(schedule, tensor):
+    one = optimizer(tensor)
+    rate = LearningRate(one, schedule)
+    for step, scale in enumerate([1.0, 0.5, 0.0, 2.0, 1.0]):
+        rate.scale = scale
+        rate.set(step)
+        factor = scale * (1.0 if schedule is None else schedule(step))
+        assert rates(one) == pytest.approx([0.1 * factor, 0.3 * factor])
+
+
+def test_a_scale_of_1_changes_no_bit_of_a_scheduled_rate():
+    plain, scaled = optimizer(), optimizer()
+    one, other = LearningRate(plain, lambda step: 0.9**step), LearningRate(scaled, lambda step: 0.9**step)
+    other.scale = 1.0
+    for step in range(20):
+        one.set(step)
+        other.set(step)
+        assert rates(plain) == rates(scaled)
+
+
+def test_rates_of_a_loaded_optimizer_follow_the_base_it_was_made_with():
+    one = optimizer()
+    rate = LearningRate(one, None)
+    for group in one.param_groups:
+        group["lr"] *= 0.5  # as a checkpoint of a phase with another scale has them
+    rate.scale = 1.0
+    rate.set(0)
+    assert rates(one) == pytest.approx([0.1, 0.3])

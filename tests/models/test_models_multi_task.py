@@ -1,0 +1,490 @@
+"""A multi-task model runs its trunk once and only the heads asked for, whatever the trunk is."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from etude.core.batch import DataBatch, JointBatch, first_tensor, map_tensors, num_samples, to_device
+from etude.core.calling import ModelCall, inputs_of
+from etude.core.errors import ConfigError, TrainingError
+from etude.core.head import HeadOutput
+from etude.engine.flops import count_forward
+from etude.engine.recompute import repeated_blocks
+from etude.losses import LanguageModelingLoss
+from etude.losses.weighting import UncertaintyWeighting
+from etude.models import (
+    MLP,
+    BinaryHead,
+    CausalTransformerLM,
+    LanguageModelHead,
+    LeNet5,
+    LinearHead,
+    MultiTaskModel,
+    SequenceClassifier,
+    TokenClassifier,
+    Trunk,
+    feature_dim,
+)
+from etude.models.huggingface_trunk import HuggingFaceTrunk
+
+VOCAB, WIDTH = 31, 16
+
+
+def transformer(**arguments):
+    return CausalTransformerLM(
+        **{"vocab_size": VOCAB, "d_model": WIDTH, "n_layers": 2, "n_heads": 2, "max_len": 16, **arguments}
+    )
+
+
+def make(weighting=None, **arguments):
+    torch.manual_seed(0)
+    heads = {
+        "code": LanguageModelHead(),
+        "tags": TokenClassifier(5, in_features=WIDTH),
+        "tags:simple": TokenClassifier(3, in_features=WIDTH),
+        "quality": SequenceClassifier(4, hidden=8, in_features=WIDTH),
+        "belongs": BinaryHead(pooling="last", in_features=WIDTH),
+    }
+    return MultiTaskModel(transformer(**arguments), heads, weighting)
+
+
+def ids(*shape, seed=1):
+    return torch.randint(VOCAB, shape or (3, 7), generator=torch.Generator().manual_seed(seed))
+
+
+def batch():
+    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3, [0] * 2 + [1] * 5])
+    return {"input_ids": ids(), "attention_mask": mask, "tags": ids(), "quality": torch.rand(3, 4), "stream": "code"}
+
+
+def counted(module):
+    calls = []
+    module.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def test_each_head_is_given_the_features_of_the_trunk():
+    model, inputs = make(), batch()
+    outputs = model(inputs, ["quality", "code", "belongs"])
+    assert list(outputs) == ["quality", "code", "belongs"]
+    hidden = model.trunk.features(inputs["input_ids"], attn_mask=inputs["attention_mask"])
+    real = inputs["attention_mask"][..., None]
+    means = (hidden * real).sum(1) / real.sum(1)
+    torch.testing.assert_close(outputs["quality"], model.heads["quality"].classify(means))
+    last = hidden[torch.arange(3), torch.tensor([6, 3, 6])]
+    torch.testing.assert_close(outputs["belongs"], model.heads["belongs"].classify(last))
+    logits = model.trunk(inputs["input_ids"], attn_mask=inputs["attention_mask"])
+    torch.testing.assert_close(outputs["code"].logits, logits)
+
+
+def test_the_trunk_runs_once_and_heads_that_are_not_asked_for_never():
+    model = make()
+    trunk, heads = counted(model.trunk.blocks[0]), {name: counted(head) for name, head in model.heads.items()}
+    model(batch(), ["tags:simple", "code"])
+    assert len(trunk) == 1
+    assert {name: len(calls) for name, calls in heads.items()} == {
+        "code": 1, "tags": 0, "tags:simple": 1, "quality": 0, "belongs": 0,
+    }  # fmt: skip
+
+
+def test_heads_without_a_part_in_the_loss_have_no_gradients():
+    model = make()
+    model(batch(), ["tags"])["tags"].sum().backward()
+    used = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert {name for name in used if name.startswith("heads.")} == {
+        "heads.tags.classify.0.weight", "heads.tags.classify.0.bias",
+    }  # fmt: skip
+    assert {name for name, _ in model.named_parameters() if name.startswith("trunk.")} <= used
+
+
+def test_the_loss_of_the_language_model_is_that_of_the_trunk_alone():
+    model, inputs, loss = make(), {**batch(), "labels": ids()}, LanguageModelingLoss(shift=True)
+    output = model(inputs, ["code"])["code"]
+    assert isinstance(output, HeadOutput)
+    alone = ModelCall(model.trunk)(model.trunk, inputs)
+    for name, term in loss.terms(alone, inputs, metrics=True).items():
+        found = loss.terms(output, inputs, metrics=True)[name]
+        assert found.sum.item() == pytest.approx(term.sum.item(), rel=1e-5)
+
+
+def test_batches_of_any_form_reach_the_trunk():
+    model, tokens = make().eval(), ids()
+    expected = model({"input_ids": tokens}, ["quality"])["quality"]
+    for form in (tokens, (tokens,), (tokens, torch.zeros(3)), DataBatch(tokens, torch.zeros(3)), {"input": tokens}):
+        assert model(form, ["quality"])["quality"].equal(expected)
+    longer = torch.cat([tokens, torch.zeros(3, 1, dtype=torch.int64)], 1)
+    assert model({"tokens": longer, "quality": 0}, ["quality"])["quality"].equal(expected)  # a next-token batch
+    free = model({"input_ids": tokens, "causal": False}, ["code"])["code"].logits
+    torch.testing.assert_close(free, model.trunk(tokens, causal=False))
+
+
+def test_padding_is_not_pooled_in_a_next_token_batch():
+    model, tokens = make().eval(), ids(2, 8)
+    mask = torch.tensor([[1] * 5 + [0] * 3, [1] * 8])
+    found = model({"tokens": tokens, "attn_mask": mask}, ["quality", "belongs"])
+    alone = model({"input_ids": tokens[:1, :5]}, ["quality", "belongs"])
+    for name in alone:
+        torch.testing.assert_close(found[name][:1], alone[name])
+
+
+@pytest.mark.parametrize(
+    ("trunk", "inputs", "layer"),
+    [
+        (LeNet5(), torch.rand(3, 1, 28, 28), "fc3"),
+        (MLP(in_features=12, hidden=[9, 7], out_features=4, dropout=0.1), torch.rand(3, 12), "layers.6"),
+        (transformer(), ids(), "head"),
+    ],
+    ids=["lenet5", "mlp", "transformer"],
+)
+def test_features_are_what_the_models_output_layer_is_given(trunk, inputs, layer):
+    trunk.eval()
+    given_to_the_layer = []
+    trunk.get_submodule(layer).register_forward_pre_hook(lambda _, args: given_to_the_layer.append(args[0]))
+    logits = trunk(inputs)
+    assert isinstance(trunk, Trunk)
+    assert trunk.features(inputs).equal(given_to_the_layer[0])
+    assert trunk.get_output_embeddings()(trunk.features(inputs)).equal(logits)
+    assert given_to_the_layer[0].shape[-1] == trunk.feature_dim == feature_dim(trunk)
+
+
+def test_two_heads_on_images():
+    heads = {"digit": SequenceClassifier(10, in_features=84), "slant": LinearHead(1, in_features=84)}
+    model, images = MultiTaskModel(LeNet5(), heads), torch.rand(4, 1, 28, 28)
+    outputs = model({"input": images, "labels": torch.zeros(4), "stream": "mnist"}, ["digit", "slant"])
+    features = model.trunk.features(images)
+    assert outputs["digit"].equal(heads["digit"].classify(features))
+    assert outputs["slant"].equal(heads["slant"].layer(features))
+    assert [id(p) for p in model.last_shared_parameters()] == [id(p) for p in model.trunk.fc2.parameters()]
+
+
+def test_of_any_other_module_the_output_is_the_features():
+    trunk = nn.Sequential(nn.Linear(5, 8), nn.Tanh())
+    model, inputs = MultiTaskModel(trunk, {"y": LinearHead(2, in_features=8)}), torch.rand(3, 5)
+    assert model((inputs, torch.zeros(3)), ["y"])["y"].equal(model.heads["y"].layer(trunk(inputs)))
+    assert [id(p) for p in model.last_shared_parameters()] == [id(p) for p in trunk[0].parameters()]
+
+
+def test_the_last_shared_parameters_are_those_of_the_last_trainable_block():
+    model = make()
+    assert {id(p) for p in model.last_shared_parameters()} == {id(p) for p in model.trunk.blocks[1].parameters()}
+    model.trunk.blocks[1].requires_grad_(False)
+    assert {id(p) for p in model.last_shared_parameters()} == {id(p) for p in model.trunk.blocks[0].parameters()}
+    assert len(model.shared_parameters()) == sum(p.requires_grad for p in model.trunk.parameters())
+    mlp = MultiTaskModel(MLP(4, [6], 3), {"y": LinearHead(1, in_features=6)})
+    assert [id(p) for p in mlp.last_shared_parameters()] == [id(p) for p in mlp.trunk.layers[1].parameters()]
+
+
+def test_state_and_names():
+    model, other = make(UncertaintyWeighting(["code", "tags"])), make(UncertaintyWeighting(["code", "tags"]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    state = model.state_dict()
+    assert {name.split(".")[0] for name in state} == {"trunk", "heads", "weighting"}
+    assert any(name.startswith("heads.tags:simple.") for name in state)
+    other.load_state_dict(state)
+    assert other(batch(), ["quality"])["quality"].equal(model(batch(), ["quality"])["quality"])
+    assert copy.deepcopy(model)(batch(), ["tags"])["tags"].equal(model(batch(), ["tags"])["tags"])
+    assert model.num_parameters() == sum(p.numel() for p in model.parameters())
+    assert model.get_output_embeddings() is model.trunk.head
+
+
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*:DeprecationWarning")  # of torch's compiler
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_it_compiles_in_one_graph(dropout):
+    model = make(UncertaintyWeighting(["code", "tags"]), dropout=dropout)
+    compiled = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
+    for names in (["code", "quality"], ["tags"]):
+        torch.manual_seed(5)
+        expected = model(batch(), names)
+        torch.manual_seed(5)
+        found = compiled(batch(), names)
+        assert list(found) == names
+        for name in names:
+            one, other = (o.logits if isinstance(o, HeadOutput) else o for o in (found[name], expected[name]))
+            torch.testing.assert_close(one, other)
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("names", [["code", "quality"], ["code"], ["tags"]])
+def test_data_parallelism_sees_which_parameters_the_loss_will_use(names):
+    """A parameter that torch takes for unused is marked ready twice, which it refuses."""
+    weighting = UncertaintyWeighting(["code", "quality", "tags"])
+    model, plain = make(weighting, tie_embeddings=False), make(copy.deepcopy(weighting), tie_embeddings=False)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+
+    def loss(outputs, weights):
+        parts = [o.logits if isinstance(o, HeadOutput) else o for o in outputs.values()]
+        losses = torch.stack([*(part.square().sum() for part in parts), *[torch.tensor(1.0)] * (3 - len(parts))])
+        return weights(losses)
+
+    for _ in range(2):
+        loss(wrapped(batch(), names), weighting).backward()
+        loss(plain(batch(), names), plain.weighting).backward()
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (found.grad is None) == (expected.grad is None), name
+        if expected.grad is not None:
+            torch.testing.assert_close(found.grad, expected.grad)
+    assert all(p.grad is not None for p in weighting.parameters())
+
+
+def test_linking_the_weighting_needs_gradients_and_changes_no_values():
+    model, with_weights = make(), make(UncertaintyWeighting(["code"]))
+    assert model(batch(), ["tags"])["tags"].equal(with_weights(batch(), ["tags"])["tags"])
+    with torch.no_grad():
+        assert with_weights(batch(), ["tags"])["tags"].grad_fn is None
+
+
+class Tiny:
+    """Small models of another library, with random weights."""
+
+    def __init__(self):
+        self.lib = pytest.importorskip("transformers")
+        self.sizes = {"hidden_size": WIDTH, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+    def gpt2(self, attention="sdpa", kind="GPT2LMHeadModel", **more):
+        config = self.lib.GPT2Config(
+            n_embd=WIDTH, n_layer=2, n_head=2, vocab_size=VOCAB, n_positions=16, attn_implementation=attention,
+            bos_token_id=None, eos_token_id=None, **more,
+        )  # fmt: skip
+        return self.spread(getattr(self.lib, kind)(config))
+
+    def bert(self, kind="BertModel"):
+        config = self.lib.BertConfig(**self.sizes, vocab_size=VOCAB, max_position_embeddings=16)
+        return self.spread(getattr(self.lib, kind)(config))
+
+    def llama_like(self, kind, **more):
+        config = getattr(self.lib, f"{kind}Config")(**self.sizes, vocab_size=VOCAB, **more)
+        return self.spread(getattr(self.lib, f"{kind}ForCausalLM")(config))
+
+    def spread(self, model):
+        """Enlarge the weights, so that tokens matter to each other."""
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        return model.eval()
+
+
+@pytest.fixture
+def tiny():
+    return Tiny()
+
+
+def test_gpt2_as_a_trunk(tiny):
+    trunk = tiny.gpt2()
+    heads = {"code": LanguageModelHead(), "quality": SequenceClassifier(3, in_features=feature_dim(trunk))}
+    model, inputs = MultiTaskModel(trunk, heads).eval(), batch()
+    layers = counted(trunk.lm_head)
+    outputs = model(inputs, ["code", "quality"])
+    assert not layers  # the output layer is left to the loss
+    expected = trunk(
+        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], output_hidden_states=True
+    )
+    torch.testing.assert_close(outputs["code"].logits, expected.logits)
+    real = inputs["attention_mask"][..., None]
+    means = (expected.hidden_states[-1] * real).sum(1) / real.sum(1)
+    torch.testing.assert_close(outputs["quality"], heads["quality"].classify(means))
+    assert {id(p) for p in model.last_shared_parameters()} == {id(p) for p in trunk.transformer.h[1].parameters()}
+
+
+def test_bert_as_a_trunk_with_an_output_layer_of_the_head(tiny):
+    trunk = tiny.bert()
+    model = MultiTaskModel(
+        trunk, {"words": LanguageModelHead(vocab_size=VOCAB), "yes": BinaryHead(in_features=WIDTH)}
+    )
+    inputs = {**batch(), "causal": False}
+    outputs = model.eval()(inputs, ["words", "yes"])
+    hidden = trunk(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
+    torch.testing.assert_close(outputs["words"].logits, hidden @ model.heads["words"].layer.weight.T)
+    assert outputs["yes"].shape == (3, 1)
+    assert {id(p) for p in model.last_shared_parameters()} == {id(p) for p in trunk.encoder.layer[1].parameters()}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_causal_models_of_transformers_see_ahead_if_asked(tiny, name):
+    trunk = tiny.gpt2() if name == "gpt2" else tiny.llama_like("Llama")
+    model = MultiTaskModel(trunk, {"code": LanguageModelHead()}).eval()
+    tokens, mask = ids(1, 8), torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1]])
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
+
+    def changed(place, **more):
+        other = tokens.clone()
+        other[0, place] = (other[0, place] + 1) % VOCAB
+        inputs = {"attention_mask": mask, "document_ids": documents, **more}
+        one, two = (model({"input_ids": t, **inputs}, ["code"])["code"].logits for t in (tokens, other))
+        return (~one.isclose(two, atol=1e-5).all(-1))[0].nonzero()[:, 0].tolist()
+
+    assert changed(6, causal=False) == [4, 5, 6, 7]
+    assert changed(3, causal=False) == [3]  # padding
+    plain = model({"input_ids": tokens, "causal": False}, ["code"])["code"].logits
+    assert not plain[:, 0].isclose(model({"input_ids": tokens}, ["code"])["code"].logits[:, 0]).all()
+
+
+def test_what_an_architecture_does_is_found_out_by_running_it(tiny):
+    def found(model):
+        trunk = HuggingFaceTrunk(model)
+        return trunk.has_output, trunk.sees_ahead, trunk.can_see_ahead
+
+    assert found(tiny.gpt2()) == (True, False, True)
+    assert found(tiny.gpt2(attention="eager")) == (True, False, False)  # has a causal mask of its own
+    assert found(tiny.bert()) == (False, True, True)
+    assert found(tiny.bert("BertForMaskedLM")) == (False, True, True)  # a layer between features and output layer
+    assert found(tiny.llama_like("Granite", logits_scaling=4.0)) == (False, False, True)
+    capped = tiny.llama_like("Gemma2", head_dim=8, num_key_value_heads=2, final_logit_softcapping=0.5)
+    assert found(capped) == (True, False, True)
+    model = MultiTaskModel(capped, {"code": LanguageModelHead()}).eval()
+    torch.testing.assert_close(model(ids(), ["code"])["code"].logits, capped(input_ids=ids()).logits)
+
+
+class Adapted(nn.Module):
+    """Wraps a model as adapters of other libraries do: its base is the whole model, to which the rest is handed on."""
+
+    def __init__(self, base_model):
+        super().__init__()
+        self.base_model = base_model
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+    def forward(self, *args, **kwargs):
+        return self.base_model(*args, **kwargs)
+
+
+def test_a_model_in_wrappers_of_adapters_is_found(tiny):
+    trunk = tiny.gpt2()
+    plain, wrapped = (MultiTaskModel(t, {"code": LanguageModelHead()}) for t in (trunk, Adapted(Adapted(trunk))))
+    assert feature_dim(wrapped.trunk) == WIDTH
+    assert wrapped(batch(), ["code"])["code"].logits.equal(plain(batch(), ["code"])["code"].logits)
+
+
+def test_labels_of_tasks_are_not_handed_to_a_model_that_takes_anything(tiny):
+    trunk, given_names = tiny.gpt2(), []
+    model = MultiTaskModel(trunk, {"code": LanguageModelHead()})
+    trunk.transformer.register_forward_pre_hook(lambda *args: given_names.append(set(args[-1])), with_kwargs=True)
+    model(batch(), ["code"])
+    assert given_names == [{"input_ids", "attention_mask", "use_cache"}]
+
+
+def test_no_keys_and_values_are_kept_in_training(tiny):
+    trunk, kept = tiny.gpt2(), []
+    model = MultiTaskModel(trunk, {"code": LanguageModelHead()})
+    trunk.transformer.register_forward_hook(lambda *args: kept.append(args[-1].past_key_values))
+    for form in (batch(), ids(), (ids(), ids())):
+        model(form, ["code"])
+    assert kept
+    assert all(cache is None for cache in kept)
+
+
+def test_finding_out_leaves_no_trace(tiny):
+    model = tiny.gpt2(resid_pdrop=0.1)
+    model.train()
+    before = torch.get_rng_state()
+    HuggingFaceTrunk(model)
+    assert torch.get_rng_state().equal(before)
+    assert all(module.training for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_causal_model_that_cannot_see_ahead_says_so(tiny):
+    model = MultiTaskModel(tiny.gpt2(attention="eager"), {"code": LanguageModelHead()})
+    with pytest.raises(TrainingError, match="GPT2LMHeadModel sees earlier positions only"):
+        model({"input_ids": ids(), "causal": False}, ["code"])
+
+
+def test_an_encoder_decoder_is_refused(tiny):
+    config = tiny.lib.T5Config(d_model=WIDTH, d_kv=8, d_ff=20, num_layers=1, num_heads=2, vocab_size=VOCAB)
+    with pytest.raises(ConfigError, match="take its encoder"):
+        MultiTaskModel(tiny.lib.T5ForConditionalGeneration(config), {})
+
+
+def test_a_joint_batch_gives_one_answer_for_each_part():
+    model = make().eval()
+    one, other = batch(), batch()
+    other["input_ids"] = other["input_ids"].roll(1, 0)
+    answers = model(JointBatch([one, other]), [["tags"], ["tags", "quality"]])
+    assert [sorted(answer) for answer in answers] == [["tags"], ["quality", "tags"]]
+    for part, answer in zip((one, other), answers, strict=True):
+        torch.testing.assert_close(answer["tags"], model(part, ["tags"])["tags"], rtol=0, atol=0)
+
+
+def test_errors_are_one_line():
+    model = make()
+    with pytest.raises(TrainingError, match=r"no head 'qualty'; did you mean 'quality'\? \(heads: code, tags"):
+        model(batch(), ["qualty"])
+    for name in ("a.b", "", "type"):
+        with pytest.raises(ConfigError, match=f"a head cannot be called '{name}'"):
+            MultiTaskModel(transformer(), {name: LanguageModelHead()})
+    recurrent = MultiTaskModel(nn.LSTM(5, 4), {"y": LinearHead(1, in_features=4)})
+    with pytest.raises(
+        TrainingError, match=r"heads need features .* LSTM returned tuple; give it a method `features`"
+    ):
+        recurrent(torch.rand(2, 3, 5), ["y"])
+    with pytest.raises(ConfigError, match=r"a trunk without an output layer .* set vocab_size"):
+        MultiTaskModel(nn.Linear(3, 4), {"words": LanguageModelHead()})
+
+
+def test_flops_are_those_of_the_heads_that_run():
+    model, inputs = make(), {"input_ids": ids(), "stream": "code"}
+    trunk = count_forward(model.trunk, inputs)
+    output_layer = 2 * 7 * WIDTH * VOCAB
+
+    def flops(*names):
+        return count_forward(model, inputs, lambda model, batch: model(batch, names))
+
+    assert flops("code") == trunk
+    assert flops("tags") == trunk - output_layer + 2 * 7 * WIDTH * 5
+    assert flops("code", "quality") == trunk + 2 * (WIDTH * 8 + 8 * 4)
+
+
+def test_blocks_for_recomputation_are_found():
+    assert repeated_blocks(make()) == ["trunk.blocks.0", "trunk.blocks.1"]
+
+
+def test_numbers_of_a_batch_look_past_names_and_switches():
+    one = {"stream": "code", "causal": False, "input_ids": ids(), "labels": ids()}
+    assert num_samples(one) == 3
+    assert first_tensor(one) is one["input_ids"]
+    assert inputs_of(one) is one["input_ids"]
+    assert map_tensors(one, lambda t: t + 1)["causal"] is False
+    moved = to_device(one, torch.device("cpu"))
+    assert moved["stream"] == "code"
+    assert list(moved) == list(one)
+
+
+class Takes(nn.Module):
+    """Returns the names it was called with."""
+
+    def forward(self, input_ids, **more):
+        return sorted(more)
+
+
+class TakesCausal(nn.Module):
+    def forward(self, x, *, causal=None):
+        return x, causal
+
+
+def test_names_and_switches_go_to_models_that_name_them_only():
+    tokens = ids()
+    extras = {"stream": "code", "causal": False}
+    assert ModelCall(Takes())(Takes(), {"input_ids": tokens, "types": tokens, **extras}) == ["types"]
+    model = TakesCausal()
+    for key in ("input_ids", "input", "pixels"):
+        assert ModelCall(model)(model, {key: tokens, **extras, "labels": tokens}) == (tokens, False)
+        assert ModelCall(model)(model, {key: tokens, "labels": tokens}) == (tokens, None)
+    linear = nn.Linear(2, 2)
+    assert ModelCall(linear)(linear, {"input": torch.ones(3, 2), "labels": tokens, **extras}).shape == (3, 2)
