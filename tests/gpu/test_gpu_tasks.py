@@ -142,8 +142,9 @@ def test_a_bad_batch_leaves_no_trace_on_the_device(no_waiting, name):
     step([make_batch(0)])
     before = copy.deepcopy(model.state_dict())
     hook = model.trunk.blocks[0].register_forward_hook(lambda *_: _[2] * NAN)
+    batch = make_batch(1)
     no_waiting(True)
-    report = step([make_batch(1)])
+    report = step([batch])
     no_waiting(False)
     hook.remove()
     assert float(report.skipped) == 1.0
