@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.table import NOT_INSTALLED, Row, Table, missing, progress, publish, quartiles, read_options
-from etude.engine.balance import GradientLook
 from etude.engine.precision import Precision
 from etude.engine.step import Step
+from etude.engine.task_gradients import GradientLook
 from etude.engine.update import Updater
 from etude.losses import BinaryLoss, ClassificationLoss, LanguageModelingLoss, MultiLabelLoss, MultiTask, TaskSpec
 from etude.losses.weighting import (

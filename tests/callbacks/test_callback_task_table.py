@@ -150,6 +150,23 @@ def test_a_log_line_shows_the_whole_and_the_phase_and_stays_short():
     assert len(log_line(view)) <= 100
 
 
+def test_gradient_norms_in_the_table_of_an_epoch_are_those_of_the_epoch():
+    """Not those of the last log point, which may lie epochs before, in another phase."""
+    stream = io.StringIO()
+    run = Run(ProgressDisplay(stream=stream))
+    run.callbacks.on_log({"quality/loss": 0.5, "quality/grad_norm": 7.0})
+    norms = {"code": 0.25, "quality": 0.125}
+    run.callbacks.on_notice("epoch 1: gradient norms …", {"event": "task_gradients", "norms": norms})
+    run.callbacks.on_epoch_end(0, {"code/loss": 1.5, "quality/loss": 1.0})
+    assert [line.split() for line in stream.getvalue().splitlines()[-3:]] == [
+        ["task,", "epoch", "1", "train", "loss", "grad", "norm"],
+        ["code", "1.5000", "0.2500"],
+        ["quality", "1.0000", "0.1250"],
+    ]
+    run.callbacks.on_epoch_end(1, {"code/loss": 1.25, "quality/loss": 0.5})  # without a look
+    assert "grad norm" not in stream.getvalue().splitlines()[-3]
+
+
 def test_a_validation_inside_an_epoch_has_its_table():
     stream = io.StringIO()
     run = Run(ProgressDisplay(stream=stream))

@@ -6,7 +6,19 @@ import logging
 import pytest
 import torch
 from callback_life import Life
-from curriculum_runs import STEPS, Diary, Model, events, loader, phases, records, tasks, trainer, weights
+from curriculum_runs import (
+    STEPS,
+    Diary,
+    Model,
+    Sequences,
+    events,
+    loader,
+    phases,
+    records,
+    tasks,
+    trainer,
+    weights,
+)
 from torch import nn
 
 from etude import Callback, EarlyStopping, Trainer
@@ -14,6 +26,7 @@ from etude.callbacks import CurriculumCallback, LRSchedule, ModelCheckpoint
 from etude.checkpoint import read_meta
 from etude.core import CheckpointError, ConfigError, DataError, TrainingError
 from etude.curriculum import Curriculum, CurriculumState, Phase, Ramp, Start
+from etude.data import StreamLoader, Streams
 from etude.engine.callback import CallbackList
 from etude.optim import SGD
 from etude.trainer.feeding import DeviceLoader
@@ -163,6 +176,25 @@ def test_a_loaded_checkpoint_is_evaluated_with_the_tasks_of_its_phase(tmp_path):
     numbers = loaded.evaluate()
     assert "last/loss" in numbers
     assert "mean/loss" not in numbers
+
+
+def test_a_phase_without_validation_data_goes_on_and_says_so(caplog):
+    """Early phases often have none; those after them do."""
+    val_loader = StreamLoader(Streams({"a": Sequences(3)}, absent=frozenset({"b"})), 4, training=False)
+    seen, curriculum = {}, [Phase("one", 1, ["last"]), Phase("two", 2, ["first", "last"])]
+
+    class Ends(Callback):
+        def on_epoch_end(self, epoch, logs):
+            seen[epoch] = {name for name in logs if name.startswith("val_")}
+
+    Trainer(
+        Model(), loader(), val_loader, task=tasks(), curriculum=curriculum, callbacks=[Ends()], progress=False,
+        config={"epochs": 2, "device": "cpu"},
+    ).train()  # fmt: skip
+    assert seen == {0: set(), 1: {"val_loss", "val_first/loss", "val_first/accuracy"}}
+    assert [record.message for record in caplog.records if "no data" in record.message] == [
+        "there is no data here for the tasks that are trained now, so nothing is measured"
+    ]
 
 
 def test_a_run_begun_without_a_curriculum_takes_one_up(tmp_path):

@@ -88,7 +88,7 @@ def test_table_holds_the_numbers_of_the_runs(etude, experiment, tmp_path):
     better = {row["better"] for row in rows.values()}
     assert better <= {"multi-task", "single-task", "unclear", "equal"}
     line = next(line for line in outcome.out.splitlines() if line.startswith("quality") and " f1 " in line)
-    assert f"{fmean(row['multi']):.4g} ± {stdev(row['multi']):.4g}" in line
+    assert f"{fmean(row['multi']):.4g} ± {stdev(row['multi']):.2g}" in line
     assert line.split()[-1] == row["better"]
     assert line.split()[-2] == f"{fmean(row['multi']) - fmean(row['single']):+.4g}"
     assert f"| {row['better']} |" in (out / "compare.md").read_text()
@@ -147,6 +147,11 @@ def test_stopped_it_says_how_to_go_on(etude, experiment, monkeypatch):
     ("arguments", "sections", "words"),
     [
         (["--budget", "hole"], {}, "budget 'hole' is not known; did you mean 'whole'? (known: share, whole)"),
+        (
+            ["--seeds", "1,0,1"],
+            {},
+            "--seeds 1,0,1: a seed is there twice, which would look like agreement; give each once",
+        ),
         (["--seeds", "0,x"], {}, "--seeds 0,x: give whole numbers separated by commas, such as 0,1,2"),
         (
             ["training.epochs=1"],

@@ -162,6 +162,7 @@ def test_an_error_in_the_dataset_reaches_the_consumer(num_workers):
     assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(KeyError, match="no picture 4"):
         next(iterator)
+    iterator.close()
 
 
 def test_by_hand_over_a_dataset(random_dataset):

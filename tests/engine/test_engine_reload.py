@@ -1,5 +1,7 @@
 """Other batches inside an epoch: the loop goes on from the same position, and nothing is lost, doubled or left open."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -190,6 +192,23 @@ def test_the_numbers_of_the_epoch_are_those_of_all_its_steps():
     Trainer(Seen(), loader, callbacks=[change, sums], progress=False, config={"epochs": 1, "device": "cpu"}).train()
     assert sums.count == SAMPLES
     assert change.logs["loss"] == pytest.approx(sums.sum / sums.count, rel=1e-5)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "never"])
+def test_the_time_of_an_epoch_is_that_of_all_its_steps(monkeypatch, when):
+    now = [0.0]
+
+    class Ticks(Callback):
+        def on_step_end(self, report):
+            now[0] += 1.0
+
+    monkeypatch.setattr("etude.engine.ledger.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    loader = Edition()
+    change = Change(loader, when, frozenset({4}))
+    config = {"epochs": 1, "device": "cpu", "log_interval": 100}
+    Trainer(Seen(), loader, callbacks=[change, Ticks()], progress=False, config=config).train()
+    assert change.logs["epoch_s"] == 6
+    assert change.logs["samples_per_s"] == SAMPLES / 6
 
 
 @pytest.mark.parametrize("max_steps", [2, 3, 4])

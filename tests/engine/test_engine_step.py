@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from etude.core import LossTerm, TrainingError
+from etude.engine.flops import ForwardFlops
 from etude.engine.precision import Precision
 from etude.engine.step import Step
 from etude.engine.update import Updater
@@ -272,3 +273,44 @@ def test_loss_without_weighted_terms_is_an_error():
 
     with pytest.raises(TrainingError, match="nothing to learn from"):
         make_step(model, SGD(model.parameters(), lr=0.1), task)(list(batches(1)))
+
+
+def test_what_kind_of_task_it_is_is_asked_once_and_not_in_every_step(monkeypatch):
+    """Asking whether an object follows a protocol takes as long as starting several kernels."""
+
+    class Forbidden(type):
+        def __instancecheck__(cls, instance):
+            raise AssertionError("asked in a step")
+
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    updater = Updater(SGD(model.parameters(), lr=0.1))
+    step = Step(model, SupervisedTask(LanguageModelingLoss()), updater, Precision(), flops=ForwardFlops(model))
+    for name in ("SeveralTasks", "CountsAhead", "MultiTask"):
+        monkeypatch.setattr(f"etude.engine.step.{name}", Forbidden("Never", (), {}))
+    assert step([{"input_ids": torch.arange(8).view(2, 4)}]).forward_flops > 0
+
+
+@pytest.mark.parametrize("name", ["rmsprop", "adamw_loop", "sgd_loop", "torch_adamw"])
+def test_a_parameter_whose_first_gradient_is_bad_keeps_no_trace_of_it(name):
+    """The head of a task that comes in later; as on a device that must not wait, where a bad update is undone."""
+    make = {
+        "rmsprop": lambda p: RMSprop(p, lr=0.1),
+        "adamw_loop": lambda p: AdamW(p, lr=0.1, kernel="loop"),
+        "sgd_loop": lambda p: SGD(p, lr=0.1, momentum=0.9, kernel="loop"),
+        "torch_adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    }[name]
+    trunk, head, alone = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    updater, reference = Updater(make([trunk, head])), Updater(make([alone]))
+    good, bad = torch.full((3,), 2.0), torch.full((3,), float("nan"))
+    for first in (None, None, bad, good, good):
+        updater.zero_grad()
+        trunk.grad, head.grad = good.clone(), None if first is None else first.clone()
+        if first is None:
+            updater.apply(1.0)
+        else:
+            grads = [trunk.grad, head.grad]
+            updater._guarded_step(grads, 1.0, torch.tensor(float(first is bad)))
+    for _ in range(2):
+        alone.grad = good.clone()
+        reference.apply(1.0)
+    assert head.equal(alone)

@@ -127,6 +127,20 @@ def test_evaluate_a_run_with_tasks(load):
     assert numbers["annotation/loss"] == pytest.approx(outcome.metrics["val_annotation/loss"])
 
 
+def test_evaluate_measures_the_tasks_of_the_checkpoints_phase_as_they_were(load, caplog):
+    """Before its last phase a run has tasks that nobody has trained, and others in another form."""
+    phases = [
+        {"name": "first", "start": 1, "tasks": ["annotation"], "variants": {"annotation": "simple"}},
+        {"name": "rest", "start": 99, "tasks": "all"},
+    ]
+    outcome = train(load("training.epochs=1", curriculum=phases), run_dir="run", progress=False)
+    with caplog.at_level(logging.WARNING, "etude"):
+        _, numbers = evaluate_run("run", split="validation", which="last")
+    assert {f"val_{name}" for name in numbers} == {name for name in outcome.metrics if name.startswith("val_")}
+    assert numbers["annotation/loss"] == pytest.approx(outcome.metrics["val_annotation/loss"])
+    assert "phase 1, which does not train writing, quality: not measured" in caplog.text
+
+
 def test_weighting_does_not_decay_and_its_state_resumes(load):
     trainer = build_trainer(load("optimizer.weight_decay=0.3"), progress=False)
     found = {
@@ -182,13 +196,14 @@ def test_metrics_are_told_the_classes_of_the_head(load):
         "metrics": ["f1"],
     }
     tasks["writing"]["metrics"] = [{"name": "recall", "num_classes": 5}]
+    tasks["linear"] = {**tasks["annotation"], "head": {"name": "linear", "out_features": 3}, "variants": {}}
     specs = build_trainer(load(tasks=tasks), progress=False).task.tasks
 
     def told(task, metric="f1"):
         found = specs[task].metrics[metric]
         return found.num_classes, found.num_labels
 
-    assert told("annotation") == told("annotation", "f1_2") == (3, None)
+    assert told("annotation") == told("annotation", "f1_2") == told("linear") == (3, None)
     assert specs["annotation"].variants["simple"].metrics["f1"].num_classes == 2
     assert told("quality") == (None, 4)
     assert told("match") == (None, None)
@@ -398,6 +413,40 @@ TASK = EXPERIMENT["tasks"]["quality"]
             ["curriculum.1.start=1"],
             {},
             "x.yaml:52: curriculum: phases 'begin' and 'all' both begin at epoch 1; move one of them",
+        ),
+        (
+            ["curriculum.0.variants={quality: low}", "tasks.quality.variants={low: {causal: false}}"],
+            {},
+            (
+                "command line: curriculum.0.variants.quality: phase 'begin' does not train 'quality'; "
+                "name it in its tasks, or take this out"
+            ),
+        ),
+        (
+            ["curriculum.1.start={metric: val_quality/f1, above: 0.5}"],
+            {},
+            (
+                "command line: curriculum.1.start.metric: 'val_quality/f1' will not be reported: "
+                "the phase before, 'begin', does not train a task 'quality'"
+            ),
+        ),
+        (
+            ["curriculum.1.start={metric: val_anotation/f1, above: 0.5}"],
+            {},
+            (
+                "command line: curriculum.1.start.metric: 'val_anotation/f1' will not be reported: "
+                "the phase before, 'begin', does not train a task 'anotation'; did you mean 'annotation'?"
+            ),
+        ),
+        (
+            [],
+            {"tasks": {**EXPERIMENT["tasks"], "val_writing": TASK}},
+            "x.yaml:51: tasks.val_writing: numbers of validation begin with 'val_', so no task does; call it otherwise",
+        ),
+        (
+            ["data.streams={}"],
+            {},
+            "command line: data.streams: there is no stream; name at least one",
         ),
         (
             ["curriculum.1.lr_scale=-1"],

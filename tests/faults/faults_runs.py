@@ -85,6 +85,7 @@ class Server:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
+        self.process.terminate()  # the end of its input may not reach it: workers of other tests hold the pipe as well
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()

@@ -426,7 +426,7 @@ ONE_LINE = {
             {"a": TaskSpec("kind", Unlabelled(), metrics={"f1": None})}, {"input": make_batch()["input"]}
         ),
         TrainingError,
-        "^task 'a': its metrics",
+        "^task 'a': a metric needs a tensor of labels",
     ),
     "counts of a function": (
         lambda: MultiTask({"a": TaskSpec("size", lambda x, y: (x - y).abs().max(), labels="size")}).counts(

@@ -9,7 +9,7 @@ from etude.callbacks.lr_schedule import LRSchedule
 from etude.callbacks.monitored import with_other_names
 from etude.core import Clock, ConfigError, EtudeError
 from etude.core.loader import ChoosesStreams
-from etude.core.terms import SeveralTasks
+from etude.core.terms import SwitchesTasks
 from etude.curriculum import Curriculum, CurriculumState, Phase
 from etude.engine.callback import Callback, Logs, RunInfo
 from etude.engine.schedule import LearningRate
@@ -33,7 +33,7 @@ class CurriculumCallback(Callback):
     def __init__(
         self,
         curriculum: Curriculum,
-        task: SeveralTasks,
+        task: SwitchesTasks,
         loader: Any = None,
         val_loader: Any = None,
         learning_rate: LearningRate | None = None,

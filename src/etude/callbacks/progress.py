@@ -65,6 +65,8 @@ class ProgressDisplay(Callback):
         self._interval_s = refresh_s
         self._noticed: list[tuple[float, str]] = []
         self._phase_is_new = False
+        self._gradient_norms: dict[str, float] = {}
+        """Of the epoch that ends, by name."""
 
     # --- hooks
 
@@ -146,7 +148,8 @@ class ProgressDisplay(Callback):
         numbers = _finite(logs)
         shown = {name: value for name, value in numbers.items() if is_metric(name)}
         speed = {name: logs[name] for name in ("tokens_per_s", "mfu", "data_wait") if name in logs}
-        self._view.tasks.close(f"epoch {epoch + 1}", numbers)
+        self._view.tasks.close(f"epoch {epoch + 1}", numbers | self._gradient_norms)
+        self._gradient_norms = {}
         self._see_phase(logs)
         row = Row(epoch, seconds, shown, speed, _phase_of_row(self._view.phase))
         self._view.rows = keep_rows([*(r for r in self._view.rows if r.epoch < epoch), row])
@@ -166,6 +169,8 @@ class ProgressDisplay(Callback):
 
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
         """Show what a callback tells the user; on a terminal it stays until others have taken its place for a while."""
+        if facts.get("event") == "task_gradients":
+            self._gradient_norms = {f"{task}/grad_norm": norm for task, norm in facts["norms"].items()}
         if self._terminal is None:
             self._say(message)
             return

@@ -126,7 +126,8 @@ def _columns(tasks: Tasks, names: list[str], running: bool) -> list[_Column]:
     for slot in range(max(map(len, metrics))):
         texts = [found[slot] if slot < len(found) else "" for found in metrics]
         columns.append(_Column("", texts, rank=2 if slot == 0 else 5 + slot, is_left=True))
-    norms = [_text(both, f"{name}/grad_norm") for name in names]
+    # Of an epoch only its own: tasks are looked at now and then, and norms of long ago would pass for new ones.
+    norms = [_text(both if running else numbers, f"{name}/grad_norm") for name in names]
     columns.append(_Column("grad norm", norms, rank=5, style="dim"))
     return [column for column in columns if any(column.texts)]
 

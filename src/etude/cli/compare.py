@@ -56,4 +56,9 @@ def _numbers(text: str | None) -> list[int] | None:
         from etude.core import ConfigError
 
         raise ConfigError(f"--seeds {text}: give whole numbers separated by commas, such as 0,1,2")
-    return [int(word) for word in words]
+    seeds = [int(word) for word in words]
+    if len(set(seeds)) < len(seeds):
+        from etude.core import ConfigError
+
+        raise ConfigError(f"--seeds {text}: a seed is there twice, which would look like agreement; give each once")
+    return seeds

@@ -58,19 +58,6 @@ class CountsAhead(Protocol):
 
 
 @runtime_checkable
-class SeveralTasks(Protocol):
-    """A task made of several, which a run switches on and off as it goes on: what a curriculum acts on."""
-
-    def activate(self, weights: Mapping[str, float], variants: Mapping[str, str] | None = None) -> None:
-        """Train the tasks that have a weight, with that weight and in the given forms; all others rest."""
-        ...
-
-    def streams(self) -> frozenset[str] | None:
-        """Return the streams of data that active tasks read; None if one of them reads any."""
-        ...
-
-
-@runtime_checkable
 class Derives(Protocol):
     """A task that knows numbers which follow from the averages of its terms, as perplexity does from the loss."""
 
@@ -80,7 +67,7 @@ class Derives(Protocol):
 
 
 @runtime_checkable
-class ManyTasks(Protocol):
+class SeveralTasks(Protocol):
     """A task that is several: its terms are called `<task>/…`, and not every batch has all of them."""
 
     tasks: Mapping[str, Any]
@@ -98,6 +85,19 @@ class ManyTasks(Protocol):
 
     def numbers(self) -> Mapping[str, float]:
         """Return numbers of its own for a log point, such as the weights of the tasks."""
+        ...
+
+
+@runtime_checkable
+class SwitchesTasks(Protocol):
+    """Several tasks of which a run switches some on and off as it goes on: what a curriculum acts on."""
+
+    def activate(self, weights: Mapping[str, float], variants: Mapping[str, str] | None = None) -> None:
+        """Train the tasks that have a weight, with that weight and in the given forms; all others rest."""
+        ...
+
+    def streams(self) -> frozenset[str] | None:
+        """Return the streams of data that active tasks read; None if one of them reads any."""
         ...
 
 
@@ -132,7 +132,7 @@ def in_order(task: Any, numbers: dict[str, float]) -> dict[str, float]:
 
     Numbers that belong to no task come before. Those of a single task stay as they are.
     """
-    if not isinstance(task, ManyTasks):
+    if not isinstance(task, SeveralTasks):
         return numbers
     places = {name: place for place, name in enumerate(task.tasks)}
     return dict(sorted(numbers.items(), key=lambda item: places.get(item[0].rpartition("/")[0], -1)))

@@ -124,8 +124,8 @@ class Stream:
         source = self.source
         if not isinstance(source, ResizableSource):
             raise DataError(
-                f"sequence_length is {length}, but stream '{self.name}' has no token sequences to cut: "
-                f"a {type(source).__name__} stays as it is"
+                f"sequence_length is {length}, but stream '{self.name}' has no token sequences to cut (tokens, "
+                f"text_corpus …); leave it out, or make the sequences shorter"
             )
         if length < 1:
             raise DataError(f"sequence_length is {length}; a sample has at least 1 token")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from etude.core.batch import Batch, JointBatch, map_tensors
 from etude.core.errors import TrainingError
-from etude.core.terms import Derives, LossTerm, ManyTasks, Task, Terms
+from etude.core.terms import Derives, LossTerm, SeveralTasks, Task, Terms
 from etude.distributed.parallel import idle_output
 from etude.distributed.world import World
 
@@ -23,13 +23,14 @@ class RankTask:
     def __init__(self, task: Task, world: World) -> None:
         self.task = task
         self.world = world
+        self._many = task if isinstance(task, SeveralTasks) else None
         self._weighted: dict[str, bool] = {}
         """Names of all terms, in the order of every rank, and whether each has a weight."""
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
         """Return the terms of this rank's samples; raise TrainingError if they are others than before."""
-        if isinstance(self.task, ManyTasks):
-            return self._many(self.task, model, batch, metrics=metrics)
+        if self._many is not None:
+            return self._terms_of(self._many, model, batch, metrics=metrics)
         idle = is_empty(batch)
         # Either way through the model first: the ranks meet there too, and must meet in the same order.
         zero = idle_output(model) if idle else None
@@ -48,7 +49,7 @@ class RankTask:
             )
         return {name: terms[name] for name in self._weighted}
 
-    def _many(self, task: ManyTasks, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
+    def _terms_of(self, task: SeveralTasks, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
         """Return the terms of several tasks, which know them from the batch, be it empty."""
         names = task.weighted_terms(batch)
         if is_empty(batch):

@@ -6,18 +6,19 @@ terms. Nothing here waits for the device.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from etude.core import Batch, ConfigError, Task, Terms, TrainingError
+from etude.core import Batch, ConfigError, Task, Terms
 from etude.core.calling import unwrap
 from etude.core.terms import LossTerm
 from etude.distributed import World
 from etude.engine.buffers import BufferGuard
-from etude.engine.callback import TaskGradients
 from etude.engine.precision import Precision
+from etude.engine.replay import Replay
+from etude.engine.task_gradients import LOSS, Counts, TaskRows, shares
 from etude.losses.tasks import MultiTask
 from etude.losses.weighting import (
     CombinesGradients,
@@ -29,63 +30,11 @@ from etude.losses.weighting import (
 
 logger = logging.getLogger("etude")
 
-Counts = Mapping[str, Tensor | float]
 Descend = Callable[[Terms], None]
 """Runs the backward pass of Σ weight·sum/total."""
 
-LOSS = "/loss"
 LEAST = 1e-9
 """Counts below this are none: the step puts a tiny number in place of 0."""
-
-
-@runtime_checkable
-class SharesParameters(Protocol):
-    """A model of several tasks that says which of its parameters they share."""
-
-    def shared_parameters(self) -> list[nn.Parameter]:
-        """Return all of them."""
-        ...
-
-    def last_shared_parameters(self) -> list[nn.Parameter]:
-        """Return those of the last layer that they share."""
-        ...
-
-
-class TaskRows:
-    """The gradients of the tasks' mean losses, added up over the micro-batches of a step: a row for each task."""
-
-    def __init__(self, params: Sequence[nn.Parameter], world: World, precision: Precision) -> None:
-        self.params = params
-        self._world, self._precision = world, precision
-        self.rows: dict[str, Tensor] = {}
-        self.reached = [0] * len(params)
-        """1 for every parameter that a task here uses."""
-
-    def add(self, terms: Terms, totals: Counts) -> None:
-        """Add the gradients of these terms, one backward pass for each task; the graph is kept."""
-        for name, term in terms.items():
-            if not name.endswith(LOSS):
-                continue
-            task = name.removesuffix(LOSS)
-            row = self._gradient(term.sum / totals[name])
-            self.rows[task] = row if task not in self.rows else self.rows[task] + row
-
-    def matrix(self, tasks: Sequence[str]) -> Tensor:
-        """Return the rows of all tasks over all ranks, (tasks, elements); zeros for a task that took no part."""
-        nothing = next(iter(self.rows.values())).new_zeros(()).expand_as(next(iter(self.rows.values())))
-        rows = torch.stack([self.rows.get(task, nothing) for task in tasks])
-        return self._world.sum(rows / self._precision.unscale(1.0))
-
-    def _gradient(self, loss: Tensor) -> Tensor:
-        scaled = self._precision.scale(loss)
-        if not scaled.requires_grad:  # a task without any labels here may be a plain 0
-            return torch.cat([torch.zeros_like(param).reshape(-1) for param in self.params])
-        found = torch.autograd.grad(scaled, list(self.params), retain_graph=True, allow_unused=True)
-        parts = []
-        for place, (param, gradient) in enumerate(zip(self.params, found, strict=True)):
-            self.reached[place] |= gradient is not None
-            parts.append((torch.zeros_like(param) if gradient is None else gradient).reshape(-1))
-        return torch.cat(parts)
 
 
 class Balance:
@@ -222,7 +171,10 @@ class CombiningBalance(Balance):
 
 
 class UpdateBalance(Balance):
-    """Shows the weighting the losses of the step's batches before and after the update."""
+    """Shows the weighting the losses of the step's batches before and after the update.
+
+    Both are of the same dropout: what it changes in a loss is far more than what one update does.
+    """
 
     def __init__(
         self, weighting: Any, task: MultiTask, model: nn.Module, world: World, precision: Precision, run: Task
@@ -230,14 +182,17 @@ class UpdateBalance(Balance):
         super().__init__(weighting, task, model, world)
         self._run, self._precision = run, precision
         self._buffers = BufferGuard(unwrap(model))
+        self._random = Replay(next(model.parameters()).device)
         self._before: tuple[Tensor, Tensor] | None = None
         self._totals: Counts = {}
 
     def prepare(self, micro_batches: Sequence[Batch], totals: Counts | None) -> None:
         """With several micro-batches the losses of all must be known before the first backward pass."""
-        self._before = None
+        self._before, self._totals = None, totals or {}
+        self._random.remember()
         if totals is not None:
-            self._before = self._losses_now(micro_batches, totals)
+            with self._random.again():
+                self._before = self._losses_now(micro_batches, totals)
 
     def backward(self, terms: Terms, totals: Counts, descend: Descend) -> None:
         """Weigh the losses by what they are."""
@@ -251,9 +206,11 @@ class UpdateBalance(Balance):
 
     def after_update(self, micro_batches: Sequence[Batch]) -> None:
         """Run the batches again, without gradients, and tell the weighting."""
-        assert self._before is not None
+        if self._before is None:  # all tasks of this step are only watched
+            return
         before, scale = self._before
-        after, _ = self._losses_now(micro_batches, self._totals)
+        with self._random.again():
+            after, _ = self._losses_now(micro_batches, self._totals)
         self.weighting.after_update(before, after, scale)
 
     @torch.no_grad()
@@ -268,34 +225,6 @@ class UpdateBalance(Balance):
         result = self.losses(sums, totals)
         self._buffers.put_back(torch.ones((), device=result[0].device))  # a look must not move running statistics
         return result
-
-
-class GradientLook:
-    """Each task's gradient of all shared parameters, for callbacks that asked for this step."""
-
-    def __init__(self, model: nn.Module, world: World, precision: Precision) -> None:
-        self._rows = TaskRows(shares(model).shared_parameters(), world, precision)
-
-    def add(self, terms: Terms, totals: Counts) -> None:
-        """Look at one micro-batch, before its backward pass, which this does not change."""
-        self._rows.add(terms, totals)
-
-    def gradients(self, step: int) -> TaskGradients:
-        """Return the products of the tasks' gradients with each other."""
-        tasks = tuple(self._rows.rows)
-        rows = self._rows.matrix(tasks).float()
-        return TaskGradients(tasks, rows @ rows.T, step)
-
-
-def shares(model: nn.Module) -> SharesParameters:
-    """Return the model inside wrappers; raise TrainingError if it does not tell what its tasks share."""
-    inner = unwrap(model)
-    if isinstance(inner, SharesParameters):
-        return inner
-    raise TrainingError(
-        f"{type(inner).__name__} does not tell which parameters its tasks share; use a MultiTaskModel, or define "
-        f"shared_parameters() and last_shared_parameters()"
-    )
 
 
 def make_balance(

@@ -1,5 +1,6 @@
 """Evaluation: the model in eval mode, no gradients, sums and counts exact over batches and ranks."""
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 
 from etude.core import DataError, Loader, Task
 from etude.core.calling import unwrap
-from etude.core.terms import ManyTasks, Measures, derive, in_order
+from etude.core.terms import Measures, SeveralTasks, derive, in_order
 from etude.distributed import World, is_empty, share_buffers
 from etude.engine.precision import Precision
+
+logger = logging.getLogger("etude")
 
 
 def evaluate(
@@ -24,14 +27,15 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean of every term over one epoch of `loader`, metrics and derived numbers included.
 
-    Raises DataError if the loader gives no batch at all. The host reads the device once, at the end. With several
+    Raises DataError if the loader gives no batch at all; of several tasks those that are active may have no data here,
+    and there are no numbers then. The host reads the device once, at the end. With several
     ranks each evaluates its share of the data, with the buffers of rank 0; every rank must call this together.
     """
     precision = precision if precision is not None else Precision("fp32")
     world = world if world is not None else World()
     model = unwrap(model)  # ranks may have different numbers of batches, so none may wait for another inside
     share_buffers(model, world)
-    several = isinstance(task, ManyTasks)  # of which those without any labels here have no numbers
+    several = isinstance(task, SeveralTasks)  # of which those without any labels here have no numbers
     sums: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
     batches = loader.iterate(epoch=0)
@@ -55,6 +59,11 @@ def evaluate(
         finally:
             batches.close()
     names = world.union(list(sums))
+    if not names and several:
+        if isinstance(task, Measures):
+            task.stop_measuring()
+        logger.warning("there is no data here for the tasks that are trained now, so nothing is measured")
+        return {}
     if not names:
         raise DataError("the evaluation loader gave no batch: its data is empty, or drop_last dropped all of it")
     device = next((tensor.device for tensor in (*sums.values(), *model.parameters())), None)

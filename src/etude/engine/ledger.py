@@ -170,8 +170,9 @@ def _column(values: list[Any]) -> Tensor:
     tensor = next((value for value in values if isinstance(value, Tensor)), None)
     if tensor is None:
         return torch.tensor(values, dtype=torch.float64)
-    # A count can be a number in one step and a tensor in another: a rank without samples has the number 0.
-    return torch.stack([v if isinstance(v, Tensor) else tensor.new_tensor(v) for v in values]).double()
+    # A count can be a number in one step and a tensor in another: where tasks take turns, most have the number 0.
+    numbers = {v: tensor.new_full((), v) for v in values if not isinstance(v, Tensor)}
+    return torch.stack([v if isinstance(v, Tensor) else numbers[v] for v in values]).double()
 
 
 def _merge(total: Tally, fresh: Tally) -> None:

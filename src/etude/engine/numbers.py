@@ -2,7 +2,7 @@
 
 import torch
 
-from etude.core.terms import ManyTasks, derive
+from etude.core.terms import SeveralTasks, derive
 from etude.engine.flops import STEP_PER_FORWARD
 from etude.engine.ledger import Ledger, Tally
 from etude.engine.peak import peak_flops
@@ -22,7 +22,7 @@ class Numbers:
     def of(self, tally: Tally) -> dict[str, float]:
         """Return the numbers of these steps, in the form that callbacks receive."""
         logs = derive(self._step.tasks, tally.means()) | tally.rates()
-        if isinstance(self._step.tasks, ManyTasks):
+        if isinstance(self._step.tasks, SeveralTasks):
             logs |= self._step.tasks.numbers()
         if tally.forward_flops and tally.seconds > 0:
             logs["mfu"] = STEP_PER_FORWARD * tally.forward_flops / (tally.seconds * self._peak_flops())

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from etude.core import Batch, Clock, LossTerm, StepReport, Task, Terms, TrainingError, num_samples
 from etude.core.batch import STREAM, JointBatch
-from etude.core.terms import CountsAhead, ManyTasks
+from etude.core.terms import CountsAhead, SeveralTasks
 from etude.core.tokens import count_tokens, token_ids
 from etude.distributed import RankTask, World, check_gradients, idle_output, local_gradients
-from etude.engine.balance import Balance, GradientLook, make_balance
+from etude.engine.balance import Balance, make_balance
 from etude.engine.buffers import BufferGuard
 from etude.engine.callback import Gradients, TaskGradients
 from etude.engine.flops import ForwardFlops
 from etude.engine.precision import Precision
+from etude.engine.task_gradients import GradientLook
 from etude.engine.update import Updater
 from etude.losses.tasks import PENALTY, MultiTask
 
@@ -62,6 +63,8 @@ class Step:
         """Called with the gradients of every step before they are applied."""
         self.task_watchers: Sequence[tuple[Callable[[int], bool], Callable[[TaskGradients], None]]] = ()
         """Asked before every step whether they want the gradients of the tasks, and called with them."""
+        # Kinds of tasks are asked for once: to look whether an object follows a protocol takes 17 microseconds.
+        self._several = task if isinstance(task, SeveralTasks) else None
         self._count_ahead = task.counts if isinstance(task, CountsAhead) else None
         self._buffers = BufferGuard(model)
         self._flops = flops
@@ -81,13 +84,14 @@ class Step:
         if balance is not None:
             totals = self._totals_ahead(micro_batches) if len(micro_batches) > 1 else None
             balance.prepare(micro_batches, totals)
-        descends = balance is None or balance.descends
+        descends, learns = balance is None or balance.descends, False
         for place, batch in enumerate(micro_batches, start=1):
             meets = descends and place == len(micro_batches)  # ranks meet in the last one only
             with nullcontext() if meets else local_gradients(self.model):
                 with self.precision.autocast():
                     terms = self.task(self.model, batch, metrics=self.metrics)
                 weighted = {name: term for name, term in terms.items() if _has_weight(term)}
+                learns = learns or bool(weighted)
                 if totals is None and (balance is not None or len(weighted) != 1):
                     totals = self._totals_of(weighted, micro_batches)
                 if looks and totals is not None:
@@ -99,6 +103,8 @@ class Step:
                 elif meets and self.world.size > 1:  # nothing to learn from in the last one: ranks meet all the same
                     idle_output(self.model).backward()  # type: ignore[no-untyped-call]
             _add_up(terms, sums, counts)
+        if not learns:
+            self.updater.zero_grad()  # the zeros in which ranks have met are no gradients: nothing is to decay
         # One term: its gradient is still that of the sum. Several: each was divided before the backward pass.
         divisor = self._total(counts[next(iter(weighted))]) if totals is None else 1.0
         if balance is not None and totals is not None:
@@ -132,6 +138,8 @@ class Step:
         return GradientLook(self.model, self.world, self.precision)
 
     def _tell(self, looks: GradientLook) -> None:
+        if not looks.has_any:
+            return
         found = looks.gradients(self.clock.step)
         for wants, tell in self.task_watchers:
             if wants(self.clock.step):
@@ -141,9 +149,9 @@ class Step:
         """Return the samples, tokens and FLOPs of a step."""
         samples, flops = 0, 0.0
         tokens: Tensor | int = 0
-        if self._flops is not None and isinstance(self.tasks, ManyTasks) and self.tasks.version != self._counted:
+        if self._several is not None and self._flops is not None and self._several.version != self._counted:
             self._flops.forget()
-            self._counted = self.tasks.version
+            self._counted = self._several.version
         for batch in micro_batches:
             samples += num_samples(batch)
             for part in batch if isinstance(batch, JointBatch) else (batch,):
@@ -156,6 +164,9 @@ class Step:
     def _totals_of(self, weighted: Terms, micro_batches: Sequence[Batch]) -> Counts:
         """Return the counts of several terms over the whole step, after the forward pass of its first micro-batch."""
         if not weighted:
+            # Tasks of weight 0, at the start of a ramp for one, are only watched.
+            if isinstance(self.tasks, MultiTask) and any(self.tasks.is_for(batch) for batch in micro_batches):
+                return {}
             raise TrainingError(f"{_nothing_to_learn(micro_batches)}: there is nothing to learn from")
         if len(micro_batches) == 1:
             return self._totals({name: term.count for name, term in weighted.items()})
@@ -193,7 +204,9 @@ def _nothing_to_learn(micro_batches: Sequence[Batch]) -> str:
     streams = {str(batch[STREAM]) for batch in micro_batches if isinstance(batch, Mapping) and STREAM in batch}
     if streams:
         return f"no task that is active now learns from the stream {' or '.join(sorted(streams))}"
-    return "the loss has no term with a weight other than 0"
+    keys = [str(key) for key in micro_batches[0]] if isinstance(micro_batches[0], Mapping) else []
+    held = f" for batches that hold {', '.join(keys)}" if keys else ""
+    return f"the loss has no term with a weight other than 0{held}"
 
 
 def _on_device(count: Tensor | float, device: torch.device) -> Tensor:

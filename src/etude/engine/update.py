@@ -34,6 +34,8 @@ class Updater:
         if not self._kernel_divides and self.params[0].is_cuda:
             _keep_counters_on_device(optimizer)
         self._has_stepped = False
+        self._met: set[int] = set()
+        """Parameters that have been updated."""
         self._constants: dict[float, Tensor] = {}
 
     @property
@@ -57,6 +59,8 @@ class Updater:
         Returns the gradient norm before division, and 1.0 if the update was skipped because it was not finite.
         """
         grads = [param.grad for param in self.params if param.grad is not None]
+        if not grads:  # all tasks of this step are only watched
+            return torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         norm = global_norm(grads)
         skipped = norm.mul(0.0).ne_(0.0)  # inf·0 and nan·0 are nan, which differs from 0
         divisor = self.precision.unscale(divisor)
@@ -98,12 +102,24 @@ class Updater:
 
     def _guarded_step(self, grads: list[Tensor], divisor: Tensor | float, skipped: Tensor) -> None:
         """Step an optimizer that cannot skip by itself on a device that must not wait: step, then undo if bad."""
+        if self._has_newcomer():
+            if not skipped.item():  # state that this update makes could not be undone
+                self._divide_and_step(grads, divisor)
+                self._met.update(id(param) for param in self.params if param.grad is not None)
+            return
         tensors = [param.data for param in self.params] + list(_state_tensors(self.optimizer))
         before = [tensor.clone() for tensor in tensors]
         self._divide_and_step(grads, divisor)
         bad = skipped.bool()
         for tensor, old in zip(tensors, before, strict=True):
             torch.where(bad, old, tensor, out=tensor)
+
+    def _has_newcomer(self) -> bool:
+        """Whether a parameter has its first gradient: the head of a task that comes in later has."""
+        if len(self._met) == len(self.params):
+            return False
+        self._met.update(id(param) for param in self.optimizer.state)
+        return any(param.grad is not None and id(param) not in self._met for param in self.params)
 
     def _constant(self, value: float, like: Tensor) -> Tensor:
         if value not in self._constants:

@@ -161,8 +161,8 @@ def spread(values: Sequence[float]) -> str:
     """Return a value, or mean and standard deviation of several.
 
     >>> spread([0.5]), spread([0.5, 0.7])
-    ('0.5', '0.6 ± 0.1414')
+    ('0.5', '0.6 ± 0.14')
     """
     if len(values) == 1:
         return f"{values[0]:.4g}"
-    return f"{fmean(values):.4g} ± {stdev(values):.4g}"
+    return f"{fmean(values):.4g} ± {stdev(values):.2g}"

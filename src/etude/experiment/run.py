@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from etude.callbacks.curriculum import CurriculumCallback
 from etude.checkpoint import (
     Checkpoint,
     CheckpointManager,
@@ -22,6 +23,7 @@ from etude.distributed import World, before_joining, failing_together, join_worl
 from etude.experiment.build import build_data, build_trainer
 from etude.experiment.config import ExperimentConfig, load_config_file, load_experiment_config
 from etude.experiment.tasks import SampleCount
+from etude.losses import MultiTask
 from etude.monitor import RunFolder, default_run_dir
 from etude.trainer import Trainer, resolve_device
 
@@ -119,7 +121,23 @@ def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best
             raise ConfigError(f"the data of this run has no split '{split}' (there are: {', '.join(data.names)})")
         trainer = build_trainer(config, data=data, world=world, progress=False)
         load_model_state(trainer.model, checkpoint.model_state)
+        _return_to_phase(trainer, checkpoint)
         return checkpoint.path, trainer.evaluate(loader)
+
+
+def _return_to_phase(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Follow the curriculum to the phase of a checkpoint: its tasks, in their form of then, are what is measured."""
+    saved = checkpoint.state["callbacks"]
+    kind = f"{CurriculumCallback.__name__}."
+    trainer.callbacks.load_state_dict({key: state for key, state in saved.items() if key.startswith(kind)})
+    task = trainer.task
+    if isinstance(task, MultiTask) and (resting := [name for name in task.tasks if name not in task.weights]):
+        logger.warning(
+            "%s is of phase %s, which does not train %s: not measured",
+            checkpoint.path.name,
+            checkpoint.state["clock"]["phase"],
+            ", ".join(resting),
+        )
 
 
 def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:

@@ -116,6 +116,14 @@ def _whole(tasks: Mapping[str, TaskSection], sections: Mapping[str, Any]) -> Ite
         yield Problem("tasks", "there is no task; name at least one, or take the section out")
     if sections.get("loss") is not None:
         yield Problem("loss", "every task has a loss of its own; move it to `tasks`, or take it out")
+    data: Selection | None = sections.get("data")
+    if data is not None and data.component.name == "streams" and data.arguments.get("streams") == {}:
+        yield Problem("data.streams", "there is no stream; name at least one")
+    for name in tasks:
+        if name.startswith("val_"):
+            yield Problem(
+                f"tasks.{name}", "numbers of validation begin with 'val_', so no task does; call it otherwise"
+            )
     if (weighting := sections.get("weighting")) is not None and "tasks" in weighting.arguments:
         yield Problem("weighting.tasks", "its tasks are those of the section `tasks`; take this out")
     if tasks and not any(task.weight for task in tasks.values()):
@@ -153,6 +161,25 @@ def _phases(phases: Sequence[Phase], tasks: Mapping[str, TaskSection]) -> Iterat
             elif name in tasks and variant not in (known := tasks[name].variants):
                 hint = did_you_mean(variant, known)
                 yield Problem(where, f"task '{name}' has no variant '{variant}'{hint} (variants: {listed(known)})")
+            elif name not in phase.tasks and phase.tasks != ALL:
+                yield Problem(
+                    where, f"phase '{phase.name}' does not train '{name}'; name it in its tasks, or take this out"
+                )
+        if place and (task := _unreported(phase, phases[place - 1], tasks)):
+            yield Problem(
+                f"curriculum.{place}.start.metric",
+                f"'{phase.begins.metric}' will not be reported: the phase before, '{phases[place - 1].name}', does not "
+                f"train a task '{task}'" + ("" if task in tasks else did_you_mean(task, tasks)),
+            )
+
+
+def _unreported(phase: Phase, before: Phase, tasks: Collection[str]) -> str | None:
+    """Return the task of the metric that a phase waits for, if the phase before does not train it."""
+    metric = phase.begins.metric or ""
+    task, slash, _ = metric.removeprefix("val_").rpartition("/")
+    trained = tasks if before.tasks == ALL else before.tasks
+    about_a_task = slash and (task in tasks or metric.startswith("val_"))
+    return task if about_a_task and task not in trained and before.begins.fixed else None
 
 
 def _no_task(name: str, phase: Phase, tasks: Collection[str]) -> str:

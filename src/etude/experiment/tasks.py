@@ -185,7 +185,10 @@ def _spec(config: ExperimentConfig, form: TaskForm, vocab_size: int | None) -> T
 
 def _classes(form: TaskForm, loss: LossStrategy, vocab_size: int | None) -> dict[str, int]:
     """Return what metrics are told of the classes: their number, that of independent labels, or nothing if binary."""
-    number = (form.head.defaults | form.head.arguments).get("num_classes")
+    given = form.head.defaults | form.head.arguments
+    number = given.get("num_classes")
+    if number is None and form.head.component.name == "linear":
+        number = given.get("out_features")
     if number is None and form.head.component.name == "language_model":
         number = form.head.arguments.get("vocab_size", vocab_size)
     if isinstance(loss, MultiLabelLoss):

@@ -19,11 +19,11 @@ from etude.losses.strategies import (
     LossStrategy,
     SegmentationLoss,
     TextClassificationLoss,
-    TokenClassificationLoss,
     VisionClassificationLoss,
 )
 from etude.losses.task import SupervisedTask
-from etude.losses.tasks import MultiTask, TaskSpec
+from etude.losses.task_spec import TaskSpec
+from etude.losses.tasks import MultiTask
 from etude.losses.weighting import Weighting
 from etude.losses.wrapped import FunctionLoss
 
@@ -42,7 +42,6 @@ __all__ = [
     "TaskLosses",
     "TaskSpec",
     "TextClassificationLoss",
-    "TokenClassificationLoss",
     "VisionClassificationLoss",
     "Weighting",
     "accuracy_term",

@@ -39,6 +39,10 @@ class InferredLoss(LossStrategy):
         """Return the counts of the chosen strategy; None before there is one."""
         return None if self.chosen is None else self.chosen.counts(batch)
 
+    def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return what metrics compare, as the chosen strategy sees it."""
+        return super().judged(output, batch) if self.chosen is None else self.chosen.judged(output, batch)
+
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return the numbers that the chosen strategy derives."""
         return {} if self.chosen is None else self.chosen.derived(means)

@@ -103,6 +103,11 @@ class LanguageModelingLoss(LossStrategy):
         targets, count = self._targets(batch, masked=True)
         return {"loss": targets.ne(self.ignore_index).sum() if count is None else count}
 
+    def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return all logits, and the tokens that they are to predict."""
+        targets, _ = self._targets(batch, masked=not is_encoder_decoder(output))
+        return logits_of(output), targets.masked_fill(targets == self.ignore_index, IGNORE_INDEX)
+
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return the perplexity, of the loss without label smoothing where that is known."""
         return {"perplexity": perplexity(means.get("nll", means["loss"]))}

@@ -45,6 +45,11 @@ class LossStrategy(ABC):
         """Return numbers that follow from the averages of the terms; they are reported beside these."""
         return {}
 
+    def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return predictions and the labels that line up with them, -100 where there is none: what metrics compare."""
+        logits, labels = logits_of(output), required_labels(batch, "a metric")
+        return logits.squeeze(-1) if logits.shape == (*labels.shape, 1) else logits, labels
+
     def compute_loss(self, output: Any, batch: Batch) -> Tensor:
         """Return the loss of this batch alone, a scalar: Σ weight·sum/count.
 
@@ -90,6 +95,13 @@ class ClassificationLoss(LossStrategy):
         labels = self._labels(batch)
         return None if labels.is_floating_point() else {"loss": self._count(labels)}
 
+    def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return logits and labels; those that the loss ignores are -100."""
+        logits, labels = super().judged(output, batch)
+        if self.ignore_index in (None, IGNORE_INDEX) or labels.is_floating_point():
+            return logits, labels
+        return logits, labels.masked_fill(labels == self.ignore_index, IGNORE_INDEX)
+
     def _count(self, labels: Tensor) -> Tensor | float:
         if self.class_weights is not None:
             return label_weights(labels, self.class_weights, self.ignore_index).sum()
@@ -101,19 +113,6 @@ class ClassificationLoss(LossStrategy):
 
 TextClassificationLoss = ClassificationLoss
 VisionClassificationLoss = ClassificationLoss
-
-
-@register("loss", "token_classification")
-class TokenClassificationLoss(ClassificationLoss):
-    """Cross entropy of logits (B, L, C) with labels (B, L); tokens labelled `ignore_index` have none."""
-
-    def __init__(
-        self,
-        label_smoothing: Smoothing = 0.0,
-        ignore_index: int | None = IGNORE_INDEX,
-        class_weights: list[float] | None = None,
-    ) -> None:
-        super().__init__(label_smoothing, ignore_index, class_weights)
 
 
 @register("loss", "segmentation")

@@ -1,80 +1,32 @@
 """Several tasks at once: which of them a batch is for, one pass through the model, one loss for each."""
 
+import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field
-from difflib import get_close_matches
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from etude.core.batch import LABEL_KEYS, STREAM, Batch, JointBatch
-from etude.core.calling import targets_of
+from etude.core.batch import STREAM, Batch, JointBatch
 from etude.core.errors import ConfigError, EtudeError, TrainingError
 from etude.core.lookups import explain_lookup
 from etude.core.terms import LossTerm, Terms
-from etude.losses.functional import IGNORE_INDEX
-from etude.losses.inferred import InferredLoss, as_strategy
-from etude.losses.outputs import logits_of
-from etude.losses.strategies import ClassificationLoss, LossStrategy
+from etude.losses.task_spec import (
+    Measure,
+    Shown,
+    TaskSpec,
+    check_known,
+    check_task,
+    learns_from,
+    strategy_of,
+    view_for,
+)
 from etude.losses.weighting import StaticWeights, Weighting
-from etude.losses.wrapped import LossFunction
+
+logger = logging.getLogger("etude")
 
 LOSS, PENALTY, CAUSAL = "loss", "penalty", "causal"
-
-
-class Measure(Protocol):
-    """A metric: counts of predictions and labels that add up over batches and ranks."""
-
-    def update(self, predictions: Tensor, targets: Tensor) -> None:
-        """Add one batch."""
-
-    def reset(self) -> None:
-        """Forget everything."""
-
-    def state(self) -> Tensor:
-        """Return the counts."""
-
-    def load_state(self, sums: Tensor) -> None:
-        """Replace the counts."""
-
-    def compute(self) -> float:
-        """Return the value."""
-
-
-@dataclass(frozen=True, slots=True)
-class TaskSpec:
-    """One task: what it reads, which head answers, and how the answer is judged.
-
-    >>> TaskSpec("multi_label_head", nn.BCEWithLogitsLoss(), labels="quality", weight=0.5).weight
-    0.5
-    """
-
-    head: str
-    """The head of the `MultiTaskModel` that this task is answered by."""
-    loss: LossStrategy | LossFunction | None = None
-    """As for a `Trainer`: a strategy, a torch loss, a function, or None to choose by shapes."""
-    stream: str | None = None
-    """Learns from batches of this stream only; None: from every batch that has its labels."""
-    labels: str | None = None
-    """The key of its labels in the batch; None: `labels`, or what the loss makes of the inputs (next tokens)."""
-    weight: float = 1.0
-    """The factor of its loss."""
-    causal: bool | None = None
-    """Where given, the model is told whether a position may see what comes after it."""
-    metrics: Mapping[str, Measure] = field(default_factory=dict)
-    """Computed in validation, in addition to what the loss measures."""
-    variants: Mapping[str, "TaskSpec"] = field(default_factory=dict)
-    """Other forms of the task, by name; a phase of a curriculum may choose one."""
-
-
-class Shown(NamedTuple):
-    """A task as it is now: the form it has and the strategy of that form."""
-
-    spec: TaskSpec
-    strategy: LossStrategy
 
 
 class MultiTask:
@@ -92,7 +44,7 @@ class MultiTask:
         if not tasks:
             raise ConfigError("there are no tasks; give at least one")
         for name, spec in tasks.items():
-            _check_task(name, spec)
+            check_task(name, spec)
         self.tasks = dict(tasks)
         if weighting is not None and weighting.tasks != tuple(tasks):
             raise ConfigError(
@@ -106,13 +58,14 @@ class MultiTask:
         self._forms: dict[tuple[str, str | None], Shown] = {}
         for name, spec in self.tasks.items():
             for variant, form in ((None, spec), *spec.variants.items()):
-                self._forms[name, variant] = Shown(form, _strategy(form))
+                self._forms[name, variant] = Shown(form, strategy_of(form))
         self.version = 0
         """Changes when other tasks, or other forms of them, become active."""
         self._weights: dict[str, float] = {}
         self._shown: dict[str, Shown] = {}
         self._scales: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._measuring = False
+        self._told: set[str] = set()
         self._plans: dict[tuple[Any, ...], dict[str, Shown]] = {}
         self.activate({name: spec.weight for name, spec in self.tasks.items()})
 
@@ -123,13 +76,13 @@ class MultiTask:
         for weights that are negative or not finite.
         """
         for task, weight in weights.items():
-            _check_known("a weight", task, self.tasks)
+            check_known("a weight", task, self.tasks)
             if not 0 <= weight < math.inf:
                 raise ConfigError(
                     f"the weight of the task '{task}' is {weight:g}; weights are finite and not below 0"
                 )
         for task, variant in (variants or {}).items():
-            _check_known("a variant", task, self.tasks)
+            check_known("a variant", task, self.tasks)
             if (task, variant) not in self._forms:
                 known = ", ".join(self.tasks[task].variants) or "none"
                 raise ConfigError(f"the task '{task}' has no variant '{variant}' (it has: {known})")
@@ -151,6 +104,10 @@ class MultiTask:
         """Return the streams that active tasks read; None if one of them reads whatever has its labels."""
         names = [shown.spec.stream for shown in self._shown.values()]
         return None if None in names else frozenset(name for name in names if name is not None)
+
+    def is_for(self, batch: Batch) -> bool:
+        """Return whether a task that is active now reads this batch, be its weight 0."""
+        return any(True for _ in self._requests(batch))
 
     # ---------------------------------------------------------------------------------------- terms of a batch
 
@@ -184,7 +141,7 @@ class MultiTask:
         counts: dict[str, Tensor | float] = {}
         for inputs, group in self._requests(batch):
             for task, shown in group.items():
-                ahead = shown.strategy.counts(_view(inputs, shown.spec.labels))
+                ahead = shown.strategy.counts(view_for(inputs, shown.spec.labels))
                 if ahead is None:
                     raise TrainingError(
                         f"task '{task}': how many labels its loss counts is not known before the model has run; with "
@@ -236,11 +193,13 @@ class MultiTask:
         return {} if penalties is None else dict(zip(self.tasks, penalties.unbind(), strict=True))
 
     def _task_terms(self, task: str, shown: Shown, output: Any, inputs: Batch, *, metrics: bool) -> Terms:
-        view = _view(inputs, shown.spec.labels)
+        view = view_for(inputs, shown.spec.labels)
         with _explained(task):
             found = shown.strategy.terms(output, view, metrics=metrics)
-            if self._measuring:
-                _measure(shown.spec, output, view)
+            if self._measuring and shown.spec.metrics:
+                predictions, labels = shown.strategy.judged(output, view)
+                for metric in shown.spec.metrics.values():
+                    metric.update(predictions, labels)
         weighted = [name for name, term in found.items() if isinstance(term.weight, Tensor) or term.weight != 0]
         if weighted != [LOSS]:
             raise TrainingError(
@@ -264,7 +223,7 @@ class MultiTask:
         plan = (batch.get(STREAM) if isinstance(batch, Mapping) else None, *keys)
         if plan not in self._plans:
             self._plans[plan] = {
-                name: shown for name, shown in self._shown.items() if _is_for(name, shown.spec, batch)
+                name: shown for name, shown in self._shown.items() if learns_from(name, shown.spec, batch)
             }
         return self._plans[plan]
 
@@ -285,8 +244,13 @@ class MultiTask:
             losses[task] = self._static[task] * spec.weight * mine[LOSS]
             shown = self._shown.get(task, self._forms[task, None])
             found |= {prefix + name: value for name, value in shown.strategy.derived(mine).items()}
-        missing = not self._measuring and any(task not in losses for task, weight in self._weights.items() if weight)
-        return found if missing else {LOSS: sum(losses.values()) if losses else math.nan, **found}
+        missing = [task for task, weight in self._weights.items() if weight and task not in losses]
+        if missing and not self._measuring:
+            return found
+        for task in set(missing) - self._told:
+            self._told.add(task)
+            logger.warning("the task '%s' has no labels to be validated on: the validation loss is without it", task)
+        return {LOSS: sum(losses.values()) if losses else math.nan, **found}
 
     def numbers(self) -> dict[str, float]:
         """Return the weight that every active task has now, `<task>/weight`. Waits for the device if it is learned."""
@@ -325,48 +289,6 @@ class MultiTask:
         ]
 
 
-def _strategy(spec: TaskSpec) -> LossStrategy:
-    """Return the loss of a task. Of several tasks a sample may lack labels: -100 marks them in every loss."""
-    if spec.loss is None:
-        return InferredLoss(IGNORE_INDEX)
-    strategy = as_strategy(spec.loss)
-    if isinstance(strategy, ClassificationLoss) and strategy.ignore_index is None:
-        strategy = copy(strategy)
-        strategy.ignore_index = IGNORE_INDEX
-    return strategy
-
-
-def _is_for(task: str, spec: TaskSpec, batch: Batch) -> bool:
-    """Whether a task learns from a batch; raises TrainingError if the batch should have its labels and has not."""
-    keys = tuple(batch) if isinstance(batch, Mapping) else ()
-    has_labels = spec.labels in keys if spec.labels is not None else True
-    if spec.stream is None:
-        if spec.labels is None and isinstance(batch, Mapping):
-            return STREAM not in batch or targets_of(batch)[0] is not None
-        return has_labels
-    if STREAM not in keys:
-        raise TrainingError(
-            f"the task '{task}' reads the stream '{spec.stream}', but batches do not tell their stream; "
-            f"use `data: streams` (StreamLoader), or leave out the stream"
-        )
-    if batch[STREAM] != spec.stream:
-        return False
-    if not has_labels:
-        known = ", ".join(key for key in keys if key != STREAM)
-        raise TrainingError(
-            f"the task '{task}' needs '{spec.labels}', which batches of the stream '{spec.stream}' do not have "
-            f"(they have: {known}); set its labels, or take them into the data"
-        )
-    return True
-
-
-def _view(batch: Batch, labels: str | None) -> Batch:
-    """Return the batch as the loss of one task sees it: with this task's labels, and no other's."""
-    if labels is None or not isinstance(batch, Mapping):
-        return batch
-    return {**{key: value for key, value in batch.items() if key not in LABEL_KEYS}, "labels": batch[labels]}
-
-
 def _run(model: nn.Module, requests: Sequence[tuple[Batch, dict[str, Shown]]]) -> list[Mapping[str, Any]]:
     """Run the model once for each request, all in one call: data parallelism counts calls."""
     batches = [inputs for inputs, _ in requests]
@@ -380,19 +302,6 @@ def _run(model: nn.Module, requests: Sequence[tuple[Batch, dict[str, Shown]]]) -
         if (explained := explain_lookup(error, model)) is None:
             raise
         raise explained from error
-
-
-def _measure(spec: TaskSpec, output: Any, view: Batch) -> None:
-    if not spec.metrics:
-        return
-    labels = targets_of(view)[0]
-    if not isinstance(labels, Tensor):
-        raise TrainingError(f"its metrics ({', '.join(spec.metrics)}) need labels, the batch has none")
-    logits = logits_of(output)
-    if logits.shape == (*labels.shape, 1):
-        logits = logits.squeeze(-1)
-    for metric in spec.metrics.values():
-        metric.update(logits, labels)
 
 
 class _explained:
@@ -415,22 +324,3 @@ def _any(count: Tensor | float) -> Tensor | float:
 
 def _added(one: LossTerm, other: LossTerm) -> LossTerm:
     return LossTerm(one.sum + other.sum, one.count + other.count, one.weight)
-
-
-def _check_task(name: str, spec: TaskSpec, variant: str = "") -> None:
-    what = f"the task '{name}'" + (f", variant '{variant}'" if variant else "")
-    if not name or "/" in name:
-        raise ConfigError(f"'{name}' cannot be the name of a task: a name is not empty and has no '/'")
-    if not 0 <= spec.weight < math.inf:
-        raise ConfigError(f"the weight of {what} is {spec.weight:g}; weights are finite and not below 0")
-    for other, form in spec.variants.items():
-        if form.variants:
-            raise ConfigError(f"{what}: its variant '{other}' has variants of its own; give them all to the task")
-        _check_task(name, form, other)
-
-
-def _check_known(what: str, task: str, tasks: Collection[str]) -> None:
-    if task not in tasks:
-        close = get_close_matches(task, tasks, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
-        raise ConfigError(f"{what} names the task '{task}', which is not defined{hint} (tasks: {', '.join(tasks)})")

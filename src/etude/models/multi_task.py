@@ -1,6 +1,7 @@
 """One model for several tasks: a trunk that all share, and a head for each."""
 
 import difflib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from etude.core.batch import Batch, JointBatch
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.head import linked
 from etude.models.features import FeatureCall, Features, feature_dim
-from etude.models.heads import Attaches
+from etude.models.heads import Attaches, LanguageModelHead
 
 
 class MultiTaskModel(nn.Module):
@@ -90,8 +91,13 @@ class MultiTaskModel(nn.Module):
         return [group for group in groups if group["params"]]
 
     def shared_parameters(self) -> list[nn.Parameter]:
-        """Return the trainable parameters of the trunk."""
-        return [parameter for parameter in self.trunk.parameters() if parameter.requires_grad]
+        """Return the trainable parameters of the trunk, without an output layer that one head alone uses."""
+        output = self.get_output_embeddings()
+        users = sum(isinstance(head, LanguageModelHead) and head.layer is None for head in self.heads.values())
+        uses = Counter(id(parameter) for _, parameter in self.trunk.named_parameters(remove_duplicate=False))
+        layer = [] if output is None or users > 1 else list(output.parameters())
+        own = {id(parameter) for parameter in layer if uses[id(parameter)] == 1}  # not the embedding too
+        return [p for p in self.trunk.parameters() if p.requires_grad and id(p) not in own]
 
     def last_shared_parameters(self) -> list[nn.Parameter]:
         """Return the trainable parameters of the trunk's last block, where the tasks part.

@@ -28,7 +28,13 @@ class FolderLock:
 
     def __enter__(self) -> "FolderLock":
         assert self._descriptor is None, "already entered"
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot write run folder {self.path.parent}: {error.strerror or error}; "
+                f"make it writable, or copy it to where you may write"
+            ) from error
         try:
             _lock(descriptor)
         except BlockingIOError:

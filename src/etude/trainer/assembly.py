@@ -8,7 +8,7 @@ from torch import nn
 
 from etude.callbacks import CurriculumCallback
 from etude.core import ConfigError, Loader, Task, TrainingError
-from etude.core.terms import SeveralTasks
+from etude.core.terms import SwitchesTasks
 from etude.curriculum import Curriculum, Phase
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.schedule import LearningRate
@@ -110,7 +110,7 @@ def curriculum_callback(
     learning_rate: LearningRate,
 ) -> CurriculumCallback:
     """Return the callback that follows a curriculum; phases alone take the weights of the tasks from the task."""
-    if not isinstance(task, SeveralTasks):
+    if not isinstance(task, SwitchesTasks):
         raise ConfigError(
             f"a curriculum chooses among several tasks, and {type(task).__name__} is one; "
             f"give the Trainer task=MultiTask({{...}}), or leave the curriculum out"

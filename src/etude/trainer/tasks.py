@@ -1,11 +1,19 @@
 """Several tasks in a trainer: their weighting becomes part of the model, its parameters part of the optimizer."""
 
+import logging
+
 import torch
 from torch import nn
 
-from etude.core import ConfigError, Task
+from etude.core import ConfigError, Loader, Task
+from etude.data import StreamLoader
+from etude.engine.accumulation import GradientAccumulator
 from etude.losses import MultiTask
+from etude.losses.weighting import CombinesGradients, WatchesGradients, WatchesUpdates
 from etude.models import MultiTaskModel
+from etude.trainer.feeding import DeviceLoader
+
+logger = logging.getLogger("etude")
 
 
 def join_weighting(model: nn.Module, task: Task) -> None:
@@ -29,11 +37,45 @@ def join_weighting(model: nn.Module, task: Task) -> None:
         )
 
 
+def check_meeting(task: Task, loader: Loader | None, accumulator: GradientAccumulator) -> None:
+    """Warn if the weighting compares tasks that never meet in a step."""
+    weighting = task.weighting if isinstance(task, MultiTask) else None
+    compares = isinstance(weighting, (CombinesGradients, WatchesGradients, WatchesUpdates))
+    inner = loader.loader if isinstance(loader, DeviceLoader) else loader
+    if (
+        compares
+        and isinstance(inner, StreamLoader)
+        and inner.data.draw == "alternate"
+        and accumulator.steps_at(0) == 1
+    ):
+        logger.warning(
+            "%s compares tasks, but with `draw: alternate` a step sees one stream only; "
+            "set data.draw to together, or training.grad_accum_steps above 1",
+            type(weighting).__name__,
+        )
+
+
 def train_weighting(optimizer: torch.optim.Optimizer, task: Task) -> None:
-    """Add parameters of the weighting that the optimizer does not have, without weight decay."""
+    """Add parameters of the weighting that the optimizer does not have, without weight decay.
+
+    Raises ConfigError if a torch scheduler has the optimizer already: it would know nothing of them.
+    """
     if not isinstance(task, MultiTask) or task.weighting is None:
         return
-    known = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    missing = [param for param in task.weighting.parameters() if param.requires_grad and id(param) not in known]
+    groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    wanted = [param for param in task.weighting.parameters() if param.requires_grad]
+    name = type(task.weighting).__name__
+    if any(groups[id(param)].get("weight_decay") for param in wanted if id(param) in groups):
+        logger.warning(
+            "the optimizer decays the parameters of %s, which pulls the tasks towards equal weights; "
+            "make it with model.parameter_groups()",
+            name,
+        )
+    missing = [param for param in wanted if id(param) not in groups]
+    if missing and any("initial_lr" in group for group in optimizer.param_groups):
+        raise ConfigError(
+            f"the optimizer has no parameters of {name} and a torch scheduler has taken it over, so that they cannot "
+            f"be added; make it with MultiTaskModel(trunk, heads, weighting).parameter_groups()"
+        )
     if missing:
         optimizer.add_param_group({"params": missing, "weight_decay": 0.0})

@@ -13,7 +13,7 @@ from etude.callbacks import LRSchedule, ProgressDisplay, RunRecorder
 from etude.checkpoint import CheckpointManager, newest_intact, read_checkpoint
 from etude.core import Clock, ConfigError, Loader, Task
 from etude.core.random import mix, set_seed
-from etude.core.terms import ManyTasks
+from etude.core.terms import SeveralTasks
 from etude.curriculum import Curriculum, Phase
 from etude.distributed import World, join_world, wrap_data_parallel
 from etude.engine.accumulation import GradientAccumulator
@@ -46,7 +46,7 @@ from etude.trainer.assembly import (
 from etude.trainer.config import TrainerConfig
 from etude.trainer.device import configure_cuda_performance, make_deterministic, resolve_device
 from etude.trainer.feeding import make_loader
-from etude.trainer.tasks import join_weighting, train_weighting
+from etude.trainer.tasks import check_meeting, join_weighting, train_weighting
 
 logger = logging.getLogger("etude")
 
@@ -128,11 +128,12 @@ class Trainer:
         self.optimizer = make_optimizer(optimizer, self.model, config)
         train_weighting(self.optimizer, self.task)
         # A batch for some of the tasks leaves the heads of the others without gradients.
-        unused = config.find_unused_parameters or isinstance(self.task, ManyTasks)
+        unused = config.find_unused_parameters or isinstance(self.task, SeveralTasks)
         wrapped = wrap_data_parallel(self.model, self.optimizer, world, self.device, find_unused_parameters=unused)
         self.train_loader = self._loader(train_loader, training=True)
         self.val_loader = self._loader(val_loader, training=False)
         self.accumulator = GradientAccumulator(self.optimizer, config.grad_accum_steps)
+        check_meeting(self.task, self.train_loader, self.accumulator)
         self.precision = Precision(
             config.resolved_precision, self.device, loss_scale=config.loss_scale, summands=config.batch_size
         )
@@ -149,7 +150,7 @@ class Trainer:
             self.precision,
             world=world,
             metrics=config.train_metrics,
-            flops=ForwardFlops(self.model, self.task.outputs if isinstance(self.task, ManyTasks) else None),
+            flops=ForwardFlops(self.model, self.task.outputs if isinstance(self.task, SeveralTasks) else None),
         )
         self.learning_rate = LearningRate(self.optimizer, make_schedule(scheduler, config, self.total_steps))
         listed = [*callbacks]

@@ -1,0 +1,134 @@
+"""What a task is: the batches it learns from, the head that answers, and how the answer is judged."""
+
+import math
+from collections.abc import Collection, Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from etude.core.batch import LABEL_KEYS, STREAM, Batch
+from etude.core.calling import targets_of
+from etude.core.errors import ConfigError, TrainingError
+from etude.losses.functional import IGNORE_INDEX
+from etude.losses.inferred import InferredLoss, as_strategy
+from etude.losses.strategies import ClassificationLoss, LossStrategy
+from etude.losses.wrapped import LossFunction
+
+
+class Measure(Protocol):
+    """A metric: counts of predictions and labels that add up over batches and ranks."""
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        """Add one batch."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+
+    def state(self) -> Tensor:
+        """Return the counts."""
+
+    def load_state(self, sums: Tensor) -> None:
+        """Replace the counts."""
+
+    def compute(self) -> float:
+        """Return the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpec:
+    """One task: what it reads, which head answers, and how the answer is judged.
+
+    >>> from torch import nn
+    >>> TaskSpec("multi_label_head", nn.BCEWithLogitsLoss(), labels="quality", weight=0.5).weight
+    0.5
+    """
+
+    head: str
+    """The head of the `MultiTaskModel` that this task is answered by."""
+    loss: LossStrategy | LossFunction | None = None
+    """As for a `Trainer`: a strategy, a torch loss, a function, or None to choose by shapes."""
+    stream: str | None = None
+    """Learns from batches of this stream only; None: from every batch that has its labels."""
+    labels: str | None = None
+    """The key of its labels in the batch; None: `labels`, or what the loss makes of the inputs (next tokens)."""
+    weight: float = 1.0
+    """The factor of its loss."""
+    causal: bool | None = None
+    """Where given, the model is told whether a position may see what comes after it."""
+    metrics: Mapping[str, Measure] = field(default_factory=dict)
+    """Computed in validation, in addition to what the loss measures."""
+    variants: Mapping[str, "TaskSpec"] = field(default_factory=dict)
+    """Other forms of the task, by name; a phase of a curriculum may choose one."""
+
+
+class Shown(NamedTuple):
+    """A task as it is now: the form it has and the strategy of that form."""
+
+    spec: TaskSpec
+    strategy: LossStrategy
+
+
+def strategy_of(spec: TaskSpec) -> LossStrategy:
+    """Return the loss of a task. Of several tasks a sample may lack labels: -100 marks them in every loss."""
+    if spec.loss is None:
+        return InferredLoss(IGNORE_INDEX)
+    strategy = as_strategy(spec.loss)
+    if isinstance(strategy, ClassificationLoss) and strategy.ignore_index is None:
+        strategy = copy(strategy)
+        strategy.ignore_index = IGNORE_INDEX
+    return strategy
+
+
+def learns_from(task: str, spec: TaskSpec, batch: Batch) -> bool:
+    """Whether a task learns from a batch; raises TrainingError if the batch should have its labels and has not."""
+    keys = tuple(batch) if isinstance(batch, Mapping) else ()
+    has_labels = spec.labels in keys if spec.labels is not None else True
+    if spec.stream is None:
+        if spec.labels is None and isinstance(batch, Mapping):
+            return STREAM not in batch or targets_of(batch)[0] is not None
+        return has_labels
+    if STREAM not in keys:
+        raise TrainingError(
+            f"the task '{task}' reads the stream '{spec.stream}', but batches do not tell their stream; "
+            f"use `data: streams` (StreamLoader), or leave out the stream"
+        )
+    if batch[STREAM] != spec.stream:
+        return False
+    if not has_labels:
+        known = ", ".join(key for key in keys if key != STREAM)
+        raise TrainingError(
+            f"the task '{task}' needs '{spec.labels}', which batches of the stream '{spec.stream}' do not have "
+            f"(they have: {known}); set its labels, or take them into the data"
+        )
+    return True
+
+
+def view_for(batch: Batch, labels: str | None) -> Batch:
+    """Return the batch as the loss of one task sees it: with this task's labels, and no other's."""
+    if labels is None or not isinstance(batch, Mapping):
+        return batch
+    return {**{key: value for key, value in batch.items() if key not in LABEL_KEYS}, "labels": batch[labels]}
+
+
+def check_task(name: str, spec: TaskSpec, variant: str = "") -> None:
+    """Raise ConfigError for a name, a weight or variants that cannot be."""
+    what = f"the task '{name}'" + (f", variant '{variant}'" if variant else "")
+    if not name or "/" in name:
+        raise ConfigError(f"'{name}' cannot be the name of a task: a name is not empty and has no '/'")
+    if not 0 <= spec.weight < math.inf:
+        raise ConfigError(f"the weight of {what} is {spec.weight:g}; weights are finite and not below 0")
+    for other, form in spec.variants.items():
+        if form.variants:
+            raise ConfigError(f"{what}: its variant '{other}' has variants of its own; give them all to the task")
+        check_task(name, form, other)
+
+
+def check_known(what: str, task: str, tasks: Collection[str]) -> None:
+    """Raise ConfigError, with the nearest name, for a task that is not there."""
+    if task not in tasks:
+        close = get_close_matches(task, tasks, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise ConfigError(f"{what} names the task '{task}', which is not defined{hint} (tasks: {', '.join(tasks)})")

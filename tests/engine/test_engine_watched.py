@@ -1,0 +1,77 @@
+"""Steps in which all tasks have weight 0, at the start of a ramp for one: nothing is learned, and the run goes on."""
+
+import pytest
+import torch
+from torch import nn
+
+from etude import Callback, Trainer
+from etude.config.registry import lookup
+from etude.core import TrainingError
+from etude.curriculum import Phase, Ramp
+from etude.data import StreamLoader, TensorData
+from etude.losses import ClassificationLoss, MultiTask, TaskSpec
+from etude.models import LinearHead, MultiTaskModel
+
+TASKS = ("kind", "size")
+
+
+class Diary(Callback):
+    """Asks for the tasks' gradients at every step, and keeps the head of the second task."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.heads, self.streams = model, [], []
+
+    def wants_task_gradients(self, step):
+        return True
+
+    def on_task_gradients(self, gradients):
+        self.streams.append(gradients.tasks)
+
+    def on_step_end(self, report):
+        self.heads.append(self.model.heads["size"].layer.weight.detach().clone())
+
+
+def run(name, accumulate, ramp):
+    torch.manual_seed(0)
+    weighting = None if name == "none" else lookup("weighting", name).factory(TASKS)
+    heads = {"kind": LinearHead(3, in_features=6), "size": LinearHead(2, in_features=6)}
+    model = MultiTaskModel(nn.Linear(5, 6), heads, weighting)
+    x = torch.randn(24, 5)
+    tasks = {
+        "kind": TaskSpec("kind", ClassificationLoss(), stream="a", labels="kind"),
+        "size": TaskSpec("size", nn.MSELoss(), stream="b", labels="size"),
+    }
+    loader = StreamLoader(
+        {"a": TensorData({"input": x, "kind": x[:, :3].argmax(1)}), "b": TensorData({"input": x, "size": x[:, :2]})},
+        6, weights={"a": 1, "b": 1}, epoch_samples=24,
+    )  # fmt: skip
+    diary = Diary(model)
+    logs = Trainer(
+        model, loader, task=MultiTask(tasks, weighting), callbacks=[diary], progress=False,
+        curriculum=[Phase("one", 1, ["kind"]), Phase("two", 2, "all", ramp)],
+        config={"epochs": 3, "grad_accum_steps": accumulate, "device": "cpu", "weight_decay": 0.0},
+    ).train()  # fmt: skip
+    return diary, logs
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", ["none", "famo", "uncertainty", "gradnorm", "pcgrad", "dwa"])
+def test_a_ramp_may_start_at_0_where_every_batch_is_of_one_task(name, accumulate):
+    diary, logs = run(name, accumulate, Ramp(0.0, epochs=2))
+    epoch = 4 // accumulate
+    heads = diary.heads
+    assert all(head.equal(heads[0]) for head in heads[: 2 * epoch])  # the second epoch is the first of the ramp
+    assert not heads[-1].equal(heads[0])
+    assert logs["size/loss"] > 0
+
+
+def test_a_stream_that_no_active_task_reads_is_still_an_error():
+    torch.manual_seed(0)
+    model = MultiTaskModel(nn.Linear(5, 6), {"kind": LinearHead(3, in_features=6)})
+    x = torch.randn(12, 5)
+    task = MultiTask({"kind": TaskSpec("kind", ClassificationLoss(), stream="a", labels="kind")})
+    part = TensorData({"input": x, "kind": x[:, :3].argmax(1)})
+    trainer = Trainer(model, StreamLoader({"a": part, "b": part}, 6), task=task, progress=False)
+    with pytest.raises(TrainingError, match="learns from the stream b"):
+        trainer.train()

@@ -1,0 +1,92 @@
+"""Parameters of a weighting in a trainer: in whichever way the optimizer is made, they are trained and do not decay."""
+
+import pytest
+import torch
+from torch import nn
+
+from etude import DataLoader, Trainer
+from etude.core import ConfigError
+from etude.data import StreamLoader
+from etude.losses import BinaryLoss, ClassificationLoss, MultiTask, TaskSpec
+from etude.losses.weighting import PCGrad, UncertaintyWeighting
+from etude.models import LinearHead, MultiTaskModel
+
+TASKS = ("kind", "sign")
+
+
+def parts(inside):
+    """Return model and task; the weighting is in the model from the start or not."""
+    torch.manual_seed(0)
+    weighting = UncertaintyWeighting(TASKS, initial={"kind": 1.0})
+    heads = {task: LinearHead(size, in_features=6) for task, size in zip(TASKS, (3, 2), strict=True)}
+    model = MultiTaskModel(nn.Linear(5, 6), heads, weighting if inside else None)
+    specs = {task: TaskSpec(task, ClassificationLoss(), labels=task) for task in TASKS}
+    return model, MultiTask(specs, weighting)
+
+
+def trainer(model, task, optimizer, scheduler=None):
+    x = torch.randn(16, 5, generator=torch.Generator().manual_seed(1))
+    data = {"input": x, "kind": x[:, :3].argmax(1), "sign": (x[:, 4] > 0).long()}
+    config = {"epochs": 1, "weight_decay": 0.5, "learning_rate": 1e-2}
+    return Trainer(
+        model, DataLoader(data, batch_size=8), task=task, optimizer=optimizer, scheduler=scheduler, config=config,
+        progress=False,
+    )  # fmt: skip
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.5)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("way", ["default", "function", "groups", "parameters"])
+def test_they_are_trained_without_decay(way, inside, caplog):
+    model, task = parts(inside)
+    made = {
+        "default": lambda: None,
+        "function": lambda: adamw,
+        "groups": lambda: adamw(model.parameter_groups()),
+        "parameters": lambda: adamw(model.parameters()),
+    }
+    run = trainer(model, task, made[way]())
+    held = [
+        group for group in run.optimizer.param_groups for p in group["params"] if p is task.weighting.log_variances
+    ]
+    if (way, inside) == ("parameters", True):  # what somebody chose is left, and told
+        assert [group["weight_decay"] for group in held] == [0.5]
+        assert "decays the parameters of UncertaintyWeighting" in caplog.text
+    else:
+        assert [group["weight_decay"] for group in held] == [0.0]
+        assert not caplog.records
+    before = task.weighting.log_variances.detach().clone()
+    run.train()
+    assert (task.weighting.log_variances != before).all()
+
+
+@pytest.mark.parametrize("name", ["LambdaLR", "OneCycleLR", "CosineAnnealingLR"])
+def test_a_torch_scheduler_that_does_not_know_them_is_an_error_in_one_line(name):
+    arguments = {"LambdaLR": (lambda step: 0.9**step,), "OneCycleLR": (1e-2, 10), "CosineAnnealingLR": (10,)}[name]
+    model, task = parts(inside=False)
+    optimizer = adamw(model.parameters())
+    scheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, *arguments)
+    with pytest.raises(ConfigError, match=r"torch scheduler .*parameter_groups\(\)$"):
+        trainer(model, task, optimizer, scheduler)
+    model, task = parts(inside=True)
+    optimizer = adamw(model.parameter_groups())
+    scheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, *arguments)
+    run = trainer(model, task, optimizer, scheduler)
+    run.train()
+    assert len({group["lr"] for group in run.optimizer.param_groups}) == 1
+
+
+@pytest.mark.parametrize(
+    ("draw", "steps", "warned"), [("alternate", 1, True), ("alternate", 2, False), ("together", 1, False)]
+)
+def test_a_weighting_that_compares_tasks_which_never_meet_is_warned_of(caplog, draw, steps, warned):
+    streams = {name: {"input": torch.randn(8, 4), f"y_{name}": torch.zeros(8)} for name in ("a", "b")}
+    heads = {name: LinearHead(1, in_features=4) for name in streams}
+    specs = {name: TaskSpec(name, BinaryLoss(), stream=name, labels=f"y_{name}") for name in streams}
+    model, task = MultiTaskModel(nn.Linear(4, 4), heads), MultiTask(specs, PCGrad(list(streams)))
+    loader = StreamLoader(streams, 4, draw=draw)
+    Trainer(model, loader, task=task, config={"grad_accum_steps": steps}, progress=False)
+    assert ("set data.draw to together" in caplog.text) == warned
