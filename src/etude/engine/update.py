@@ -73,6 +73,7 @@ class Updater:
             if not skipped.item():
                 self._divide_and_step(grads, divisor)
                 self._has_stepped = True
+                self._meet()
         elif self._kernel_divides:
             self._fused_step(divisor, skipped, norm)
         elif norm.is_cpu or not _can_undo(self.optimizer):
@@ -105,7 +106,7 @@ class Updater:
         if self._has_newcomer():
             if not skipped.item():  # state that this update makes could not be undone
                 self._divide_and_step(grads, divisor)
-                self._met.update(id(param) for param in self.params if param.grad is not None)
+                self._meet()
             return
         tensors = [param.data for param in self.params] + list(_state_tensors(self.optimizer))
         before = [tensor.clone() for tensor in tensors]
@@ -113,6 +114,10 @@ class Updater:
         bad = skipped.bool()
         for tensor, old in zip(tensors, before, strict=True):
             torch.where(bad, old, tensor, out=tensor)
+
+    def _meet(self) -> None:
+        """Remember the parameters that have had a gradient."""
+        self._met.update(id(param) for param in self.params if param.grad is not None)
 
     def _has_newcomer(self) -> bool:
         """Whether a parameter has its first gradient: the head of a task that comes in later has."""
