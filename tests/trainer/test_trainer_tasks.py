@@ -1,0 +1,109 @@
+"""Several tasks through a whole trainer: what its loop has to tell the step, and the order of the numbers."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from etude import DataLoader, Trainer
+from etude.core.terms import in_order
+from etude.engine.callback import Callback
+from etude.losses import MultiTask, TaskSpec
+from etude.losses.weighting import DynamicWeightAverage, PCGrad
+from etude.models import LinearHead, MultiTaskModel
+
+TASKS = ("zeta", "alpha", "mid")
+SAMPLES, BATCH = 24, 8
+
+
+def make(weighting, missing=()):
+    torch.manual_seed(0)
+    x = torch.randn(SAMPLES, 4)
+    data = {"input": x, **{task: (x[:, :1] * (place + 1)).cos() for place, task in enumerate(TASKS)}}
+    heads = {task: LinearHead(1, in_features=6) for task in TASKS}
+    specs = {task: TaskSpec(task, nn.MSELoss(), labels=task) for task in TASKS}
+    model = MultiTaskModel(nn.Sequential(nn.Linear(4, 6), nn.Tanh()), heads)
+    loader = DataLoader({key: value for key, value in data.items() if key not in missing}, batch_size=BATCH)
+    return model, MultiTask(specs, weighting), loader
+
+
+class Epochs(Callback):
+    """Keeps the numbers of every epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.logs = []
+
+    def on_epoch_end(self, epoch, logs):
+        self.logs.append(dict(logs))
+
+
+class Looks(Callback):
+    """Asks for the tasks' gradients at every third step."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.seen = [], []
+
+    def wants_task_gradients(self, step):
+        self.asked.append(step)
+        return step % 3 == 0
+
+    def on_task_gradients(self, gradients):
+        self.seen.append(gradients.step)
+
+
+def test_the_weights_of_an_epoch_follow_from_the_losses_of_the_two_before():
+    model, task, loader = make(DynamicWeightAverage(TASKS))
+    epochs = Epochs()
+    Trainer(model, loader, task=task, config={"epochs": 4}, callbacks=[epochs], progress=False).train()
+    losses = [[logs[f"{name}/loss"] for name in TASKS] for logs in epochs.logs]
+    for place, logs in enumerate(epochs.logs):
+        # The weights told at the end of an epoch are those of the next one.
+        ratios = (
+            [new / old for new, old in zip(losses[place], losses[place - 1], strict=True)] if place else [1.0] * 3
+        )
+        shares = [math.exp(ratio / 2.0) for ratio in ratios]
+        expected = [3 * share / sum(shares) for share in shares]
+        assert [logs[f"{name}/weight"] for name in TASKS] == pytest.approx(expected, rel=1e-5)
+    assert len({logs["zeta/weight"] for logs in epochs.logs}) == 4
+
+
+def test_a_task_without_labels_in_an_epoch_keeps_what_is_known_of_it(caplog):
+    weighting = DynamicWeightAverage(TASKS)
+    model, task, loader = make(weighting)
+    Trainer(model, loader, task=task, config={"epochs": 2}, progress=False).train()
+    last, before = weighting.last.clone(), weighting.before.clone()
+    _, _, without = make(None, missing=("alpha",))
+    Trainer(model, without, task=task, config={"epochs": 1}, progress=False).train()
+    assert weighting.last[1] == last[1]
+    assert weighting.before[1] == before[1]
+    assert weighting.before[0] == last[0]
+    assert "the task 'alpha' had no labels in a whole epoch" in caplog.text
+
+
+def test_callbacks_are_asked_for_every_step_by_its_number():
+    model, task, loader = make(None)
+    looks = Looks()
+    Trainer(model, loader, task=task, config={"epochs": 3}, callbacks=[looks], progress=False).train()
+    assert looks.seen == [0, 3, 6]
+    assert sorted(set(looks.asked)) == list(range(9))
+
+
+def test_pcgrad_meets_the_tasks_in_another_order_at_every_step(monkeypatch):
+    steps = []
+    order = PCGrad.order
+    monkeypatch.setattr(PCGrad, "order", lambda self, step: steps.append(step) or order(self, step))
+    model, task, loader = make(PCGrad(TASKS))
+    Trainer(model, loader, task=task, config={"epochs": 2}, progress=False).train()
+    assert steps == list(range(6))
+
+
+def test_numbers_come_in_the_order_of_the_tasks():
+    model, task, loader = make(None)
+    trainer = Trainer(model, loader, loader, task=task, config={"epochs": 1}, progress=False)
+    numbers = [name for name in trainer.evaluate() if name.endswith("/loss")]
+    assert numbers == [f"{name}/loss" for name in TASKS]
+    backwards = {"mid/loss": 1.0, "alpha/loss": 2.0, "loss": 3.0, "zeta/f1": 4.0, "zeta/loss": 5.0}
+    assert list(in_order(task, backwards)) == ["loss", "zeta/f1", "zeta/loss", "alpha/loss", "mid/loss"]
