@@ -3,14 +3,13 @@
 python -m benchmarks.gradient_monitor [--quick] [--json FILE] [--device cuda]
 """
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.table import Row, Table, progress, publish, quartiles, read_options
+from benchmarks.table import Row, Table, progress, publish, quartiles, read_options, take_device
 from etude.callbacks import GradientMonitor
 from etude.callbacks.gradient_norms import Measuring
 from etude.engine.precision import Precision
@@ -155,12 +154,7 @@ def row_of(name: str, work: tuple[Callable[[], nn.Module], object, SupervisedTas
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    given = list(sys.argv[1:] if argv is None else argv)
-    device = torch.device("cpu")
-    if "--device" in given:
-        place = given.index("--device")
-        device = torch.device(given[place + 1])
-        del given[place : place + 2]
+    device, given = take_device(argv)
     options = read_options("What the gradient monitor adds to a step.", given)
     torch.set_num_threads(1)
     size = (2, 4) if options.quick else (11, EVERY)

@@ -3,7 +3,6 @@
 python -m benchmarks.multi_task [--quick] [--no-peers] [--json FILE] [--device cuda]
 """
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,7 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.table import NOT_INSTALLED, Row, Table, missing, progress, publish, quartiles, read_options
+from benchmarks.table import (
+    NOT_INSTALLED,
+    Row,
+    Table,
+    missing,
+    progress,
+    publish,
+    quartiles,
+    read_options,
+    take_device,
+)
 from etude.engine.precision import Precision
 from etude.engine.step import Step
 from etude.engine.task_gradients import GradientLook
@@ -217,12 +226,7 @@ def _seconds(step: Callable[[], object], steps: int, device: torch.device) -> fl
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    given = list(sys.argv[1:] if argv is None else argv)
-    device = torch.device("cpu")
-    if "--device" in given:
-        place = given.index("--device")
-        device = torch.device(given[place + 1])
-        del given[place : place + 2]
+    device, given = take_device(argv)
     options = read_options("What several tasks cost in a step.", given)
     torch.set_num_threads(1)
     rows, length, width = (2, 16, 32) if options.quick else (64, 256, 512) if device.type == "cuda" else (8, 64, 128)

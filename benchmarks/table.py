@@ -101,6 +101,16 @@ def read_options(description: str, argv: Sequence[str] | None = None) -> argpars
     return parser.parse_args(argv)
 
 
+def take_device(argv: Sequence[str] | None) -> tuple[Any, list[str]]:
+    """Return the torch device that `--device` names, the CPU if it is not given, and the other arguments."""
+    import torch
+
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    known, others = parser.parse_known_args(argv)
+    return known.device, others
+
+
 def publish(benchmark: str, tables: Sequence[Table], options: argparse.Namespace, *, device: str = "cpu") -> None:
     """Print the tables, and write them with their circumstances if a file was asked for."""
     for table in tables:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import (  # noqa: E402
     counters,
+    multi_task,
     overhead,
     resume,
     table,
@@ -120,6 +121,13 @@ def test_gradient_monitor(tmp_path):
     for row in rows:
         assert row["step µs"] > row["hooks µs"] > 0
         assert row["look µs"] > 0
+
+
+def test_multi_task(tmp_path):
+    (rows,) = run("multi_task", tmp_path)
+    assert len(rows) == 2 + len(multi_task.WEIGHTINGS)  # by hand, each weighting, and looking at gradients
+    assert rows[0]["× by hand"] == 1.0
+    assert all(row["ms/step"] > 0 for row in rows)
 
 
 def test_linear_ce(tmp_path):
