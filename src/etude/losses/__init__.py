@@ -12,6 +12,7 @@ from etude.losses.functional import accuracy_term, cross_entropy, cross_entropy_
 from etude.losses.inferred import InferredLoss, as_strategy, infer_strategy
 from etude.losses.language import LanguageModelingLoss, MaskedLanguageModelingLoss
 from etude.losses.linear import linear_cross_entropy, linear_cross_entropy_terms
+from etude.losses.meaningful import MeaningfulLoss, combined_loss
 from etude.losses.multitask import TaskLosses, default_weights, multi_task_loss, multi_task_terms
 from etude.losses.outputs import logits_of
 from etude.losses.strategies import (
@@ -35,6 +36,7 @@ __all__ = [
     "LanguageModelingLoss",
     "LossStrategy",
     "MaskedLanguageModelingLoss",
+    "MeaningfulLoss",
     "MultiLabelLoss",
     "MultiTask",
     "SegmentationLoss",
@@ -48,6 +50,7 @@ __all__ = [
     "as_strategy",
     "binary_cross_entropy",
     "binary_cross_entropy_term",
+    "combined_loss",
     "cross_entropy",
     "cross_entropy_term",
     "default_weights",

@@ -10,17 +10,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from etude.losses.products import add_logit_gradients, chunk_rows_for, product
+
 LOGITS_BYTES = {"cuda": 256 << 20}
 """Size of a chunk's logits, by device type. Large products keep a GPU busy."""
 DEFAULT_LOGITS_BYTES = 64 << 20
-FEWEST_ROWS = 64
-"""Below this many rows, adding to the weights' gradient would cost more than the products."""
-FLOAT16_SCALE = 1024.0
-"""Probabilities of a large vocabulary vanish in float16; so much larger they do not."""
-ALIGNED = 64
-"""Rows of gradients in half precision begin at multiples of so many elements."""
-WEIGHT_BLOCK = 8192
-"""Rows of the weights' gradient that are computed at a time where a product cannot add to float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +59,13 @@ class LinearResult(NamedTuple):
     grad_bias: Tensor | None
 
 
-def chunk_rows_for(num_rows: int, num_classes: int, device: torch.device, itemsize: int = 4) -> int:
-    """Return how many rows of logits to hold at a time: chunks of equal size that fit the device's budget.
-
-    >>> chunk_rows_for(8192, 50_257, torch.device("cpu")), chunk_rows_for(10, 7, torch.device("cpu"))
-    (328, 10)
-    """
-    budget = LOGITS_BYTES.get(device.type, DEFAULT_LOGITS_BYTES)
-    most = max(FEWEST_ROWS, budget // max(1, num_classes * itemsize))
-    num_chunks = max(1, -(-num_rows // most))
-    return max(1, -(-num_rows // num_chunks))
-
-
 @torch.no_grad()
 def chunked(problem: LinearProblem) -> LinearResult:
     """Solve the problem chunk by chunk; never more than two chunks of logits are held."""
     hidden, weight, kind = problem.hidden, problem.weight, problem.row_weights.dtype
     (num_rows, width), num_classes = hidden.shape, weight.shape[0]
-    auto = chunk_rows_for(num_rows, num_classes, hidden.device, kind.itemsize)
+    budget = LOGITS_BYTES.get(hidden.device.type, DEFAULT_LOGITS_BYTES)
+    auto = chunk_rows_for(num_rows, num_classes, budget // kind.itemsize)
     size = auto if problem.chunk_rows == "auto" else max(1, min(problem.chunk_rows, num_rows))
     result = LinearResult(
         losses=hidden.new_empty(num_rows, dtype=kind),
@@ -105,7 +88,7 @@ def chunked(problem: LinearProblem) -> LinearResult:
 
 def _forward(p: LinearProblem, result: LinearResult, rows: slice, logits: Tensor, probs: Tensor) -> None:
     """Compute the losses of a chunk; leave its logits and probabilities in the buffers."""
-    _product(p.hidden[rows], p.weight.t(), logits)
+    product(p.hidden[rows], p.weight.t(), logits)
     if p.bias is not None:
         logits.add_(p.bias)
     if p.softcap is not None:
@@ -132,51 +115,13 @@ def _backward(p: LinearProblem, result: LinearResult, rows: slice, logits: Tenso
     if p.softcap is not None:
         slopes = logits.div_(p.softcap).square_().neg_().add_(1.0)
         probs.mul_(slopes)
-    scale = FLOAT16_SCALE if p.hidden.dtype is torch.float16 else 1.0
-    factors = (p.row_weights[rows] * scale)[:, None]
-    hidden = p.hidden[rows]
-    if hidden.dtype == probs.dtype:
-        grads = probs.mul_(factors)
-    else:
-        grads = _narrow(logits, hidden.dtype)
-        torch.mul(probs, factors, out=grads)
-    if result.grad_bias is not None:
-        result.grad_bias.add_(grads.sum(0, dtype=probs.dtype), alpha=1.0 / scale)
-    if result.grad_weight is not None:
-        _add_product(result.grad_weight, grads.t(), hidden, 1.0 / scale)
-    if result.grad_hidden is not None:
-        if hidden.dtype == probs.dtype:
-            torch.mm(grads, p.weight, out=result.grad_hidden[rows])
-        else:
-            product = hidden.new_empty(hidden.shape, dtype=probs.dtype)
-            result.grad_hidden[rows] = _product(grads, p.weight, product).mul_(1.0 / scale)
-
-
-def _narrow(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a matrix of a type half as wide in the memory of logits that are no longer needed.
-
-    Its rows are aligned if there is room for that: products of an odd number of classes are slow on GPUs otherwise.
-    """
-    num_rows, num_classes = logits.shape
-    stride = min(-(-num_classes // ALIGNED) * ALIGNED, 2 * num_classes)
-    return torch.as_strided(logits.view(dtype), (num_rows, num_classes), (stride, 1))
-
-
-def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """Compute a @ b into `out`, of the same type or a wider one."""
-    if a.dtype == out.dtype:
-        return torch.mm(a, b, out=out)
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=out.dtype, out=out)
-    return out.copy_(a @ b)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
-    """Add alpha · a @ b to `total`, of the same type or a wider one."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b, alpha=alpha)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, alpha=alpha, out=total)
-    else:
-        for part, rows in zip(torch.split(total, WEIGHT_BLOCK), torch.split(a, WEIGHT_BLOCK), strict=True):
-            part.add_(rows @ b, alpha=alpha)
+    add_logit_gradients(
+        probs,
+        p.row_weights[rows],
+        logits,
+        p.hidden[rows],
+        p.weight,
+        None if result.grad_hidden is None else result.grad_hidden[rows],
+        result.grad_weight,
+        result.grad_bias,
+    )

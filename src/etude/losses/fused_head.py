@@ -53,8 +53,7 @@ class FusedHead:
         Raises TrainingError if the model does something else with its logits than to hand them out.
         """
         if not self._checked:
-            self._check(call, batch)
-            self._checked = True
+            self.check(call, batch)
         with self._forward(lambda hidden: linked(hidden, self.head.weight, self.head.bias)):
             output = call(model, batch)
         head = head_of(output)
@@ -81,7 +80,12 @@ class FusedHead:
             if before is not None:
                 self.head.forward = before  # type: ignore[method-assign]
 
-    def _check(self, call: ModelCall, batch: Batch) -> None:
+    def check(self, call: ModelCall, batch: Batch) -> None:
+        """Raise TrainingError if the model does something else with its logits than to hand them out."""
+        self._compare(call, batch)
+        self._checked = True
+
+    def _compare(self, call: ModelCall, batch: Batch) -> None:
         """Run a small part of the batch both ways and compare. Waits for the device, once."""
         few = few_positions(batch)
         seen: list[Tensor] = []

@@ -86,7 +86,7 @@ def linear_cross_entropy_terms(
     weighs = mask is not None and mask.is_floating_point()
     labels = targets.long() if mask is None else mask_labels(targets, mask, skip)
     counted = labels.ne(skip)
-    kind = _result_type(hidden)
+    kind = result_type(hidden)
     row_weights = counted.to(kind) * mask.to(kind) if weighs and mask is not None else counted.to(kind)
     if ignore_index is None and mask is None:
         count: Tensor | float = labels.numel()
@@ -125,7 +125,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: LinearProblem) -> Any:
         with torch.autocast(hidden.device.type, enabled=False):
-            result = _solve(problem, _product_type(hidden))
+            result = _solve(problem, product_type(hidden))
         ctx.save_for_backward(result.grad_hidden, result.grad_weight, result.grad_bias)
         ctx.types = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         row_weights = problem.row_weights
@@ -195,7 +195,7 @@ def _put_back(part: LinearResult, rows: Tensor, num_rows: int) -> LinearResult:
     )
 
 
-def _product_type(hidden: Tensor) -> torch.dtype:
+def product_type(hidden: Tensor) -> torch.dtype:
     """Return the type in which products are computed: that of autocast, or of `hidden`."""
     kind, device = hidden.dtype, hidden.device.type
     if kind is not torch.float64 and torch.is_autocast_enabled(device):
@@ -204,7 +204,8 @@ def _product_type(hidden: Tensor) -> torch.dtype:
     return torch.float32 if kind is torch.float16 and device != "cuda" else kind
 
 
-def _result_type(hidden: Tensor) -> torch.dtype:
+def result_type(hidden: Tensor) -> torch.dtype:
+    """Return the type of everything but products: float32, or float64 for hidden states in float64."""
     return torch.float64 if hidden.dtype is torch.float64 else torch.float32
 
 

@@ -1,0 +1,263 @@
+"""The vocabulary of a model over several modalities: special tokens, then one contiguous range of ids for each.
+
+PAD MISS BOS EOS SEP MASK | image: 6 … 2053 | scalar: 2054 … 2565 | spectrum: 2566 … 3589
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.core.errors import ConfigError, DataError
+
+PAD, MISS = "PAD", "MISS"
+SPECIAL = (PAD, MISS, "BOS", "EOS", "SEP", "MASK")
+"""The special tokens of a vocabulary that is not told otherwise: padding, a missing value, and others to use freely."""
+
+
+@dataclass(frozen=True, slots=True)
+class Modality:
+    """A contiguous range of token ids that stand for values of one kind."""
+
+    name: str
+    base: int
+    """The first id."""
+    size: int
+
+    @property
+    def stop(self) -> int:
+        """The id after the last one."""
+        return self.base + self.size
+
+    @property
+    def slice(self) -> slice:
+        """The rows of an output layer that belong to it."""
+        return slice(self.base, self.stop)
+
+
+@dataclass(frozen=True)
+class VocabSpec:
+    """Special tokens and modalities by name; raises ConfigError if ids are given twice or ranges overlap.
+
+    >>> vocab = build_vocab_spec(v_image=100, v_scalar=10, modalities={"class": 3})
+    >>> vocab.vocab_size, vocab.base_image, vocab.range_of("class")
+    (119, 6, Modality(name='class', base=116, size=3))
+    >>> vocab.encode("scalar", torch.tensor([0, 9, -1]))
+    tensor([106, 115,   1])
+    >>> vocab.types(torch.tensor([0, 6, 106, 118]))
+    tensor([0, 1, 2, 3])
+    """
+
+    special: Mapping[str, int]
+    """The id of every special token; PAD and MISS are always among them."""
+    modalities: Mapping[str, Modality]
+    """In the order of their ids."""
+    vocab_size: int = field(init=False)
+    """One more than the largest id."""
+
+    def __post_init__(self) -> None:
+        modalities = dict(sorted(self.modalities.items(), key=lambda item: item[1].base))
+        _check_special(self.special)
+        _check_modalities(modalities, self.special)
+        last = max((*self.special.values(), *(modality.stop - 1 for modality in modalities.values())))
+        object.__setattr__(self, "special", dict(self.special))
+        object.__setattr__(self, "modalities", modalities)
+        object.__setattr__(self, "vocab_size", last + 1)
+
+    @property
+    def pad_id(self) -> int:
+        """The id that fills sequences up; nothing learns from it."""
+        return self.special[PAD]
+
+    @property
+    def miss_id(self) -> int:
+        """The id that stands for a value that is missing."""
+        return self.special[MISS]
+
+    @property
+    def base_image(self) -> int:
+        """The first id of the modality `image`."""
+        return self.range_of("image").base
+
+    @property
+    def base_scalar(self) -> int:
+        """The first id of the modality `scalar`."""
+        return self.range_of("scalar").base
+
+    @property
+    def base_spectrum(self) -> int:
+        """The first id of the modality `spectrum`."""
+        return self.range_of("spectrum").base
+
+    @property
+    def num_types(self) -> int:
+        """How many types `types` tells apart: one for special tokens and one for each modality."""
+        return 1 + len(self.modalities)
+
+    def range_of(self, name: str) -> Modality:
+        """Return a modality by its name; raise ConfigError if there is none of that name."""
+        if name not in self.modalities:
+            known = ", ".join(self.modalities) or "none"
+            raise ConfigError(f"the vocabulary has no modality {name!r} (it has: {known})")
+        return self.modalities[name]
+
+    def encode(self, name: str, codes: Tensor) -> Tensor:
+        """Return the token ids of a modality's codes 0 … size-1; a code of -1 is a missing value, MISS.
+
+        Raises DataError for other codes out of range. Waits for the device.
+        """
+        modality = self.range_of(name)
+        if codes.numel() and bool(((codes < -1) | (codes >= modality.size)).any()):
+            raise DataError(
+                f"codes {int(codes.min())} … {int(codes.max())} do not fit the modality {name!r}: it has codes "
+                f"0 … {modality.size - 1}, and -1 for missing values"
+            )
+        codes = codes.long()
+        return torch.where(codes < 0, self.miss_id, codes + modality.base)
+
+    def decode(self, name: str, tokens: Tensor) -> Tensor:
+        """Return the codes of a modality's token ids, and -1 for all other ids.
+
+        >>> build_vocab_spec(v_scalar=10).decode("scalar", torch.tensor([1, 6, 15, 3]))
+        tensor([-1,  0,  9, -1])
+        """
+        modality = self.range_of(name)
+        inside = (tokens >= modality.base) & (tokens < modality.stop)
+        return torch.where(inside, tokens - modality.base, -1)
+
+    def modality_of(self, token: int) -> str | None:
+        """Return the name of the modality that an id belongs to; None for special tokens and unused ids."""
+        return next((m.name for m in self.modalities.values() if m.base <= token < m.stop), None)
+
+    def types(self, tokens: Tensor) -> Tensor:
+        """Return the type of every token: 0 for special tokens, 1 for the first modality, and so on."""
+        result = torch.zeros_like(tokens)
+        for place, modality in enumerate(self.modalities.values(), start=1):
+            result = torch.where((tokens >= modality.base) & (tokens < modality.stop), place, result)
+        return result
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the vocabulary as plain data.
+
+        >>> vocab = build_vocab_spec(v_image=4)
+        >>> VocabSpec.from_dict(vocab.to_dict()) == vocab
+        True
+        """
+        return {
+            "special": dict(self.special),
+            "modalities": {m.name: {"base": m.base, "size": m.size} for m in self.modalities.values()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "VocabSpec":
+        """Return the vocabulary that `to_dict` described; raise ConfigError for anything else."""
+        try:
+            modalities = {name: Modality(name, one["base"], one["size"]) for name, one in data["modalities"].items()}
+            special = dict(data["special"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                'this describes no vocabulary: expected {"special": {name: id, …}, '
+                '"modalities": {name: {"base": …, "size": …}, …}}'
+            ) from error
+        return cls(special, modalities)
+
+    def save(self, path: str | Path) -> None:
+        """Write the vocabulary as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "VocabSpec":
+        """Read what `save` wrote; raise DataError if there is no such file or if it holds something else."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}); it should describe a vocabulary") from error
+        except (ValueError, RecursionError) as error:
+            why = str(error) if isinstance(error, ConfigError) else f"not JSON ({error})"
+            raise DataError(f"{path}: {why}") from error
+
+
+def build_vocab_spec(
+    v_image: int | None = None,
+    v_scalar: int | None = None,
+    v_spectra: int | None = None,
+    *,
+    modalities: Mapping[str, int] | None = None,
+    special: Sequence[str] = SPECIAL,
+) -> VocabSpec:
+    """Return a vocabulary: the special tokens from id 0 on, then the modalities without gaps.
+
+    `v_image`, `v_scalar` and `v_spectra` are the sizes of the modalities `image`, `scalar` and `spectrum`; any others
+    follow by name in `modalities`. PAD and MISS must be among the special tokens. Raises ConfigError for sizes below 1
+    and for names given twice.
+
+    >>> build_vocab_spec(v_image=2048, v_scalar=512, v_spectra=1024).vocab_size
+    3590
+    >>> build_vocab_spec(modalities={"period": 64, "class": 8}, special=("PAD", "MISS")).range_of("class").base
+    66
+    """
+    named = {"image": v_image, "scalar": v_scalar, "spectrum": v_spectra}
+    sizes = {name: size for name, size in named.items() if size is not None}
+    for name, size in (modalities or {}).items():
+        if name in sizes:
+            raise ConfigError(f"the size of the modality {name!r} is given twice: {sizes[name]} and {size}; keep one")
+        sizes[name] = size
+    if len(set(special)) != len(special):
+        twice = next(name for name in special if list(special).count(name) > 1)
+        raise ConfigError(f"the special token {twice!r} is given twice; keep one")
+    ranges: dict[str, Modality] = {}
+    base = len(special)
+    for name, size in sizes.items():
+        _check_whole(size, f"the size of the modality {name!r}", 1)
+        ranges[name] = Modality(name, base, size)
+        base += size
+    return VocabSpec({name: place for place, name in enumerate(special)}, ranges)
+
+
+def _check_special(special: Mapping[str, int]) -> None:
+    for name, token in special.items():
+        _check_whole(token, f"the id of the special token {name!r}", 0)
+    if missing := [name for name in (PAD, MISS) if name not in special]:
+        raise ConfigError(
+            f"the special tokens lack {' and '.join(missing)}; there are {', '.join(special) or 'none'}"
+        )
+    by_id: dict[int, str] = {}
+    for name, token in special.items():
+        if token in by_id:
+            raise ConfigError(f"the special tokens {by_id[token]!r} and {name!r} have the same id, {token}")
+        by_id[token] = name
+
+
+def _check_modalities(modalities: Mapping[str, Modality], special: Mapping[str, int]) -> None:
+    for name, modality in modalities.items():
+        if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
+            raise ConfigError(
+                f"a modality is called {name!r}; names are made of letters, digits, '_' and '-' and begin with a letter"
+            )
+        if name in special or name != modality.name:
+            why = "a special token has that name" if name in special else f"it calls itself {modality.name!r}"
+            raise ConfigError(f"the modality {name!r} cannot be: {why}; rename it")
+        _check_whole(modality.base, f"the first id of the modality {name!r}", 0)
+        _check_whole(modality.size, f"the size of the modality {name!r}", 1)
+        inside = next((one for one, token in special.items() if modality.base <= token < modality.stop), None)
+        if inside is not None:
+            raise ConfigError(
+                f"the modality {name!r} has the ids {modality.base} … {modality.stop - 1}, "
+                f"and {special[inside]} of them is {inside} already; move one of the two"
+            )
+    for first, second in pairwise(modalities.values()):
+        if second.base < first.stop:
+            raise ConfigError(
+                f"the modalities {first.name!r} ({first.base} … {first.stop - 1}) and {second.name!r} ({second.base} … "
+                f"{second.stop - 1}) overlap; a token would mean two things"
+            )
+
+
+def _check_whole(value: Any, what: str, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{what} is {value!r}; it must be a whole number of at least {least}")

@@ -1,0 +1,16 @@
+"""Losses that know what tokens mean: expected values of a modality's codebook or bin centres, beside cross entropy."""
+
+from etude.losses.meaningful.combined import combined_loss, make_reconstructions, meaningful_terms
+from etude.losses.meaningful.kinds import KindName, Reconstruction, bin_edges, make_reconstruction
+from etude.losses.meaningful.strategy import MeaningfulLoss
+
+__all__ = [
+    "KindName",
+    "MeaningfulLoss",
+    "Reconstruction",
+    "bin_edges",
+    "combined_loss",
+    "make_reconstruction",
+    "make_reconstructions",
+    "meaningful_terms",
+]

@@ -1,0 +1,169 @@
+"""The meaningful loss as a strategy: next-token cross entropy, and the expected values of every modality."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from etude.core.batch import Batch
+from etude.core.calling import ModelCall, unwrap
+from etude.core.errors import TrainingError
+from etude.core.terms import LossTerm, Terms
+from etude.core.vocab import VocabSpec
+from etude.losses.functional import IGNORE_INDEX
+from etude.losses.fused_head import FusedHead, NamesItsHead
+from etude.losses.language import LanguageModelingLoss, is_encoder_decoder
+from etude.losses.meaningful.combined import (
+    SAMPLE_K,
+    WEIGHT,
+    check_modalities,
+    check_numbers,
+    make_reconstructions,
+    meaningful_terms,
+    short_name,
+)
+from etude.losses.meaningful.positions import count_positions
+from etude.losses.outputs import head_of, logits_of
+from etude.losses.perplexity import perplexity
+from etude.losses.strategies import Smoothing
+
+
+class MeaningfulLoss(LanguageModelingLoss):
+    """Cross entropy with the next token, and for each modality with a codebook the loss of its expected value.
+
+    The terms are `loss_ce` and `loss_<modality>`, with `loss_img`, `loss_sca` and `loss_spec` for image, scalar and
+    spectrum; their weighted sum is `loss_total`, and `loss` too. With metrics there are `accuracy`, `perplexity` and
+    `mse_<modality>`, the squared error of the expected value whatever the kind of loss, and `rmse_<modality>`.
+
+    A position belongs to the modality of the token that comes next: special tokens such as PAD and MISS belong to none,
+    and PAD does not count in the cross entropy either. While gradients are computed, up to `sample_k` positions of each
+    modality are drawn in every batch, and stand for all of them; without gradients all positions are looked at.
+    """
+
+    def __init__(
+        self,
+        vocab: VocabSpec,
+        codebooks: Mapping[str, Any],
+        *,
+        weights: Mapping[str, float] | None = None,
+        weight: float = WEIGHT,
+        kind: str | Mapping[str, str] = "mse",
+        sample_k: int | None = SAMPLE_K,
+        use_ce: bool = True,
+        enabled: bool = True,
+        edges: Mapping[str, Any] | None = None,
+        huber_delta: float = 1.0,
+        hl_sigma: float = 0.75,
+        shift: bool | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        label_smoothing: Smoothing = 0.0,
+        fused_head: bool | str | None = None,
+    ) -> None:
+        """Bind a vocabulary and its codebooks.
+
+        Args:
+            vocab: which tokens belong to which modality.
+            codebooks: the values of a modality's tokens, (V,) or (V, D); without one there is cross entropy only.
+            weights: factors of the losses by modality; `weight` for those that are not named.
+            weight: the factor of all other modalities.
+            kind: mse, huber, wasserstein or hl_gauss, for all modalities or by name (mse for those not named).
+            sample_k: positions of each modality that are drawn in a batch; None looks at all.
+            use_ce: train the cross entropy too; without, it is measured in evaluation.
+            enabled: False leaves the cross entropy alone.
+            edges: edges of the bins of scalars, for hl_gauss.
+            huber_delta: where Huber's loss becomes linear, in the units of the values.
+            hl_sigma: width of HL-Gauss's Gaussian, in bins.
+            shift: as for `language_modeling`.
+            ignore_index: the label of positions that do not count.
+            label_smoothing: of the cross entropy.
+            fused_head: run the model without its output layer, which the loss applies in chunks: True, False, or the
+                layer's name; None does so for models that tell their output layer and hand out what it returns.
+        """
+        super().__init__(shift, ignore_index, label_smoothing, False if fused_head is None else fused_head)
+        self.vocab = vocab
+        self.use_ce = use_ce or not enabled
+        self.sample_k = sample_k
+        check_modalities(weights or {}, vocab, "a weight")
+        known = codebooks if enabled else {}
+        self.reconstructions = make_reconstructions(
+            vocab, known, kind, edges=edges, huber_delta=huber_delta, hl_sigma=hl_sigma
+        )
+        self.weights = {name: (weights or {}).get(name, weight) for name in self.reconstructions}
+        check_numbers(self.weights, sample_k)
+        if not self.use_ce and not any(self.weights.values()):
+            raise TrainingError(
+                "there is nothing to learn from: use_ce is off, and no modality has a codebook and a weight above 0"
+            )
+        self._chooses_head = fused_head is None
+        self._tried: nn.Module | None = None
+
+    def run(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
+        """Run the model, without its output layer where that is possible."""
+        if self._chooses_head and self._tried is not unwrap(model):
+            self._tried = unwrap(model)
+            self._head = self._own_head(call, batch, self._tried)
+            self.fused_head = self._head is not None
+        return super().run(call, model, batch)
+
+    def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
+        """Return the terms of cross entropy and modalities, and with `metrics` those of weight 0."""
+        training = torch.is_grad_enabled()
+        terms: Terms = {}
+        if self.use_ce or not training:
+            for name, term in super().terms(output, batch, metrics=metrics).items():
+                weight = term.weight if self.use_ce else 0.0
+                terms["loss_ce" if name == "loss" else name] = LossTerm(term.sum, term.count, weight)
+        targets, _ = self._targets(batch, masked=not is_encoder_decoder(output))
+        predictions = head_of(output) or logits_of(output)
+        if len(predictions.shape) != 3 or predictions.shape[:2] != targets.shape:
+            raise TrainingError(
+                f"the meaningful loss needs logits (batch, length, vocabulary) for labels (batch, length): "
+                f"found logits {tuple(predictions.shape)} and labels {tuple(targets.shape)}"
+            )
+        return terms | meaningful_terms(
+            predictions,
+            targets,
+            self.vocab,
+            self.reconstructions,
+            self.weights,
+            sample_k=self.sample_k if training else None,
+            metrics=metrics,
+        )
+
+    def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
+        """Return the number of tokens to predict, of all and of every modality."""
+        targets, _ = self._targets(batch, masked=True)
+        counts: dict[str, Tensor | float] = {}
+        if self.use_ce:
+            counts["loss_ce"] = targets.ne(self.ignore_index).sum()
+        for name, weight in self.weights.items():
+            if weight:
+                counts[f"loss_{short_name(name)}"] = count_positions(targets, self.vocab.modalities[name])
+        return counts
+
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the weighted sum, the perplexity and the root of every mean squared error."""
+        weights = {f"loss_{short_name(name)}": weight for name, weight in self.weights.items()}
+        weights["loss_ce"] = 1.0 if self.use_ce else 0.0
+        total = sum(weight * means[name] for name, weight in weights.items() if weight and name in means)
+        found = {"loss": total, "loss_total": total}
+        if "loss_ce" in means:
+            found["perplexity"] = perplexity(means.get("nll", means["loss_ce"]))
+        found |= {f"r{name}": max(value, 0.0) ** 0.5 for name, value in means.items() if name.startswith("mse_")}
+        return found
+
+    def _targets(self, batch: Batch, *, masked: bool) -> tuple[Tensor, int | None]:
+        labels, _ = super()._targets(batch, masked=masked)
+        return labels.masked_fill(labels == self.vocab.pad_id, self.ignore_index), None
+
+    def _own_head(self, call: ModelCall, batch: Batch, model: nn.Module) -> FusedHead | None:
+        """Return the model's output layer, or None if the model needs it itself."""
+        if not isinstance(model, NamesItsHead):
+            return None
+        try:
+            head = FusedHead(model)
+            head.check(call, batch)
+        except TrainingError:
+            return None
+        return head

@@ -1,0 +1,95 @@
+"""Products of large matrices in chunks: how many rows at a time, and sums in float32 of products in half precision."""
+
+import torch
+from torch import Tensor
+
+FEWEST_ROWS = 64
+"""Below this many rows, adding to the weights' gradient would cost more than the products."""
+FLOAT16_LARGEST = 1024.0
+"""Gradients of logits are brought to this size in float16: small probabilities do not vanish, large errors fit."""
+ALIGNED = 64
+"""Rows of gradients in half precision begin at multiples of so many elements."""
+WEIGHT_BLOCK = 8192
+"""Rows of the weights' gradient that are computed at a time where a product cannot add to float32."""
+
+
+def chunk_rows_for(num_rows: int, num_classes: int, most_logits: int) -> int:
+    """Return how many rows of logits to hold at a time: chunks of equal size, of about `most_logits` at most.
+
+    >>> chunk_rows_for(8192, 50_257, 2**24), chunk_rows_for(10, 7, 2**24)
+    (328, 10)
+    """
+    most = max(FEWEST_ROWS, most_logits // max(1, num_classes))
+    num_chunks = max(1, -(-num_rows // most))
+    return max(1, -(-num_rows // num_chunks))
+
+
+def add_logit_gradients(
+    logit_grads: Tensor,
+    row_weights: Tensor,
+    spare: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    grad_hidden: Tensor | None,
+    grad_weight: Tensor | None,
+    grad_bias: Tensor | None,
+) -> None:
+    """Take gradients of a chunk's logits back to its hidden states (written), weights and bias (added to).
+
+    `logit_grads` are in the type of the results and have yet to be multiplied by the rows' weights; products are
+    computed in the type of `hidden`. `logit_grads` and `spare`, a matrix of the same size and type, are overwritten.
+    """
+    kind, undo, factors = logit_grads.dtype, None, row_weights[:, None]
+    if grad_bias is not None:
+        grad_bias.addmv_(logit_grads.t(), row_weights)
+    if hidden.dtype == kind:
+        grads = logit_grads.mul_(factors)
+    else:
+        grads = _narrow(spare, hidden.dtype)
+        if hidden.dtype is torch.float16:
+            logit_grads.mul_(factors)
+            undo = logit_grads.abs().amax().clamp_min_(torch.finfo(kind).tiny).div_(FLOAT16_LARGEST)
+            torch.div(logit_grads, undo, out=grads)
+        else:
+            torch.mul(logit_grads, factors, out=grads)
+    if grad_weight is not None:
+        _add_product(grad_weight, grads.t(), hidden, undo)
+    if grad_hidden is not None:
+        if grads.dtype == grad_hidden.dtype == kind:
+            torch.mm(grads, weight, out=grad_hidden)
+        else:
+            found = product(grads, weight, hidden.new_empty(hidden.shape, dtype=kind))
+            grad_hidden.copy_(found if undo is None else found.mul_(undo))
+
+
+def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """Compute a @ b into `out`, of the same type or a wider one."""
+    if a.dtype == out.dtype:
+        return torch.mm(a, b, out=out)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=out.dtype, out=out)
+    return out.copy_(a @ b)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, factor: Tensor | None) -> None:
+    """Add factor · a @ b to `total`, of the same type or a wider one."""
+    if factor is not None:
+        for part, rows in zip(torch.split(total, WEIGHT_BLOCK), torch.split(a, WEIGHT_BLOCK), strict=True):
+            part.addcmul_(product(rows, b, torch.empty_like(part)), factor)
+    elif a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        for part, rows in zip(torch.split(total, WEIGHT_BLOCK), torch.split(a, WEIGHT_BLOCK), strict=True):
+            part.add_(rows @ b)
+
+
+def _narrow(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a matrix of a type half as wide in the memory of logits that are no longer needed.
+
+    Its rows are aligned if there is room for that: products of an odd number of classes are slow on GPUs otherwise.
+    """
+    num_rows, num_classes = logits.shape
+    stride = min(-(-num_classes // ALIGNED) * ALIGNED, 2 * num_classes)
+    return torch.as_strided(logits.view(dtype), (num_rows, num_classes), (stride, 1))
