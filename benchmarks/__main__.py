@@ -20,6 +20,7 @@ BENCHMARKS = {
     "optim": ("--rounds=2",),
     "gradient_monitor": (),
     "linear_ce": (),
+    "meaningful": (),
     "multi_task": (),
     "gpu_step": (),
 }

@@ -5,25 +5,20 @@ python -m benchmarks.linear_ce [--device cpu|cuda] [--tokens N] [--vocabulary V]
 
 import argparse
 import json
-import resource
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.table import ROOT, Row, Table, median, progress, publish, read_options
+from benchmarks.memory import MB, in_own_process, memory, now, peak_memory
+from benchmarks.table import Row, Table, median, progress, publish, read_options
 from etude.losses import linear_cross_entropy
 
 TOKENS = {"cuda": 32_768, "cpu": 4_096}
 VOCABULARY, WIDTH = 50_257, {"cuda": 1024, "cpu": 256}
 ROUNDS, REPEATS = 3, {"cuda": 20, "cpu": 1}
-MB = 1e6
 
 
 def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -59,19 +54,11 @@ def main() -> None:
     for turn in range(1 if options.quick else ROUNDS):
         for way, one in found:
             progress(f"round {turn + 1}: {way}, {one}")
-            found[way, one].append(in_own_process([*sizes, *["--quick"] * options.quick, "--measure", way, one]))
+            found[way, one].append(
+                in_own_process("linear_ce", [*sizes, *["--quick"] * options.quick, "--measure", way, one])
+            )
     progress("")
     publish("linear_ce", [table_of(found, (tokens, vocabulary, width), own.device)], options, device=own.device)
-
-
-def in_own_process(arguments: list[str]) -> dict[str, float]:
-    """Measure in a process of its own: the peak of a process does not go down again."""
-    command = [sys.executable, "-m", "benchmarks.linear_ce", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        print(done.stderr, file=sys.stderr)
-        raise SystemExit(f"failed: {' '.join(command)}")
-    return dict(json.loads(done.stdout))
 
 
 def measure(
@@ -104,28 +91,6 @@ def measure(
         "total": (peak - inputs + hidden.nbytes + weight.nbytes) / MB,
         "ms": 1e3 * min(first, *(step() for _ in range(repeats))),
     }
-
-
-def now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def memory(device: torch.device) -> float:
-    """Return the bytes in use; where the system does not tell, the most this process has had so far."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    pages = Path("/proc/self/statm")
-    return int(pages.read_text().split()[1]) * resource.getpagesize() if pages.exists() else peak_memory(device)
-
-
-def peak_memory(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def table_of(found: dict[tuple[str, str], list[dict[str, float]]], sizes: tuple[int, int, int], device: str) -> Table:

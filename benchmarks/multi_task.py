@@ -80,7 +80,7 @@ def make_batch(rows: int, length: int, device: torch.device) -> BatchDict:
 
 def make_model(weighting: Weighting | None, device: torch.device, width: int) -> MultiTaskModel:
     torch.manual_seed(0)
-    trunk = CausalTransformerLM(VOCAB, d_model=width, n_layers=4, n_heads=4, max_len=1024)
+    trunk = CausalTransformerLM(VOCAB, d_model=width, n_layers=4, n_heads=4, dropout=0.0, max_len=1024)
     heads = {
         "code": LanguageModelHead(in_features=width),
         "roles": TokenClassifier(CLASSES, in_features=width),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from etude.data.corpus import CorpusReport, read_report
 from etude.distributed import World
-from etude.experiment import build_data, load_config_file
+from etude.experiment import build_data, load_config
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 640, 360, 60, 46, 34, 20
 COLOURS = ("#2b6cb0", "#2f855a", "#b7791f", "#9b2c2c", "#553c9a")
@@ -41,7 +41,7 @@ class Run:
 def read(folder: Path) -> Run:
     """Read a run folder."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    config = load_config_file(folder / "config.yaml")
+    config = load_config(folder / "config.yaml")
     tokenizer = build_data(config, World()).splits.tokenizer
     assert tokenizer is not None
     return Run(

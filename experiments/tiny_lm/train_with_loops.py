@@ -31,7 +31,7 @@ def train(epochs: int, blocks: int, inputs: list[str], vocab_size: int = 2048, o
     train_loader = DataLoader(source, batch_size=BATCH)
     val_loader = DataLoader(data.validation.data, batch_size=BATCH, shuffle=False)
 
-    model = CausalTransformerLM(data.vocab_size, d_model=192, n_layers=2, n_heads=6, max_len=LENGTH)
+    model = CausalTransformerLM(data.vocab_size, d_model=192, n_layers=2, n_heads=6, dropout=0.0, max_len=LENGTH)
     optimizer = AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     total_steps = epochs * -(-len(train_loader) // ACCUMULATION)
     scheduler = warmup_cosine(total_steps, warmup_steps=total_steps // 20)

@@ -153,7 +153,7 @@ def test_a_task_without_any_labels_has_count_0_gradient_0_and_no_nan(name):
 
 def language_model():
     torch.manual_seed(0)
-    trunk = CausalTransformerLM(vocab_size=9, d_model=8, n_layers=1, n_heads=2, max_len=8)
+    trunk = CausalTransformerLM(vocab_size=9, d_model=8, n_layers=1, n_heads=2, dropout=0.0, max_len=8)
     heads = {"code": LanguageModelHead(), "quality": SequenceClassifier(3, in_features=8)}
     return MultiTaskModel(trunk, heads)
 

@@ -36,7 +36,15 @@ VOCAB, WIDTH = 31, 16
 
 def transformer(**arguments):
     return CausalTransformerLM(
-        **{"vocab_size": VOCAB, "d_model": WIDTH, "n_layers": 2, "n_heads": 2, "max_len": 16, **arguments}
+        **{
+            "vocab_size": VOCAB,
+            "d_model": WIDTH,
+            "n_layers": 2,
+            "n_heads": 2,
+            "dropout": 0.0,
+            "max_len": 16,
+            **arguments,
+        }
     )
 
 
@@ -180,7 +188,7 @@ def test_the_last_shared_parameters_are_those_of_the_last_trainable_block():
 
 @pytest.mark.parametrize(("tied", "heads", "shared"), [(True, 1, True), (False, 1, False), (False, 2, True)])
 def test_the_output_layer_of_the_trunk_is_shared_if_it_is_the_embedding_or_several_heads_use_it(tied, heads, shared):
-    trunk = CausalTransformerLM(11, d_model=8, n_layers=1, n_heads=2, max_len=8, tie_embeddings=tied)
+    trunk = CausalTransformerLM(11, d_model=8, n_layers=1, n_heads=2, dropout=0.0, max_len=8, tie_embeddings=tied)
     named = {f"words{number}": LanguageModelHead() for number in range(heads)}
     model = MultiTaskModel(trunk, {**named, "own": LanguageModelHead(11, tied=False, in_features=8)})
     found = {id(parameter) for parameter in model.shared_parameters()}

@@ -23,7 +23,15 @@ VOCAB = 37
 def make(seed=0, **arguments):
     """Return a small model in float64 whose weights are large enough for every part to matter."""
     torch.manual_seed(seed)
-    settings = {"vocab_size": VOCAB, "d_model": 24, "n_layers": 2, "n_heads": 3, "max_len": 32, **arguments}
+    settings = {
+        "vocab_size": VOCAB,
+        "d_model": 24,
+        "n_layers": 2,
+        "n_heads": 3,
+        "dropout": 0.0,
+        "max_len": 32,
+        **arguments,
+    }
     model = CausalTransformerLM(**settings).double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -226,7 +234,7 @@ def test_dropout_follows_the_embedding_and_both_parts_of_every_block():
 
 def test_it_learns_to_repeat():
     torch.manual_seed(0)
-    model = CausalTransformerLM(vocab_size=16, d_model=32, n_layers=2, n_heads=2, max_len=16)
+    model = CausalTransformerLM(vocab_size=16, d_model=32, n_layers=2, n_heads=2, dropout=0.0, max_len=16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(150):
         half = draw(32, 8, seed=step, high=16)

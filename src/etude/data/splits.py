@@ -1,6 +1,7 @@
 """The parts of a data set, for training, validation and test, and loaders over them."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import DataError
+from etude.core.vocab import VocabSpec
 from etude.data.loader import DataLoader
 from etude.data.parts import LoaderData, Streams, TensorData
 from etude.data.streams_loader import StreamLoader
@@ -34,6 +36,15 @@ class DataSplits:
     """Of token data: ids are below this number. A model whose config leaves out `vocab_size` is given it."""
     tokenizer: Path | None = None
     """Of token data: the tokenizer.json that turns ids back into text."""
+    vocab: VocabSpec | None = None
+    """Of token data of several modalities: which ids are whose."""
+    codebooks: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the codes of modalities stand for: centres of bins (V,) or centroids (V, D)."""
+    edges: Mapping[str, Tensor] = field(default_factory=dict)
+    """The edges (V + 1,) of the bins of modalities that are scalars."""
+    num_types: int | None = None
+    """Of token data with a stream `types`: types are below this number. A model that leaves out `n_types` is given
+    it."""
 
     def __post_init__(self) -> None:
         for part in (self.train, self.validation, self.test):

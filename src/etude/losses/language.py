@@ -60,13 +60,11 @@ class LanguageModelingLoss(LossStrategy):
         """Return "loss"; with `metrics` "accuracy", and with label smoothing "nll", the loss without it."""
         # The mask of an encoder-decoder's batch belongs to the encoder, the labels to the decoder.
         targets, count = self._targets(batch, masked=not is_encoder_decoder(output))
-        predictions = head_of(output) or logits_of(output)
-        shape = predictions.shape
-        if len(shape) != 3 or shape[:2] != targets.shape:
-            raise TrainingError(
-                f"language modelling needs logits (batch, length, vocabulary) for labels (batch, length): "
-                f"found logits {tuple(shape)} and labels {tuple(targets.shape)}"
-            )
+        return self._token_terms(token_predictions(output, targets), targets, count, metrics)
+
+    def _token_terms(
+        self, predictions: HeadOutput | Tensor, targets: Tensor, count: int | None, metrics: bool
+    ) -> Terms:
         if isinstance(predictions, HeadOutput):
             terms = self._head_terms(predictions, targets, metrics)
         else:
@@ -186,6 +184,18 @@ def repeats_inputs(labels: Tensor, batch: Batch, ignore_index: int = IGNORE_INDE
     if bool(others):
         return False
     return True if bool(not_next) else None
+
+
+def token_predictions(output: Any, targets: Tensor) -> HeadOutput | Tensor:
+    """Return the logits, or what stands for them; raise TrainingError unless they line up with the targets."""
+    predictions = head_of(output) or logits_of(output)
+    shape = predictions.shape
+    if len(shape) != 3 or shape[:2] != targets.shape:
+        raise TrainingError(
+            f"predicting tokens needs logits (batch, length, vocabulary) for labels (batch, length): "
+            f"found logits {tuple(shape)} and labels {tuple(targets.shape)}"
+        )
+    return predictions
 
 
 def is_encoder_decoder(output: Any) -> bool:

@@ -42,7 +42,7 @@ class CausalTransformerLM(nn.Module):
         n_layers: Size = 12,
         n_heads: Size = 12,
         d_ff: Size | None = None,
-        dropout: Annotated[float, Ge(0), Lt(1)] = 0.0,
+        dropout: Annotated[float, Ge(0), Lt(1)] = 0.1,
         max_len: Size = 2048,
         tie_embeddings: bool = True,
     ) -> None:

@@ -35,6 +35,19 @@ def exists(name: str) -> bool:
         return False
 
 
+def local_copy(name: str) -> Path:
+    """Return a path of this machine with the whole file: its own, or that of a copy of a remote one."""
+    if not is_remote(name):
+        return local_path(name)
+    import numpy as np
+
+    from etude.data.tokens.remote import RemoteCopy
+
+    copy = RemoteCopy(name)
+    copy.prepare(np.zeros(1, np.int64), copy.path.stat().st_size)
+    return copy.path
+
+
 def open_storage(name: str, *, memory_map: bool = True) -> Storage:
     """Open a local file, or the local copy of a remote one."""
     if is_remote(name):

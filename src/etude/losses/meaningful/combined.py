@@ -1,6 +1,7 @@
 """Cross entropy and expected-value losses of all modalities together: as terms, and as one number for loops by hand."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ WEIGHT = 0.1
 SAMPLE_K = 4096
 """How many positions of a modality are looked at in a batch, if not told otherwise."""
 SHORT_NAMES = {"image": "img", "scalar": "sca", "spectrum": "spec"}
+NAMES_TAKEN = {"ce": "the cross entropy", "total": "the weighted sum"}
+"""Whose the names are that no modality's loss can have."""
 CONFIG_KEYS = ("enabled", "sample_k", "sample_k_per_modality", "weights", "kind", "huber_delta", "hl_sigma")
 CODEBOOK_NAMES = {"image_codebook": "image", "spectrum_codebook": "spectrum", "scalar_centers": "scalar"}
 
@@ -46,23 +49,37 @@ def make_reconstructions(
     Raises ConfigError for modalities that the vocabulary does not have, and DataError for codebooks of the wrong size
     or with values that are not finite. Waits for the device.
     """
+    if not isinstance(kind, (str, Mapping)):
+        raise ConfigError(f"kind is {kind!r}; give the name of a kind of loss, or names by modality")
     kinds = dict(kind) if isinstance(kind, Mapping) else {}
     for what, names in (("a codebook", codebooks), ("a kind of loss", kinds), ("edges", edges or {})):
         check_modalities(names, vocab, what)
-    found = {}
+    found: dict[str, Reconstruction] = {}
     for name, modality in vocab.modalities.items():
         if name not in codebooks:
             continue
-        values = torch.as_tensor(codebooks[name])
+        if (taken := NAMES_TAKEN.get(short_name(name))) or (short_name(name) in map(short_name, found)):
+            raise ConfigError(
+                f"the modality {name!r} would report loss_{short_name(name)}, which is {taken or 'another modality'}'s "
+                f"already; rename the modality"
+            )
         try:
+            values = _tensor(codebooks[name])
             chosen = kind if isinstance(kind, str) else kinds.get(name, "mse")
-            own = None if not edges or name not in edges else torch.as_tensor(edges[name])
+            own = None if not edges or name not in edges else _tensor(edges[name])
             if values.dim() and len(values) != modality.size:
                 raise DataError(f"there are {len(values)} values for its {modality.size} tokens")
             found[name] = make_reconstruction(chosen, values, edges=own, huber_delta=huber_delta, hl_sigma=hl_sigma)
         except DataError as error:
             raise DataError(f"the codebook of the modality {name!r} does not fit: {error}") from error
     return found
+
+
+def _tensor(values: Any) -> Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise DataError(f"a tensor or an array of numbers is needed, found a {type(values).__name__}") from error
 
 
 def check_modalities(names: Mapping[str, Any] | Sequence[str], vocab: VocabSpec, what: str) -> None:
@@ -74,6 +91,15 @@ def check_modalities(names: Mapping[str, Any] | Sequence[str], vocab: VocabSpec,
                 f"{what} is given for the modality {name!r}, which the vocabulary does not have{hint} "
                 f"(it has: {listed(vocab.modalities) or 'none'})"
             )
+
+
+def check_output(predictions: HeadOutput | Tensor, vocab: VocabSpec) -> None:
+    """Raise TrainingError if there are fewer logits than tokens. On a GPU a label beyond them would end the process."""
+    if predictions.shape[-1] < vocab.vocab_size:
+        raise TrainingError(
+            f"the vocabulary has {vocab.vocab_size} tokens, the model's output only {predictions.shape[-1]}; "
+            f"give the model vocab_size {vocab.vocab_size}"
+        )
 
 
 def meaningful_terms(
@@ -92,11 +118,7 @@ def meaningful_terms(
     `predictions` are logits (…, V), or hidden states and an output layer that is then applied in chunks; `targets` (…)
     are token ids. Modalities of weight 0 are left out unless `metrics` asks for them, and have no gradient.
     """
-    if predictions.shape[-1] < vocab.vocab_size:
-        raise TrainingError(
-            f"the vocabulary has {vocab.vocab_size} tokens, the model's output only {predictions.shape[-1]}; "
-            f"give the model vocab_size {vocab.vocab_size}"
-        )
+    check_output(predictions, vocab)
     names = [name for name in reconstructions if metrics or weights.get(name, 0.0)]
     if not names:
         return {}
@@ -138,7 +160,8 @@ def combined_loss(
     other modalities than the three come by name in `codebooks`. `config` has the keys `enabled`, `sample_k`,
     `weight_<modality>` (0.1 each), `weights`, `kind`, `huber_delta` and `hl_sigma`. The numbers are `loss_total`,
     `loss_ce` and one for each modality (`loss_img`, `loss_sca`, `loss_spec`, `loss_<name>`), detached and on the
-    device, so that nothing waits for it. Without `use_ce` the cross entropy is only measured.
+    device, so that nothing waits for it. Without `use_ce` the cross entropy is only measured, unless the others are not
+    `enabled`. Raises TrainingError if nothing is left to learn from.
 
     >>> from etude.core.vocab import build_vocab_spec
     >>> vocab = build_vocab_spec(v_scalar=3)
@@ -153,9 +176,13 @@ def combined_loss(
         "scalar_centers": scalar_centers,
     }
     settings = _read_config(config or {}, vocab)
+    check_output(logits, vocab)
     known = join_codebooks(codebooks, given)
-    reconstructions = make_reconstructions(vocab, known, **settings.kinds) if settings.enabled else {}
-    labels = targets.masked_fill(targets == vocab.pad_id, IGNORE_INDEX)
+    reconstructions = _last_call.reconstructions(vocab, known, settings.kinds) if settings.enabled else {}
+    use_ce = use_ce or not settings.enabled
+    check_something_to_learn(use_ce, {name: settings.weights[name] for name in reconstructions})
+    tokens = targets if targets.is_floating_point() else targets.long()
+    labels = tokens.masked_fill(tokens == vocab.pad_id, IGNORE_INDEX)
     terms: Terms = {"loss_ce": _cross_entropy(logits, labels, weighted=use_ce)}
     terms |= meaningful_terms(
         logits,
@@ -187,6 +214,30 @@ def join_codebooks(codebooks: Mapping[str, Any] | None, given: Mapping[str, Any]
     return found
 
 
+class _LastCall:
+    """The reconstructions of the last call: a loop by hand comes with the same codebooks, and checking them waits."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] = ()
+        self._codebooks: dict[str, Any] = {}
+        self._found: dict[str, Reconstruction] = {}
+
+    def reconstructions(
+        self, vocab: VocabSpec, codebooks: dict[str, Any], kinds: dict[str, Any]
+    ) -> dict[str, Reconstruction]:
+        """Return `make_reconstructions` of these, made once as long as the tensors are the same and not changed."""
+        if not all(isinstance(values, Tensor) and not values.is_inference() for values in codebooks.values()):
+            return make_reconstructions(vocab, codebooks, **kinds)  # who knows whether they have changed
+        key = (vocab, str(kinds), {name: (id(values), values._version) for name, values in codebooks.items()})
+        if key != self._key:
+            self._found = make_reconstructions(vocab, codebooks, **kinds)
+            self._key, self._codebooks = key, codebooks  # kept, so that no other tensor gets the same id
+        return self._found
+
+
+_last_call = _LastCall()
+
+
 class _Settings:
     """The config of `combined_loss`, read."""
 
@@ -209,13 +260,21 @@ def _read_config(config: Mapping[str, Any], vocab: VocabSpec) -> _Settings:
     return settings
 
 
-def check_numbers(weights: Mapping[str, float], sample_k: int | None) -> None:
+def check_numbers(weights: Mapping[str, Any], sample_k: int | None) -> None:
     """Raise ConfigError for weights below 0 or not finite, and for a number of positions below 1."""
     for name, weight in weights.items():
-        if not 0 <= weight < float("inf"):
-            raise ConfigError(f"the weight of the modality {name!r} is {weight}; weights are numbers of 0 or more")
+        if not isinstance(weight, Real) or not 0 <= float(weight) < float("inf"):
+            raise ConfigError(f"the weight of the modality {name!r} is {weight!r}; weights are numbers of 0 or more")
     if sample_k is not None and (isinstance(sample_k, bool) or not isinstance(sample_k, int) or sample_k < 1):
         raise ConfigError(f"sample_k is {sample_k!r}; give a whole number of at least 1, or null for all positions")
+
+
+def check_something_to_learn(use_ce: bool, weights: Mapping[str, float]) -> None:
+    """Raise TrainingError if neither the cross entropy nor a modality has a part in the loss."""
+    if not use_ce and not any(weights.values()):
+        raise TrainingError(
+            "there is nothing to learn from: use_ce is off, and no modality has a codebook and a weight above 0"
+        )
 
 
 def _cross_entropy(predictions: HeadOutput | Tensor, labels: Tensor, *, weighted: bool) -> LossTerm:

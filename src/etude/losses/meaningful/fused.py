@@ -79,7 +79,8 @@ def expected_value_sums(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return, for every part, the sum of its losses, which can be differentiated once, and of its squared errors."""
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])
-    found = _differentiable(hidden, head.weight, head.bias, head.softcap, tuple(parts), chunk_rows)
+    grads = torch.is_grad_enabled()  # a Function is asked for gradients even where none will be used
+    found = _differentiable(hidden, head.weight, head.bias, head.softcap, tuple(parts), chunk_rows, grads)
     return list(found[: len(parts)]), list(found[len(parts) :])
 
 
@@ -98,8 +99,9 @@ class _ExpectedValues(torch.autograd.Function):
         softcap: float | None,
         parts: tuple[Part, ...],
         chunk_rows: int | Literal["auto"],
+        grads: bool,
     ) -> Any:
-        wants = ctx.needs_input_grad[:3]
+        wants = [grads and needed for needed in ctx.needs_input_grad[:3]]
         kernel = KERNELS.get(hidden.device.type, chunked_expectation)
         kind = product_type(hidden)
         losses: list[Tensor] = []
@@ -143,7 +145,7 @@ class _ExpectedValues(torch.autograd.Function):
             for total, part in ((results[1], grad_weight), (results[2], grad_bias)):
                 if total is not None:
                     torch.mul(part, grad, out=total[own])
-        return (*results, None, None, None)
+        return (*results, None, None, None, None)
 
 
 _differentiable: Callable[..., tuple[Tensor, ...]] = torch.compiler.disable(  # type: ignore[no-untyped-call]

@@ -17,7 +17,8 @@ Each kind has the plain formula, `row_losses`, which torch differentiates, and `
 import math
 from abc import ABC, abstractmethod
 from copy import copy
-from typing import ClassVar, Literal, NamedTuple, get_args
+from numbers import Real
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from etude.config.spelling import did_you_mean, listed
 from etude.core.errors import ConfigError, DataError
 
 KindName = Literal["mse", "huber", "hl_gauss", "wasserstein"]
+EQUAL = 1e-12
+"""Squared distances up to this share of the vectors' own squares are rounding errors of products, and stand for 0."""
 NEIGHBOUR_ROWS = 256
 """Rows of distances that are held at a time when nearest neighbours are looked for."""
 
@@ -95,6 +98,7 @@ class Reconstruction(ABC):
         squares = values.square().sum(1)
         chosen = values[targets]
         found = torch.addmm(squares, chosen, values.t(), alpha=-2.0).add_(squares[targets][:, None])
+        found.scatter_(1, targets[:, None], 0.0)  # products leave a rounding error, which its root would make large
         return found.clamp_min_(0.0).div_(values.shape[1]).to(self.centred.dtype)
 
 
@@ -115,7 +119,8 @@ class _OfExpectation(Reconstruction):
 
     def row_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the penalty of softmax(logits) @ values - values[targets]."""
-        return self.penalty(self.expected(logits) - self.values.to(logits)[targets])
+        values = self.centred.to(logits)
+        return self.penalty(torch.softmax(logits, -1) @ values - values[targets])
 
     def settle(self, logits: Tensor, probs: Tensor, targets: Tensor, *, gradients: bool) -> Settled:
         """With s the gradient of the penalty, that of logit i is p_i · (s·c_i - s·E)."""
@@ -149,8 +154,8 @@ class Huber(_OfExpectation):
 
     def __init__(self, values: Tensor, delta: float = 1.0) -> None:
         super().__init__(values)
-        if not delta > 0:
-            raise ConfigError(f"huber_delta is {delta}; it must be above 0, in the units of the values")
+        if not _is_positive(delta):
+            raise ConfigError(f"huber_delta is {delta!r}; it must be a number above 0, in the units of the values")
         self.delta = delta
 
     def penalty(self, errors: Tensor) -> Tensor:
@@ -202,25 +207,25 @@ class HLGauss(Reconstruction):
     def __init__(self, values: Tensor, sigma: float = 0.75, edges: Tensor | None = None) -> None:
         """Raise DataError if bins are not in increasing order or if the edges do not belong to them."""
         super().__init__(values)
-        if not sigma > 0:
-            raise ConfigError(f"hl_sigma is {sigma}; it must be above 0, in widths of a bin")
+        if not _is_positive(sigma):
+            raise ConfigError(f"hl_sigma is {sigma!r}; it must be a number above 0, in widths of a bin")
         if self.values.shape[1] == 1:
             found = bin_edges(self.values[:, 0]) if edges is None else edges.detach().double().cpu()
             _check_edges(found, self.values[:, 0].cpu())
             found = found.to(self.values.device)
-            self.edges: Tensor | None = found - self.values.mean(0)
+            self.edges, self.edge_rests = _split(found - self.values.mean(0))
+            self.places, self.place_rests = _split(self.centred)
             self.sigmas = sigma * found.diff()
         else:
-            self.edges = None
             self.sigmas = sigma * self._neighbours()
 
     def soft_targets(self, targets: Tensor) -> Tensor:
         """Return the distribution (n, V) that each target stands for."""
         sigmas = self.sigmas[targets][:, None]
-        if self.edges is None:
+        if self.centred.shape[1] > 1:
             return torch.softmax(self.squared_distances(targets).div_(-2.0 * sigmas.square()), 1)
-        true = self.centred[targets]
-        cumulated = torch.erf((self.edges - true).div_(sigmas * math.sqrt(2.0)))
+        distances = (self.edges - self.places[targets]).add_(self.edge_rests).sub_(self.place_rests[targets])
+        cumulated = torch.erf(distances.div_(sigmas * math.sqrt(2.0)))
         total = cumulated[:, -1:] - cumulated[:, :1]
         return cumulated.diff(dim=1).div_(total)
 
@@ -243,10 +248,11 @@ class HLGauss(Reconstruction):
     def _neighbours(self) -> Tensor:
         """Return the distance of every value from the nearest other one; of equal ones, the least there is."""
         rows = torch.arange(self.size, device=self.values.device)
+        squares = self.centred.square().mean(1)
         nearest = []
         for part in torch.split(rows, NEIGHBOUR_ROWS):
             squared = self.squared_distances(part)
-            squared[squared <= 0] = math.inf
+            squared[squared <= EQUAL * (squares[part][:, None] + squares)] = math.inf
             nearest.append(squared.amin(1).sqrt_())
         found = torch.cat(nearest)
         least = found.amin()
@@ -305,11 +311,32 @@ def bin_edges(centres: Tensor) -> Tensor:
 def _check_edges(edges: Tensor, centres: Tensor) -> None:
     if edges.shape != (len(centres) + 1,):
         raise DataError(f"{len(centres)} bins have {len(centres) + 1} edges, found {tuple(edges.shape)}")
+    if not bool(edges.isfinite().all()):
+        raise DataError("edges of bins must be finite numbers; let the outer bins end where the values do")
     if not bool((edges.diff() > 0).all()):
         raise DataError(
             "hl_gauss needs bins in increasing order, and these are not; sort the tokenizer's bins, "
             "or choose wasserstein, which needs no order"
         )
+    rounding = torch.finfo(torch.float32).eps * edges.abs().amax()
+    outside = (centres < edges[:-1] - rounding) | (centres > edges[1:] + rounding)
+    if bool(outside.any()):
+        place = int(outside.nonzero()[0])
+        low, high = edges[place : place + 2].tolist()
+        raise DataError(f"the value {float(centres[place]):g} lies outside its bin, {low:g} … {high:g}")
+
+
+def _is_positive(number: Any) -> bool:
+    return isinstance(number, Real) and 0 < float(number) < math.inf
+
+
+def _split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values as float32 can hold them and what is left, both in float64.
+
+    Differences of the one plus those of the other are exact to float32 even where bins are narrower than its digits.
+    """
+    held = values.float().double()
+    return held, values - held
 
 
 def _row_products(a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,279 @@
+"""The expected-value loss: fused against the plain formula, and what drawing only some positions saves and costs.
+
+python -m benchmarks.meaningful [--device cpu|cuda] [--quick] [--json FILE]
+"""
+
+import argparse
+import json
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.memory import MB, in_own_process, memory, now, peak_memory
+from benchmarks.table import Row, Table, median, progress, publish, quartiles, read_options, take_device
+from etude.core import HeadOutput, build_vocab_spec
+from etude.losses import MeaningfulLoss, SupervisedTask
+from etude.losses.meaningful import make_reconstruction
+from etude.losses.meaningful.fused import Part, expected_value_sums
+from etude.losses.meaningful.kinds import Reconstruction
+from etude.models import CausalTransformerLM
+
+POSITIONS, WIDTH, CODES, VALUES = 4096, 256, 8192, 64
+KINDS = ("mse", "huber", "wasserstein", "hl_gauss")
+TYPES = {"float32": nullcontext, "bf16 autocast": lambda device: torch.autocast(device, dtype=torch.bfloat16)}
+ROUNDS = 9
+BATCH, LENGTH = 64, 256
+SAMPLED = (64, 256, 1024, 4096)
+DRAWS = 8
+
+
+def main() -> None:
+    device, rest = take_device(None)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--measure", nargs=3, metavar=("WAY", "TYPE", "KIND"), help=argparse.SUPPRESS)
+    own, rest = parser.parse_known_args(rest)
+    options = read_options(__doc__ or "", rest)
+    quick = options.quick
+    sizes = (256, 16, 512, 4) if quick else (POSITIONS, WIDTH, CODES, VALUES)
+    if own.measure is not None:
+        print(json.dumps(peak(*own.measure, device, sizes)))
+        return
+    fused = fused_table(device, sizes, quick)
+    drawn = sampling_table(device, (4, 64) if quick else (BATCH, LENGTH), quick)
+    progress("")
+    publish("meaningful", [fused, drawn], options, device=str(device))
+
+
+class Problem:
+    """Hidden states, an output layer and the values of its tokens; the same for every way of computing the loss."""
+
+    def __init__(self, device: torch.device, sizes: tuple[int, int, int, int], kind: str, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        positions, width, codes, values = sizes
+        self.hidden = torch.randn(positions, width, device=device).to(dtype).requires_grad_()
+        self.weight = torch.randn(codes, width, device=device).mul_(width**-0.5).requires_grad_()
+        self.values = torch.randn(codes, values, device=device)
+        self.targets = torch.randint(codes, (positions,), device=device)
+        self.row_weights = torch.ones(positions, device=device)
+        self.reconstruction: Reconstruction = make_reconstruction(kind, self.values)
+        self.table = self.reconstruction.on(device, torch.float32)
+
+    def plain(self, rows: int, codes: int) -> Tensor:
+        """The formula as one would write it down."""
+        logits = self.hidden[:rows] @ self.weight.t()
+        return self.table.row_losses(logits.float(), self.targets[:rows] % codes).sum()
+
+    def fused(self, rows: int, codes: int) -> Tensor:
+        """What `MeaningfulLoss` does."""
+        part = Part(
+            self.reconstruction,
+            slice(0, len(self.weight)),
+            None,
+            self.targets[:rows] % codes,
+            self.row_weights[:rows],
+        )
+        sums, _ = expected_value_sums(HeadOutput(self.hidden[:rows], self.weight), [part])
+        return sums[0]
+
+    def step(self, way: str, context: AbstractContextManager[object], rows: int | None = None) -> float:
+        """Run forward and backward and return the time."""
+        self.hidden.grad = self.weight.grad = None
+        device = self.hidden.device
+        start = now(device)
+        with context:
+            loss = {"plain formula": self.plain, "fused": self.fused}[way](rows or len(self.hidden), len(self.weight))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return now(device) - start
+
+
+def peak(
+    way: str, type_name: str, kind: str, device: torch.device, sizes: tuple[int, int, int, int]
+) -> dict[str, float]:
+    """Return the peak memory of one pass, above inputs and gradients, and with them."""
+    context: AbstractContextManager[object] = TYPES[type_name](device.type)  # type: ignore[operator]
+    problem = Problem(device, sizes, kind, torch.float32 if type_name == "float32" else torch.bfloat16)
+    problem.step(way, context, 2)  # loads the libraries
+    problem.hidden.grad = problem.weight.grad = None
+    inputs = memory(device)
+    problem.step(way, context)
+    used = peak_memory(device) - inputs
+    held = problem.hidden.nbytes + problem.weight.nbytes
+    return {"extra": (used - held) / MB, "total": (used + held) / MB}
+
+
+def fused_table(device: torch.device, sizes: tuple[int, int, int, int], quick: bool) -> Table:
+    rows: list[Row] = []
+    for type_name in TYPES:
+        for kind in KINDS if type_name == "float32" else KINDS[:1]:
+            progress(f"{kind}, {type_name}")
+            rows += compare(device, sizes, type_name, kind, quick)
+    columns = {"way": "", "extra MB": ".1f", "× less": ".1f", "total MB": ".0f", "× less in all": ".1f"}
+    title = "Expected-value loss, forward and backward: {:,} positions, {} wide, {:,} codes of {} values".format(
+        *sizes
+    )
+    how = (
+        f"On {device_name(device)}. Time: both in turns in one process, medians of {3 if quick else ROUNDS} rounds, "
+        f"quartiles of the ratio. Memory: peak of one pass in a process of its own; extra is above inputs and "
+        f"gradients."
+    )
+    return Table(title, {**columns, "ms": ".1f", "× faster": ".2f", "quartiles": ""}, how, rows)
+
+
+def compare(
+    device: torch.device, sizes: tuple[int, int, int, int], type_name: str, kind: str, quick: bool
+) -> list[Row]:
+    """Return a row for the plain formula and one for the fused way."""
+    ways = ("plain formula", "fused")
+    arguments = [f"--device={device}", *["--quick"] * quick, "--measure"]
+    found = {way: in_own_process("meaningful", [*arguments, way, type_name, kind]) for way in ways}
+    problem = Problem(device, sizes, kind, torch.float32 if type_name == "float32" else torch.bfloat16)
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(-1, 3 if quick else ROUNDS):
+        for way in ways:
+            context: AbstractContextManager[object] = TYPES[type_name](device.type)  # type: ignore[operator]
+            took = problem.step(way, context)
+            if turn >= 0:
+                times[way].append(took)
+    ratios = [a / b for a, b in zip(*times.values(), strict=True)]
+    low, middle, high = quartiles(ratios)
+    plain = found["plain formula"]
+    rows: list[Row] = []
+    for way in ways:
+        mine, fused = found[way], way == "fused"
+        rows.append(
+            {
+                "way": f"{way}, {kind}, {type_name}",
+                "extra MB": mine["extra"],
+                "× less": plain["extra"] / max(mine["extra"], 1e-3),
+                "total MB": mine["total"],
+                "× less in all": plain["total"] / mine["total"],
+                "ms": 1e3 * (median(times[way]) or 0.0),
+                "× faster": middle if fused else 1.0,
+                "quartiles": f"{low:.2f}–{high:.2f}" if fused else None,
+            }
+        )
+    return rows
+
+
+class Training:
+    """A small transformer over three modalities, and one batch of random tokens."""
+
+    def __init__(self, device: torch.device, batch: int, length: int, quick: bool) -> None:
+        torch.manual_seed(0)
+        image, scalar, spectrum = (64, 16, 32) if quick else (2048, 512, 1024)
+        self.device = device
+        self.vocab = build_vocab_spec(v_image=image, v_scalar=scalar, v_spectra=spectrum)
+        self.codebooks = {
+            "image": torch.randn(image, 32),
+            "scalar": torch.randn(scalar).sort().values,
+            "spectrum": torch.randn(spectrum, 16),
+        }
+        width = 32 if quick else 128
+        self.model = CausalTransformerLM(
+            self.vocab.vocab_size, d_model=width, n_layers=2, n_heads=4, max_len=length, dropout=0.0
+        ).to(device)
+        ranges = list(self.vocab.modalities.values())
+        chosen = torch.arange(batch * (length + 1)) % len(ranges)
+        low, size = (torch.tensor([getattr(m, key) for m in ranges])[chosen] for key in ("base", "size"))
+        tokens = low + (torch.rand(len(chosen)) * size).long()
+        self.batch = {"tokens": tokens.view(batch, -1).to(device)}
+        self._tasks: dict[tuple[int | None, bool], SupervisedTask] = {}
+
+    def gradients(self, sample_k: int | None, *, use_ce: bool) -> tuple[Tensor, float]:
+        """Return the gradient of a step as one vector, and the time of forward and backward."""
+        task = self.task(sample_k, use_ce)
+        self.model.zero_grad()
+        start = now(self.device)
+        terms = task(self.model, self.batch, metrics=False)
+        torch.stack([term.sum / term.count * term.weight for term in terms.values()]).sum().backward()  # type: ignore[no-untyped-call]
+        took = now(self.device) - start
+        return nn.utils.parameters_to_vector([p.grad for p in self.model.parameters() if p.grad is not None]), took
+
+    def task(self, sample_k: int | None, use_ce: bool) -> SupervisedTask:
+        """Return the task that draws so many positions; made once, as a trainer does."""
+        if (sample_k, use_ce) not in self._tasks:
+            loss = MeaningfulLoss(self.vocab, self.codebooks, sample_k=sample_k, use_ce=use_ce)
+            self._tasks[sample_k, use_ce] = SupervisedTask(loss)
+        return self._tasks[sample_k, use_ce]
+
+
+def sampling_table(device: torch.device, shape: tuple[int, int], quick: bool) -> Table:
+    training = Training(device, *shape, quick)
+    sampled = (8, 32) if quick else SAMPLED
+    rounds = 2 if quick else ROUNDS
+    choices: list[int | None] = [None, *sampled]
+    times = in_turns(training, choices, rounds, use_ce=False), in_turns(training, choices, rounds, use_ce=True)
+    rows: list[Row] = []
+    for k in choices:
+        progress(f"k = {k}")
+        row = {
+            "positions of each modality": "all" if k is None else f"{k:,}",
+            "share": min(1.0, (k or 10**9) / (shape[0] * shape[1] / 3)),
+            "ms, meaningful": 1e3 * (median(times[0][k]) or 0.0),
+            "× of all": ratio(times[0], k),
+            "ms, with CE": 1e3 * (median(times[1][k]) or 0.0),
+            "× of all, with CE": ratio(times[1], k),
+        }
+        if k is not None:
+            row |= errors(training, k, 2 if quick else DRAWS)
+        rows.append(row)
+    columns = {
+        "positions of each modality": "",
+        "share": ".1%",
+        "ms, meaningful": ".0f",
+        "× of all": ".2f",
+        "ms, with CE": ".0f",
+        "× of all, with CE": ".2f",
+        "gradient error": ".3f",
+        "cosine": ".4f",
+        "gradient error, with CE": ".4f",
+    }
+    batch, length = shape
+    title = f"Drawing k positions of each modality: a step of a small transformer on {batch} × {length} tokens"
+    how = (
+        f"On {device_name(device)}. Forward and backward of the whole model ({training.model.num_parameters():,} "
+        f"parameters, {training.vocab.vocab_size:,} tokens, weights of 0.1), fused, at its initial weights, on random "
+        f"tokens; all k in turns, medians of {rounds} rounds, ratios within a round. Gradient error: |drawn - all| / "
+        f"|all| over all parameters, mean of {2 if quick else DRAWS} draws; with CE of the whole objective."
+    )
+    return Table(title, columns, how, rows)
+
+
+def in_turns(
+    training: Training, choices: list[int | None], rounds: int, *, use_ce: bool
+) -> dict[int | None, list[float]]:
+    """Return the times of a step for every k, one round after the other."""
+    times: dict[int | None, list[float]] = {k: [] for k in choices}
+    for turn in range(-1, rounds):
+        for k in choices:
+            _, took = training.gradients(k, use_ce=use_ce)
+            if turn >= 0:
+                times[k].append(took)
+    return times
+
+
+def ratio(times: dict[int | None, list[float]], k: int | None) -> float:
+    return median([a / b for a, b in zip(times[k], times[None], strict=True)]) or 0.0
+
+
+def errors(training: Training, k: int, draws: int) -> dict[str, float]:
+    """Return how far the gradients of drawn positions are from those of all."""
+    found: dict[str, float] = {}
+    for use_ce, name in ((False, "gradient error"), (True, "gradient error, with CE")):
+        whole = training.gradients(None, use_ce=use_ce)[0].double()
+        drawn = [training.gradients(k, use_ce=use_ce)[0].double() for _ in range(draws)]
+        found[name] = sum(float((one - whole).norm() / whole.norm()) for one in drawn) / draws
+        if not use_ce:
+            found["cosine"] = sum(float(one @ whole / (one.norm() * whole.norm())) for one in drawn) / draws
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name()})"
+    return f"{device} ({torch.get_num_threads()} thread(s))"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Tokenizers as files: one safetensors file each, with facts and a checksum in its metadata."""
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from etude.core.errors import DataError
+from etude.data.tokens.temporary import make_temporary, remove_abandoned, sync_folder
+
+SUFFIX = ".safetensors"
+VERSION = 1
+_FACTS = "tokenizer"
+
+
+def save_tensors(path: str | Path, kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write a file that is there as a whole or not at all; the same tokenizer gives the same bytes."""
+    path = Path(path)
+    dense = {name: tensor.cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    told = {"kind": kind, "version": VERSION, **facts, "crc32": _checksum(dense)}
+    raw = safetensors.torch.save(dense, {_FACTS: json.dumps(told)})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(path)
+        handle, temporary = make_temporary(path)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
+                temporary.chmod(0o644)
+                temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def read_tensors(path: str | Path, kinds: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return tensors and facts of a file of one of these kinds, each with the names of the tensors it has.
+
+    Raises DataError in one line for a file that is missing, damaged, or something else.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"there is no tokenizer {path}; fit one and save it there")
+    try:
+        with safe_open(path, "pt") as file:
+            told = (file.metadata() or {}).get(_FACTS)
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as a tokenizer: {_one_line(error)}; make or copy it anew") from error
+    facts = _facts(path, told, kinds)
+    names = kinds[facts["kind"]]
+    if set(tensors) != set(names):
+        raise DataError(f"{path} has tensors {', '.join(sorted(tensors))}; a tokenizer has {', '.join(names)}")
+    if _checksum(tensors) != facts.get("crc32"):
+        raise DataError(f"{path} is damaged: its numbers do not have the checksum written with them; make it anew")
+    return tensors, facts
+
+
+def _facts(path: Path, told: str | None, kinds: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    try:
+        facts = json.loads(told) if told is not None else None
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict) or not {"kind", "version"} <= facts.keys():
+        raise DataError(f"{path} is no tokenizer: nothing in it says of which kind; save one with its method save")
+    if facts["kind"] not in kinds:
+        raise DataError(f"{path} holds a tokenizer of kind {facts['kind']!r}, expected {' or '.join(kinds)}")
+    if facts["version"] != VERSION:
+        raise DataError(f"{path} has version {facts['version']!r}; this program reads version {VERSION}: update it")
+    return facts
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> int:
+    crc = 0
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        crc = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), crc)
+        crc = zlib.crc32(tensor.numpy().tobytes(), crc)
+    return crc
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
