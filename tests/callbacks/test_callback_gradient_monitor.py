@@ -562,16 +562,16 @@ def test_training_loop_error_names_the_layer(door):
 
 def test_from_a_config(tmp_path):
     from etude.config import build_selection
-    from etude.experiment import load_config_file
+    from etude.experiment import load_config
 
     path = tmp_path / "one.yaml"
     path.write_text("model: {name: lenet5}\ncallbacks: [{name: gradient_monitor, every: 7}, gradient_monitor]\n")
-    config = load_config_file(path)
+    config = load_config(path)
     built = [build_selection(one, path="callbacks", document=config.document) for one in config.sections["callbacks"]]
     assert [monitor.every for monitor in built] == [7, 100]
     path.write_text("callbacks: [{name: gradient_monitor, every: 0}]\n")
     with pytest.raises(ConfigError, match=r"callbacks\.0\.every"):
-        load_config_file(path)
+        load_config(path)
 
 
 @pytest.mark.parametrize("wrong", [{"every": 0}, {"patience": 0}, {"vanishing": 2e3}, {"vanishing": -1.0}])

@@ -31,7 +31,7 @@ import typer
 
 from etude.cli.main import app, main
 from etude.core import ConfigError
-from etude.experiment import load_config_file
+from etude.experiment import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = ("*.md", "docs/**/*.md", "experiments/*/README.md", "benchmarks/*.md")
@@ -131,10 +131,10 @@ class Reader:
         path.write_text(block.text)
         if wrong == ["wrong"]:
             with pytest.raises(ConfigError):
-                load_config_file(path)
+                load_config(path)
         else:
             assert not wrong, f"{block}: what is `yaml {' '.join(block.words)}`?"
-            load_config_file(path)
+            load_config(path)
 
     def console(self, block: Block) -> None:
         for command in commands_of(block):

@@ -13,7 +13,8 @@ from docs_pages import PAGES, ROOT, Block, Reader, blocks_of, run_alone
 from etude.cli.main import app
 from etude.config import registry
 from etude.experiment import SECTIONS, load_components
-from etude.trainer import TRAINING_ALIASES, TrainerConfig
+from etude.experiment.vocabulary import VocabSection
+from etude.trainer import TRAINING_ALIASES, MeaningfulLossConfig, TrainerConfig
 
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 UNTRACKED = {"runs", "data", "build", "dist"}
@@ -94,6 +95,17 @@ def test_table_of_training_keys_is_that_of_the_schema():
         for name, field in TrainerConfig.model_fields.items()
     ]
     assert rows_of("Keys of `training`") == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "model"), [("vocab", VocabSection), ("training.meaningful_loss", MeaningfulLossConfig)]
+)
+def test_table_of_keys_is_that_of_the_schema(section, model):
+    expected = [
+        [f"`{name}`", f"`{json.dumps(field.get_default(call_default_factory=True))}`", str(field.description)]
+        for name, field in model.model_fields.items()
+    ]
+    assert rows_of(f"Keys of `{section}`") == expected
 
 
 def test_table_of_other_spellings_is_that_of_the_schema():

@@ -6,7 +6,7 @@ import pytest
 
 from etude import create_model_config, create_trainer_config, load_experiment_config
 from etude.core import ConfigError
-from etude.experiment import experiment_schema, load_config_file
+from etude.experiment import experiment_schema, load_config
 
 IMAGE_DIALECT = """\
 model:
@@ -60,7 +60,7 @@ training:
 def load(tmp_path, text, *overrides, name="x.yaml"):
     path = tmp_path / name
     path.write_text(text)
-    return load_config_file(path, overrides=overrides)
+    return load_config(path, overrides=overrides)
 
 
 def test_image_dialect_loads_as_it_stands(tmp_path):

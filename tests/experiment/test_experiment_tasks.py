@@ -12,7 +12,7 @@ import yaml
 from etude.checkpoint import read_checkpoint
 from etude.core import ConfigError, EtudeError
 from etude.distributed import World
-from etude.experiment import build_data, build_trainer, evaluate_run, experiment_schema, load_config_file, resume_run
+from etude.experiment import build_data, build_trainer, evaluate_run, experiment_schema, load_config, resume_run
 from etude.experiment import train_experiment as train
 from etude.experiment.compare import single_task_config
 from etude.losses.weighting import UncertaintyWeighting
@@ -64,7 +64,7 @@ def load(tmp_path, monkeypatch):
         path.write_text(
             yaml.safe_dump({key: value for key, value in data.items() if value is not None}, sort_keys=False)
         )
-        return load_config_file(path, overrides=overrides)
+        return load_config(path, overrides=overrides)
 
     return call
 
@@ -259,7 +259,7 @@ def test_stream_that_no_task_reads_is_left_out(load, caplog):
 def test_resolved_config_reads_back_to_the_same(load, tmp_path):
     config = load()
     (tmp_path / "again.yaml").write_text(config.to_yaml())
-    again = load_config_file(tmp_path / "again.yaml")
+    again = load_config(tmp_path / "again.yaml")
     assert again.to_dict() == {**config.to_dict(), "name": "x"}
     written = config.to_dict()
     assert written["tasks"]["writing"]["loss"]["name"] == "language_modeling"  # what the head says
@@ -328,7 +328,7 @@ TASK = EXPERIMENT["tasks"]["quality"]
             ["tasks.annotation.variants.simple.weight=1"],
             {},
             (
-                "command line: tasks.annotation.variants.simple.weight: unknown key; did you mean 'data.weights'? "
+                "command line: tasks.annotation.variants.simple.weight: unknown key; 'weight' belongs to 'loss' "
                 "(allowed: head, loss, data, labels, causal, metrics)"
             ),
         ),

@@ -7,7 +7,7 @@ from etude import Callback
 from etude.core import ConfigError, DataError
 from etude.data import load_tokens
 from etude.data.tokens import TokenWriter
-from etude.experiment import load_config_file, train_experiment
+from etude.experiment import load_config, train_experiment
 from etude.experiment.build import build_trainer
 from etude.monitor import RunFolder
 
@@ -89,7 +89,7 @@ def test_a_run_stopped_inside_an_epoch_resumes_to_the_same_bytes(way, root, tmp_
     train_experiment(path, [], run_dir=straight, progress=False)
 
     def trainer(folder):
-        return build_trainer(load_config_file(path), folder=RunFolder.ensure(folder), progress=False)
+        return build_trainer(load_config(path), folder=RunFolder.ensure(folder), progress=False)
 
     per_epoch = len(trainer(tmp_path / "none").train_loader)
     assert per_epoch >= 5
@@ -113,11 +113,11 @@ def test_training_on_tokens_reports_what_language_models_are_judged_by(root, tmp
 
 def test_the_model_takes_the_vocabulary_of_the_data_unless_told(root, tmp_path):
     path = write_config(tmp_path, "blocks", root)
-    assert build_trainer(load_config_file(path), progress=False).model.vocab_size == VOCAB
-    larger = load_config_file(path, overrides=["model.vocab_size=100"])
+    assert build_trainer(load_config(path), progress=False).model.vocab_size == VOCAB
+    larger = load_config(path, overrides=["model.vocab_size=100"])
     assert build_trainer(larger, progress=False).model.vocab_size == 100
     with pytest.raises(ConfigError, match=r"model.vocab_size.*has 64 tokens, the model only 10"):
-        build_trainer(load_config_file(path, overrides=["model.vocab_size=10"]), progress=False)
+        build_trainer(load_config(path, overrides=["model.vocab_size=10"]), progress=False)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_the_model_takes_the_vocabulary_of_the_data_unless_told(root, tmp_path):
 def test_mistakes_in_the_data_section_are_explained(overrides, words, root, tmp_path):
     path = write_config(tmp_path, "blocks", root)
     with pytest.raises((ConfigError, DataError), match=words):
-        build_trainer(load_config_file(path, overrides=overrides), progress=False)
+        build_trainer(load_config(path, overrides=overrides), progress=False)
 
 
 def test_files_that_do_not_tell_a_vocabulary(root, tmp_path):
@@ -141,7 +141,7 @@ def test_files_that_do_not_tell_a_vocabulary(root, tmp_path):
 
     def trainer(*overrides):
         changes = [f"data.root={tmp_path}", *overrides]
-        return build_trainer(load_config_file(path, overrides=changes), progress=False)
+        return build_trainer(load_config(path, overrides=changes), progress=False)
 
     with pytest.raises(ConfigError, match=r"model: causal_transformer_lm needs a vocab_size.*set model.vocab_size"):
         trainer()
@@ -161,7 +161,7 @@ def test_files_made_with_different_tokenizers_are_not_mixed(tmp_path):
         CONFIG.format(data=WAYS["mixture"].format(root=tmp_path).replace("/code", "/a").replace("/text", "/b"))
     )
     with pytest.raises(DataError, match="different tokenizers"):
-        build_trainer(load_config_file(path), progress=False)
+        build_trainer(load_config(path), progress=False)
 
 
 def test_a_test_split_too_short_for_a_sample_does_not_stop_training(root, tmp_path, caplog):
@@ -189,7 +189,6 @@ def test_prefetching_changes_no_byte(root, tmp_path):
         folder = tmp_path / f"prefetch{depth}"
         train_experiment(path, [f"training.prefetch={depth}"], run_dir=folder, progress=False)
     assert (
-        build_trainer(load_config_file(path, overrides=["training.prefetch=2"]), progress=False).train_loader.prefetch
-        == 2
+        build_trainer(load_config(path, overrides=["training.prefetch=2"]), progress=False).train_loader.prefetch == 2
     )
     assert weights(tmp_path / "prefetch0") == weights(tmp_path / "prefetch2")

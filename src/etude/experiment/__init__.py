@@ -10,7 +10,7 @@ from etude.experiment.config import (
     create_trainer_config,
     experiment_schema,
     load_components,
-    load_config_file,
+    load_config,
     load_experiment_config,
     validate_experiment,
 )
@@ -30,7 +30,7 @@ __all__ = [
     "evaluate_run",
     "experiment_schema",
     "load_components",
-    "load_config_file",
+    "load_config",
     "load_experiment_config",
     "new_experiment",
     "resume_run",

@@ -14,6 +14,7 @@ from etude.data.splits import SplitName
 from etude.distributed import World
 from etude.experiment.config import ExperimentConfig
 from etude.experiment.tasks import build_curriculum, build_tasks, own_data, with_own_data
+from etude.experiment.vocabulary import find_vocabulary
 from etude.monitor import RunFolder
 from etude.optim import AdamW
 from etude.trainer import Trainer, TrainerConfig, planned_steps, resolve_device
@@ -94,19 +95,19 @@ def build_trainer(
 
     The seed is set first, so that the weights are always the same.
     """
-    training = config.training
-    if training.meaningful_loss is not None and training.meaningful_loss.enabled:
-        raise ConfigError(
-            "training.meaningful_loss needs a vocabulary and codebooks, which a config file cannot give yet; "
-            "set training.meaningful_loss.enabled=false"
-        )
+    # The loss is built from its section, below.
+    training = config.training.model_copy(update={"meaningful_loss": None})
     world = world if world is not None else World()
     selection = config.require("model")
     data = data if data is not None else build_data(config, world)
+    vocabulary = find_vocabulary(config.vocab, data.splits, config.document)
     vocab_size = data.splits.vocab_size
+    if vocabulary is not None:
+        vocab_size = max(vocab_size or 0, vocabulary.vocab.vocab_size)  # the data may ask for room for more
     _check_vocabulary(config, selection, vocab_size)
+    told = {"vocab_size": vocab_size, "n_types": data.splits.num_types}
     set_seed(training.seed)
-    model = _build(config, "model", selection, **({} if vocab_size is None else {"vocab_size": vocab_size}))
+    model = _build(config, "model", selection, **{key: value for key, value in told.items() if value is not None})
     train_loader = data.loader("train")
     if train_loader is None:
         raise DataError(f"{data.place}: there is no train split (there are: {', '.join(data.names) or 'none'})")
@@ -117,7 +118,8 @@ def build_trainer(
         ),
     }
     loss, optimizer, scheduler = (config.selection(one) for one in ("loss", "optimizer", "scheduler"))
-    built = build_tasks(config, model, vocab_size) if config.tasks else None
+    of_losses = {} if vocabulary is None else vocabulary.provided
+    built = build_tasks(config, model, vocab_size, of_losses) if config.tasks else None
     if built is not None and world.size > 1:
         # A batch runs the heads of its own tasks only, so some parameters have no part in the loss of a step.
         training = training.model_copy(update={"find_unused_parameters": True})
@@ -135,7 +137,7 @@ def build_trainer(
         if optimizer is None
         else lambda params: _build(config, "optimizer", optimizer, params=params),
         scheduler=None if scheduler is None else _build(config, "scheduler", scheduler, **supplied),
-        loss=None if loss is None else _build(config, "loss", loss),
+        loss=None if loss is None else _build(config, "loss", loss, **of_losses),
         task=None if built is None else built.task,
         curriculum=build_curriculum(config),
         callbacks=callbacks,
@@ -143,7 +145,7 @@ def build_trainer(
         progress=progress,
         name=config.name,
         world=world,
-        meta={"experiment": config.name},
+        meta={"experiment": config.name, **({} if vocabulary is None else vocabulary.describe())},
     )
 
 

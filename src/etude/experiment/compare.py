@@ -19,7 +19,7 @@ from etude.distributed import World, before_joining
 from etude.engine.accumulation import GradientAccumulator
 from etude.experiment.build import Data, build_data, build_trainer
 from etude.experiment.comparison import ComparedRun, Comparison, make_rows
-from etude.experiment.config import ExperimentConfig, load_config_file, load_experiment_config, validate_experiment
+from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config, validate_experiment
 from etude.experiment.run import resume_run, train_experiment
 from etude.experiment.task_sections import TaskForm, TaskSection, forms_of
 from etude.monitor import RunFolder
@@ -178,7 +178,7 @@ def _trained(config: ExperimentConfig, path: Path, progress: bool) -> RunFolder:
         outcome = train_experiment(config, run_dir=path, progress=progress)
     else:
         as_written = validate_experiment(Document(config.to_dict()))
-        if load_config_file(folder.config_path).to_dict() != as_written.to_dict():
+        if load_config(folder.config_path).to_dict() != as_written.to_dict():
             raise RunFolderError(f"{path} holds a run of another configuration; choose another --out, or remove it")
         if folder.is_finished:
             return folder

@@ -22,18 +22,30 @@ from etude.config import (
 )
 from etude.core import ConfigError
 from etude.curriculum import Phase
-from etude.experiment.dialects import unify_dialects
+from etude.experiment.dialects import MOVED_KEYS, moved_settings, unify_dialects
+from etude.experiment.meaningful import LOSS_PROVIDED
+from etude.experiment.meaningful_dialect import meaningful_settings
 from etude.experiment.task_checks import settle_tasks
 from etude.experiment.task_sections import Name, Phases, TaskSection
+from etude.experiment.vocabulary import VocabSection, settle_vocabulary
 from etude.trainer import TrainerConfig
 
 SECTIONS: dict[str, SectionSpec] = {
     "name": SectionSpec(model=str, description="Name of the experiment; found from the file's place if left out."),
     "description": SectionSpec(model=str, description="What the experiment is about, in a sentence."),
     "imports": SectionSpec(model=list[str], description="Modules or files that register your own components."),
-    "model": SectionSpec(kind="model", provided=("vocab_size",), description="The model and its arguments."),
+    "model": SectionSpec(
+        kind="model", provided=("vocab_size", "n_types"), description="The model and its arguments."
+    ),
     "data": SectionSpec(kind="data", description="The data set and its arguments."),
-    "loss": SectionSpec(kind="loss", description="The loss; found from the shapes of the first batch if left out."),
+    "vocab": SectionSpec(
+        model=VocabSection, description="How many tokens each modality has, where the data does not tell."
+    ),
+    "loss": SectionSpec(
+        kind="loss",
+        provided=LOSS_PROVIDED,
+        description="The loss; found from the shapes of the first batch if left out.",
+    ),
     "optimizer": SectionSpec(kind="optimizer", provided=("params",), description="The optimizer; adamw by default."),
     "scheduler": SectionSpec(
         kind="scheduler", provided=("total_steps", "steps_per_epoch"), description="The learning-rate schedule."
@@ -55,7 +67,7 @@ SECTIONS: dict[str, SectionSpec] = {
 }
 
 _COMPONENT_ROOMS = ("callbacks", "data", "losses", "losses.weighting", "metrics", "models", "optim")
-_MOVED_KEYS = ("learning_rate", "weight_decay", "warmup_steps", "use_scheduler", "scheduler_type")
+_OPTIONAL_KEYS = ("use_mixed_precision", "precision_dtype", "meaningful_loss", "num_threads")
 
 
 @dataclass(slots=True)
@@ -72,6 +84,12 @@ class ExperimentConfig:
         """The `training` section."""
         training: TrainerConfig = self.sections["training"]
         return training
+
+    @property
+    def vocab(self) -> VocabSection:
+        """The `vocab` section; it says nothing if the file has none."""
+        vocab: VocabSection = self.sections["vocab"]
+        return vocab
 
     @property
     def tasks(self) -> dict[str, TaskSection]:
@@ -102,14 +120,20 @@ class ExperimentConfig:
             value = self.sections.get(key)
             if key == "imports" and value:
                 result[key] = [self._absolute_import(one) for one in value]
+            elif key == "vocab":
+                result |= {} if self.vocab.is_empty else {key: plain(value)}
             elif key != "name" and (value is not None or key == "scheduler"):
                 result[key] = plain(value)
         if self.tasks:
             result["tasks"] = _plain_tasks(self.tasks)
         if self.phases:
             result["curriculum"] = [_plain_phase(phase) for phase in self.phases]
-        training = result["training"]
-        result["training"] = {k: v for k, v in training.items() if v is not None or k not in _optional_keys()}
+        moved = {*MOVED_KEYS, *meaningful_settings(self.selection("loss"))}
+        result["training"] = {
+            key: value
+            for key, value in result["training"].items()
+            if key not in moved and (value is not None or key not in _OPTIONAL_KEYS)
+        }
         return result
 
     def to_yaml(self) -> str:
@@ -129,11 +153,11 @@ def load_experiment_config(
 
     Raises ConfigError with one line for every mistake.
     """
-    return load_config_file(find_config(str(experiment), config), overrides=overrides)
+    return load_config(find_config(str(experiment), config), overrides=overrides)
 
 
-def load_config_file(path: str | Path, *, overrides: Sequence[str] = ()) -> ExperimentConfig:
-    """Load and validate a YAML or JSON file."""
+def load_config(path: str | Path = "config.yaml", *, overrides: Sequence[str] = ()) -> ExperimentConfig:
+    """Load and validate a YAML or JSON file; raise ConfigError with one line for every mistake."""
     return validate_experiment(read_config(Path(path)), overrides=overrides)
 
 
@@ -149,21 +173,18 @@ def validate_experiment(document: Document, *, overrides: Sequence[str] = ()) ->
     _add_companions(document)
     sections = validate_document(document, SECTIONS)
     settle_tasks(sections, document)
+    settle_vocabulary(sections, document)
+    sections["training"] = sections["training"].model_copy(update=moved_settings(sections))
     name = sections.get("name") or _name_of(document.path)
     return ExperimentConfig(name, document.path, document, sections)
 
 
 def create_trainer_config(config: ExperimentConfig) -> TrainerConfig:
-    """Return the `training` section, with learning rate, weight decay and schedule filled in from theirs."""
-    optimizer, scheduler = config.selection("optimizer"), config.selection("scheduler")
-    update: dict[str, Any] = {"use_scheduler": scheduler is not None}
-    if optimizer is not None:
-        arguments = optimizer.defaults | optimizer.arguments
-        update |= {"learning_rate": arguments.get("lr"), "weight_decay": arguments.get("weight_decay")}
-    if scheduler is not None:
-        arguments = scheduler.defaults | scheduler.arguments
-        update |= {"scheduler_type": scheduler.component.name, "warmup_steps": arguments.get("warmup_steps")}
-    return config.training.model_copy(update=update)
+    """Return the `training` section as a `Trainer` in Python takes it.
+
+    Learning rate, weight decay, schedule and the settings of the meaningful loss are filled in from their sections.
+    """
+    return config.training.model_copy(update=moved_settings(config.sections))
 
 
 def create_model_config(config: ExperimentConfig) -> dict[str, Any]:
@@ -214,10 +235,6 @@ def _plain_phase(phase: Phase) -> dict[str, Any]:
 
 def _said(section: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in section.items() if value is not None}
-
-
-def _optional_keys() -> set[str]:
-    return {*_MOVED_KEYS, "use_mixed_precision", "precision_dtype", "meaningful_loss", "num_threads"}
 
 
 def _name_of(path: Path | None) -> str:

@@ -1,9 +1,11 @@
 """Two habits of writing configs, one schema: keys that some files keep under `training` move to their own section."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from etude.config import Document, canonical_keys
 from etude.core import ConfigError
+from etude.experiment.meaningful_dialect import meaningful_settings, move_meaningful_loss
 from etude.trainer import TRAINING_ALIASES
 
 _MOVES = {
@@ -13,6 +15,9 @@ _MOVES = {
     "scheduler_type": ("scheduler", "name", ("name",)),
 }
 """Key under `training` → section, key there, and the spellings under which that section may already have it."""
+
+MOVED_KEYS = (*_MOVES, "use_scheduler")
+"""Keys of `training` that are kept in other sections."""
 
 DEFAULT_NAMES = {"optimizer": "adamw", "scheduler": "warmup_cosine"}
 """The component of an optimizer section without a name, or of one that only a key of `training` speaks of."""
@@ -39,6 +44,20 @@ def unify_dialects(document: Document) -> None:
     for key, (section, name, spellings) in _MOVES.items():
         if training.get(key) is not None:
             _move(document, training, key, section, name, spellings)
+    move_meaningful_loss(document, training)
+
+
+def moved_settings(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that moved, from where they are now: what a `Trainer` in Python reads in `training`."""
+    optimizer, scheduler = sections.get("optimizer"), sections.get("scheduler")
+    found: dict[str, Any] = {"use_scheduler": scheduler is not None}
+    if optimizer is not None:
+        arguments = optimizer.defaults | optimizer.arguments
+        found |= {"learning_rate": arguments.get("lr"), "weight_decay": arguments.get("weight_decay")}
+    if scheduler is not None:
+        arguments = scheduler.defaults | scheduler.arguments
+        found |= {"scheduler_type": scheduler.component.name, "warmup_steps": arguments.get("warmup_steps")}
+    return found | meaningful_settings(sections.get("loss"))
 
 
 def _move(

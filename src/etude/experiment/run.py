@@ -21,11 +21,12 @@ from etude.checkpoint import (
 from etude.core import CheckpointError, ConfigError, DataError, RunFolderError
 from etude.distributed import World, before_joining, failing_together, join_world, launcher, leave_world
 from etude.experiment.build import build_data, build_trainer
-from etude.experiment.config import ExperimentConfig, load_config_file, load_experiment_config
+from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config
 from etude.experiment.tasks import SampleCount
 from etude.losses import MultiTask
 from etude.monitor import RunFolder, default_run_dir
 from etude.trainer import Trainer, resolve_device
+from etude.trainer.meaningful import check_vocabulary
 
 logger = logging.getLogger("etude")
 
@@ -88,7 +89,7 @@ def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: 
     """
     with before_joining():
         folder = RunFolder.open(run_dir)
-        config = load_config_file(folder.config_path, overrides=overrides)
+        config = load_config(folder.config_path, overrides=overrides)
     with _world(config) as world, _held(folder, world):
         trainer = build_trainer(config, folder=folder, world=world, progress=progress)
         found = world.attempt(lambda: _newest_checkpoint(folder), here=world.is_main)
@@ -110,7 +111,7 @@ def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best
     """Evaluate a checkpoint of a run (`best`, `last` or a step number) on a split; return its path and the numbers."""
     with before_joining():
         folder = RunFolder.open(run_dir)
-        config = load_config_file(folder.config_path)
+        config = load_config(folder.config_path)
     with _world(config) as world:
         found = world.attempt(lambda: _read_checkpoint(folder, which), here=world.is_main)
         path = Path(world.share_text("" if found is None else str(found.path)))
@@ -120,6 +121,7 @@ def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best
         if loader is None:
             raise ConfigError(f"the data of this run has no split '{split}' (there are: {', '.join(data.names)})")
         trainer = build_trainer(config, data=data, world=world, progress=False)
+        check_vocabulary(checkpoint.meta, trainer.meta, checkpoint.path)
         load_model_state(trainer.model, checkpoint.model_state)
         _return_to_phase(trainer, checkpoint)
         return checkpoint.path, trainer.evaluate(loader)

@@ -8,9 +8,10 @@ from pydantic import ConfigDict, Field
 
 from etude.config import Section, SectionModel, Selection, SuppliedSection
 from etude.curriculum import Phase
+from etude.experiment.meaningful import LOSS_PROVIDED
 
 Head = Annotated[Any, SuppliedSection("head", frozenset({"in_features", "vocab_size"}))]
-Loss = Annotated[Any, Section("loss")]
+Loss = Annotated[Any, SuppliedSection("loss", frozenset(LOSS_PROVIDED))]
 MetricOfTask = Annotated[Any, SuppliedSection("metric", frozenset({"num_classes", "num_labels"}))]
 StreamOrData = Annotated[str | Annotated[Any, Section("data")], Field(union_mode="left_to_right")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$")]

@@ -111,8 +111,10 @@ def _without(streams: Streams | None, unused: tuple[str, ...]) -> Streams | None
 # ------------------------------------------------------------------------------------------------ model and tasks
 
 
-def build_tasks(config: ExperimentConfig, trunk: nn.Module, vocab_size: int | None) -> BuiltTasks:
-    """Put heads on the trunk and return model and tasks.
+def build_tasks(
+    config: ExperimentConfig, trunk: nn.Module, vocab_size: int | None, of_losses: Mapping[str, Any]
+) -> BuiltTasks:
+    """Put heads on the trunk and return model and tasks; losses that ask for them are given `of_losses`.
 
     The initial weights of a head depend on the seed and its name alone: other tasks change nothing.
     """
@@ -127,7 +129,7 @@ def build_tasks(config: ExperimentConfig, trunk: nn.Module, vocab_size: int | No
             if form.head_name not in heads:
                 set_seed(mix(seed, stable_number(form.head_name)))
                 heads[form.head_name] = _head(config, form, trunk, supplied)
-        main, *variants = (_spec(config, form, vocab_size) for form in forms)
+        main, *variants = (_spec(config, form, vocab_size, of_losses) for form in forms)
         by_name = {form.variant: spec for form, spec in zip(forms[1:], variants, strict=True) if form.variant}
         specs[name] = replace(main, weight=section.weight, variants=by_name)
     weighting = _weighting(config)
@@ -165,8 +167,8 @@ def _weighting(config: ExperimentConfig) -> Weighting | None:
     return built
 
 
-def _spec(config: ExperimentConfig, form: TaskForm, vocab_size: int | None) -> TaskSpec:
-    loss = _build(config, form.path("loss"), form.loss)
+def _spec(config: ExperimentConfig, form: TaskForm, vocab_size: int | None, of_losses: Mapping[str, Any]) -> TaskSpec:
+    loss = _build(config, form.path("loss"), form.loss, **of_losses)
     classes = _classes(form, loss, vocab_size)
     metrics: dict[str, Any] = {}
     for place, selection in enumerate(form.metrics):

@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from etude.engine.schedule import LearningRate
 from etude.engine.state import TrainState
 from etude.engine.step import Step
 from etude.engine.update import Updater
-from etude.losses import LossStrategy, SupervisedTask, as_strategy
+from etude.losses import LossStrategy
 from etude.monitor import RunFolder
 from etude.optim import Schedule
 from etude.trainer.assembly import (
@@ -46,6 +46,7 @@ from etude.trainer.assembly import (
 from etude.trainer.config import TrainerConfig
 from etude.trainer.device import configure_cuda_performance, make_deterministic, resolve_device
 from etude.trainer.feeding import make_loader
+from etude.trainer.meaningful import Modalities, check_vocabulary, make_task, vocabulary_of
 from etude.trainer.tasks import check_meeting, join_weighting, train_weighting
 
 logger = logging.getLogger("etude")
@@ -79,6 +80,7 @@ class Trainer:
         name: str = "run",
         world: World | None = None,
         meta: Mapping[str, Any] | None = None,
+        **modalities: Unpack[Modalities],
     ) -> None:
         """Put a run together; nothing is trained and nothing written yet.
 
@@ -104,6 +106,9 @@ class Trainer:
             name: shown in the display.
             world: the processes of the run; found from torchrun's variables by default.
             meta: facts to keep in every checkpoint's `meta.json`.
+            modalities: for tokens of several modalities, instead of `loss`: `vocab`, a `VocabSpec`, and `codebooks` by
+                modality (or `image_codebook`, `spectrum_codebook`, `scalar_centers`) make the loss `MeaningfulLoss`,
+                with the settings of `config.meaningful_loss`; `use_ce=False` leaves out its cross entropy.
         """
         self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
         config = self.config
@@ -118,7 +123,7 @@ class Trainer:
         elif self.device.type == "cuda" and config.resolved_precision != "fp32":
             configure_cuda_performance()
         self.name = name
-        self.task: Task = task if task is not None else SupervisedTask(as_strategy(loss))
+        self.task = make_task(loss, task, config.meaningful_loss, modalities, type(self), (train_loader, val_loader))
         join_weighting(model, self.task)
         self.model = model.to(self.device)
         if config.activation_checkpointing is not False:
@@ -178,7 +183,7 @@ class Trainer:
             world,
             config.seed,
         )
-        self._meta = dict(meta or {})
+        self.meta = {**(meta or {}), **vocabulary_of(self.task)}
         self._resumed = False
         self._restored_from: Path | None = None
         self._restored_metrics: dict[str, float] = {}
@@ -240,6 +245,7 @@ class Trainer:
         path = Path(self.world.share_text(str(found)))  # all ranks load the same one
         mine = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         checkpoint = read_checkpoint(path)
+        check_vocabulary(checkpoint.meta, self.meta, checkpoint.path)
         self.state.restore(checkpoint)
         self._restored_from = checkpoint.path
         self._restored_metrics = {name: float(value) for name, value in checkpoint.meta.get("metrics", {}).items()}
@@ -291,7 +297,7 @@ class Trainer:
         if self.folder is None or not self.config.save_checkpoints:
             return None
         manager = CheckpointManager(self.folder.checkpoints_path, keep_best=self.config.keep_best)
-        return Saver(manager, self.state, self._meta, resumed=resumed)
+        return Saver(manager, self.state, self.meta, resumed=resumed)
 
     def _is_saved(self) -> bool:
         """Whether the state is, unchanged, that of a checkpoint in the run folder."""

@@ -1,0 +1,422 @@
+"""Cross entropy and expected values as one number for a loop by hand, against the formula in float64."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from etude.core import ConfigError, DataError, HeadOutput, TrainingError, build_vocab_spec
+from etude.losses import linear
+from etude.losses.chunked import chunked
+from etude.losses.meaningful import bin_edges, combined_loss, make_reconstruction, make_reconstructions
+
+VOCAB = build_vocab_spec(v_image=7, v_scalar=5, v_spectra=4, modalities={"class": 3, "period": 6})
+IMAGE, SPECTRUM = torch.randn(7, 3, generator=torch.Generator().manual_seed(1)), torch.randn(4, 2)
+SCALAR, PERIOD = torch.tensor([0.0, 0.5, 2.0, 3.0, 9.0]), torch.linspace(-1, 1, 6)
+SHORT = {"image": "img", "scalar": "sca", "spectrum": "spec", "period": "period"}
+BOOKS = {"image_codebook": IMAGE, "spectrum_codebook": SPECTRUM, "scalar_centers": SCALAR}
+
+
+def make(dtype=torch.float64, extra=0, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(3, 11, 4, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB.vocab_size + extra, 4, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(VOCAB.vocab_size, (3, 11), generator=g)
+    targets[0, :3] = VOCAB.pad_id
+    targets[1, :2] = -100
+    targets[2, 0] = VOCAB.miss_id
+    return hidden, weight, targets
+
+
+def by_hand(logits, targets, weights, books, use_ce=True):
+    """Σ weight · mean squared error of the expected value, and the cross entropy, written out."""
+    counted = (targets != VOCAB.pad_id) & (targets != -100)
+    numbers = {"loss_ce": F.cross_entropy(logits[counted], targets[counted])}
+    total = numbers["loss_ce"] if use_ce else 0.0
+    for name, values in books.items():
+        modality = VOCAB.range_of(name)
+        own = (targets >= modality.base) & (targets < modality.base + modality.size)
+        probs = torch.softmax(logits[own][:, modality.base : modality.base + modality.size], 1)
+        values = values.double().reshape(modality.size, -1)
+        loss = ((probs @ values - values[targets[own] - modality.base]) ** 2).mean()
+        numbers[f"loss_{SHORT[name]}"] = loss
+        total = total + weights.get(name, 0.1) * loss
+    return total, numbers
+
+
+# ------------------------------------------------------------------------------------------ the numbers
+
+
+@pytest.mark.parametrize("as_head", [True, False])
+@pytest.mark.parametrize("use_ce", [True, False])
+def test_against_the_formula(as_head, use_ce):
+    hidden, weight, targets = make()
+    config = {"sample_k": 4096, "weight_image": 0.3, "weight_scalar": 0.02, "weights": {"period": 1.5}}
+    output = HeadOutput(hidden, weight) if as_head else hidden @ weight.T
+    loss, stats = combined_loss(
+        output, targets, VOCAB, **BOOKS, config=config, use_ce=use_ce, codebooks={"period": PERIOD}
+    )
+    books = {"image": IMAGE, "scalar": SCALAR, "spectrum": SPECTRUM, "period": PERIOD}
+    weights = {"image": 0.3, "scalar": 0.02, "period": 1.5}
+    total, numbers = by_hand(hidden @ weight.T, targets, weights, books, use_ce)
+    assert list(stats) == ["loss_total", "loss_ce", "loss_img", "loss_sca", "loss_spec", "loss_class", "loss_period"]
+    torch.testing.assert_close(loss, total, rtol=1e-12, atol=0)
+    torch.testing.assert_close(stats["loss_total"], total.detach(), rtol=1e-12, atol=0)
+    for name, expected in numbers.items():
+        torch.testing.assert_close(stats[name], expected.detach(), rtol=1e-12, atol=0)
+    assert float(stats["loss_class"]) == 0.0
+    assert not any(one.requires_grad for one in stats.values())
+    found = torch.autograd.grad(loss, (hidden, weight))
+    for mine, theirs in zip(found, torch.autograd.grad(total, (hidden, weight)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["mse", "huber", "wasserstein", "hl_gauss"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_logits_and_a_head_give_the_same(kind, dtype):
+    hidden, weight, targets = make(dtype, extra=3)
+    head = HeadOutput(hidden, weight, softcap=3.0)
+    config = {"kind": kind, "huber_delta": 0.4, "hl_sigma": 0.5}
+    runs = []
+    for output in (head, head.logits):
+        loss, stats = combined_loss(output, targets, VOCAB, **BOOKS, config=config)
+        runs.append([loss, *stats.values(), *torch.autograd.grad(loss, (hidden, weight), retain_graph=True)])
+    for mine, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_kinds_by_modality_and_their_options():
+    hidden, weight, targets = make()
+    logits = (hidden @ weight.T).detach()
+    kinds = {"image": "wasserstein", "scalar": "huber"}
+    config = {"kind": kinds, "huber_delta": 0.25}
+    _, stats = combined_loss(logits, targets, VOCAB, **BOOKS, config=config)
+    for name, values, kind in (
+        ("image", IMAGE, "wasserstein"),
+        ("scalar", SCALAR, "huber"),
+        ("spectrum", SPECTRUM, "mse"),
+    ):
+        codes = VOCAB.decode(name, targets)
+        own = logits[codes >= 0][:, VOCAB.range_of(name).slice]
+        expected = make_reconstruction(kind, values, huber_delta=0.25).row_losses(own, codes[codes >= 0]).mean()
+        assert float(stats[f"loss_{SHORT[name]}"]) == pytest.approx(float(expected), rel=1e-12)
+    others = [
+        float(combined_loss(logits, targets, VOCAB, **BOOKS, config={"kind": "hl_gauss", "hl_sigma": sigma})[0])
+        for sigma in (0.3, 0.75, 2.0)
+    ]
+    assert len(set(others)) == 3
+    assert float(combined_loss(logits, targets, VOCAB, **BOOKS, config={"kind": "hl_gauss"})[0]) == others[1]
+
+
+def test_what_is_not_enabled_leaves_the_cross_entropy():
+    hidden, weight, targets = make()
+    logits = hidden @ weight.T
+    for use_ce in (True, False):  # something has to be learned
+        loss, stats = combined_loss(logits, targets, VOCAB, **BOOKS, config={"enabled": False}, use_ce=use_ce)
+        torch.testing.assert_close(loss, by_hand(logits, targets, {}, {})[0], rtol=1e-12, atol=0)
+        assert loss.requires_grad
+        assert [name for name, value in stats.items() if float(value)] == ["loss_total", "loss_ce"]
+    loss, _ = combined_loss(logits, targets, VOCAB)
+    torch.testing.assert_close(loss, by_hand(logits, targets, {}, {})[0], rtol=1e-12, atol=0)
+
+
+def test_without_cross_entropy_nothing_of_it_flows_back():
+    hidden, weight, targets = make()
+    loss, stats = combined_loss(hidden @ weight.T, targets, VOCAB, scalar_centers=SCALAR, use_ce=False)
+    assert float(stats["loss_ce"]) > 0
+    grad = torch.autograd.grad(loss, weight)[0]
+    own = torch.zeros(VOCAB.vocab_size, dtype=torch.bool)
+    own[VOCAB.range_of("scalar").slice] = True
+    assert bool(grad[own].any())
+    assert not bool(grad[~own].any())
+
+
+@pytest.mark.parametrize("use_ce", [True, False])
+def test_gradients_of_the_cross_entropy_are_computed_only_where_it_is_trained(use_ce, monkeypatch):
+    seen = []
+    monkeypatch.setitem(linear.KERNELS, "cpu", lambda problem: seen.append(problem) or chunked(problem))
+    hidden, weight, targets = make()
+    combined_loss(HeadOutput(hidden, weight), targets, VOCAB, scalar_centers=SCALAR, use_ce=use_ce)
+    assert [problem.want_gradients for problem in seen] == [use_ce]
+
+
+def test_a_weight_of_0_leaves_a_modality_out():
+    hidden, weight, targets = make()
+    logits = hidden @ weight.T
+    loss, stats = combined_loss(logits, targets, VOCAB, **BOOKS, config={"weight_scalar": 0, "weight_image": 0.0})
+    expected, _ = by_hand(logits, targets, {}, {"spectrum": SPECTRUM})
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    assert float(stats["loss_sca"]) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int16, torch.int64])
+def test_targets_of_any_integer_type(dtype):
+    hidden, weight, targets = make()
+    targets = targets.clamp_min(0)
+    loss, _ = combined_loss(hidden @ weight.T, targets.to(dtype), VOCAB, **BOOKS)
+    expected, _ = combined_loss(hidden @ weight.T, targets, VOCAB, **BOOKS)
+    assert torch.equal(loss, expected)
+
+
+@pytest.mark.parametrize("token", [0, 1, -100])
+@pytest.mark.parametrize("as_head", [True, False])
+def test_batches_without_values_have_a_gradient_of_0(token, as_head):
+    hidden, weight, targets = make(torch.float32)
+    head = HeadOutput(hidden, weight)
+    loss, stats = combined_loss(
+        head if as_head else head.logits, torch.full_like(targets, token), VOCAB, **BOOKS, use_ce=False
+    )
+    assert float(loss.detach()) == 0.0
+    assert all(bool(value.isfinite()) for value in stats.values())
+    assert (float(stats["loss_ce"]) > 0) == (token == 1)  # MISS is predicted like any other token
+    assert not any(bool(grad.any()) for grad in torch.autograd.grad(loss, (hidden, weight)))
+
+
+def test_codebooks_of_all_kinds():
+    hidden, weight, targets = make(torch.float32)
+    expected, _ = combined_loss(hidden @ weight.T, targets, VOCAB, scalar_centers=SCALAR)
+    for values in (SCALAR.numpy(), SCALAR.tolist(), SCALAR.double(), SCALAR[:, None], SCALAR.requires_grad_()):
+        found, _ = combined_loss(hidden @ weight.T, targets, VOCAB, scalar_centers=values)
+        torch.testing.assert_close(found, expected)
+    SCALAR.requires_grad_(False)
+
+
+def test_by_position_as_by_name():
+    hidden, weight, targets = make()
+    logits = hidden @ weight.T
+    expected, _ = combined_loss(logits, targets, VOCAB, **BOOKS, config={"weight_image": 2.0}, use_ce=False)
+    found, _ = combined_loss(logits, targets, VOCAB, IMAGE, SPECTRUM, SCALAR, {"weight_image": 2.0}, False)
+    assert torch.equal(found, expected)
+    books = {"image": IMAGE, "scalar": SCALAR, "spectrum": SPECTRUM}
+    found, _ = combined_loss(logits, targets, VOCAB, codebooks=books, config={"weight_image": 2.0}, use_ce=False)
+    assert torch.equal(found, expected)
+
+
+def test_weights_of_the_three_modalities_are_allowed_where_there_are_others():
+    vocab = build_vocab_spec(modalities={"mass": 3})
+    config = {"enabled": True, "sample_k": 8, "weight_image": 0.1, "weight_scalar": 0.1, "weight_spectrum": 0.1}
+    logits = torch.zeros(1, 2, 9)
+    books = {"mass": torch.tensor([0.0, 1.0, 2.0])}
+    _, stats = combined_loss(logits, torch.tensor([[6, 8]]), vocab, codebooks=books, config=config)
+    assert {name: float(value) for name, value in stats.items() if name not in ("loss_ce", "loss_total")} == {
+        "loss_img": 0.0,
+        "loss_sca": 0.0,
+        "loss_spec": 0.0,
+        "loss_mass": 1.0,
+    }
+    _, stats = combined_loss(
+        logits, torch.tensor([[6, 8]]), vocab, codebooks=books, config={"weight_mass": 3.0, "weights": {"mass": 1.0}}
+    )
+    assert float(stats["loss_total"] - stats["loss_ce"]) == pytest.approx(3.0)
+
+
+# ------------------------------------------------------------------------------------------ mistakes
+
+
+def run(**options):
+    hidden, weight, targets = make(torch.float32)
+    return combined_loss(
+        options.pop("logits", (hidden @ weight.T).detach()), options.pop("targets", targets), VOCAB, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"scalar_centers": SCALAR[:4]},
+            DataError,
+            "of the modality 'scalar' does not fit: there are 4 values for its 5",
+        ),
+        (
+            {"image_codebook": torch.randn(3, 7)},
+            DataError,
+            "'image' does not fit: there are 3 values for its 7 tokens",
+        ),
+        ({"image_codebook": torch.randn(7, 2, 2)}, DataError, r"'image' .* floating numbers .* \(7, 2, 2\)"),
+        ({"image_codebook": torch.zeros(7, 0)}, DataError, r"'image' .* floating numbers .* \(7, 0\)"),
+        ({"scalar_centers": torch.tensor(3.0)}, DataError, r"'scalar' .* floating numbers .* \(\)"),
+        ({"scalar_centers": torch.arange(5)}, DataError, r"'scalar' .* floating numbers .* torch.int64 \(5,\)"),
+        ({"scalar_centers": np.arange(5, dtype=complex)}, DataError, "'scalar' .* floating numbers .*complex128"),
+        (
+            {"scalar_centers": "values.npz"},
+            DataError,
+            "'scalar' .* a tensor or an array of numbers is needed, found a str",
+        ),
+        ({"codebooks": {"scalar": None}}, DataError, "'scalar' .* is needed, found a NoneType"),
+        (
+            {"scalar_centers": SCALAR.clone().index_fill(0, torch.tensor([3]), float("nan"))},
+            DataError,
+            "of code 3 is not",
+        ),
+        (
+            {"image_codebook": IMAGE.clone().index_fill(0, torch.tensor([2]), float("inf"))},
+            DataError,
+            "of code 2 is not",
+        ),
+        (
+            {"codebooks": {"spectra": SPECTRUM}},
+            ConfigError,
+            "a codebook is given for the modality 'spectra', .* mean 'spectrum'",
+        ),
+        (
+            {"codebooks": {"scalar": SCALAR}, "scalar_centers": SCALAR},
+            ConfigError,
+            "'scalar' is given twice, in codebooks and as scalar_c",
+        ),
+        ({"config": {"weight_imag": 1.0}}, ConfigError, "unknown key 'weight_imag'; did you mean 'weight_image'"),
+        ({"config": {"sample": 1}}, ConfigError, "unknown key 'sample'; did you mean 'sample_k'"),
+        ({"config": {3: 1}}, ConfigError, "unknown key 3"),
+        (
+            {"config": {"weights": {"imag": 1.0}}},
+            ConfigError,
+            "a weight is given for the modality 'imag', .* mean 'image'",
+        ),
+        ({"config": {"kind": "msee"}}, ConfigError, "no kind of loss 'msee'; did you mean 'mse'"),
+        ({"config": {"kind": {"scaler": "mse"}}}, ConfigError, "a kind of loss is given for the modality 'scaler'"),
+        ({"config": {"kind": {"scalar": "l2"}}}, ConfigError, "no kind of loss 'l2'"),
+        ({"config": {"kind": None}}, ConfigError, "kind is None; give the name"),
+        ({"config": {"kind": ["huber"]}}, ConfigError, r"kind is \['huber'\]; give the name"),
+        ({"config": {"weight_image": -0.1}}, ConfigError, "weight of the modality 'image' is -0.1"),
+        ({"config": {"weight_image": float("nan")}}, ConfigError, "weight of the modality 'image' is nan"),
+        ({"config": {"weight_image": float("inf")}}, ConfigError, "weight of the modality 'image' is inf"),
+        ({"config": {"weight_image": "0.1"}}, ConfigError, "weight of the modality 'image' is '0.1'"),
+        ({"config": {"weight_image": None}}, ConfigError, "weight of the modality 'image' is None"),
+        ({"config": {"sample_k": 0}}, ConfigError, "sample_k is 0; give a whole number of at least 1, or null"),
+        ({"config": {"sample_k": 2.0}}, ConfigError, "sample_k is 2.0"),
+        ({"config": {"sample_k": True}}, ConfigError, "sample_k is True"),
+        ({"config": {"sample_k_per_modality": -1}}, ConfigError, "sample_k is -1"),
+        (
+            {"config": {"kind": "huber", "huber_delta": 0}},
+            ConfigError,
+            "huber_delta is 0; it must be a number above 0",
+        ),
+        ({"config": {"kind": "huber", "huber_delta": "1"}}, ConfigError, "huber_delta is '1'"),
+        ({"config": {"kind": "huber", "huber_delta": float("nan")}}, ConfigError, "huber_delta is nan"),
+        (
+            {"config": {"kind": "hl_gauss", "hl_sigma": -1.0}},
+            ConfigError,
+            "hl_sigma is -1.0; it must be a number above 0",
+        ),
+        ({"config": {"kind": "hl_gauss", "hl_sigma": float("inf")}}, ConfigError, "hl_sigma is inf"),
+        ({"config": {"kind": "hl_gauss", "hl_sigma": None}}, ConfigError, "hl_sigma is None"),
+        (
+            {"scalar_centers": SCALAR.flip(0), "config": {"kind": "hl_gauss"}},
+            DataError,
+            "'scalar' .* bins in increasing order",
+        ),
+        (
+            {"scalar_centers": torch.ones(5), "config": {"kind": "hl_gauss"}},
+            DataError,
+            "'scalar' .* bins in increasing order",
+        ),
+        (
+            {"logits": torch.zeros(3, 11, VOCAB.vocab_size - 1)},
+            TrainingError,
+            "has 31 tokens, the model's output only 30",
+        ),
+        ({"targets": torch.zeros(3, 11)}, TrainingError, "floating labels"),
+        ({"targets": torch.zeros(3, 10, dtype=torch.int64)}, TrainingError, r"labels of shape \(3, 10\) do not fit"),
+        ({"codebooks": {}, "use_ce": False}, TrainingError, "nothing to learn from: use_ce is off"),
+        (
+            {"use_ce": False, "scalar_centers": SCALAR, "config": {"weight_scalar": 0}},
+            TrainingError,
+            "nothing to learn",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_one_line(options, error, message):
+    books = {} if "codebooks" in options or "use_ce" in options else BOOKS
+    with pytest.raises(error, match=message) as found:
+        run(**{**books, **options})
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["ce", "total"])
+def test_a_modality_cannot_take_the_name_of_another_number(name):
+    vocab = build_vocab_spec(modalities={name: 3})
+    with pytest.raises(ConfigError, match=f"'{name}' would report loss_{name}, which is .* already; rename"):
+        make_reconstructions(vocab, {name: torch.zeros(3)})
+    assert make_reconstructions(vocab, {}) == {}  # without a codebook it reports nothing
+    both = build_vocab_spec(v_image=3, modalities={"img": 3})
+    with pytest.raises(ConfigError, match="'img' would report loss_img, which is another modality's already"):
+        make_reconstructions(both, {"image": torch.zeros(3), "img": torch.zeros(3)})
+    assert list(make_reconstructions(both, {"img": torch.zeros(3)})) == ["img"]
+
+
+@pytest.mark.parametrize(
+    ("edges", "message"),
+    [
+        ([0.0, 1.0, 2.0], "3 bins have 4 edges, found (3,)"),
+        ([0.0, 1.0, 1.0, 3.0], "bins in increasing order"),
+        ([0.0, 1.0, float("nan"), 3.0], "edges of bins must be finite"),
+        ([float("-inf"), 1.0, 2.0, float("inf")], "edges of bins must be finite"),
+        ([100.0, 101.0, 102.0, 103.0], "the value 0.5 lies outside its bin, 100 … 101"),
+        ([0.0, 1.0, 2.0, 2.2], "the value 2.5 lies outside its bin, 2 … 2.2"),
+        ([0.0, 1.0, 1.8, 3.0], None),
+        ("edges", "a tensor or an array of numbers is needed, found a str"),
+    ],
+)
+def test_edges_that_do_not_belong_to_the_bins(edges, message):
+    vocab = build_vocab_spec(v_scalar=3)
+    centres = {"scalar": torch.tensor([0.5, 1.5, 2.5])}
+    if message is None:
+        found = make_reconstructions(vocab, centres, "hl_gauss", edges={"scalar": edges})["scalar"]
+        assert float(found.sigmas[1]) == pytest.approx(0.75 * 0.8)
+        return
+    with pytest.raises(DataError, match=re.escape(message)):
+        make_reconstructions(vocab, centres, "hl_gauss", edges={"scalar": edges})
+    with pytest.raises(ConfigError, match="edges is given for the modality 'scaler'"):
+        make_reconstructions(vocab, centres, "hl_gauss", edges={"scaler": edges})
+
+
+def test_edges_of_float32_centres_may_be_rounded():
+    edges = torch.linspace(1e5, 1e5 + 1, 11, dtype=torch.float64)
+    centres = edges[:-1].float()  # at the lower edge, as quantile bins of equal values have them
+    make_reconstructions(build_vocab_spec(v_scalar=10), {"scalar": centres}, "hl_gauss", edges={"scalar": edges})
+
+
+def test_edges_lie_halfway_and_as_far_out_as_in():
+    assert bin_edges(torch.tensor([1.0, 2.0, 4.0, 5.0])).tolist() == [0.5, 1.5, 3.0, 4.5, 5.5]
+    assert bin_edges(torch.tensor([7.0])).tolist() == [6.5, 7.5]
+
+
+def test_codebooks_are_looked_at_once_in_a_loop(monkeypatch):
+    """Checking them waits for a device; other tensors, changed ones and other settings are looked at again."""
+    from etude.losses.meaningful import combined
+
+    calls = []
+    usual = combined.make_reconstructions
+    monkeypatch.setattr(
+        combined, "make_reconstructions", lambda *given, **named: calls.append(1) or usual(*given, **named)
+    )
+    hidden, weight, targets = make(torch.float32)
+    logits, centers = (hidden @ weight.T).detach(), SCALAR.clone()
+
+    def looked(values, **config):
+        calls.clear()
+        _, stats = combined_loss(logits, targets, VOCAB, scalar_centers=values, config=config)
+        codes = VOCAB.decode("scalar", targets)
+        own = logits[codes >= 0][:, VOCAB.range_of("scalar").slice]
+        recon = make_reconstruction(config.get("kind", "mse"), torch.as_tensor(values))
+        expected = recon.row_losses(own, codes[codes >= 0]).mean()
+        assert float(stats["loss_sca"]) == pytest.approx(float(expected), rel=1e-5)
+        return len(calls)
+
+    assert [looked(centers) for _ in range(3)] == [1, 0, 0]
+    centers.mul_(2.0)
+    assert [looked(centers) for _ in range(2)] == [1, 0]
+    assert [looked(centers, kind="wasserstein") for _ in range(2)] == [1, 0]
+    assert [looked(SCALAR + number) for number in range(3)] == [1, 1, 1]
+    assert [looked(centers.numpy()) for _ in range(2)] == [1, 1]  # nobody can tell whether an array has changed
+    with torch.inference_mode():
+        values = SCALAR.clone()
+    assert [looked(values) for _ in range(2)] == [1, 1]
+    broken = centers.clone()
+    looked(broken)
+    broken[2] = float("nan")
+    for _ in range(2):
+        with pytest.raises(DataError, match="code 2 is not finite"):
+            looked(broken)

@@ -1,0 +1,579 @@
+"""Training over several modalities from Python: the loss of a `Trainer`, loops by hand, what checkpoints remember."""
+
+import json
+
+import joblib
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import etude
+from etude import (
+    CausalTransformerLM,
+    MeaningfulLoss,
+    Trainer,
+    VocabSpec,
+    build_vocab_spec,
+    combined_loss,
+    configure_cuda_performance,
+    load_config,
+    set_seed,
+)
+from etude.checkpoint import CheckpointManager, read_checkpoint
+from etude.core import CheckpointError, ConfigError, DataError
+from etude.data import load_codebook, load_npz_key
+from etude.optim import cosine_schedule_with_warmup
+
+CONFIG = """\
+vocab: {image: 12, scalar: 8, spectrum: 10}
+
+training:
+  seed: 0
+  batch_size: 16
+  epochs: 5
+  learning_rate: 0.002
+  weight_decay: 0.05
+  warmup_steps: 3
+  grad_clip: 1.0
+  grad_accum_steps: 1
+  num_workers: 0
+  pin_memory: true
+  log_every: 50
+  save_every_steps: 3
+
+  meaningful_loss:
+    enabled: true
+    sample_k_per_modality: 4096
+    weight_image: 0.2
+    weight_scalar: 0.3
+    weight_spectrum: 0.4
+"""
+WEIGHTS = {"image": 0.2, "scalar": 0.3, "spectrum": 0.4}
+SHORT = {"image": "img", "scalar": "sca", "spectrum": "spec"}
+LENGTH = 14
+
+
+@pytest.fixture
+def vocab():
+    return build_vocab_spec(v_image=12, v_scalar=8, v_spectra=10)
+
+
+@pytest.fixture
+def codebooks():
+    draw = torch.Generator().manual_seed(5)
+    return {
+        "image": torch.randn(12, 3, generator=draw),
+        "scalar": torch.linspace(-2, 2, 8),
+        "spectrum": torch.randn(10, 4, generator=draw),
+    }
+
+
+def make_batches(vocab, count, rows=4, seed=0):
+    """Batches of (tokens, types, attn_mask): special and modal tokens at random, with padding at the end of rows."""
+    draw, batches = torch.Generator().manual_seed(seed), []
+    for _ in range(count):
+        tokens = torch.randint(1, vocab.vocab_size, (rows, LENGTH), generator=draw)
+        lengths = torch.randint(LENGTH // 2, LENGTH + 1, (rows, 1), generator=draw)
+        mask = torch.arange(LENGTH) < lengths
+        tokens = tokens.masked_fill(~mask, vocab.pad_id)
+        batches.append({"tokens": tokens, "types": vocab.types(tokens), "attn_mask": mask})
+    return batches
+
+
+def make_model(vocab, **options):
+    torch.manual_seed(1)
+    size = {"d_model": 16, "n_layers": 1, "n_heads": 2, "max_len": 16, "dropout": 0.0, **options}
+    return CausalTransformerLM(vocab_size=vocab.vocab_size, n_types=vocab.num_types, **size)
+
+
+def by_hand(model, batches, vocab, codebooks):
+    """The numbers of an evaluation, from the formulas alone and in float64."""
+    sums, counts = dict.fromkeys(("ce", *SHORT), 0.0), dict.fromkeys(("ce", *SHORT), 0)
+    for batch in batches:
+        with torch.no_grad():
+            x = {key: value[:, :-1] for key, value in batch.items()}
+            logits = model(x["tokens"], x["types"], x["attn_mask"]).double().reshape(-1, vocab.vocab_size)
+        y = batch["tokens"][:, 1:].reshape(-1)
+        counted = y != vocab.pad_id
+        sums["ce"] += F.cross_entropy(logits[counted], y[counted], reduction="sum").item()
+        counts["ce"] += int(counted.sum())
+        for name, values in codebooks.items():
+            modality, values = vocab.range_of(name), values.double().reshape(len(values), -1)
+            rows = (y >= modality.base) & (y < modality.stop)
+            expected = logits[rows][:, modality.slice].softmax(1) @ values
+            errors = (expected - values[y[rows] - modality.base]).square().mean(1)
+            sums[name] += errors.sum().item()
+            counts[name] += int(rows.sum())
+    return {name: sums[name] / counts[name] for name in sums}
+
+
+# ------------------------------------------------------------------------------------------------ the doors
+
+
+@pytest.mark.parametrize("use_amp", [True, False])
+def test_trainer_from_a_config_file(tmp_path, monkeypatch, codebooks, use_amp):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    img_codebook, spec_codebook, sca_centers = (codebooks[name] for name in ("image", "spectrum", "scalar"))
+
+    config = load_config()
+    set_seed(config.training.seed)
+    configure_cuda_performance()
+    vocab = build_vocab_spec(
+        v_image=config.vocab.image,
+        v_scalar=config.vocab.scalar,
+        v_spectra=config.vocab.spectrum,
+    )
+    model = make_model(vocab)
+    train_loader, val_loader = make_batches(vocab, 6), make_batches(vocab, 2, seed=9)
+    trainer = Trainer(
+        model=model,
+        vocab=vocab,
+        train_loader=train_loader,
+        config=config.training,
+        image_codebook=img_codebook,
+        spectrum_codebook=spec_codebook,
+        scalar_centers=sca_centers,
+        device="cpu",
+        output_dir="runs/experiment_001",
+        use_amp=use_amp,
+        use_ce=True,
+        compile_model=False,
+    )
+    before = trainer.evaluate(train_loader)
+    trainer.train(num_epochs=3)
+    assert trainer.evaluate(train_loader)["loss_total"] < before["loss_total"]
+
+    val_stats = trainer.evaluate(val_loader)
+    expected, tolerance = by_hand(model, val_loader, vocab, codebooks), 1e-2 if use_amp else 1e-5
+    assert val_stats["loss_ce"] == pytest.approx(expected["ce"], rel=tolerance)
+    for name, short in SHORT.items():
+        assert val_stats[f"loss_{short}"] == pytest.approx(expected[name], rel=tolerance)
+    total = expected["ce"] + sum(weight * expected[name] for name, weight in WEIGHTS.items())
+    assert val_stats["loss_total"] == val_stats["loss"] == pytest.approx(total, rel=tolerance)
+    # What the file keeps under `training` reaches the trainer, although it has sections of its own.
+    last = cosine_schedule_with_warmup(step=17, base_lr=0.002, warmup_steps=3, total_steps=30)
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(last)
+    assert trainer.optimizer.defaults["weight_decay"] == 0.05
+
+    again = Trainer(
+        model=make_model(vocab, n_layers=1),
+        vocab=vocab,
+        train_loader=train_loader,
+        config=config.training,
+        codebooks=codebooks,
+        device="cpu",
+        output_dir="runs/experiment_001",
+    )
+    again.load_checkpoint(CheckpointManager("runs/experiment_001/checkpoints").latest())
+    assert again.state.clock.step == 18
+    again.train()  # goes on to the 5 epochs of the file
+    assert again.state.clock.step == 30
+
+
+def test_use_ce_false_leaves_reconstruction_alone(vocab, codebooks):
+    trainer = Trainer(
+        make_model(vocab), make_batches(vocab, 4), vocab=vocab, codebooks=codebooks, use_ce=False, progress=False
+    )
+    stats = trainer.evaluate(make_batches(vocab, 2))
+    parts = sum(0.1 * stats[f"loss_{short}"] for short in SHORT.values())
+    assert stats["loss_total"] == pytest.approx(parts)
+    assert stats["loss_ce"] > 0  # measured all the same
+    assert Trainer(
+        make_model(vocab), vocab=vocab, codebooks=codebooks, config={"meaningful_loss": {"use_ce": False}}
+    ).evaluate(make_batches(vocab, 2))["loss_total"] == pytest.approx(parts)
+
+
+def test_enabled_false_is_cross_entropy_alone(vocab, codebooks):
+    config = {"meaningful_loss": {"enabled": False}}
+    trainer = Trainer(make_model(vocab), vocab=vocab, codebooks=codebooks, config=config, progress=False)
+    stats = trainer.evaluate(make_batches(vocab, 2))
+    assert stats["loss_total"] == stats["loss_ce"]
+    assert "loss_img" not in stats
+
+
+def test_arrays_and_other_modalities():
+    vocab = build_vocab_spec(v_scalar=6, modalities={"period": 5, "class": 3})
+    codebooks = {"period": np.linspace(0, 1, 5), "scalar": np.arange(6.0)}
+    config = {"meaningful_loss": {"weights": {"period": 2.0}, "weight": 0.5, "kind": {"period": "wasserstein"}}}
+    trainer = Trainer(make_model(vocab), vocab=vocab, codebooks=codebooks, config=config, progress=False)
+    stats = trainer.evaluate(make_batches(vocab, 3))
+    total = stats["loss_ce"] + 0.5 * stats["loss_sca"] + 2.0 * stats["loss_period"]
+    assert stats["loss_total"] == pytest.approx(total)
+    assert stats["loss_period"] != pytest.approx(stats["mse_period"])  # the kind was taken
+    assert stats["loss_sca"] == pytest.approx(stats["mse_sca"])
+    assert "loss_class" not in stats  # it has no codebook
+
+
+def test_custom_training_loop(vocab, codebooks, capsys):
+    device = "cpu"
+    train_loader = make_batches(vocab, 8)
+    model = make_model(vocab)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    img_codebook, spec_codebook, sca_centers = (codebooks[name] for name in ("image", "spectrum", "scalar"))
+    losses = []
+
+    for batch in train_loader * 3:
+        tokens = batch["tokens"].to(device)
+        types = batch["types"].to(device)
+        attn_mask = batch["attn_mask"].to(device)
+
+        # Next-token setup
+        x = tokens[:, :-1]
+        x_types = types[:, :-1]
+        x_mask = attn_mask[:, :-1]
+        y = tokens[:, 1:]
+
+        # Forward pass
+        logits = model(x, x_types, x_mask)
+
+        # Compute loss
+        loss, stats = combined_loss(
+            logits=logits,
+            targets=y,
+            vocab=vocab,
+            image_codebook=img_codebook,
+            spectrum_codebook=spec_codebook,
+            scalar_centers=sca_centers,
+            config={
+                "enabled": True,
+                "sample_k": 4096,
+                "weight_image": 0.1,
+                "weight_scalar": 0.1,
+                "weight_spectrum": 0.1,
+            },
+            use_ce=True,
+        )
+
+        # Backward pass
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+        # Log statistics
+        print(
+            f"Loss: {stats['loss_ce']:.4f}, "
+            f"Img: {stats['loss_img']:.4f}, "
+            f"Sca: {stats['loss_sca']:.4f}, "
+            f"Spec: {stats['loss_spec']:.4f}"
+        )
+        losses.append(loss.item())
+    assert sum(losses[-8:]) < sum(losses[:8])
+    assert len(capsys.readouterr().out.splitlines()) == 24
+
+
+def test_a_loop_by_hand_and_the_trainer_train_the_same(vocab, codebooks):
+    batches, models = make_batches(vocab, 5), [make_model(vocab), make_model(vocab)]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    for batch in batches:
+        tokens, types, mask = batch["tokens"], batch["types"], batch["attn_mask"]
+        logits = models[0](tokens[:, :-1], types[:, :-1], mask[:, :-1])
+        loss, _ = combined_loss(logits, tokens[:, 1:], vocab, codebooks=codebooks)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    Trainer(
+        models[1],
+        batches,
+        vocab=vocab,
+        codebooks=codebooks,
+        config={"epochs": 1, "gradient_clip_norm": None, "learning_rate": 0.1},
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        progress=False,
+    ).train()
+    for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_loading_codebooks(tmp_path, vocab, codebooks):
+    joblib.dump({"centroids": codebooks["image"].numpy()}, tmp_path / "codebook_kmeans_2048.joblib")
+    np.savez(tmp_path / "spectrum_tokenizer_config.npz", codebook=codebooks["spectrum"].numpy())
+    np.savez(tmp_path / "scalar_tokenizer_config.npz", quantile_centers=codebooks["scalar"].numpy())
+    img_codebook = load_codebook(
+        tmp_path / "codebook_kmeans_2048.joblib",
+        key_candidates=("centroids", "codebook", "centers"),
+    )
+    spec_codebook = load_npz_key(
+        tmp_path / "spectrum_tokenizer_config.npz",
+        key_candidates=("centroids", "codebook", "centers"),
+    )
+    sca_centers = load_npz_key(
+        tmp_path / "scalar_tokenizer_config.npz",
+        key_candidates=("bin_centers", "centers", "quantile_centers"),
+    )
+    files = {"image_codebook": img_codebook, "spectrum_codebook": spec_codebook, "scalar_centers": sca_centers}
+    model, batches = make_model(vocab), make_batches(vocab, 2)
+    assert Trainer(model, vocab=vocab, **files, progress=False).evaluate(batches) == Trainer(
+        model, vocab=vocab, codebooks=codebooks, progress=False
+    ).evaluate(batches)
+
+
+def test_schedule_by_its_printed_arguments():
+    def lr(step):
+        return cosine_schedule_with_warmup(
+            step=step, base_lr=2e-4, warmup_steps=2000, total_steps=200_000, min_lr_ratio=0.1
+        )
+
+    assert lr(0) == 0
+    assert lr(1000) == pytest.approx(1e-4)
+    assert lr(2000) == pytest.approx(2e-4)
+    assert lr(101_000) == pytest.approx(1.1e-4)
+    assert lr(200_000) == pytest.approx(2e-5)
+
+
+def test_model_of_the_usual_size_can_be_made():
+    vocab = build_vocab_spec(v_image=2048, v_scalar=512, v_spectra=1024)
+    with torch.device("meta"):
+        model = CausalTransformerLM(
+            vocab_size=vocab.vocab_size,
+            n_types=20,
+            d_model=768,
+            n_layers=12,
+            n_heads=12,
+            d_ff=3072,
+            dropout=0.1,
+            max_len=2048,
+        )
+        tokens = torch.zeros(2, 2048, dtype=torch.long)
+        logits = model(tokens, tokens, torch.ones(2, 2048, dtype=torch.bool))
+    assert logits.shape == (2, 2048, 3590)
+    assert model.num_parameters() > 85e6
+
+
+# ------------------------------------------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"image_codebook": torch.zeros(12, 3)}, "image_codebook= says what tokens stand for, .*; give vocab= too"),
+        ({"use_ce": False}, "use_ce=False leaves the reconstruction of values, which needs vocab= and codebooks="),
+        (
+            {"config": {"meaningful_loss": {}}},
+            "config.meaningful_loss needs the vocabulary .*: give the Trainer vocab=",
+        ),
+        (
+            {"config": {"meaningful_loss": {}}, "loss": F.cross_entropy},
+            "config.meaningful_loss and loss= or task= contradict: keep one",
+        ),
+    ],
+)
+def test_without_a_vocabulary(vocab, given, words):
+    with pytest.raises(ConfigError, match=words):
+        Trainer(make_model(vocab), progress=False, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"loss": F.cross_entropy}, "vocab= chooses the meaningful loss, and loss= another one; keep one of them"),
+        ({"task": lambda *_: {}}, "vocab= chooses the meaningful loss, and task= another one; keep one of them"),
+        (
+            {"codebooks": {"image": torch.zeros(12, 3)}, "image_codebook": torch.zeros(12, 3)},
+            "the codebook of 'image' is given twice, in codebooks and as image_codebook; keep one",
+        ),
+        (
+            {"codebooks": {"scaler": torch.zeros(8)}},
+            "'scaler', which the vocabulary does not have; did you mean 'scalar'",
+        ),
+        ({"config": {"meaningful_loss": {"weights": {"imag": 1.0}}}}, "'imag', .*; did you mean 'image'"),
+        ({"config": {"meaningful_loss": {"kind": {"imag": "mse"}}}}, "'imag', .*; did you mean 'image'"),
+        (
+            {"config": {"meaningful_loss": {"kind": "hubert"}}},
+            "training.meaningful_loss.kind: .*'huber'.*got 'hubert'; did you mean 'huber'",
+        ),
+        (
+            {"config": {"meaningful_loss": {"weight_image": 1, "weights": {"image": 2}}}},
+            "training.meaningful_loss: the weight of 'image' is given twice, by weight_image and weights; keep one",
+        ),
+        (
+            {"config": {"meaningful_loss": {"sample_k": 3, "sample_k_per_modality": 4}}},
+            "means the same as 'sample_k.*keep one",
+        ),
+        ({"config": {"meaningful_loss": {"weight_image": -1}}}, "weight_image: must be at least 0, got -1"),
+    ],
+)
+def test_mistakes_with_a_vocabulary(vocab, given, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        Trainer(make_model(vocab), vocab=vocab, progress=False, **given)
+    assert "\n" not in str(caught.value)
+
+
+def test_codebook_of_a_modality_that_is_not_there():
+    vocab = build_vocab_spec(v_scalar=4)
+    with pytest.raises(ConfigError, match="'image', which the vocabulary does not have"):
+        Trainer(make_model(vocab), vocab=vocab, image_codebook=torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (torch.zeros(7, 3), "'image' does not fit: there are 7 values for its 12 tokens"),
+        (torch.full((12, 3), torch.nan), "'image' does not fit: .*finite"),
+    ],
+)
+def test_codebook_that_does_not_fit(vocab, values, words):
+    with pytest.raises(DataError, match=words):
+        Trainer(make_model(vocab), vocab=vocab, image_codebook=values)
+
+
+def test_vocabulary_by_position_is_refused(vocab, codebooks):
+    with pytest.raises(ConfigError, match="a vocabulary is given by name: write vocab=vocab"):
+        Trainer(make_model(vocab), vocab, make_batches(vocab, 1), codebooks=codebooks)
+    with pytest.raises(ConfigError, match=r"vocab must be a VocabSpec.*found dict"):
+        Trainer(make_model(vocab), make_batches(vocab, 1), vocab=vocab.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"), [("codebook", "codebooks"), ("optimiser", "optimizer"), ("quite_another", None)]
+)
+def test_unknown_argument(vocab, wrong, hint):
+    words = rf"Trainer\(\) has no argument '{wrong}'" + (f"; did you mean '{hint}'" if hint else "$")
+    with pytest.raises(TypeError, match=words):
+        Trainer(make_model(vocab), **{wrong: 1})
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+def saved(folder, vocab, codebooks, **options):
+    trainer = Trainer(
+        make_model(vocab), make_batches(vocab, 2), output_dir=folder, vocab=vocab, codebooks=codebooks, **options
+    )
+    trainer.config = trainer.config.model_copy(update={"epochs": 1})
+    trainer.train()
+    return CheckpointManager(folder / "checkpoints").latest()
+
+
+def test_checkpoint_remembers_the_vocabulary(tmp_path, vocab, codebooks):
+    path = saved(tmp_path / "run", vocab, codebooks, use_ce=False, progress=False)
+    meta = read_checkpoint(path).meta
+    assert VocabSpec.from_dict(meta["vocab"]) == vocab
+    config = meta["config"]
+    assert [config[f"base_{name}"] for name in SHORT] == [6, 18, 26]
+    assert config["vocab_size"] == 36
+    assert config["loss_config"]["use_ce"] is False
+    assert config["loss_config"]["weights"] == {"image": 0.1, "scalar": 0.1, "spectrum": 0.1}
+    assert {name: one["shape"] for name, one in meta["codebooks"].items()} == {
+        "image": [12, 3],
+        "scalar": [8],
+        "spectrum": [10, 4],
+    }
+    assert len({one["sha256"] for one in meta["codebooks"].values()}) == 3
+    assert json.loads((path / "meta.json").read_text())["vocab"] == vocab.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "words"),
+    [
+        ({"v_image": 8}, {}, "modality 'image' began at 6 with 12 tokens, now at 6 with 8"),
+        ({"special": ("PAD", "MISS")}, {}, "special token 'BOS' is gone"),
+        ({"special": ("MISS", "PAD", "BOS", "EOS", "SEP", "MASK")}, {}, "special token 'PAD' had the id 0, now 1"),
+        ({"modalities": {"class": 2}}, {}, "modality 'class' is new"),
+        ({}, {"image": torch.ones(12, 5)}, r"the codebook of 'image' was \(12, 3\), now \(12, 5\)"),
+        ({}, {"scalar": torch.linspace(-2, 2.5, 8)}, "the codebook of 'scalar' has other values"),
+    ],
+)
+def test_checkpoint_of_another_vocabulary_is_refused(tmp_path, vocab, codebooks, sizes, changes, words):
+    path = saved(tmp_path / "run", vocab, codebooks, progress=False)
+    other = build_vocab_spec(**{"v_image": 12, "v_scalar": 8, "v_spectra": 10, **sizes})
+    values = {name: changes.get(name, one)[: other.range_of(name).size] for name, one in codebooks.items()}
+    trainer = Trainer(make_model(other), make_batches(other, 1), vocab=other, codebooks=values, progress=False)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        trainer.load_checkpoint(path)
+    assert "\n" not in str(caught.value)
+    assert trainer.state.clock.step == 0
+
+
+def test_what_tokens_mean_is_compared_and_not_how_they_are_trained(tmp_path, vocab, codebooks):
+    path = saved(tmp_path / "run", vocab, codebooks, progress=False)
+    as_arrays = {name: one.double().numpy() for name, one in codebooks.items()}
+    fewer = {"image": codebooks["image"]}
+    for options in (
+        {"vocab": vocab, "codebooks": as_arrays, "config": {"meaningful_loss": {"weight": 3.0, "kind": "huber"}}},
+        {"vocab": vocab, "codebooks": fewer},
+        {"loss": MeaningfulLoss(vocab, codebooks)},
+        {},
+    ):
+        trainer = Trainer(make_model(vocab), make_batches(vocab, 1), progress=False, **options)
+        trainer.load_checkpoint(path)
+        assert trainer.state.clock.step == 2
+
+
+def test_a_loss_made_by_hand_is_remembered_too(tmp_path, vocab, codebooks):
+    trainer = Trainer(
+        make_model(vocab),
+        make_batches(vocab, 2),
+        loss=MeaningfulLoss(vocab, codebooks),
+        config={"epochs": 1},
+        output_dir=tmp_path / "run",
+        meta={"who": "me"},
+        progress=False,
+    )
+    trainer.train()
+    meta = read_checkpoint(CheckpointManager(tmp_path / "run" / "checkpoints").latest()).meta
+    assert (meta["vocab"], meta["who"]) == (vocab.to_dict(), "me")
+
+
+# ------------------------------------------------------------------------------------------------ exactness
+
+
+def weights_of(trainer):
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("stop", [1, 3, 7])
+def test_resumed_run_draws_the_same_positions(tmp_path, vocab, codebooks, stop):
+    batches = make_batches(vocab, 4)
+
+    def trainer(folder, **config):
+        return Trainer(
+            make_model(vocab, dropout=0.1),
+            batches,
+            vocab=vocab,
+            codebooks=codebooks,
+            config={"epochs": 3, "meaningful_loss": {"sample_k": 2, "weight": 5.0}, **config},
+            output_dir=folder,
+            progress=False,
+        )
+
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    trainer(tmp_path / "parts", max_steps=stop).train()
+    resumed = trainer(tmp_path / "parts")
+    resumed.load_checkpoint(tmp_path / "parts")
+    assert resumed.state.clock.step == stop
+    resumed.train()
+    for name, value in weights_of(whole).items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    everything = trainer(tmp_path / "all", meaningful_loss={"weight": 5.0})
+    everything.train()
+    assert not torch.equal(everything.model.head.weight, whole.model.head.weight)  # sampling does make a difference
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_accumulated_small_batches_are_one_large_batch(vocab, codebooks, fused):
+    large = make_batches(vocab, 3, rows=8)
+    small = [{key: value[i : i + 2] for key, value in batch.items()} for batch in large for i in range(0, 8, 2)]
+    found = []
+    for batches, accumulate in ((large, 1), (small, 4)):
+        model = make_model(vocab).double()
+        Trainer(
+            model,
+            batches,
+            loss=MeaningfulLoss(vocab, codebooks, sample_k=None, weight=1.0, fused_head=fused),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            config={"epochs": 2, "grad_accum_steps": accumulate, "gradient_clip_norm": None, "precision": "fp32"},
+            progress=False,
+        ).train()
+        found.append(model.state_dict())
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], rtol=1e-10, atol=1e-10)
+    assert not torch.equal(found[0]["head.weight"], make_model(vocab).double().head.weight)
+
+
+def test_names_at_the_top():
+    for name in ("VocabSpec", "build_vocab_spec", "MeaningfulLoss", "combined_loss", "load_config"):
+        assert name in etude.__all__
+        assert getattr(etude, name).__name__ == name
