@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import (  # noqa: E402
     counters,
+    meaningful,
     multi_task,
     overhead,
     resume,
@@ -137,6 +138,17 @@ def test_linear_ce(tmp_path):
         assert plain["× less"] == plain["× time"] == 1.0
         assert chunked["× less"] > 1.0
         assert min(plain["ms"], chunked["ms"]) > 0
+
+
+def test_meaningful(tmp_path):
+    fused, drawn = run("meaningful", tmp_path)
+    assert [row["way"].partition(",")[0] for row in fused] == ["plain formula", "fused"] * (len(meaningful.KINDS) + 1)
+    assert all(row["ms"] > 0 and row["× faster"] > 0 for row in fused)
+    whole, *some = drawn
+    assert whole["× of all"] == whole["× of all, with CE"] == 1.0
+    errors = [row["gradient error"] for row in some]
+    assert errors == sorted(errors, reverse=True)
+    assert all(row["gradient error, with CE"] < row["gradient error"] for row in some)
 
 
 @pytest.mark.parametrize(

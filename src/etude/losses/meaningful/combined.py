@@ -1,6 +1,6 @@
 """Cross entropy and expected-value losses of all modalities together: as terms, and as one number for loops by hand."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -11,13 +11,14 @@ from etude.config.spelling import did_you_mean, listed
 from etude.core.errors import ConfigError, DataError, TrainingError
 from etude.core.head import HeadOutput
 from etude.core.terms import LossTerm, Terms
-from etude.core.vocab import VocabSpec
+from etude.core.vocab import Modality, VocabSpec
 from etude.losses.functional import IGNORE_INDEX, cross_entropy_term, mean_of
 from etude.losses.linear import linear_cross_entropy
 from etude.losses.meaningful.blocks import logits_sums
 from etude.losses.meaningful.fused import Part, expected_value_sums
-from etude.losses.meaningful.kinds import Reconstruction, make_reconstruction
-from etude.losses.meaningful.positions import choose_positions
+from etude.losses.meaningful.kinds import make_reconstruction
+from etude.losses.meaningful.positions import Positions, choose_positions
+from etude.losses.meaningful.reconstruction import Reconstruction
 
 WEIGHT = 0.1
 """The weight of a modality's loss that is not told otherwise."""
@@ -122,23 +123,32 @@ def meaningful_terms(
     names = [name for name in reconstructions if metrics or weights.get(name, 0.0)]
     if not names:
         return {}
-    parts, counts = [], []
-    for name in names:
-        modality = vocab.modalities[name]
-        chosen = choose_positions(targets, modality, sample_k, generator)
-        parts.append(Part(reconstructions[name], modality.slice, chosen.rows, chosen.targets, chosen.row_weights))
-        counts.append(chosen.count)
-    if isinstance(predictions, HeadOutput):
-        sums, squares = expected_value_sums(predictions, parts)
-    else:
-        sums, squares = logits_sums(predictions, parts)
+    chosen = {name: choose_positions(targets, vocab.modalities[name], sample_k, generator) for name in names}
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
+    for learns in (True, False):  # what is only measured needs no gradients
+        some = [name for name in names if (weights.get(name, 0.0) != 0) is learns]
+        parts = [_part(reconstructions[name], vocab.modalities[name], chosen[name]) for name in some]
+        if parts:
+            with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+                sums |= zip(some, _sums(predictions, parts), strict=True)
     terms: Terms = {}
-    for name, total, squared, count in zip(names, sums, squares, counts, strict=True):
-        weight = weights.get(name, 0.0)
-        terms[f"loss_{short_name(name)}"] = LossTerm(total if weight else total.detach(), count, weight)
+    for name in names:
+        (total, squared), count = sums[name], chosen[name].count
+        terms[f"loss_{short_name(name)}"] = LossTerm(total, count, weights.get(name, 0.0))
         if metrics:
             terms[f"mse_{short_name(name)}"] = LossTerm(squared, count, 0.0)
     return terms
+
+
+def _part(reconstruction: Reconstruction, modality: Modality, chosen: Positions) -> Part:
+    return Part(reconstruction, modality.slice, chosen.rows, chosen.targets, chosen.row_weights)
+
+
+def _sums(predictions: HeadOutput | Tensor, parts: Sequence[Part]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return the sum of losses and that of squared errors of every part."""
+    if isinstance(predictions, HeadOutput):
+        return zip(*expected_value_sums(predictions, parts), strict=True)
+    return zip(*logits_sums(predictions, parts), strict=True)
 
 
 def combined_loss(

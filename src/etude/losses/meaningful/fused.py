@@ -14,10 +14,10 @@ from torch import Tensor
 from etude.core.errors import TrainingError
 from etude.core.head import HeadOutput
 from etude.losses.linear import product_type, result_type
-from etude.losses.meaningful.kinds import Reconstruction
+from etude.losses.meaningful.reconstruction import Reconstruction
 from etude.losses.products import add_logit_gradients, chunk_rows_for, product
 
-CHUNK_BYTES = {"cuda": 256 << 20}
+CHUNK_BYTES = {"cuda": 32 << 20}
 """Size of a chunk's logits, by device type."""
 DEFAULT_CHUNK_BYTES = 4 << 20
 """On a CPU what is at hand should stay in its cache."""
