@@ -7,7 +7,7 @@ EXPERIMENT ?= lenet5/lecun1998
 
 help:
 	@echo "make train      set up .venv and train $(EXPERIMENT) on real data (EXPERIMENT=… for another)"
-	@echo "make data       set up .venv and build the data of code_multitask from Python's standard library"
+	@echo "make data       set up .venv and build the data of code_multitask (the standard library) and variable_stars (12 MB)"
 	@echo "make test       set up .venv, then lint, types and tests"
 	@echo "make test-slow  the fault, soak and scale tests in full"
 	@echo "make bench      speed tables, measured against a hand-written loop and other trainers"
@@ -18,6 +18,7 @@ train: .venv/.core
 
 data: .venv/.core
 	.venv/bin/python experiments/code_multitask/prepare.py
+	.venv/bin/python experiments/variable_stars/prepare.py
 
 test: lint
 	.venv/bin/pytest -n 2 --dist worksteal -m "not slow" tests

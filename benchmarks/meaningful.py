@@ -256,8 +256,8 @@ def sampling_table(device: torch.device, shape: tuple[int, int], quick: bool) ->
     how = (
         f"On {device_name(device)}. Forward and backward of the whole model ({training.model.num_parameters():,} "
         f"parameters, {training.vocab.vocab_size:,} tokens, weights of 0.1), fused, after {steps} steps of training. "
-        f"All k in turns, medians of {rounds} rounds, ratios within a round. Gradient error: |drawn - all| / |all| over "
-        f"all parameters, mean of {draws} draws; with CE of the whole objective."
+        f"All k in turns, medians of {rounds} rounds, ratios within a round. Gradient error: |drawn - all| / |all| "
+        f"over all parameters, mean of {draws} draws; with CE of the whole objective."
     )
     return Table(title, columns, how, rows)
 

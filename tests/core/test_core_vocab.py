@@ -291,6 +291,18 @@ def test_vocabularies_that_differ():
     assert vocab != build_vocab_spec(v_image=3, v_scalar=4, special=("MISS", "PAD", "BOS", "EOS", "SEP", "MASK"))
 
 
+def test_equal_vocabularies_have_the_same_hash():
+    vocab = build_vocab_spec(v_image=3, v_scalar=4)
+    turned = VocabSpec(dict(reversed(vocab.special.items())), dict(reversed(vocab.modalities.items())))
+    others = [
+        build_vocab_spec(v_image=4, v_scalar=3),
+        build_vocab_spec(v_image=3, v_scalar=4, special=("PAD", "MISS")),
+    ]
+    assert turned == vocab
+    assert hash(turned) == hash(vocab) == hash(VocabSpec.from_dict(vocab.to_dict()))
+    assert len({vocab, turned, *others}) == 3
+
+
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda vocab: pickle.loads(pickle.dumps(vocab))])
 def test_copies(again):
     vocab = build_vocab_spec(v_image=3, modalities={"class": 4})

@@ -1,6 +1,7 @@
 """Folders of multimodal data: written, checked against their vocabulary, and read as batches a model can take."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -210,6 +211,26 @@ def test_a_folder_without_a_vocabulary_is_as_before(tmp_path):
     splits = load_tokens(str(tmp_path), length=4)
     assert (splits.vocab, splits.codebooks, splits.edges, splits.num_types) == (None, {}, {}, None)
     assert splits.vocab_size == 9
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_folder_whose_vocabulary_got_lost_is_not_taken_for_text(folder, tmp_path_factory, split):
+    lone = tmp_path_factory.mktemp("lone")
+    with TokenWriter(lone / "train.bin", meta={"vocab_size": 9, "vocab": "gpt2"}) as writer:  # their own fact
+        writer.add(np.arange(9))
+    assert load_tokens(str(lone), length=4).vocab is None
+    shutil.copy(folder / "train.bin", lone / f"{split}.bin")
+    load = (
+        lambda: load_tokens(str(lone), length=4),
+        lambda: load_token_mixture({"a": str(lone)}, {"a": 1.0}, length=4),
+    )
+    for one in load:
+        words = (
+            rf"{split}\.bin was written for several modalities, but there is no vocab\.json beside it; copy it there"
+        )
+        with pytest.raises(DataError, match=words) as caught:
+            one()
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("meta", "expected"), [({}, 4), ({"num_types": 7}, 7)])

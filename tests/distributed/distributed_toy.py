@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from etude.config import register
-from etude.core import DataError, LossTerm
+from etude.core import DataError, LossTerm, build_vocab_spec
 from etude.data import DataSplits, TensorData
 from etude.engine.callback import Callback
 from etude.losses import LossStrategy
@@ -43,6 +43,36 @@ def sentences(count: int, seed: int) -> TensorData:
 def text(samples: int = 50, validation: int = 21) -> DataSplits:
     """Return token sequences of very different lengths."""
     return DataSplits(sentences(samples, 1), sentences(validation, 2))
+
+
+VOCAB = build_vocab_spec(v_scalar=8, modalities={"vector": 5})  # 19 tokens, as many as `toy_lm` has
+
+
+def modal_rows(count: int, seed: int) -> TensorData:
+    """Half of the rows are MISS alone, a third has scalars, a sixth vectors too: most ranks lack a modality at times."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.full((count, LENGTH), VOCAB.miss_id)
+    tokens[:, 0] = VOCAB.special["BOS"]
+    for name, every, last in (("scalar", 2, LENGTH), ("vector", 6, 5)):
+        codes = torch.randint(-1, VOCAB.range_of(name).size, (count, LENGTH), generator=generator)
+        tokens[::every, 1:last] = VOCAB.encode(name, codes)[::every, 1:last]
+    tokens[4::5, 7:] = VOCAB.pad_id
+    return TensorData({"input_ids": tokens, "attention_mask": (tokens != VOCAB.pad_id).long()})
+
+
+@register("data", "toy_modal")
+def modal(samples: int = 41, validation: int = 21) -> DataSplits:
+    """Return sequences of scalars, vectors and missing values, with their vocabulary and what its tokens stand for."""
+    edges = torch.tensor([-3.0, -2.0, -1.5, -0.5, 0.0, 0.25, 1.0, 2.0, 4.0])
+    vectors = torch.randn(5, 3, generator=torch.Generator().manual_seed(3))
+    return DataSplits(
+        modal_rows(samples, 1),
+        modal_rows(validation, 2),
+        vocab=VOCAB,
+        vocab_size=VOCAB.vocab_size,
+        codebooks={"scalar": (edges[1:] + edges[:-1]) / 2, "vector": vectors},
+        edges={"scalar": edges},
+    )
 
 
 @register("data", "toy_missing")
@@ -97,12 +127,13 @@ class Net(nn.Module):
 class LanguageModel(nn.Module):
     """Embedding, GRU, head; with `spare`, a layer that takes no part in the loss."""
 
-    def __init__(self, width: int = 16, spare: bool = False) -> None:
+    def __init__(self, width: int = 16, spare: bool = False, double: bool = False) -> None:
         super().__init__()
         self.spare = nn.Linear(4, 4) if spare else None
         self.embed = nn.Embedding(VOCABULARY, width)
         self.mix = nn.GRU(width, width, batch_first=True)
         self.head = nn.Linear(width, VOCABULARY)
+        self.to(torch.float64 if double else torch.float32)
 
     def forward(self, input_ids):
         return self.head(self.mix(self.embed(input_ids))[0])

@@ -18,6 +18,16 @@ HEAD = {"loss": {"name": "language_modeling", "fused_head": "head"}}
 TERMS = {"loss": {"name": "toy_terms"}}
 
 
+def modal(kind, **loss):
+    """Rows over two modalities, many of them MISS alone, whose last batch of one leaves a process without samples."""
+    return {
+        "data": {"name": "toy_modal", "samples": 41},
+        "model": {"name": "toy_lm", "double": True},
+        "loss": {"name": "meaningful", "kind": kind, "weights": {"vector": 3.0}, "weight": 2.0, "sample_k": None}
+        | loss,
+    }
+
+
 def points(samples, **model):
     """Points, and a model in float64: what differs is the division, which is float32 everywhere."""
     return {
@@ -44,6 +54,8 @@ CASES = {
     ),
     "several terms": ((2, 3), {}, points(49) | TERMS),
     "several terms, accumulation": ((3,), {"grad_accum_steps": 4}, points(50) | TERMS),
+    "meaningful": ((2,), {"grad_accum_steps": 2}, modal({"scalar": "hl_gauss"}, fused_head=False)),
+    "meaningful, fused head": ((2,), {"grad_accum_steps": 2}, modal({"scalar": "wasserstein"}, fused_head="head")),
     # the norms of layers are those after the processes have met, and are in the records
     "gradient monitor": (
         (2, 3),

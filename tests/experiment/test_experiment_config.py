@@ -87,6 +87,25 @@ def test_token_dialect_loads_as_it_stands(tmp_path):
         create_model_config(config)
 
 
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ("optimizer: {lr: 0.1, weight_decay: 0.2}", (0.1, 0.2, None)),
+        ("optimizer: {name: adamw, lr: 0.1}", (0.1, 0.01, None)),
+        ("optimizer: {name: sgd, lr: 0.1, weight_decay: 0.2}", (None, None, None)),
+        ("scheduler: {name: warmup_cosine, warmup_steps: 7}", (None, None, 7)),
+        ("scheduler: {name: inverse_sqrt, warmup_steps: 7}", (None, None, None)),
+        ("optimizer: {name: adam, lr: 0.1}\nscheduler: {name: warmup_cosine, warmup_steps: 7}", (None, None, 7)),
+        ("training: {learning_rate: 0.1, warmup_steps: 7}", (0.1, 0.01, 7)),
+    ],
+)
+def test_training_has_only_what_a_trainer_in_python_acts_on_as_the_file_says(tmp_path, sections, expected):
+    """A `Trainer` makes AdamW and warmup_cosine of these numbers, so they must be for them."""
+    config = load(tmp_path, f"model: {{name: lenet5}}\n{sections}\n")
+    training = config.training
+    assert (training.learning_rate, training.weight_decay, training.warmup_steps) == expected
+
+
 def test_both_dialects_mean_the_same(tmp_path):
     (tmp_path / "one" / "configs").mkdir(parents=True)
     one = load(

@@ -3,16 +3,18 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from etude import Trainer
 from etude.checkpoint import CheckpointManager, read_checkpoint
 from etude.config import Document, build_selection
 from etude.core import CheckpointError, ConfigError, DataError, VocabSpec, build_vocab_spec
-from etude.data import MultimodalWriter, ScalarTokenizer, TokenWriter, VectorTokenizer, write_modalities
+from etude.data import MultimodalWriter, ScalarTokenizer, TokenWriter, VectorTokenizer, load_tokens, write_modalities
 from etude.experiment import (
     build_trainer,
     evaluate_run,
@@ -23,6 +25,7 @@ from etude.experiment import (
     validate_experiment,
 )
 from etude.losses import MeaningfulLoss
+from etude.losses.meaningful import make_reconstruction
 
 IMAGE, SCALAR, CLASS = 9, 6, 3
 
@@ -46,7 +49,7 @@ def stars(tmp_path, monkeypatch):
     draw = torch.Generator().manual_seed(3)
     tokenizers = {
         "image": VectorTokenizer(torch.randn(IMAGE, 2, generator=draw)),
-        "scalar": ScalarTokenizer(torch.linspace(-3, 3, SCALAR + 1)),
+        "scalar": ScalarTokenizer(torch.tensor([-3, -2, 0, 0.5, 1, 2.5, 3])),
     }
     write_modalities("stars", vocab, tokenizers)
     for split, rows in (("train", 40), ("validation", 16), ("test", 16)):
@@ -92,8 +95,32 @@ def test_loss_gets_vocabulary_codebooks_and_edges_of_the_data(stars):
         assert torch.equal(
             loss.reconstructions[name].values.float(), tokenizer.values.reshape(len(tokenizer.values), -1)
         )
-    assert torch.equal(loss.reconstructions["scalar"].edges.float(), tokenizers["scalar"].edges)
+    centres, edges = tokenizers["scalar"].values, tokenizers["scalar"].edges
+    of_the_data, guessed = (make_reconstruction("hl_gauss", centres, edges=one) for one in (edges, None))
+    found = loss.reconstructions["scalar"].soft_targets(torch.arange(SCALAR))
+    torch.testing.assert_close(found, of_the_data.soft_targets(torch.arange(SCALAR)))
+    assert (found - guessed.soft_targets(torch.arange(SCALAR))).abs().max() > 0.05
     assert (trainer.model.vocab_size, trainer.model.n_types) == (vocab.vocab_size, vocab.num_types)
+
+
+def test_python_gets_the_same_loss_from_the_same_data(stars):
+    config = load(CONFIG, "loss.kind=hl_gauss", "model.dropout=0")
+    trainer, splits = build_trainer(config, progress=False), load_tokens("stars", read="documents", length=12)
+    given = {"vocab": splits.vocab, "codebooks": splits.codebooks, "edges": splits.edges}
+    again = Trainer(trainer.model, config=config.training, progress=False, **given)
+    batches = list(splits.make_loader("validation", 8))
+    assert again.evaluate(batches) == trainer.evaluate(batches)
+
+
+def test_a_run_is_built_from_its_sections_and_what_training_is_filled_in_with_is_not_applied_again(stars):
+    config = load(CONFIG, "training.warmup_steps=4")
+    assert (config.training.warmup_steps, config.training.learning_rate) == (4, 0.01)
+    rates = []
+    for sections in (config.sections, {**config.sections, "scheduler": None}):
+        trainer = build_trainer(replace(config, sections=sections), progress=False)
+        trainer.train()
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+    assert rates[1] == 0.01 > rates[0]
 
 
 def test_n_types_of_the_file_wins(stars):

@@ -15,17 +15,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronizatio
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-@pytest.fixture
-def no_waiting():
-    """Within the test, switching this on makes any wait for the device an error."""
-
-    def switch(on):
-        torch.cuda.set_sync_debug_mode("error" if on else "default")
-
-    yield switch
-    torch.cuda.set_sync_debug_mode("default")
-
-
 def make(tokens, classes, width, dtype=torch.float32):
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, device="cuda", dtype=torch.float64).to(dtype).requires_grad_()

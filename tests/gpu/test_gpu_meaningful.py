@@ -19,17 +19,6 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, t
 VOCAB = build_vocab_spec(v_image=513, v_scalar=67, modalities={"one": 1})
 
 
-@pytest.fixture
-def no_waiting():
-    """Within the test, switching this on makes any wait for the device an error."""
-
-    def switch(on):
-        torch.cuda.set_sync_debug_mode("error" if on else "default")
-
-    yield switch
-    torch.cuda.set_sync_debug_mode("default")
-
-
 def books(dtype=torch.float64, device="cpu"):
     g = torch.Generator().manual_seed(0)
     image = torch.randn(513, 16, generator=g, dtype=torch.float64)

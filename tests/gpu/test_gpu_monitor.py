@@ -50,17 +50,6 @@ def data(samples=640, marked=()):
     return x, torch.randint(10, (samples,), generator=generator)
 
 
-@pytest.fixture
-def no_waiting():
-    """Within the test, switching this on makes any wait for the device an error."""
-
-    def switch(on):
-        torch.cuda.set_sync_debug_mode("error" if on else "default")
-
-    yield switch
-    torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_step_that_is_looked_at_never_waits(no_waiting, precision, recompute):

@@ -80,17 +80,6 @@ def make_step(model, task, precision, lr=1e-3):
     return Step(model, task, updater, chosen, metrics=True)
 
 
-@pytest.fixture
-def no_waiting():
-    """Within the test, switching this on makes any wait for the device an error."""
-
-    def switch(on):
-        torch.cuda.set_sync_debug_mode("error" if on else "default")
-
-    yield switch
-    torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("name", WEIGHTINGS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("num_micro", [1, 3])

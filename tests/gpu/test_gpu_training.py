@@ -36,17 +36,6 @@ def data(samples=512, device="cuda"):
     return x.to(device), y.to(device)
 
 
-@pytest.fixture
-def no_waiting():
-    """Within the test, switching this on makes any wait for the device an error."""
-
-    def switch(on):
-        torch.cuda.set_sync_debug_mode("error" if on else "default")
-
-    yield switch
-    torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("num_micro", [1, 4])

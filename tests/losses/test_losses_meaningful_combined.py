@@ -385,7 +385,7 @@ def test_edges_lie_halfway_and_as_far_out_as_in():
 
 def test_codebooks_are_looked_at_once_in_a_loop(monkeypatch):
     """Checking them waits for a device; other tensors, changed ones and other settings are looked at again."""
-    from etude.losses.meaningful import combined
+    from etude.losses.meaningful import by_hand as combined
 
     calls = []
     usual = combined.make_reconstructions
@@ -420,3 +420,33 @@ def test_codebooks_are_looked_at_once_in_a_loop(monkeypatch):
     for _ in range(2):
         with pytest.raises(DataError, match="code 2 is not finite"):
             looked(broken)
+
+
+@pytest.mark.parametrize("kind", ["mse", "huber", "wasserstein", "hl_gauss"])
+def test_training_goes_on_after_a_call_in_inference_mode(kind):
+    hidden, weight, targets = make(torch.float32)
+    centers = SCALAR.clone()
+    with torch.inference_mode():
+        _, before = combined_loss(hidden @ weight.T, targets, VOCAB, scalar_centers=centers, config={"kind": kind})
+    logits = (hidden @ weight.T).detach().requires_grad_()
+    loss, after = combined_loss(logits, targets, VOCAB, scalar_centers=centers, config={"kind": kind})
+    loss.backward()
+    assert logits.grad.abs().sum() > 0
+    assert float(before["loss_sca"]) == pytest.approx(float(after["loss_sca"]))
+
+
+def test_edges_of_bins_are_used():
+    hidden, weight, targets = make(torch.float64)
+    centers = torch.linspace(0, 1, VOCAB.range_of("scalar").size, dtype=torch.float64)
+    edges = bin_edges(centers)
+    edges[0] -= 3.0
+    config = {"kind": "hl_gauss", "weight_scalar": 1.0}
+    guessed, uneven = (
+        combined_loss(hidden @ weight.T, targets, VOCAB, scalar_centers=centers, edges=given, config=config)[1]
+        for given in (None, {"scalar": edges})
+    )
+    codes = VOCAB.decode("scalar", targets)
+    own = (hidden @ weight.T)[codes >= 0][:, VOCAB.range_of("scalar").slice]
+    expected = make_reconstruction("hl_gauss", centers, edges=edges).row_losses(own, codes[codes >= 0]).mean()
+    assert float(uneven["loss_sca"]) == pytest.approx(float(expected.detach()))
+    assert float(guessed["loss_sca"]) != pytest.approx(float(expected.detach()), rel=1e-6)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from etude.core import HeadOutput, TrainingError, build_vocab_spec
 from etude.losses.meaningful import fused, make_reconstruction, meaningful_terms
-from etude.losses.meaningful.blocks import logits_sums
+from etude.losses.meaningful.blocks import logits_sums, squared_error_sums
 from etude.losses.meaningful.fused import ExpectationProblem, Part, chunked_expectation, expected_value_sums
 
 KINDS = ["mse", "huber", "wasserstein", "hl_gauss"]
@@ -165,8 +165,13 @@ def from_hidden(problem, chunk="auto"):
     return expected_value_sums(problem.head, problem.parts(), chunk)
 
 
+def sums_of(logits, parts):
+    """Return sums of losses and of squared errors by the plain formula."""
+    return logits_sums(logits, parts), squared_error_sums(logits, parts)
+
+
 def from_logits(problem):
-    return logits_sums(problem.head.logits, problem.parts())
+    return sums_of(problem.head.logits, problem.parts())
 
 
 # ------------------------------------------------------------------------------------------ values and gradients
@@ -194,9 +199,9 @@ def test_the_plain_twin_that_takes_logits(kind, dtype, softcap):
 def test_logits_in_half_precision_are_worth_what_they_are(kind, dtype):
     problem = Problem(kind, dtype)
     logits = problem.head.logits.detach().requires_grad_()
-    losses, squares = logits_sums(logits, problem.parts())
+    losses, squares = sums_of(logits, problem.parts())
     exact = logits.detach().double().requires_grad_()
-    more, squares_more = logits_sums(exact, problem.parts())
+    more, squares_more = sums_of(exact, problem.parts())
     for found, expected in zip([*losses, *squares], [*more, *squares_more], strict=True):
         assert found.dtype is torch.float32
         assert_near(found, expected, 1e-5, least=1.0)
@@ -277,7 +282,7 @@ def test_batches_without_any_value(kind, filled_with, as_head):
         sample_k=5,
         metrics=True,
     )
-    assert len(terms) == 2 * len(recon)
+    assert len(terms) == len(recon) * (1 if kind == "mse" else 2)  # the squared error is the loss itself
     assert all(float(term.sum.detach()) == 0.0 and float(term.count) == 0.0 for term in terms.values())
     grads = torch.autograd.grad(sum(terms[f"loss_{name}"].sum for name in ("one", "number")), problem.inputs)
     assert not any(bool(grad.any()) for grad in grads)
@@ -364,7 +369,7 @@ def test_no_second_derivative_of_hidden_states_but_of_logits():
         torch.autograd.grad(total_of(losses), problem.inputs, create_graph=True)
     parts = problem.parts()
     logits = problem.head.logits.detach().requires_grad_()
-    assert torch.autograd.gradgradcheck(lambda logits: tuple(logits_sums(logits, parts)[0]), (logits,))
+    assert torch.autograd.gradgradcheck(lambda logits: tuple(logits_sums(logits, parts)), (logits,))
 
 
 def test_the_same_call_gives_the_same_bits():
@@ -560,7 +565,7 @@ def test_bfloat16_adds_up_the_weights_gradient_in_float32():
     assert torch.autograd.grad(loss, weight)[0].flatten().tolist() == [-1.0 * num, 1.0 * num]
 
 
-def test_rows_of_weight_0_count_for_nothing_even_if_they_are_not_finite():
+def test_losses_of_rows_of_weight_0_count_for_nothing_even_if_not_finite():
     problem = Problem("mse", torch.float32, shapes={"a": (6,)})
     problem.targets = 6 + torch.arange(29) % 6
     problem.row_weights[10:] = 0.0
@@ -588,8 +593,9 @@ def test_a_codebook_is_brought_to_a_device_and_type_once():
     recon = make_reconstruction("huber", torch.tensor([0.0, 1.0, 5.0], dtype=torch.float64), huber_delta=0.3)
     one = recon.on(torch.device("cpu"), torch.float32)
     assert recon.on(torch.device("cpu"), torch.float32) is one
-    assert (one.values.dtype, one.delta, recon.values.dtype) == (torch.float32, 0.3, torch.float64)
-    assert recon.on(torch.device("cpu"), torch.float64).values.dtype is torch.float64
+    assert (one.centred.dtype, one.delta, recon.centred.dtype) == (torch.float32, 0.3, torch.float64)
+    exact = one.on(torch.device("cpu"), torch.float64)  # not of the rounded ones
+    assert torch.equal(exact.centred, recon.centred)
 
 
 # ------------------------------------------------------------------------------------------ memory
@@ -634,8 +640,8 @@ def test_neither_all_logits_nor_all_probabilities_are_ever_held(kind, softcap, t
 
 def test_terms_with_metrics_from_a_head_hold_a_chunk_at_a_time(monkeypatch):
     monkeypatch.setattr(fused, "DEFAULT_CHUNK_BYTES", 1)  # as few rows as there can be: 64
-    problem = Problem("mse", torch.float32, num=1000, width=4, shapes={"a": (97, 5), "b": (61,)})
-    recon = {name: make_reconstruction("mse", values) for name, values in problem.values.items()}
+    problem = Problem("huber", torch.float32, num=1000, width=4, shapes={"a": (97, 5), "b": (61,)})
+    recon = {name: make_reconstruction("huber", values) for name, values in problem.values.items()}
     with Largest() as largest:
         terms = meaningful_terms(
             problem.head, problem.targets, problem.vocab, recon, {"a": 1.0, "b": 0.5}, sample_k=None, metrics=True

@@ -113,7 +113,7 @@ def by_hand(model, inputs, nexts, weights):
         values = values.double().reshape(len(values), -1)
         probs = torch.softmax(logits[own][:, VOCAB.range_of(name).slice], 1)
         loss = (probs @ values - values[codes[own]]).square().mean(1).sum()
-        found[f"loss_{short}"] = found[f"mse_{short}"] = (loss, int(own.sum()))
+        found[f"loss_{short}"] = (loss, int(own.sum()))
     total = sum(weights[name] * found[name][0] / max(found[name][1], 1) for name in weights)
     return found, total
 
@@ -239,7 +239,7 @@ def test_without_cross_entropy_it_is_measured_in_evaluation():
     model = Model()
     loss = MeaningfulLoss(VOCAB, BOOKS, use_ce=False, sample_k=None)
     terms = run(loss, model, batch)
-    assert set(terms) == {"loss_img", "mse_img", "loss_sca", "mse_sca"}
+    assert set(terms) == {"loss_img", "loss_sca"}
     assert set(loss.counts(batch)) == {"loss_img", "loss_sca"}
     with torch.no_grad():
         terms = run(loss, model, batch)
@@ -270,9 +270,7 @@ def test_padding_does_not_count_and_missing_values_do():
             "loss_ce": counted,
             "accuracy": counted,
             "loss_img": 0,
-            "mse_img": 0,
             "loss_sca": 0,
-            "mse_sca": 0,
         }
         grads = torch.autograd.grad(objective(terms), model.parameters())
         assert all(bool(grad.isfinite().all()) for grad in grads)
@@ -298,7 +296,7 @@ def test_evaluation_looks_at_all_positions_and_draws_nothing(fused):
 
 
 def test_training_draws_k_positions_of_each_modality(monkeypatch):
-    from etude.losses.meaningful import combined
+    from etude.losses.meaningful import terms as combined
 
     seen = []
     usual = combined.choose_positions
@@ -314,15 +312,15 @@ def test_training_draws_k_positions_of_each_modality(monkeypatch):
 
 
 def test_derived_numbers():
-    loss = MeaningfulLoss(VOCAB, BOOKS, weights={"image": 0.5}, weight=0.25)
-    means = {"loss_ce": 2.0, "accuracy": 0.5, "loss_img": 3.0, "mse_img": 4.0, "loss_sca": 8.0, "mse_sca": 9.0}
+    loss = MeaningfulLoss(VOCAB, BOOKS, weights={"image": 0.5}, weight=0.25, kind={"image": "huber", "scalar": "mse"})
+    means = {"loss_ce": 2.0, "accuracy": 0.5, "loss_img": 3.0, "mse_img": 4.0, "loss_sca": 8.0}
     assert derive(SupervisedTask(loss), means) == {
         **means,
         "loss": 5.5,
         "loss_total": 5.5,
         "perplexity": pytest.approx(math.exp(2.0)),
         "rmse_img": 2.0,
-        "rmse_sca": 3.0,
+        "rmse_sca": pytest.approx(8.0**0.5),
     }
     assert loss.derived({**means, "nll": 1.0})["perplexity"] == pytest.approx(math.e)
     assert loss.derived({"loss_ce": 2.0, "loss_sca": 8.0})["loss"] == 4.0
@@ -528,3 +526,32 @@ def test_outputs_that_do_not_fit():
         loss.terms(torch.zeros(4, 20, 19), {"tokens": tokens}, metrics=False)
     with pytest.raises(TrainingError, match="needs integer labels"):
         loss.terms(torch.zeros(4, 20, 20), {"tokens": tokens.float()}, metrics=False)
+
+
+def test_a_modality_without_positions_has_no_part_in_the_total():
+    loss = MeaningfulLoss(VOCAB, BOOKS, weights={"image": 0.5, "scalar": 2.0})
+    means = {"loss_ce": 1.0, "loss_img": float("nan"), "loss_sca": 0.25}
+    numbers = loss.derived(means)
+    assert numbers["loss"] == numbers["loss_total"] == 1.5
+    assert numbers["rmse_img"] != numbers["rmse_img"]
+    nothing = loss.derived(dict.fromkeys(means, float("nan")))
+    assert nothing["loss"] != nothing["loss"]
+
+
+def test_what_is_only_measured_computes_no_gradients_and_spoils_none(monkeypatch):
+    from etude.losses.meaningful import fused
+
+    wanted = []
+    usual = fused.chunked_expectation
+    monkeypatch.setattr(
+        fused, "chunked_expectation", lambda problem: wanted.append(problem.want_weight) or usual(problem)
+    )
+    huge = {"image": BOOKS["image"].float() * 1e25, "scalar": BOOKS["scalar"]}
+    loss = MeaningfulLoss(VOCAB, huge, weights={"image": 0.0, "scalar": 1.0}, fused_head=True)
+    model = Model()
+    terms = run(loss, model, batches()["tokens"][0], metrics=True)
+    assert sorted(wanted) == [False, True]
+    assert terms["loss_img"].weight == 0.0
+    assert not terms["loss_img"].sum.requires_grad
+    torch.stack([term.sum * term.weight for term in terms.values() if term.weight]).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)

@@ -11,7 +11,16 @@ from torch import nn
 
 from etude.core.batch import DataBatch, JointBatch
 from etude.core.errors import ConfigError, DataError, TrainingError
-from etude.losses import BinaryLoss, ClassificationLoss, LanguageModelingLoss, MultiLabelLoss, MultiTask, TaskSpec
+from etude.core.vocab import build_vocab_spec
+from etude.losses import (
+    BinaryLoss,
+    ClassificationLoss,
+    LanguageModelingLoss,
+    MeaningfulLoss,
+    MultiLabelLoss,
+    MultiTask,
+    TaskSpec,
+)
 from etude.losses.weighting import (
     FAMO,
     DynamicWeightAverage,
@@ -269,6 +278,15 @@ def test_counts_ahead_are_those_of_the_terms_with_penalties():
     assert {name: float(term.count) for name, term in terms.items()} == {n: float(c) for n, c in ahead.items()}
     assert terms["kind/penalty"].count.item() == terms["kind/penalty"].sum.item() == 0  # no labels: nothing to learn
     assert float(terms["flags/penalty"].count) == 1
+
+
+def test_a_loss_of_several_terms_is_refused_when_its_labels_are_counted():
+    vocab = build_vocab_spec(v_scalar=4)
+    loss = MeaningfulLoss(vocab, {"scalar": torch.arange(4.0)})
+    task = MultiTask({"value": TaskSpec("value", loss, labels="ids")})
+    words = "task 'value': its loss has the weighted terms loss_ce, loss_sca, a task has one, 'loss'; split the task"
+    with pytest.raises(TrainingError, match=words):
+        task.counts({"input": torch.zeros(2, 3), "ids": torch.tensor([[6, 7, 1], [2, 9, 3]])})
 
 
 def test_terms_of_weight_0_are_not_among_those_that_ranks_agree_on():

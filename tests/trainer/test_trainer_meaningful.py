@@ -23,6 +23,7 @@ from etude import (
 from etude.checkpoint import CheckpointManager, read_checkpoint
 from etude.core import CheckpointError, ConfigError, DataError
 from etude.data import load_codebook, load_npz_key
+from etude.losses import LanguageModelingLoss
 from etude.optim import cosine_schedule_with_warmup
 
 CONFIG = """\
@@ -202,8 +203,23 @@ def test_arrays_and_other_modalities():
     total = stats["loss_ce"] + 0.5 * stats["loss_sca"] + 2.0 * stats["loss_period"]
     assert stats["loss_total"] == pytest.approx(total)
     assert stats["loss_period"] != pytest.approx(stats["mse_period"])  # the kind was taken
-    assert stats["loss_sca"] == pytest.approx(stats["mse_sca"])
+    assert stats["rmse_sca"] == pytest.approx(stats["loss_sca"] ** 0.5)
     assert "loss_class" not in stats  # it has no codebook
+
+
+@pytest.mark.parametrize("form", [torch.Tensor.clone, torch.Tensor.numpy])
+def test_edges_of_bins_reach_the_loss(vocab, codebooks, form):
+    edges = torch.tensor([-4.0, -1.9, -1.3, -0.5, 0.1, 0.4, 1.0, 1.5, 2.1])
+    config = {"meaningful_loss": {"kind": {"scalar": "hl_gauss"}}}
+    given = {"codebooks": codebooks, "config": config, "progress": False}
+    batches = make_batches(vocab, 2)
+    found, guessed = (
+        Trainer(make_model(vocab), vocab=vocab, **given, **more).evaluate(batches)["loss_sca"]
+        for more in ({"edges": {"scalar": form(edges)}}, {})
+    )
+    loss = MeaningfulLoss(vocab, codebooks, kind={"scalar": "hl_gauss"}, edges={"scalar": edges})
+    assert found == Trainer(make_model(vocab), loss=loss, progress=False).evaluate(batches)["loss_sca"]
+    assert abs(found - guessed) > 1e-5
 
 
 def test_custom_training_loop(vocab, codebooks, capsys):
@@ -348,6 +364,7 @@ def test_model_of_the_usual_size_can_be_made():
     ("given", "words"),
     [
         ({"image_codebook": torch.zeros(12, 3)}, "image_codebook= says what tokens stand for, .*; give vocab= too"),
+        ({"edges": {"scalar": torch.zeros(9)}}, "edges= says what tokens stand for, .*; give vocab= too"),
         ({"use_ce": False}, "use_ce=False leaves the reconstruction of values, which needs vocab= and codebooks="),
         (
             {"config": {"meaningful_loss": {}}},
@@ -499,6 +516,36 @@ def test_what_tokens_mean_is_compared_and_not_how_they_are_trained(tmp_path, voc
         trainer = Trainer(make_model(vocab), make_batches(vocab, 1), progress=False, **options)
         trainer.load_checkpoint(path)
         assert trainer.state.clock.step == 2
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"vocab": "gpt2", "codebooks": ["a", "b"]},
+        {"vocab": {"size": 50257}, "codebooks": {"image": "vq.npz"}},
+        {"vocab": {"special": 3, "modalities": None}, "codebooks": 7},
+        {"vocab": {"special": {"PAD": 0}, "modalities": {"image": [6, 12]}}},
+    ],
+)
+def test_facts_of_the_user_s_own_are_not_compared(tmp_path, vocab, codebooks, own):
+    modal = Trainer(make_model(vocab), make_batches(vocab, 2), vocab=vocab, codebooks=codebooks, progress=False)
+    plain = {"loss": LanguageModelingLoss(), "config": {"epochs": 1}, "progress": False}
+    before = Trainer(make_model(vocab), make_batches(vocab, 2), meta=own, output_dir=tmp_path / "run", **plain)
+    before.train()
+    path = CheckpointManager(tmp_path / "run" / "checkpoints").latest()
+    assert read_checkpoint(path).meta["vocab"] == own["vocab"]
+    for now in (modal, Trainer(make_model(vocab), make_batches(vocab, 2), meta=own, **plain)):
+        now.load_checkpoint(path)
+        assert now.state.clock.step == 2
+
+
+def test_codebooks_of_the_user_s_own_beside_a_vocabulary(tmp_path, vocab, codebooks):
+    facts = {"vocab": vocab.to_dict(), "codebooks": {"image": "vq.npz"}}
+    plain = {"loss": LanguageModelingLoss(), "config": {"epochs": 1}, "progress": False}
+    Trainer(make_model(vocab), make_batches(vocab, 2), meta=facts, output_dir=tmp_path / "run", **plain).train()
+    now = Trainer(make_model(vocab), make_batches(vocab, 2), vocab=vocab, codebooks=codebooks, progress=False)
+    now.load_checkpoint(tmp_path / "run")
+    assert now.state.clock.step == 2
 
 
 def test_a_loss_made_by_hand_is_remembered_too(tmp_path, vocab, codebooks):

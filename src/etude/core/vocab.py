@@ -69,6 +69,10 @@ class VocabSpec:
         object.__setattr__(self, "modalities", modalities)
         object.__setattr__(self, "vocab_size", last + 1)
 
+    def __hash__(self) -> int:
+        """Return the hash of names and ids; equal vocabularies have the same, in whatever order they were given."""
+        return hash((frozenset(self.special.items()), frozenset(self.modalities.values())))
+
     @property
     def pad_id(self) -> int:
         """The id that fills sequences up; nothing learns from it."""
@@ -140,7 +144,11 @@ class VocabSpec:
         return next((m.name for m in self.modalities.values() if m.base <= token < m.stop), None)
 
     def types(self, tokens: Tensor) -> Tensor:
-        """Return the type of every token: 0 for special tokens, 1 for the first modality, and so on."""
+        """Return the type of every token: 0 for special tokens, 1 for the first modality, and so on.
+
+        MISS is a special token here, of type 0: its id does not tell what is missing. Where that is known, as it is to
+        `MultimodalWriter`, MISS has the type of its modality.
+        """
         tokens = tokens.long()
         result = torch.zeros_like(tokens)
         for place, modality in enumerate(self.modalities.values(), start=1):

@@ -13,6 +13,7 @@ from etude.data import DataLoader, DataLoaderFactory, DataSplits, StreamLoader
 from etude.data.splits import SplitName
 from etude.distributed import World
 from etude.experiment.config import ExperimentConfig
+from etude.experiment.dialects import MOVED_KEYS
 from etude.experiment.tasks import build_curriculum, build_tasks, own_data, with_own_data
 from etude.experiment.vocabulary import find_vocabulary
 from etude.monitor import RunFolder
@@ -95,8 +96,8 @@ def build_trainer(
 
     The seed is set first, so that the weights are always the same.
     """
-    # The loss is built from its section, below.
-    training = config.training.model_copy(update={"meaningful_loss": None})
+    # Loss, optimizer and scheduler are built from their sections, below, and from nothing else.
+    training = config.training.model_copy(update=dict.fromkeys((*MOVED_KEYS, "meaningful_loss")))
     world = world if world is not None else World()
     selection = config.require("model")
     data = data if data is not None else build_data(config, world)

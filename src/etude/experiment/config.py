@@ -22,7 +22,7 @@ from etude.config import (
 )
 from etude.core import ConfigError
 from etude.curriculum import Phase
-from etude.experiment.dialects import MOVED_KEYS, moved_settings, unify_dialects
+from etude.experiment.dialects import MOVED_KEYS, moved_settings, trainer_settings, unify_dialects
 from etude.experiment.meaningful import LOSS_PROVIDED
 from etude.experiment.meaningful_dialect import meaningful_settings
 from etude.experiment.task_checks import settle_tasks
@@ -81,7 +81,11 @@ class ExperimentConfig:
 
     @property
     def training(self) -> TrainerConfig:
-        """The `training` section."""
+        """The `training` section, as a `Trainer` in Python takes it.
+
+        Learning rate, weight decay and warm-up are filled in from their sections where the optimizer is AdamW and the
+        schedule `warmup_cosine`, which a `Trainer` makes of them; others are for you to build and to give.
+        """
         training: TrainerConfig = self.sections["training"]
         return training
 
@@ -174,15 +178,16 @@ def validate_experiment(document: Document, *, overrides: Sequence[str] = ()) ->
     sections = validate_document(document, SECTIONS)
     settle_tasks(sections, document)
     settle_vocabulary(sections, document)
-    sections["training"] = sections["training"].model_copy(update=moved_settings(sections))
+    sections["training"] = sections["training"].model_copy(update=trainer_settings(sections))
     name = sections.get("name") or _name_of(document.path)
     return ExperimentConfig(name, document.path, document, sections)
 
 
 def create_trainer_config(config: ExperimentConfig) -> TrainerConfig:
-    """Return the `training` section as a `Trainer` in Python takes it.
+    """Return the `training` section with the numbers of all other sections that have a key in it.
 
-    Learning rate, weight decay, schedule and the settings of the meaningful loss are filled in from their sections.
+    Learning rate, weight decay, schedule and the settings of the meaningful loss are filled in, whichever optimizer and
+    schedule they are for: build those and give them to the `Trainer`.
     """
     return config.training.model_copy(update=moved_settings(config.sections))
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from etude.config import Document, canonical_keys
-from etude.core import ConfigError
 from etude.experiment.meaningful_dialect import meaningful_settings, move_meaningful_loss
+from etude.experiment.moving import put_setting
 from etude.trainer import TRAINING_ALIASES
 
 _MOVES = {
@@ -47,8 +47,21 @@ def unify_dialects(document: Document) -> None:
     move_meaningful_loss(document, training)
 
 
+def trainer_settings(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return of the settings that moved those that a `Trainer` in Python acts on as the sections say.
+
+    It makes AdamW and `warmup_cosine` of them: numbers for another optimizer or another schedule would mislead it.
+    """
+    found = moved_settings(sections)
+    for section, keys in (("optimizer", ("learning_rate", "weight_decay")), ("scheduler", ("warmup_steps",))):
+        selection = sections.get(section)
+        if selection is not None and selection.component.name != DEFAULT_NAMES[section]:
+            found |= dict.fromkeys(keys)
+    return found
+
+
 def moved_settings(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that moved, from where they are now: what a `Trainer` in Python reads in `training`."""
+    """Return the settings that moved, from where they are now, whichever optimizer and schedule they are for."""
     optimizer, scheduler = sections.get("optimizer"), sections.get("scheduler")
     found: dict[str, Any] = {"use_scheduler": scheduler is not None}
     if optimizer is not None:
@@ -72,16 +85,6 @@ def _move(
     value = training.pop(key)
     if target is None:
         target = document.data[section] = {"name": DEFAULT_NAMES[section]}
-    for spelling in spellings:
-        if spelling not in target or (name == "name" and f"{section}.name" not in document.locations):
-            continue
-        there = f"{section}.{spelling}"
-        if document.layer(there) > document.layer(here):
-            return
-        if document.layer(there) == document.layer(here) and target[spelling] != value:
-            raise ConfigError(
-                f"{document.place(here)}: {value!r} contradicts {there}, which is {target[spelling]!r}; keep one"
-            )
-        del target[spelling]
-    target[name] = value
-    document.renamed(here, f"{section}.{name}")
+    if name == "name" and f"{section}.name" not in document.locations:
+        spellings = ()  # filled in above, and said by no one
+    put_setting(document, target, value, here=here, section=section, spellings=spellings, name=name)

@@ -6,6 +6,7 @@ from typing import Any
 from etude.config import Document, Selection, validate_section
 from etude.core import ConfigError
 from etude.experiment.meaningful import MEANINGFUL
+from etude.experiment.moving import put_setting
 from etude.trainer import MeaningfulLossConfig
 
 HERE = "training.meaningful_loss"
@@ -98,14 +99,5 @@ def _put(document: Document, target: dict[str, Any], written: str, path: tuple[s
     spellings = _SPELLINGS.get(name, (name,))
     candidates = [f"{HERE}.{one}" for one in (written, *spellings)]
     here = next((one for one in candidates if one in document.locations), candidates[0])
-    for spelling in (one for one in spellings if one in target):
-        there = ".".join(("loss", *outer, spelling))
-        if document.layer(there) > document.layer(here):
-            return
-        if document.layer(there) == document.layer(here) and target[spelling] != value:
-            raise ConfigError(
-                f"{document.place(here)}: {value!r} contradicts {there}, which is {target[spelling]!r}; keep one"
-            )
-        del target[spelling]
-    target[name] = value
-    document.renamed(here, ".".join(("loss", *path)))
+    section = ".".join(("loss", *outer))
+    put_setting(document, target, value, here=here, section=section, spellings=spellings, name=name)

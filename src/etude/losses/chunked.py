@@ -116,8 +116,7 @@ def _backward(p: LinearProblem, result: LinearResult, rows: slice, logits: Tenso
         slopes = logits.div_(p.softcap).square_().neg_().add_(1.0)
         probs.mul_(slopes)
     add_logit_gradients(
-        probs,
-        p.row_weights[rows],
+        probs.mul_(p.row_weights[rows, None]),
         logits,
         p.hidden[rows],
         p.weight,

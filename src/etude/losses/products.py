@@ -26,7 +26,6 @@ def chunk_rows_for(num_rows: int, num_classes: int, most_logits: int) -> int:
 
 def add_logit_gradients(
     logit_grads: Tensor,
-    row_weights: Tensor,
     spare: Tensor,
     hidden: Tensor,
     weight: Tensor,
@@ -36,22 +35,20 @@ def add_logit_gradients(
 ) -> None:
     """Take gradients of a chunk's logits back to its hidden states (written), weights and bias (added to).
 
-    `logit_grads` are in the type of the results and have yet to be multiplied by the rows' weights; products are
-    computed in the type of `hidden`. `logit_grads` and `spare`, a matrix of the same size and type, are overwritten.
+    `logit_grads` are in the type of the results; products are computed in the type of `hidden`. `spare`, a matrix of
+    the same size and type as `logit_grads`, is overwritten if the two differ.
     """
-    kind, undo, factors = logit_grads.dtype, None, row_weights[:, None]
+    kind, undo = logit_grads.dtype, None
     if grad_bias is not None:
-        grad_bias.addmv_(logit_grads.t(), row_weights)
-    if hidden.dtype == kind:
-        grads = logit_grads.mul_(factors)
-    else:
+        grad_bias.add_(logit_grads.sum(0))
+    grads = logit_grads
+    if hidden.dtype != kind:
         grads = _narrow(spare, hidden.dtype)
         if hidden.dtype is torch.float16:
-            logit_grads.mul_(factors)
-            undo = logit_grads.abs().amax().clamp_min_(torch.finfo(kind).tiny).div_(FLOAT16_LARGEST)
+            undo = logit_grads.abs().amax().div_(FLOAT16_LARGEST).clamp_min_(torch.finfo(kind).tiny)
             torch.div(logit_grads, undo, out=grads)
         else:
-            torch.mul(logit_grads, factors, out=grads)
+            grads.copy_(logit_grads)
     if grad_weight is not None:
         _add_product(grad_weight, grads.t(), hidden, undo)
     if grad_hidden is not None:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,6 +147,8 @@ class MultiTask:
                         f"task '{task}': how many labels its loss counts is not known before the model has run; with "
                         f"gradient accumulation name a loss that knows it, or set grad_accum_steps to 1"
                     )
+                if LOSS not in ahead:
+                    raise _several_terms(task, ahead)
                 found = {f"{task}/{LOSS}": ahead[LOSS]}
                 if self._has_penalty:
                     found[f"{task}/{PENALTY}"] = _any(ahead[LOSS])
@@ -202,10 +204,7 @@ class MultiTask:
                     metric.update(predictions, labels)
         weighted = [name for name, term in found.items() if isinstance(term.weight, Tensor) or term.weight != 0]
         if weighted != [LOSS]:
-            raise TrainingError(
-                f"task '{task}': its loss has the weighted terms {', '.join(weighted) or 'none'}, a task has one, "
-                f"'{LOSS}'; split the task"
-            )
+            raise _several_terms(task, weighted)
         return {f"{task}/{name}": term for name, term in found.items()}
 
     def _requests(self, batch: Batch) -> Iterator[tuple[Batch, dict[str, Shown]]]:
@@ -302,6 +301,13 @@ def _run(model: nn.Module, requests: Sequence[tuple[Batch, dict[str, Shown]]]) -
         if (explained := explain_lookup(error, model)) is None:
             raise
         raise explained from error
+
+
+def _several_terms(task: str, weighted: Iterable[str]) -> TrainingError:
+    return TrainingError(
+        f"task '{task}': its loss has the weighted terms {', '.join(weighted) or 'none'}, a task has one, "
+        f"'{LOSS}'; split the task"
+    )
 
 
 class _explained:

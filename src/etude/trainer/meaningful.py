@@ -12,7 +12,7 @@ from torch import Tensor
 from etude.config.spelling import did_you_mean
 from etude.core import CheckpointError, ConfigError, Task, VocabSpec
 from etude.losses import MeaningfulLoss, SupervisedTask, as_strategy
-from etude.losses.meaningful.combined import CODEBOOK_NAMES, join_codebooks
+from etude.losses.meaningful.by_hand import CODEBOOK_NAMES, join_codebooks
 from etude.trainer.config import MeaningfulLossConfig
 
 Values = Tensor | np.ndarray[Any, Any]
@@ -31,6 +31,8 @@ class Modalities(TypedDict, total=False):
     """The codebook of the modality `spectrum`."""
     scalar_centers: Values | None
     """The codebook of the modality `scalar`: the centres of its bins."""
+    edges: Mapping[str, Values] | None
+    """The edges of the bins of a scalar modality, by its name, for `hl_gauss`: (V + 1,)."""
     use_ce: bool
     """Whether cross entropy is part of the loss; overrides `config.meaningful_loss.use_ce`."""
 
@@ -67,7 +69,7 @@ def make_task(
     options = loss_options(settings or MeaningfulLossConfig())
     options["use_ce"] = modalities.get("use_ce", options["use_ce"])
     codebooks = join_codebooks(modalities.get("codebooks"), modalities)
-    return SupervisedTask(MeaningfulLoss(vocab, codebooks, **options))
+    return SupervisedTask(MeaningfulLoss(vocab, codebooks, edges=modalities.get("edges"), **options))
 
 
 def loss_options(settings: MeaningfulLossConfig) -> dict[str, Any]:
@@ -94,10 +96,10 @@ def _refuse_unknown(modalities: Modalities, of: type) -> None:
 def _refuse_without_vocabulary(
     settings: MeaningfulLossConfig | None, modalities: Modalities, *, chosen: bool
 ) -> None:
-    codebooks = [name for name in ("codebooks", *CODEBOOK_NAMES) if modalities.get(name) is not None]
-    if codebooks:
+    values = [name for name in ("codebooks", *CODEBOOK_NAMES, "edges") if modalities.get(name) is not None]
+    if values:
         raise ConfigError(
-            f"{codebooks[0]}= says what tokens stand for, but not which ones; give vocab= too "
+            f"{values[0]}= says what tokens stand for, but not which ones; give vocab= too "
             f"(build_vocab_spec makes one)"
         )
     if not modalities.get("use_ce", True):
@@ -152,13 +154,14 @@ def describe_vocabulary(vocab: VocabSpec, codebooks: Mapping[str, Tensor]) -> di
 def check_vocabulary(saved: Mapping[str, Any], now: Mapping[str, Any], place: object) -> None:
     """Raise CheckpointError if a checkpoint's vocabulary or codebooks are others than those of a run.
 
-    `saved` and `now` are what `describe_vocabulary` returned then and now; where one of them knows of no vocabulary,
-    or of no codebook for a modality, there is nothing to compare.
+    `saved` and `now` are the facts of a checkpoint then and now, with what `describe_vocabulary` returned among them.
+    Where one of them knows of no vocabulary, or of no codebook for a modality, there is nothing to compare; nor where
+    users keep something else under these names.
     """
-    if not saved.get("vocab") or not now.get("vocab"):
+    if not _is_vocabulary(saved.get("vocab")) or not _is_vocabulary(now.get("vocab")):
         return
     difference = vocabulary_difference(saved["vocab"], now["vocab"]) or _codebook_difference(
-        saved.get("codebooks", {}), now.get("codebooks", {})
+        _prints_in(saved.get("codebooks")), _prints_in(now.get("codebooks"))
     )
     if difference:
         raise CheckpointError(
@@ -189,6 +192,20 @@ def vocabulary_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> 
                 f"now at {is_now['base']} with {is_now['size']}"
             )
     return None
+
+
+def _is_vocabulary(facts: Any) -> bool:
+    try:
+        VocabSpec.from_dict(facts)
+    except ConfigError:
+        return False
+    return True
+
+
+def _prints_in(facts: Any) -> dict[str, Any]:
+    """Return those of the facts that `_print_of` made."""
+    found = facts.items() if isinstance(facts, Mapping) else ()
+    return {name: one for name, one in found if isinstance(one, Mapping) and one.keys() == {"shape", "sha256"}}
 
 
 def _codebook_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

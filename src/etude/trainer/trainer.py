@@ -108,7 +108,8 @@ class Trainer:
             meta: facts to keep in every checkpoint's `meta.json`.
             modalities: for tokens of several modalities, instead of `loss`: `vocab`, a `VocabSpec`, and `codebooks` by
                 modality (or `image_codebook`, `spectrum_codebook`, `scalar_centers`) make the loss `MeaningfulLoss`,
-                with the settings of `config.meaningful_loss`; `use_ce=False` leaves out its cross entropy.
+                with the settings of `config.meaningful_loss`; `edges` are those of the bins of scalars, by modality;
+                `use_ce=False` leaves out its cross entropy.
         """
         self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
         config = self.config

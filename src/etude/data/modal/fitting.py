@@ -5,7 +5,7 @@ from typing import Any
 
 from etude.core.errors import DataError
 from etude.core.vocab import VocabSpec
-from etude.data.modal.folder import Modalities, has_vocabulary, read_modalities
+from etude.data.modal.folder import TOKENIZERS, VOCAB_FILE, Modalities, has_vocabulary, read_modalities
 from etude.data.modal.writing import TYPES
 from etude.data.tokens import TokenFile
 from etude.data.tokens.places import is_remote
@@ -20,6 +20,7 @@ def modal_fields(
     vocab_size: what the user says, to be taken in place of what files and vocabulary tell.
     """
     if modal is None:
+        _refuse_modal(files)
         sizes = [file.vocab_size for file in files if file.vocab_size is not None]
         size = vocab_size if vocab_size is not None else max(sizes, default=None)
         return {"vocab_size": size, "num_types": num_types(files, None)}
@@ -72,6 +73,17 @@ def num_types(files: Iterable[TokenFile], vocab: VocabSpec | None) -> int | None
     known = [_told_types(file, vocab) for file in files if TYPES in file.streams]
     found = [number for number in known if number is not None]
     return max(found, default=None)
+
+
+def _refuse_modal(files: Iterable[TokenFile]) -> None:
+    """Raise DataError if a file tells of modalities: without them its ids would be taken for those of text."""
+    for file in files:
+        told = file.meta.get("vocab")
+        if isinstance(told, Mapping) and "modalities" in told:
+            raise DataError(
+                f"{file.path} was written for several modalities, but there is no {VOCAB_FILE} beside it; "
+                f"copy it there with the folder {TOKENIZERS}, or write both with write_modalities"
+            )
 
 
 def _told_types(file: TokenFile, vocab: VocabSpec | None) -> int | None:

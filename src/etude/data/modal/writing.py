@@ -24,7 +24,8 @@ class MultimodalWriter:
 
     A sample is a sequence of segments: the name of a special token, or (modality, codes). A code of -1 is a missing
     value: the token MISS, with the type of its modality, so that a model knows what is missing. The file has the
-    stream `types` (`VocabSpec.types`) and tells its vocabulary; data of another one is refused when it is opened.
+    stream `types`, which is as `VocabSpec.types` says but for MISS, whose modality cannot be told from its id, and tells
+    its vocabulary; data of another one is refused when it is opened.
 
     >>> import tempfile
     >>> import torch

@@ -1,6 +1,6 @@
 """Expected-value losses of logits that a model has computed: blocks of them, by the plain formula."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,20 +9,31 @@ from torch import Tensor
 from etude.losses.meaningful.fused import Part
 
 
-def logits_sums(logits: Tensor, parts: Sequence[Part]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return, for every part, the sum of its losses and that of its squared errors, as `expected_value_sums` does."""
-    rows = logits.reshape(-1, logits.shape[-1])
+def logits_sums(logits: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+    """Return the sum of every part's losses."""
+    return [
+        (part.reconstruction.on(block.device, block.dtype).row_losses(block, part.targets) * weights).sum()
+        for part, block, weights in _weighted_blocks(logits, parts)
+    ]
+
+
+@torch.no_grad()
+def squared_error_sums(logits: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+    """Return the sum of every part's squared errors of the expected value."""
+    sums = []
+    for part, block, weights in _weighted_blocks(logits, parts):
+        own = part.reconstruction.on(block.device, block.dtype)
+        sums.append((own.errors(torch.softmax(block, 1), part.targets).square_().mean(1) * weights).sum())
+    return sums
+
+
+def _weighted_blocks(logits: Tensor, parts: Sequence[Part]) -> Iterator[tuple[Part, Tensor, Tensor]]:
+    """Yield the logits and the weights of every part's rows, in float32 at least."""
+    if not parts:
+        return
     kind = torch.float64 if logits.dtype is torch.float64 else torch.float32
-    losses, squares = [], []
-    for part, block in zip(parts, take_blocks(rows, parts), strict=True):
-        own = part.reconstruction.on(block.device, kind)
-        weights = part.row_weights.to(kind)
-        block = block.to(kind)
-        losses.append((own.row_losses(block, part.targets) * weights).sum())
-        with torch.no_grad():
-            errors = own.errors(torch.softmax(block, 1), part.targets)
-            squares.append((errors.square_().mean(1) * weights).sum())
-    return losses, squares
+    for part, block in zip(parts, take_blocks(logits.reshape(-1, logits.shape[-1]), parts), strict=True):
+        yield part, block.to(kind), part.row_weights.to(kind)
 
 
 def take_blocks(logits: Tensor, parts: Sequence[Part]) -> tuple[Tensor, ...]:
@@ -39,7 +50,10 @@ class _Blocks(torch.autograd.Function):
         ctx.shape, ctx.slices = logits.shape, [part.slice for part in parts]
         ctx.save_for_backward(*(part.rows for part in parts))
         return tuple(
-            (logits if part.rows is None else logits[part.rows])[:, part.slice].contiguous() for part in parts
+            logits[:, part.slice].contiguous()
+            if part.rows is None
+            else logits[:, part.slice].index_select(0, part.rows)
+            for part in parts
         )
 
     @staticmethod

@@ -53,7 +53,7 @@ class HLGauss(Reconstruction):
         """Return -Σ q_i · log p_i, with q the soft target."""
         return -(self.soft_targets(targets).to(logits) * torch.log_softmax(logits, -1)).sum(1)
 
-    def settle(self, logits: Tensor, probs: Tensor, targets: Tensor, *, gradients: bool) -> Settled:
+    def settle(self, logits: Tensor, probs: Tensor, targets: Tensor, row_weights: Tensor | None) -> Settled:
         """The gradient of logit i is p_i - q_i."""
         wanted = self.soft_targets(targets)
         largest, place = logits.max(1, keepdim=True)
@@ -61,8 +61,8 @@ class HLGauss(Reconstruction):
         log_total = largest - probs.gather(1, place).log_()
         losses = log_total[:, 0] - row_products(wanted, logits)
         squared = self.errors(probs, targets).square_().mean(1)
-        if gradients:
-            torch.sub(probs, wanted, out=logits)
+        if row_weights is not None:
+            torch.sub(probs, wanted, out=logits).mul_(row_weights[:, None])
         return Settled(losses, squared)
 
     def _neighbours(self) -> Tensor:

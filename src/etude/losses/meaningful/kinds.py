@@ -46,11 +46,11 @@ class _OfExpectation(Reconstruction):
         values = self.centred.to(logits)
         return self.penalty(torch.softmax(logits, -1) @ values - values[targets])
 
-    def settle(self, logits: Tensor, probs: Tensor, targets: Tensor, *, gradients: bool) -> Settled:
+    def settle(self, logits: Tensor, probs: Tensor, targets: Tensor, row_weights: Tensor | None) -> Settled:
         """With s the gradient of the penalty, that of logit i is p_i · (s·c_i - s·E)."""
         errors = self.errors(probs, targets)
-        if gradients:
-            slopes = self.slopes(errors)
+        if row_weights is not None:
+            slopes = self.slopes(errors).mul_(row_weights[:, None])
             shift = slopes.mul(errors + self.centred[targets]).sum(1, keepdim=True)
             torch.mm(torch.cat([slopes, shift.neg_()], 1), self.with_ones, out=logits)
             logits.mul_(probs)
@@ -109,12 +109,12 @@ class Wasserstein(Reconstruction):
         """Return the expected distance from the true value."""
         return (torch.softmax(logits, -1) * self.distances(targets).to(logits)).sum(1)
 
-    def settle(self, logits: Tensor, probs: Tensor, targets: Tensor, *, gradients: bool) -> Settled:
+    def settle(self, logits: Tensor, probs: Tensor, targets: Tensor, row_weights: Tensor | None) -> Settled:
         """The gradient of logit i is p_i · (distance of c_i - loss)."""
         distances = self.distances(targets)
         losses = row_products(probs, distances)
-        if gradients:
-            torch.sub(distances, losses[:, None], out=logits).mul_(probs)
+        if row_weights is not None:
+            torch.sub(distances, losses[:, None], out=logits).mul_(probs).mul_(row_weights[:, None])
         return Settled(losses, self.errors(probs, targets).square_().mean(1))
 
 

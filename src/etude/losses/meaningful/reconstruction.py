@@ -30,10 +30,11 @@ class Reconstruction(ABC):
     def __init__(self, values: Tensor) -> None:
         """`values` are (V,) numbers or (V, D) vectors; raise DataError for other shapes and values not finite."""
         check_values(values)
-        self.values = values.detach().to(torch.float64).reshape(len(values), -1)
+        self.values = values.detach().to("cpu", torch.float64, copy=True).reshape(len(values), -1)
         # All kinds depend on differences only: without their common part, values lose fewer digits in float32.
         self.centred = self.values - self.values.mean(0)
         self._moved: dict[tuple[torch.device, torch.dtype], Reconstruction] = {}
+        self._source: Reconstruction | None = None
 
     @property
     def size(self) -> int:
@@ -42,12 +43,16 @@ class Reconstruction(ABC):
 
     def on(self, device: torch.device, dtype: torch.dtype) -> "Reconstruction":
         """Return this with its tensors on a device and of a type; made once for each."""
+        if self._source is not None:  # whose tensors have all their digits
+            return self._source.on(device, dtype)
         found = self._moved.get((device, dtype))
         if found is None:
             found = copy(self)
-            for key, value in vars(self).items():
-                if isinstance(value, Tensor):
-                    setattr(found, key, value.to(device, dtype))
+            found._source = self
+            with torch.inference_mode(False):  # a later step may need them for gradients
+                for key, value in vars(self).items():
+                    if isinstance(value, Tensor) and key != "values":
+                        setattr(found, key, value.to(device, dtype))
             self._moved[device, dtype] = found
         return found
 
@@ -56,8 +61,8 @@ class Reconstruction(ABC):
         """Return the loss (n,) of every row of logits (n, V) for the true tokens (n,), counted from 0: the formula."""
 
     @abstractmethod
-    def settle(self, logits: Tensor, probs: Tensor, targets: Tensor, *, gradients: bool) -> Settled:
-        """Return the losses of a chunk; with `gradients` leave those of its logits in `logits`.
+    def settle(self, logits: Tensor, probs: Tensor, targets: Tensor, row_weights: Tensor | None) -> Settled:
+        """Return the losses of a chunk; with `row_weights` leave gradients of row_weight · loss in `logits`.
 
         `probs` are the softmax of the logits. Both may be overwritten.
         """

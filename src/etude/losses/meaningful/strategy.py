@@ -1,5 +1,7 @@
 """The meaningful loss as a strategy: next-token cross entropy, and the expected values of every modality."""
 
+import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +16,8 @@ from etude.core.vocab import VocabSpec
 from etude.losses.functional import IGNORE_INDEX
 from etude.losses.fused_head import FusedHead, NamesItsHead
 from etude.losses.language import LanguageModelingLoss, is_encoder_decoder, token_predictions
-from etude.losses.meaningful.combined import (
+from etude.losses.meaningful.positions import count_positions
+from etude.losses.meaningful.terms import (
     SAMPLE_K,
     WEIGHT,
     check_modalities,
@@ -25,9 +28,10 @@ from etude.losses.meaningful.combined import (
     meaningful_terms,
     short_name,
 )
-from etude.losses.meaningful.positions import count_positions
 from etude.losses.perplexity import perplexity
 from etude.losses.strategies import Smoothing
+
+logger = logging.getLogger("etude")
 
 
 class MeaningfulLoss(LanguageModelingLoss):
@@ -35,7 +39,7 @@ class MeaningfulLoss(LanguageModelingLoss):
 
     The terms are `loss_ce` and `loss_<modality>`, with `loss_img`, `loss_sca` and `loss_spec` for image, scalar and
     spectrum; their weighted sum is `loss_total`, and `loss` too. With metrics there are `accuracy`, `perplexity` and
-    `mse_<modality>`, the squared error of the expected value whatever the kind of loss, and `rmse_<modality>`.
+    `rmse_<modality>`, the error of the expected value whatever the kind of loss.
 
     A position belongs to the modality of the token that comes next: special tokens such as PAD and MISS belong to none,
     and PAD does not count in the cross entropy either. While gradients are computed, up to `sample_k` positions of each
@@ -145,11 +149,16 @@ class MeaningfulLoss(LanguageModelingLoss):
         """Return the weighted sum, the perplexity and the root of every mean squared error."""
         weights = {f"loss_{short_name(name)}": weight for name, weight in self.weights.items()}
         weights["loss_ce"] = 1.0 if self.use_ce else 0.0
-        total = sum(weight * means[name] for name, weight in weights.items() if weight and name in means)
+        # A modality without any position has no mean, and no part in the loss.
+        known = {name: mean for name, mean in means.items() if weights.get(name) and not math.isnan(mean)}
+        total = sum(weights[name] * mean for name, mean in known.items()) if known else math.nan
         found = {"loss": total, "loss_total": total}
         if "loss_ce" in means:
             found["perplexity"] = perplexity(means.get("nll", means["loss_ce"]))
-        found |= {f"r{name}": max(value, 0.0) ** 0.5 for name, value in means.items() if name.startswith("mse_")}
+        for name, reconstruction in self.reconstructions.items():
+            squared = means.get(f"{'loss' if reconstruction.name == 'mse' else 'mse'}_{short_name(name)}")
+            if squared is not None:
+                found[f"rmse_{short_name(name)}"] = max(squared, 0.0) ** 0.5
         return found
 
     def _targets(self, batch: Batch, *, masked: bool) -> tuple[Tensor, int | None]:
@@ -163,6 +172,9 @@ class MeaningfulLoss(LanguageModelingLoss):
         try:
             head = FusedHead(model)
             head.check(call, batch)
-        except Exception:  # nobody asked for this: a model that cannot run on a part of a batch runs as it is
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # nobody asked for this: a model that cannot run without the layer runs as it is
+            logger.debug("the output layer is not fused into the loss: %s", error)
             return None
         return head
