@@ -217,3 +217,28 @@ def test_the_main_input(batch):
     found = inputs_of(batch)
     assert isinstance(found, Tensor)
     assert found is X
+
+
+def test_next_tokens_and_their_mask_reach_models_that_call_the_mask_otherwise():
+    batch = {"tokens": IDS, "types": IDS + 100, "attn_mask": MASK}
+    for forward in (
+        lambda self, input_ids, attention_mask=None, position_ids=None: (input_ids, attention_mask, position_ids),
+        lambda self, input_ids, past_key_values=None, attention_mask=None: (
+            input_ids,
+            attention_mask,
+            past_key_values,
+        ),
+    ):
+        ids, mask, other = call(module(forward), batch)
+        assert torch.equal(ids, IDS[:, :-1])
+        assert torch.equal(mask, MASK[:, :-1])
+        assert other is None
+
+
+def test_next_tokens_alone_go_where_the_other_positions_mean_something_else():
+    ids, *others = call(
+        module(lambda self, ids, position_ids=None, labels=None: (ids, position_ids, labels)),
+        {"tokens": IDS, "types": IDS, "attn_mask": MASK},
+    )
+    assert torch.equal(ids, IDS[:, :-1])
+    assert others == [None, None]

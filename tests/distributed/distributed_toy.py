@@ -49,7 +49,7 @@ VOCAB = build_vocab_spec(v_scalar=8, modalities={"vector": 5})  # 19 tokens, as 
 
 
 def modal_rows(count: int, seed: int) -> TensorData:
-    """Half of the rows are MISS alone, a third has scalars, a sixth vectors too: most ranks lack a modality at times."""
+    """Half of the rows are MISS alone, a third has scalars, a sixth vectors too: ranks lack modalities at times."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.full((count, LENGTH), VOCAB.miss_id)
     tokens[:, 0] = VOCAB.special["BOS"]

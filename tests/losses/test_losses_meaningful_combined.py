@@ -238,7 +238,11 @@ def run(**options):
         ({"image_codebook": torch.randn(7, 2, 2)}, DataError, r"'image' .* floating numbers .* \(7, 2, 2\)"),
         ({"image_codebook": torch.zeros(7, 0)}, DataError, r"'image' .* floating numbers .* \(7, 0\)"),
         ({"scalar_centers": torch.tensor(3.0)}, DataError, r"'scalar' .* floating numbers .* \(\)"),
-        ({"scalar_centers": torch.arange(5)}, DataError, r"'scalar' .* floating numbers .* torch.int64 \(5,\)"),
+        (
+            {"scalar_centers": torch.zeros(5, dtype=torch.complex64)},
+            DataError,
+            r"'scalar' .* floating numbers .* torch.complex64 \(5,\)",
+        ),
         ({"scalar_centers": np.arange(5, dtype=complex)}, DataError, "'scalar' .* floating numbers .*complex128"),
         (
             {"scalar_centers": "values.npz"},
@@ -450,3 +454,23 @@ def test_edges_of_bins_are_used():
     expected = make_reconstruction("hl_gauss", centers, edges=edges).row_losses(own, codes[codes >= 0]).mean()
     assert float(uneven["loss_sca"]) == pytest.approx(float(expected.detach()))
     assert float(guessed["loss_sca"]) != pytest.approx(float(expected.detach()), rel=1e-6)
+
+
+def test_whole_numbers_are_values_too():
+    hidden, weight, targets = make(torch.float32)
+    logits = (hidden @ weight.T).detach()
+    whole = combined_loss(logits, targets, VOCAB, scalar_centers=np.arange(5))[1]["loss_sca"]
+    assert torch.equal(whole, combined_loss(logits, targets, VOCAB, scalar_centers=torch.arange(5.0))[1]["loss_sca"])
+
+
+@pytest.mark.parametrize("kind", ["mse", "huber", "wasserstein", "hl_gauss"])
+def test_autocast_does_not_round_values(kind):
+    """A model that is sure of the right bin has no error, however many digits the values have."""
+    size = VOCAB.range_of("scalar").size
+    centers = torch.linspace(1000.3, 1007.1, size)
+    targets = torch.arange(size) + VOCAB.base_scalar
+    logits = torch.full((size, VOCAB.vocab_size), -50.0).scatter_(1, targets[:, None], 50.0)
+    config = {"kind": kind, "hl_sigma": 1e-3}
+    with torch.autocast("cpu", torch.bfloat16):
+        _, stats = combined_loss(logits[None], targets[None], VOCAB, scalar_centers=centers, config=config)
+    assert float(stats["loss_sca"]) == pytest.approx(0.0, abs=1e-6)

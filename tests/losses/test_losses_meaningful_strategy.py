@@ -555,3 +555,53 @@ def test_what_is_only_measured_computes_no_gradients_and_spoils_none(monkeypatch
     assert not terms["loss_img"].sum.requires_grad
     torch.stack([term.sum * term.weight for term in terms.values() if term.weight]).sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+
+
+def test_a_weight_or_a_kind_needs_a_codebook(caplog):
+    only = {"image": BOOKS["image"]}
+    with pytest.raises(ConfigError, match="'scalar' has a weight and no codebook"):
+        MeaningfulLoss(VOCAB, only, weights={"scalar": 0.5})
+    with pytest.raises(ConfigError, match="'scalar' has a kind and no codebook"):
+        MeaningfulLoss(VOCAB, only, kind={"scalar": "huber"})
+    MeaningfulLoss(VOCAB, only, weights={"scalar": 0.0})
+    MeaningfulLoss(VOCAB, only, weights={"scalar": 0.5}, enabled=False)
+    assert not caplog.records
+    MeaningfulLoss(VOCAB, {})
+    assert "cross entropy alone" in caplog.text
+
+
+def test_ids_beyond_the_vocabulary_are_told_though_the_output_has_room_for_them():
+    batch = {"tokens": torch.full((2, 6), 3)}
+    batch["tokens"][1, 4] = VOCAB.vocab_size
+    wide = torch.zeros(2, 5, VOCAB.vocab_size + 50)
+    with pytest.raises(
+        DataError, match=f"token {VOCAB.vocab_size}, but the vocabulary has {VOCAB.vocab_size} tokens"
+    ):
+        MeaningfulLoss(VOCAB, BOOKS).terms(wide, batch, metrics=False)
+
+
+class Meddles(Model):
+    """A model that changes its logits in a way that small ones in eval mode do not show."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def after(self, logits):
+        if self.way == "clamp":
+            return logits.clamp(-1000, 1000)
+        return logits / 4 if self.training else logits
+
+
+@pytest.mark.parametrize("way", ["clamp", "training"])
+def test_a_model_that_changes_its_logits_at_times_keeps_its_output_layer(way):
+    torch.manual_seed(0)
+    batch = batches()["tokens"][0]
+    model = Meddles(way).train()
+    with pytest.raises(TrainingError, match="it changes what its output layer returns"):
+        run(MeaningfulLoss(VOCAB, BOOKS, fused_head=True), model, batch)
+    loss = MeaningfulLoss(VOCAB, BOOKS)
+    expected = run(MeaningfulLoss(VOCAB, BOOKS, fused_head=False), model, batch)["loss_ce"].sum
+    assert torch.equal(run(loss, model, batch)["loss_ce"].sum, expected)
+    assert loss.fused_head is False
+    assert model.training

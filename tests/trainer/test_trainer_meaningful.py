@@ -506,16 +506,18 @@ def test_checkpoint_of_another_vocabulary_is_refused(tmp_path, vocab, codebooks,
 def test_what_tokens_mean_is_compared_and_not_how_they_are_trained(tmp_path, vocab, codebooks):
     path = saved(tmp_path / "run", vocab, codebooks, progress=False)
     as_arrays = {name: one.double().numpy() for name, one in codebooks.items()}
-    fewer = {"image": codebooks["image"]}
     for options in (
         {"vocab": vocab, "codebooks": as_arrays, "config": {"meaningful_loss": {"weight": 3.0, "kind": "huber"}}},
-        {"vocab": vocab, "codebooks": fewer},
         {"loss": MeaningfulLoss(vocab, codebooks)},
         {},
     ):
         trainer = Trainer(make_model(vocab), make_batches(vocab, 1), progress=False, **options)
         trainer.load_checkpoint(path)
         assert trainer.state.clock.step == 2
+    fewer = {"image": codebooks["image"]}
+    trainer = Trainer(make_model(vocab), make_batches(vocab, 1), vocab=vocab, codebooks=fewer, progress=False)
+    with pytest.raises(CheckpointError, match="the codebook of 'scalar' is gone"):
+        trainer.load_checkpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -624,3 +626,21 @@ def test_names_at_the_top():
     for name in ("VocabSpec", "build_vocab_spec", "MeaningfulLoss", "combined_loss", "load_config"):
         assert name in etude.__all__
         assert getattr(etude, name).__name__ == name
+
+
+def test_an_epoch_without_anything_to_learn_is_told(vocab, codebooks, caplog):
+    batch = {"tokens": torch.full((2, 5), vocab.miss_id), "types": torch.zeros(2, 5, dtype=torch.int64)}
+    trainer = Trainer(
+        make_model(vocab),
+        [batch],
+        vocab=vocab,
+        codebooks=codebooks,
+        use_ce=False,
+        config={"epochs": 2},
+        progress=False,
+    )
+    trainer.train()
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "nothing was learned in epoch 1",
+        "nothing was learned in epoch 2",
+    ]

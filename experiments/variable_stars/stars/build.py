@@ -3,7 +3,8 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,16 @@ def stars_of(catalogue: Catalogue, classes: list[str], rows: list[int]) -> Stars
     )
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def fit(stars: Stars, options: Options, num_classes: int) -> dict[str, Tokenizer]:
     """Return the tokenizers of all modalities that have one, by name, fit to these stars.
 
@@ -110,8 +121,9 @@ def fit(stars: Stars, options: Options, num_classes: int) -> dict[str, Tokenizer
         columns = [stars.values.scalars[COLUMNS[place][0]] for place in columns_of(modality)]
         fitted[modality] = ScalarTokenizer.fit(np.concatenate(columns), options.bins)
     patches = stars.values.patches.reshape(-1, PATCH_SIZE)
-    fitted["image"] = VectorTokenizer.fit(patches, options.image_codes)
-    fitted["spectrum"] = VectorTokenizer.fit(stars.values.spectrum, options.spectrum_codes)
+    with _one_thread():  # sums of several would differ in their last digits, and codebooks with them
+        fitted["image"] = VectorTokenizer.fit(patches, options.image_codes)
+        fitted["spectrum"] = VectorTokenizer.fit(stars.values.spectrum, options.spectrum_codes)
     fitted["class"] = VectorTokenizer(torch.eye(num_classes))
     return fitted
 

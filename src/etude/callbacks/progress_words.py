@@ -155,9 +155,23 @@ def speed(record: Mapping[str, float | None]) -> list[tuple[str, str]]:
 
 
 def left_out(metrics: Collection[str]) -> tuple[str, ...]:
-    """Return metrics that say little beside others: a language model's accuracy and nll beside its perplexity."""
+    """Return metrics that say little beside others.
+
+    These are a language model's accuracy and nll beside its perplexity, and of losses of expected values what the root
+    of the mean squared error says in the units of the values.
+
+    >>> left_out(["loss", "loss_total", "loss_ce", "loss_period", "rmse_period"])
+    ('loss_total', 'loss_period')
+    """
     is_language = "perplexity" in metrics or "val_perplexity" in metrics
-    return ("accuracy", "val_accuracy", "nll", "val_nll") if is_language else ()
+    return tuple(
+        name
+        for name in metrics
+        if (is_language and name.removeprefix("val_") in ("accuracy", "nll"))
+        or name.removeprefix("val_") == "loss_total"
+        or (name.replace("loss_", "rmse_", 1) != name and name.replace("loss_", "rmse_", 1) in metrics)
+        or name.removeprefix("val_").startswith("mse_")
+    )
 
 
 def _percent(share: float) -> str:

@@ -24,6 +24,10 @@ OTHER_NAMES = (("attn_mask", "attention_mask"), ("attention_mask", "attn_mask"))
 """(parameter, key): a mask that the batch has under one name is given to a model that knows it by the other."""
 MAIN_KEYS = ("input_ids", "tokens", "input")
 """Keys of the main input, which a model whose `forward` calls it something else is given by position."""
+OTHER_INPUTS = frozenset(
+    {"position_ids", "token_type_ids", "past_key_values", "inputs_embeds", "labels", "head_mask"}
+)
+"""Parameters that mean neither types nor a mask, wherever they stand."""
 SETTING_KEYS = (STREAM, "causal")
 """What a batch says about itself or asks of the model. No inputs: only a `forward` that names them is given them."""
 WRAPPED_MODULES = ("_orig_mod", "_fsdp_wrapped_module")
@@ -166,10 +170,13 @@ class Forward:
     def _next_token_plan(self, keys: tuple[str, ...]) -> Plan:
         extras = tuple(key for key in ("types", "attn_mask") if key in keys)
         named = tuple(key for key in extras if key in self.names)
+        renamed = tuple(
+            (name, key) for name, key in OTHER_NAMES if key in extras and name in self.names and key not in named
+        )
         if not self.positional and not self.any_positional:
             return Plan((), ("tokens", *(extras if self.any_keyword else named)), next_token=True)
-        if named or not extras:
-            return Plan(("tokens",), named, next_token=True)
+        if named or renamed or not extras or any(name in OTHER_INPUTS for name in self.positional[1:3]):
+            return Plan(("tokens",), named, next_token=True, renamed=renamed)
         if self.any_positional or len(self.positional) >= 3:
             return Plan(("tokens", "types", "attn_mask")[: 3 if "attn_mask" in keys else 2], (), next_token=True)
         if self.any_keyword:

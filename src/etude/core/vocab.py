@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,8 +183,19 @@ class VocabSpec:
         return cls(special, modalities)
 
     def save(self, path: str | Path) -> None:
-        """Write the vocabulary as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        """Write the vocabulary as JSON; the file is there as a whole or not at all."""
+        path = Path(path)
+        with NamedTemporaryFile(
+            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
+        ) as file:
+            try:
+                file.write(json.dumps(self.to_dict(), indent=2) + "\n")
+                file.flush()
+                Path(file.name).chmod(0o644)
+                Path(file.name).replace(path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
 
     @classmethod
     def load(cls, path: str | Path) -> "VocabSpec":
@@ -216,7 +229,7 @@ def build_vocab_spec(
     66
     """
     named = {"image": v_image, "scalar": v_scalar, "spectrum": v_spectra}
-    sizes = {name: size for name, size in named.items() if size is not None}
+    sizes: dict[str, Any] = {name: size for name, size in named.items() if size is not None}
     for name, size in (modalities or {}).items():
         if name in sizes:
             raise ConfigError(f"the size of the modality {name!r} is given twice: {sizes[name]} and {size}; keep one")
@@ -227,6 +240,7 @@ def build_vocab_spec(
     ranges: dict[str, Modality] = {}
     base = len(special)
     for name, size in sizes.items():
+        size = int(size) if isinstance(size, np.integer) else size
         _check_whole(size, f"the size of the modality {name!r}", 1)
         ranges[name] = Modality(name, base, size)
         base += size

@@ -9,7 +9,7 @@ from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import CallbackList
 from etude.engine.interrupt import Interrupts, StopPoll
 from etude.engine.numbers import Numbers
-from etude.engine.recovery import check_finite
+from etude.engine.recovery import check_finite, warn_of_nothing
 from etude.engine.saving import Saver
 from etude.engine.schedule import LearningRate
 from etude.engine.state import TrainState
@@ -130,6 +130,7 @@ class Loop:
         tally = self.ledger.take_epoch()
         check_finite(self.ledger.bad_streak, plan.max_skipped_steps, clock.step)
         self.step.end_epoch(tally.means())
+        warn_of_nothing(tally.counts, epoch + 1, tell=self.ledger.world.is_main)
         logs = self.numbers.of(tally) | {"lr": self.step.updater.lr, "epoch_s": tally.seconds} | self._phase()
         if _every(plan.validate_interval, epoch + 1) or epoch + 1 == plan.epochs:
             logs |= self._validate()

@@ -25,6 +25,8 @@ FEW_POSITIONS = 16
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Differences of logits that are rounding, relative to the largest logit; `HALF_TOLERANCE` for smaller types."""
 HALF_TOLERANCE = 3e-2
+LARGE = 30_000.0
+"""Logits of this size show whether a model cuts them off."""
 
 
 @runtime_checkable
@@ -94,7 +96,7 @@ class FusedHead:
             seen.append(hidden)
             return hidden
 
-        with _aside(self.model):
+        with _aside(self.model, training=False):
             usual = call(self.model, few)
             if head_of(usual) is not None:
                 return  # the model leaves its output layer to the loss by itself
@@ -113,6 +115,23 @@ class FusedHead:
         tolerance = TOLERANCES.get(expected.dtype, HALF_TOLERANCE)
         if logits.shape != expected.shape or not _same(logits.to(expected.dtype), expected, tolerance):
             raise _unfit("its logits are not the product of the output layer's input and weights")
+        for training in (False, True):
+            self._check_untouched(call, few, training=training)
+
+    def _check_untouched(self, call: ModelCall, few: Batch, *, training: bool) -> None:
+        """Raise TrainingError if the model changes what its layer returns, if that is large or in training."""
+        given: list[Tensor] = []
+
+        def large(hidden: Tensor) -> Tensor:
+            values = torch.linspace(-LARGE, LARGE, hidden.numel(), device=hidden.device, dtype=torch.float32)
+            given.append(values.view_as(hidden).to(hidden.dtype))
+            return given[-1]
+
+        with _aside(self.model, training=training), self._forward(large):
+            found = logits_of(call(self.model, few))
+        if not _same(found, given[0].to(found.dtype), 0.0):
+            when = "in training " if training else ""
+            raise _unfit(f"{when}it changes what its output layer returns (a clamp, a factor, dropout)")
 
 
 def find_head(model: nn.Module, name: str | bool) -> nn.Linear:
@@ -157,17 +176,21 @@ def few_positions(batch: Batch) -> Batch:
 
 
 @contextmanager
-def _aside(model: nn.Module) -> Iterator[None]:
-    """Run the model without a trace: no gradients, no compilation, eval mode, random numbers put back."""
+def _aside(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Run the model without a trace: no gradients, no compilation; modes, buffers and random numbers are put back."""
     modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {param.device for param in model.parameters() if param.device.type == "cuda"}
-    model.eval()
+    model.train(training)
     try:
         with torch.no_grad(), torch.random.fork_rng(list(devices)), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, mode in modes:
+            module.training = mode
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def _same(found: Tensor, expected: Tensor, tolerance: float) -> bool:

@@ -210,7 +210,9 @@ def _prints_in(facts: Any) -> dict[str, Any]:
 
 def _codebook_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     for name in before:
-        if name not in now or before[name] == now[name]:
+        if name not in now:
+            return f"the codebook of '{name}' is gone"
+        if before[name] == now[name]:
             continue
         old, new = (tuple(one[name]["shape"]) for one in (before, now))
         return f"the codebook of '{name}' " + (f"was {old}, now {new}" if old != new else "has other values")

@@ -24,8 +24,8 @@ class MultimodalWriter:
 
     A sample is a sequence of segments: the name of a special token, or (modality, codes). A code of -1 is a missing
     value: the token MISS, with the type of its modality, so that a model knows what is missing. The file has the
-    stream `types`, which is as `VocabSpec.types` says but for MISS, whose modality cannot be told from its id, and tells
-    its vocabulary; data of another one is refused when it is opened.
+    stream `types` and tells its vocabulary; data of another one is refused when it is opened. Types are those of
+    `VocabSpec.types`, except for MISS: its id alone does not tell of which modality it is, and has the type 0 there.
 
     >>> import tempfile
     >>> import torch

@@ -11,19 +11,21 @@ from etude.losses.meaningful.fused import Part
 
 def logits_sums(logits: Tensor, parts: Sequence[Part]) -> list[Tensor]:
     """Return the sum of every part's losses."""
-    return [
-        (part.reconstruction.on(block.device, block.dtype).row_losses(block, part.targets) * weights).sum()
-        for part, block, weights in _weighted_blocks(logits, parts)
-    ]
+    with torch.autocast(logits.device.type, enabled=False):  # values have more digits than bf16
+        return [
+            (part.reconstruction.on(block.device, block.dtype).row_losses(block, part.targets) * weights).sum()
+            for part, block, weights in _weighted_blocks(logits, parts)
+        ]
 
 
 @torch.no_grad()
 def squared_error_sums(logits: Tensor, parts: Sequence[Part]) -> list[Tensor]:
     """Return the sum of every part's squared errors of the expected value."""
     sums = []
-    for part, block, weights in _weighted_blocks(logits, parts):
-        own = part.reconstruction.on(block.device, block.dtype)
-        sums.append((own.errors(torch.softmax(block, 1), part.targets).square_().mean(1) * weights).sum())
+    with torch.autocast(logits.device.type, enabled=False):
+        for part, block, weights in _weighted_blocks(logits, parts):
+            own = part.reconstruction.on(block.device, block.dtype)
+            sums.append((own.errors(torch.softmax(block, 1), part.targets).square_().mean(1) * weights).sum())
     return sums
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from etude.core.batch import Batch
 from etude.core.calling import ModelCall, unwrap
-from etude.core.errors import ConfigError
+from etude.core.errors import ConfigError, DataError
 from etude.core.terms import LossTerm, Terms
 from etude.core.vocab import VocabSpec
 from etude.losses.functional import IGNORE_INDEX
@@ -20,6 +20,7 @@ from etude.losses.meaningful.positions import count_positions
 from etude.losses.meaningful.terms import (
     SAMPLE_K,
     WEIGHT,
+    check_codebooks,
     check_modalities,
     check_numbers,
     check_output,
@@ -96,6 +97,8 @@ class MeaningfulLoss(LanguageModelingLoss):
         )
         self.weights = {name: (weights or {}).get(name, weight) for name in self.reconstructions}
         check_numbers(self.weights, sample_k)
+        if enabled:
+            check_codebooks(self.reconstructions, weights or {}, kind)
         check_something_to_learn(self.use_ce, self.weights)
         if (owner := vocab.modality_of(ignore_index)) is not None:
             raise ConfigError(
@@ -119,6 +122,7 @@ class MeaningfulLoss(LanguageModelingLoss):
         targets, _ = self._targets(batch, masked=not is_encoder_decoder(output))
         predictions = token_predictions(output, targets)
         check_output(predictions, self.vocab)
+        self._check_ids(targets)
         terms: Terms = {}
         if self.use_ce or not training:
             for name, term in self._token_terms(predictions, targets, None, metrics).items():
@@ -164,6 +168,14 @@ class MeaningfulLoss(LanguageModelingLoss):
     def _targets(self, batch: Batch, *, masked: bool) -> tuple[Tensor, int | None]:
         labels, _ = super()._targets(batch, masked=masked)
         return labels.masked_fill(labels == self.vocab.pad_id, self.ignore_index), None
+
+    def _check_ids(self, targets: Tensor) -> None:
+        """Raise DataError for ids beyond the vocabulary, which a wider output layer would learn; a GPU is not asked."""
+        if targets.is_cpu and targets.numel() and int(targets.max()) >= self.vocab.vocab_size:
+            raise DataError(
+                f"there is a token {int(targets.max())}, but the vocabulary has {self.vocab.vocab_size} tokens; the "
+                f"data was made with another vocabulary"
+            )
 
     def _own_head(self, call: ModelCall, batch: Batch, model: nn.Module) -> FusedHead | None:
         """Return the model's output layer, or None if the model needs it itself."""

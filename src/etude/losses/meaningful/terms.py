@@ -1,5 +1,6 @@
 """Expected-value losses of all modalities as terms, and the checks of what they are made of."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -17,6 +18,8 @@ from etude.losses.meaningful.fused import Part, expected_value_sums
 from etude.losses.meaningful.kinds import make_reconstruction
 from etude.losses.meaningful.positions import Positions, choose_positions
 from etude.losses.meaningful.reconstruction import Reconstruction
+
+logger = logging.getLogger("etude")
 
 WEIGHT = 0.1
 """The weight of a modality's loss that is not told otherwise."""
@@ -77,7 +80,8 @@ def make_reconstructions(
 
 def _tensor(values: Any) -> Tensor:
     try:
-        return torch.as_tensor(values)
+        found = torch.as_tensor(values)
+        return found if found.is_floating_point() or found.is_complex() else found.float()
     except (RuntimeError, TypeError, ValueError) as error:
         raise DataError(f"a tensor or an array of numbers is needed, found a {type(values).__name__}") from error
 
@@ -91,6 +95,22 @@ def check_modalities(names: Mapping[str, Any] | Sequence[str], vocab: VocabSpec,
                 f"{what} is given for the modality {name!r}, which the vocabulary does not have{hint} "
                 f"(it has: {listed(vocab.modalities) or 'none'})"
             )
+
+
+def check_codebooks(
+    reconstructions: Mapping[str, Reconstruction], weights: Mapping[str, float], kind: str | Mapping[str, str]
+) -> None:
+    """Raise ConfigError if a modality has a weight or a kind of loss, and no codebook; warn if none has one."""
+    kinds = kind if isinstance(kind, Mapping) else {}
+    for what, names in (("weight", [name for name in weights if weights[name]]), ("kind", kinds)):
+        for name in names:
+            if name not in reconstructions:
+                raise ConfigError(
+                    f"the modality {name!r} has a {what} and no codebook, so there is no value to compare; give its "
+                    f"codebook, or leave the {what} out"
+                )
+    if not reconstructions:
+        logger.warning("no modality has a codebook: the meaningful loss is cross entropy alone")
 
 
 def check_output(predictions: HeadOutput | Tensor, vocab: VocabSpec) -> None:
