@@ -142,7 +142,7 @@ def test_linear_ce(tmp_path):
 
 def test_meaningful(tmp_path):
     fused, drawn = run("meaningful", tmp_path)
-    assert [row["way"].partition(",")[0] for row in fused] == ["plain formula", "fused"] * (len(meaningful.KINDS) + 1)
+    assert [row["way"].partition(",")[0] for row in fused] == ["plain formula", "fused"] * (len(meaningful.KINDS) + 2)
     assert all(row["ms"] > 0 and row["× faster"] > 0 for row in fused)
     whole, *some = drawn
     assert whole["× of all"] == whole["× of all, with CE"] == 1.0

@@ -19,8 +19,8 @@ from etude.losses.products import add_logit_gradients, chunk_rows_for, product
 
 CHUNK_BYTES = {"cuda": 32 << 20}
 """Size of a chunk's logits, by device type."""
-DEFAULT_CHUNK_BYTES = 4 << 20
-"""On a CPU what is at hand should stay in its cache."""
+DEFAULT_CHUNK_BYTES = 8 << 20
+"""On a CPU what is at hand should stay near its cache; with smaller chunks, products become slower than that saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,25 +127,47 @@ class _ExpectedValues(torch.autograd.Function):
                 "the expected-value loss of hidden states has no second derivative: give it logits where "
                 "create_graph=True is needed"
             )
-        slices = ctx.slices
-        saved = ctx.saved_tensors
+        slices, saved = ctx.slices, ctx.saved_tensors
         rows = saved[3 * len(slices) :]
-        results = [
-            _zeros(shape, grads[0].device) if wanted and shape is not None else None
-            for shape, wanted in zip(ctx.shapes, ctx.needs_input_grad, strict=False)
-        ]
-        for place, (grad, own, positions) in enumerate(zip(grads, slices, rows, strict=False)):
-            grad_hidden, grad_weight, grad_bias = saved[3 * place : 3 * place + 3]
-            if (total := results[0]) is not None:
-                scaled = (grad_hidden * grad).to(total.dtype)
-                if positions is None:
-                    total.add_(scaled)
-                else:
-                    total.index_add_(0, positions, scaled)
-            for total, part in ((results[1], grad_weight), (results[2], grad_bias)):
-                if total is not None:
-                    torch.mul(part, grad, out=total[own])
-        return (*results, None, None, None, None)
+        # Nobody sees the saved gradients again, unless the graph is kept: then they must stay as they are.
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+
+        def scaled(which: int) -> list[Tensor]:
+            parts = saved[which : 3 * len(slices) : 3]
+            return [part.mul(grad) if keep else part.mul_(grad) for part, grad in zip(parts, grads, strict=False)]
+
+        wants = ctx.needs_input_grad
+        return (
+            _joined_rows(scaled(0), rows, *ctx.shapes[0]) if wants[0] else None,
+            _side_by_side(scaled(1), slices, *ctx.shapes[1]) if wants[1] else None,
+            _side_by_side(scaled(2), slices, *ctx.shapes[2]) if wants[2] else None,
+            *[None] * 4,
+        )
+
+
+def _joined_rows(
+    parts: Sequence[Tensor], rows: Sequence[Tensor | None], shape: torch.Size, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of all hidden states; positions that no part has are 0."""
+    if len(parts) == 1 and rows[0] is None:
+        return parts[0].to(dtype)
+    total = parts[0].new_zeros(shape, dtype=dtype)
+    for part, places in zip(parts, rows, strict=True):
+        if places is None:
+            total.add_(part)
+        else:
+            total.index_add_(0, places, part.to(dtype))
+    return total
+
+
+def _side_by_side(parts: Sequence[Tensor], slices: Sequence[slice], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of the whole output layer; rows of no part's slice are 0."""
+    if len(parts) == 1 and len(parts[0]) == shape[0]:
+        return parts[0].to(dtype)
+    total = parts[0].new_zeros(shape, dtype=dtype)
+    for part, own in zip(parts, slices, strict=True):
+        total[own] = part
+    return total
 
 
 _differentiable: Callable[..., tuple[Tensor, ...]] = torch.compiler.disable(  # type: ignore[no-untyped-call]
@@ -232,7 +254,3 @@ def _chunk(
             result.grad_weight,
             result.grad_bias,
         )
-
-
-def _zeros(like: tuple[torch.Size, torch.dtype], device: torch.device) -> Tensor:
-    return torch.zeros(like[0], dtype=like[1], device=device)
