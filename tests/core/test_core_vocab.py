@@ -368,3 +368,10 @@ def test_files_that_cannot_be_read(tmp_path):
         VocabSpec.load(tmp_path / "missing.json")
     with pytest.raises(DataError, match="cannot be read"):
         VocabSpec.load(tmp_path)
+
+
+def test_a_vocabulary_that_cannot_be_put_in_its_place_leaves_nothing_behind(tmp_path):
+    (tmp_path / "vocab.json").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        build_vocab_spec(v_image=3).save(tmp_path / "vocab.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["vocab.json"]

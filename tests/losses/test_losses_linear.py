@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from largest_tensor import Largest
 
 from etude.core import LossTerm
 from etude.core.errors import DataError, TrainingError
@@ -254,21 +254,6 @@ def test_only_the_gradients_asked_for_are_computed(wanted, monkeypatch):
     with torch.no_grad():
         assert torch.equal(linear_cross_entropy(hidden, weight, targets, bias).sum, term.sum)
     assert not seen[-1].want_gradients
-
-
-class Largest(TorchDispatchMode):
-    """Notes the most elements that a tensor of any operation had."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(one, torch.Tensor):
-                self.numel = max(self.numel, one.untyped_storage().nbytes() // one.itemsize)
-        return out
 
 
 @pytest.mark.parametrize("training", [True, False])

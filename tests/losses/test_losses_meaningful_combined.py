@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from etude.core import ConfigError, DataError, HeadOutput, TrainingError, build_vocab_spec
 from etude.losses import linear
 from etude.losses.chunked import chunked
-from etude.losses.meaningful import bin_edges, combined_loss, make_reconstruction, make_reconstructions
+from etude.losses.meaningful import (
+    bin_edges,
+    combined_loss,
+    make_reconstruction,
+    make_reconstructions,
+    meaningful_terms,
+)
 
 VOCAB = build_vocab_spec(v_image=7, v_scalar=5, v_spectra=4, modalities={"class": 3, "period": 6})
 IMAGE, SPECTRUM = torch.randn(7, 3, generator=torch.Generator().manual_seed(1)), torch.randn(4, 2)
@@ -474,3 +480,13 @@ def test_autocast_does_not_round_values(kind):
     with torch.autocast("cpu", torch.bfloat16):
         _, stats = combined_loss(logits[None], targets[None], VOCAB, scalar_centers=centers, config=config)
     assert float(stats["loss_sca"]) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_autocast_does_not_round_the_squared_errors():
+    size = VOCAB.range_of("scalar").size
+    recon = {"scalar": make_reconstruction("wasserstein", torch.linspace(1000.3, 1007.1, size))}
+    targets = torch.arange(size) + VOCAB.base_scalar
+    logits = torch.full((size, VOCAB.vocab_size), -50.0).scatter_(1, targets[:, None], 50.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        terms = meaningful_terms(logits, targets, VOCAB, recon, {"scalar": 1.0}, sample_k=None, metrics=True)
+    assert float(terms["mse_sca"].sum) == pytest.approx(0.0, abs=1e-6)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from largest_tensor import Largest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from etude.core import HeadOutput, TrainingError, build_vocab_spec
@@ -599,21 +600,6 @@ def test_a_codebook_is_brought_to_a_device_and_type_once():
 
 
 # ------------------------------------------------------------------------------------------ memory
-
-
-class Largest(TorchDispatchMode):
-    """Notes the most elements that a tensor of any operation had."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(one, torch.Tensor):
-                self.numel = max(self.numel, one.untyped_storage().nbytes() // one.itemsize)
-        return out
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -605,3 +605,15 @@ def test_a_model_that_changes_its_logits_at_times_keeps_its_output_layer(way):
     assert torch.equal(run(loss, model, batch)["loss_ce"].sum, expected)
     assert loss.fused_head is False
     assert model.training
+
+
+def test_looking_at_a_model_leaves_its_buffers_as_they_are():
+    model = Model().train()
+    model.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
+    usual = model.before
+    model.before = lambda tokens: model.norm(usual(tokens).transpose(1, 2)).transpose(1, 2)
+    tokens = batches()["tokens"][0]["tokens"][:, :-1]
+    before = copy.deepcopy(dict(model.named_buffers()))
+    FusedHead(model).check(lambda one, batch: one(batch["tokens"]), {"tokens": tokens})
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
