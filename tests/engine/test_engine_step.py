@@ -197,6 +197,22 @@ def test_fp16_scale_shrinks_on_overflow_and_training_goes_on():
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0, 65536.0])
+@pytest.mark.parametrize("summands", [1, 8])
+def test_reported_gradient_norms_hold_no_loss_scale(loss_scale, summands):
+    model = small_model()
+    reference = copy.deepcopy(model).double()
+    precision = Precision("fp16", loss_scale=loss_scale, summands=summands)
+    step = make_step(model, SGD(model.parameters(), lr=1e-12), precision=precision)
+    for x, y in batches(3):
+        report = step([(x, y)])
+        F.cross_entropy(reference(x.double()), y).backward()
+        norm = nn.utils.get_total_norm([param.grad for param in reference.parameters()])
+        reference.zero_grad()
+        if not report.skipped:  # too large a scale overflows, and is halved
+            torch.testing.assert_close(report.grad_norm.double(), norm, rtol=1e-2, atol=0)
+
+
 def test_fp16_and_bf16_follow_float32():
     results = {}
     for name in ("fp32", "bf16", "fp16"):

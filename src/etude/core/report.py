@@ -14,9 +14,9 @@ class StepReport:
     counts: dict[str, Tensor | float]
     """Per term, the count over this rank's micro-batches."""
     norm: Tensor
-    """Global norm of the gradient of the summed loss, before it is divided and clipped."""
+    """Global norm of the gradient as the backward pass left it, before it is divided and clipped."""
     divisor: Tensor | float
-    """What the gradient is divided by to become that of the averaged loss."""
+    """What the gradient is divided by to become that of the averaged loss; in fp16 the loss scale is part of it."""
     skipped: Tensor
     """1.0 if the update was not finite and was skipped on the device, else 0.0."""
     lr: float

@@ -6,6 +6,10 @@ the weights and lose the model.
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+Place = tuple[nn.Module, str]
 
 
 class BufferGuard:
@@ -21,32 +25,58 @@ class BufferGuard:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        saved = model.state_dict(keep_vars=True)
-        kept = {id(buffer) for name, buffer in model.named_buffers() if name in saved}
-        self._places = [
+        self._places: list[Place] = [
             (module, name)
             for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if id(buffer) in kept
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
         ]
-        self._before: list[Tensor] = []
+        self._before: list[Tensor | None] = []
 
     def remember(self) -> None:
         """Copy the buffers, before the forward pass."""
         if self._places:
-            self._before = [buffer.clone() for buffer in self._now()]
+            self._before = [_copy(module._buffers[name]) for module, name in self._places]
 
     def put_back(self, skipped: Tensor) -> None:
         """Give the buffers their former values if `skipped` is 1; on a device, without the host knowing."""
-        if not self._places:
-            return
-        if skipped.is_cpu:
-            if skipped.item():
-                torch._foreach_copy_(self._now(), self._before)
+        if not self._places or (skipped.is_cpu and not skipped.item()):
             return
         bad = skipped.bool()
-        for buffer, before in zip(self._now(), self._before, strict=True):
-            torch.where(bad, before, buffer, out=buffer)
+        changed: list[tuple[Place, Tensor | None]] = []
+        for place, before in zip(self._places, self._before, strict=True):
+            module, name = place
+            now = module._buffers[name]
+            if before is None or now is None or now is before or not _is_alike(before, now):
+                if now is not None or before is not None:
+                    changed.append((place, before))
+            elif _overlaps(now):  # an expanded buffer has no memory of its own for each element
+                module._buffers[name] = torch.where(bad, before, now)
+            else:
+                torch.where(bad, before, now, out=now)
+        # Buffers made, dropped or resized in this step: only the host can choose, so it waits for the device.
+        if changed and bad.item():
+            for place, before in changed:
+                _put(place, before)
 
-    def _now(self) -> list[Tensor]:
-        return [buffer for module, name in self._places if (buffer := module._buffers[name]) is not None]
+
+def _copy(buffer: Tensor | None) -> Tensor | None:
+    """Return a copy; a buffer that the first batch is to shape stays itself, as it has no values yet."""
+    return buffer if buffer is None or is_lazy(buffer) else buffer.clone()
+
+
+def _put(place: Place, before: Tensor | None) -> None:
+    module, name = place
+    if before is not None and before is module._buffers[name]:  # it was lazy, and was shaped in this step
+        if isinstance(module, _NormBase):
+            module.reset_running_stats()
+    else:
+        module._buffers[name] = before
+
+
+def _is_alike(before: Tensor, now: Tensor) -> bool:
+    return before.shape == now.shape and before.dtype == now.dtype and before.device == now.device
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -116,6 +116,7 @@ class Step:
             divisor = divisor / self.world.size  # data parallelism averages gradients over ranks; a sum is due
         for watch in self.watchers:
             watch(Gradients(self.model, self.updater.params, divisor, self.precision))
+        divisor = self.precision.unscale(divisor)  # now: the update may change the loss scale
         norm, skipped = self.updater.apply(divisor)
         if balance is not None:
             balance.after_update(micro_batches)

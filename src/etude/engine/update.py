@@ -54,7 +54,7 @@ class Updater:
             param.grad = None
 
     def apply(self, divisor: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Update the parameters with gradients divided by `divisor`, and clipped.
+        """Update the parameters with gradients divided by `divisor`, in which the loss scale is, and clipped.
 
         Returns the gradient norm before division, and 1.0 if the update was skipped because it was not finite.
         """
@@ -63,7 +63,6 @@ class Updater:
             return torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         norm = global_norm(grads)
         skipped = norm.mul(0.0).ne_(0.0)  # inf·0 and nan·0 are nan, which differs from 0
-        divisor = self.precision.unscale(divisor)
         if self.clip_norm is not None:
             # |g|/divisor > clip  ⇔  |g|/clip > divisor, and then dividing by |g|/clip leaves a norm of clip
             scaled_norm = norm if self.clip_norm == 1.0 else norm / self.clip_norm
