@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from etude.config.spelling import did_you_mean
+from etude.config.spelling import a, did_you_mean
 
 Detail = Mapping[str, Any]
 """One entry of `ValidationError.errors()`."""
@@ -54,6 +54,10 @@ _LENGTHS = {
 }
 
 
+_MANY_BITS = 256
+"""Python refuses to write integers of thousands of digits, and nobody reads them."""
+
+
 def show(value: Any) -> str:
     """Return a value as it would stand in YAML, shortened if long.
 
@@ -64,8 +68,21 @@ def show(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
         return "a mapping"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
+    if isinstance(value, int) and value.bit_length() > _MANY_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        return shorten(repr(value))
+    except ValueError:  # a list with an integer of more digits than Python writes
+        return a(type(value).__name__)
+
+
+def shorten(text: str, length: int = 60) -> str:
+    """Cut a text that a message repeats to `length` characters.
+
+    >>> shorten("x" * 100, 5)
+    'xxxx…'
+    """
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def is_type_error(detail: Detail) -> bool:

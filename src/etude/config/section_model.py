@@ -1,4 +1,4 @@
-"""The base of every section's schema: no unknown keys, and no silent conversions between numbers, text and booleans."""
+"""The base of every section's schema: no unknown keys, finite numbers, and no silent conversions between types."""
 
 from typing import Any, ClassVar
 
@@ -24,6 +24,8 @@ def _make_strict(node: Any, handler: GetCoreSchemaHandler, seen: set[str]) -> No
             _make_strict(value, handler, seen)
     if kind in _LEAVES:
         node["strict"] = True
+        if kind == "float":
+            node.setdefault("allow_inf_nan", False)
     elif kind == "definition-ref" and node["schema_ref"] not in seen:
         seen.add(node["schema_ref"])
         try:
@@ -37,8 +39,9 @@ def _make_strict(node: Any, handler: GetCoreSchemaHandler, seen: set[str]) -> No
 class SectionModel(BaseModel):
     """A section of a config file: derive fixed sections from it, with fields, types and defaults as usual.
 
-    `3` is a number where one is wanted, but `"3"`, `true` and (for an integer) `3.5` are mistakes. A list fills a
-    tuple or a set, and text fills a path, an enum or a literal, because YAML has no other way to write them.
+    `3` is a number where one is wanted, but `"3"`, `true` and (for an integer) `3.5` are mistakes. Numbers are finite,
+    unless a field says `Field(allow_inf_nan=True)`. A list fills a tuple or a set, and text fills a path, an enum or a
+    literal, because YAML has no other way to write them.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
@@ -48,7 +51,7 @@ class SectionModel(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Make every number, text and boolean strict, and leave containers lenient."""
+        """Make every number, text and boolean strict, numbers finite, and leave containers lenient."""
         schema = handler(source)
         _make_strict(schema, handler, set())
         return schema

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import operator
 import types
 from collections.abc import Callable, Iterator
@@ -55,6 +56,8 @@ def _check(what: str, value: Any, hint: Any) -> None:
         if not all(holds(value, limit) for holds, limit, _ in bounds):
             allowed = " and ".join(f"{words} {limit}" for _, limit, words in bounds)
             raise ConfigError(f"{what} is {value}; it must be {allowed}")
+        if bounds and isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{what} is {value}; it must be finite")
         _check(what, value, args[0])
     elif origin in (Union, types.UnionType):
         for arg in args:

@@ -2,12 +2,17 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
 from etude.config import SectionModel
+from etude.engine.accumulation import GradientAccumulator
 from etude.losses.meaningful import KindName
 
 Positive = Annotated[float, Field(gt=0)]
+LARGEST = 10**12
+"""Above all steps, epochs and samples that a run can have; still exact as a float."""
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+CountFrom0 = Annotated[int, Field(ge=0, le=LARGEST)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
@@ -33,7 +38,7 @@ class MeaningfulLossConfig(SectionModel):
 
     enabled: bool = True
     """false leaves cross entropy alone."""
-    sample_k_per_modality: Annotated[int, Field(ge=1)] | None = Field(
+    sample_k_per_modality: Count | None = Field(
         default=4096, validation_alias=AliasChoices("sample_k_per_modality", "sample_k")
     )
     """Positions of a batch that are drawn for each modality; null looks at all of them."""
@@ -79,7 +84,7 @@ class ActivationCheckpointing(SectionModel):
 
     blocks: str | None = None
     """Pattern of module names; the repeated blocks of the model if left out."""
-    every: Annotated[int, Field(ge=1)] = 1
+    every: Count = 1
     """Recompute every so many of them."""
 
 
@@ -92,33 +97,29 @@ class TrainerConfig(SectionModel):
 
     model_config = ConfigDict(validate_assignment=True, use_attribute_docstrings=True, validate_by_name=True)
 
-    epochs: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, validation_alias=AliasChoices("epochs", "num_epochs")
-    )
+    epochs: Count | None = Field(default=None, validation_alias=AliasChoices("epochs", "num_epochs"))
     """Epochs of the whole run (10 if neither this nor max_steps is given)."""
-    max_steps: Annotated[int, Field(ge=1)] | None = None
+    max_steps: Count | None = None
     """Stop after this many optimizer steps, wherever in an epoch that is."""
-    batch_size: Annotated[int, Field(ge=1)] = 64
+    batch_size: Count = 64
     """Samples per micro-batch, over all processes together."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of initial weights, data order, dropout and everything else."""
-    log_interval: Annotated[int, Field(ge=1)] = Field(
-        default=100, validation_alias=AliasChoices("log_interval", "log_every")
-    )
+    log_interval: Count = Field(default=100, validation_alias=AliasChoices("log_interval", "log_every"))
     """Steps between log records; the host reads the device only then."""
-    validate_interval: Annotated[int, Field(ge=0)] = 1
+    validate_interval: CountFrom0 = 1
     """Epochs between validations; 0 leaves only the one at the end."""
-    validate_every_steps: Annotated[int, Field(ge=1)] | None = None
+    validate_every_steps: Count | None = None
     """Also validate after every so many steps."""
     save_checkpoints: bool = True
     """Write checkpoints into the run folder."""
-    checkpoint_interval: Annotated[int, Field(ge=0)] = 1
+    checkpoint_interval: CountFrom0 = 1
     """Epochs between checkpoints; 0 leaves only the one at the end."""
-    save_every_steps: Annotated[int, Field(ge=1)] | None = None
+    save_every_steps: Count | None = None
     """Also save after every so many steps."""
-    keep_best: Annotated[int, Field(ge=0)] = 3
+    keep_best: CountFrom0 = 3
     """How many of the best checkpoints, by validation loss, are kept beside the last one."""
-    grad_accum_steps: Annotated[int, Field(ge=1)] | dict[int, Annotated[int, Field(ge=1)]] = Field(
+    grad_accum_steps: Count | dict[int, Count] = Field(
         default=1,
         validation_alias=AliasChoices("grad_accum_steps", "gradient_accumulation_steps", "accumulation_steps"),
     )
@@ -143,11 +144,11 @@ class TrainerConfig(SectionModel):
     """cpu, cuda, cuda:1 …; auto takes CUDA where there is one."""
     deterministic: bool = False
     """Use deterministic kernels only, so that CUDA runs repeat bit for bit too."""
-    num_threads: Annotated[int, Field(ge=1)] | None = None
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of torch; results repeat bit for bit only with the same number."""
     train_metrics: bool = True
     """Compute accuracy and other metrics on training batches too."""
-    max_skipped_steps: Annotated[int, Field(ge=1)] = 20
+    max_skipped_steps: Count = 20
     """Stop with an error after so many updates in a row that were not finite."""
     drop_last: bool = False
     """Leave out the last, smaller batch of an epoch."""
@@ -158,7 +159,7 @@ class TrainerConfig(SectionModel):
     """Learning rate, for configs that keep it here; optimizer.lr otherwise."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay, for configs that keep it here; optimizer.weight_decay otherwise."""
-    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    warmup_steps: CountFrom0 | None = None
     """Given without a scheduler section: linear warm-up over so many steps, then cosine decay to 10 %."""
     use_scheduler: bool | None = None
     """false turns the scheduler off; true asks for `scheduler_type`."""
@@ -168,18 +169,24 @@ class TrainerConfig(SectionModel):
     """true: `precision_dtype`, or bf16; false: fp32. The key `precision` says it in one."""
     precision_dtype: Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] | None = None
     """Number format under use_mixed_precision."""
-    num_workers: Annotated[int, Field(ge=0)] = 0
+    num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Worker processes that load samples of a Dataset; tensors in memory need none."""
     pin_memory: bool = True
     """Page-locked host memory for asynchronous copies to CUDA."""
     persistent_workers: bool = False
     """Keep worker processes from epoch to epoch."""
-    prefetch_factor: Annotated[int, Field(ge=1)] | None = None
+    prefetch_factor: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Batches each worker loads ahead."""
-    prefetch: Annotated[int, Field(ge=0)] = 0
+    prefetch: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Batches that a thread makes ready, copies to CUDA included, of tensors or tokens; 0 makes them when due."""
     meaningful_loss: MeaningfulLossConfig | None = None
     """Expected-value reconstruction loss for models over tokens of several modalities."""
+
+    @field_validator("grad_accum_steps")
+    @classmethod
+    def _from_the_first_epoch(cls, value: int | dict[int, int]) -> int | dict[int, int]:
+        GradientAccumulator(accumulation_steps=value)
+        return value
 
     @property
     def num_epochs(self) -> int | None:
