@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.table import (
-    NOT_INSTALLED,
+    NOT_RUN,
     Row,
     Table,
+    failure,
     missing,
     progress,
     publish,
@@ -239,10 +240,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "static", batch, device, width, looking=True
     )
     peers: list[Row] = []
-    if options.peers and missing(["torchjd"]):
-        peers.append({"way": "torchjd, pcgrad", "ms/step": NOT_INSTALLED})
-    elif options.peers:
-        contestants["torchjd, pcgrad"] = torchjd_pcgrad(batch, device, width)
+    if options.peers:
+        name = "torchjd, pcgrad"
+        if why := missing(["torchjd"]) or failure(lambda: torchjd_pcgrad(batch, device, width)()):
+            peers.append({"way": name, NOT_RUN: why})
+        else:
+            contestants[name] = torchjd_pcgrad(batch, device, width)
     table = Table(
         f"Four tasks on one batch of {rows} × {length} tokens, transformer 4 × {width}, fp32, on {device.type}.",
         COLUMNS,

@@ -5,7 +5,7 @@ python -m benchmarks.overhead [--quick] [--no-peers] [--json FILE]
 
 import gc
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,18 @@ from torch import Tensor, nn
 
 from benchmarks import peers
 from benchmarks.counters import InstructionCounter
-from benchmarks.table import NOT_INSTALLED, Row, Table, median, missing, progress, publish, quartiles, read_options
+from benchmarks.table import (
+    NOT_RUN,
+    Row,
+    Table,
+    failure,
+    median,
+    missing,
+    progress,
+    publish,
+    quartiles,
+    read_options,
+)
 from benchmarks.work import (
     BATCH_SIZE,
     CLIP_NORM,
@@ -136,6 +147,16 @@ class Stage:
             contestant.run(work)
         return probe.per_step()
 
+    def warm_up(self, contestants: Sequence[Contestant]) -> dict[str, str]:
+        """Run all once, to touch their memory; return why a peer does not run here, by name."""
+        absent = {}
+        for one in contestants:
+            if not one.needs:
+                self.run(one)
+            elif why := failure(partial(self.run, one)):
+                absent[one.name] = why
+        return absent
+
     def pairs(self, contestants: Sequence[Contestant], rounds: int) -> dict[str, list[tuple[Mark, Mark]]]:
         """Return, for every contestant, its runs, each with a run of the reference right before or after it."""
         reference, *others = contestants
@@ -155,16 +176,18 @@ class Stage:
         return pairs
 
 
-def rows_of(contestants: Sequence[Contestant], pairs: dict[str, list[tuple[Mark, Mark]]]) -> list[Row]:
+def rows_of(
+    contestants: Sequence[Contestant], pairs: dict[str, list[tuple[Mark, Mark]]], absent: Mapping[str, str]
+) -> list[Row]:
     """Return the rows of the table; the reference's own numbers come from all its runs."""
     bases = [base for runs in pairs.values() for _, base in runs]
     plain = median([theirs.wall / base.wall for theirs, base in pairs[PLAIN]])
     rows: list[Row] = [_row(contestants[0], bases) | {"× plain": 1 / plain if plain else None, "× fused": 1.0}]
     for one in contestants[1:]:
-        runs = pairs.get(one.name)
-        if not runs:
-            rows.append({"loop": one.name, "µs/step": NOT_INSTALLED})
+        if one.name in absent:
+            rows.append({"loop": one.name, NOT_RUN: absent[one.name]})
             continue
+        runs = pairs[one.name]
         low, middle, high = quartiles([theirs.wall - base.wall for theirs, base in runs])
         ratio = median([theirs.wall / base.wall for theirs, base in runs])
         rows.append(
@@ -209,12 +232,12 @@ COLUMNS = {
 def measure(size: Size, with_peers: bool) -> list[Table]:
     """Return the table of the step alone and the table with data loading."""
     contestants = OWN + (PEERS if with_peers else ())
-    present = [one for one in contestants if not missing(one.needs)]
+    peers.quiet()
+    absent = {one.name: why for one in contestants if (why := missing(one.needs))}
     num_steps = size.warmup + size.timed + 1
     data, labels = make_data(num_steps)
     batches = Batches(data, labels)
     counter = InstructionCounter()
-    peers.quiet()
     tables = []
     for title, given, rounds in (
         ("The step alone: every loop is given the same list of batches.", batches, size.rounds),
@@ -226,14 +249,13 @@ def measure(size: Size, with_peers: bool) -> list[Table]:
     ):
         stage = Stage(size, data, labels, given, counter)
         with terminal():
-            for one in present:  # imports, and memory that is touched for the first time
-                stage.run(one)
+            absent |= stage.warm_up([one for one in contestants if one.name not in absent])
             gc.freeze()  # what the trainers have imported need not be searched for garbage again and again
-            pairs = stage.pairs(present, rounds)
+            pairs = stage.pairs([one for one in contestants if one.name not in absent], rounds)
         table = Table(
             f"Time of a training step, MLP 32-64-10, batch {BATCH_SIZE}, one thread. {title}", COLUMNS, how(size)
         )
-        table.rows.extend(rows_of(contestants, pairs))
+        table.rows.extend(rows_of(contestants, pairs, absent))
         tables.append(table)
     counter.close()
     return tables

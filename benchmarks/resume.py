@@ -19,7 +19,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import peers
-from benchmarks.table import NOT_INSTALLED, ROOT, Row, Table, missing, progress, publish, read_options
+from benchmarks.table import (
+    NOT_RUN,
+    ROOT,
+    Row,
+    Table,
+    failure,
+    in_short,
+    last_line,
+    missing,
+    progress,
+    publish,
+    read_options,
+)
 from etude import Callback, Trainer
 
 SAMPLES, BATCH_SIZE, EPOCHS, SAVED_AT = 640, 32, 2, 5
@@ -195,20 +207,28 @@ def etude_rows(stops: Sequence[int]) -> list[Row]:
 
 
 def peer_row(name: str, run: Callable[[Path, bool], Record], needs: Sequence[str]) -> Row:
-    if missing(needs):
-        return {"trainer": name, "batches right": NOT_INSTALLED}
-    progress(name)
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        return compare(name, run(Path(folder), False), run(Path(folder), True))
+    rows: list[Row] = []
+
+    def both() -> None:
+        progress(name)
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            rows.append(compare(name, run(Path(folder), False), run(Path(folder), True)))
+
+    why = missing(needs) or failure(both)
+    return {"trainer": name, NOT_RUN: why} if why else rows[0]
 
 
 def kill_row(name: str, kills: int, needs: Sequence[str] = ()) -> Row:
     """Return what became of `kills` runs that were killed while they saved, and then resumed."""
-    if missing(needs):
-        return {"trainer": name, "killed": NOT_INSTALLED}
+    if why := missing(needs):
+        return {"trainer": name, NOT_RUN: why}
     progress(f"{name}, killed while saving")
     command = [sys.executable, "-m", "benchmarks.kills", name, str(kills)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        if not needs:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+        return {"trainer": name, NOT_RUN: f"failed: {in_short(last_line(done.stderr))}"}
     results = [json.loads(line) for line in done.stdout.splitlines()]
     return {
         "trainer": name,

@@ -9,9 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.table import NOT_INSTALLED, Table, median, missing, progress, publish, quartiles, read_options
+from benchmarks.table import (
+    NOT_INSTALLED,
+    NOT_RUN,
+    Table,
+    in_short,
+    last_line,
+    median,
+    progress,
+    publish,
+    quartiles,
+    read_options,
+)
 from etude.data import BatchSampler
 
 BASE = "import torch"
@@ -25,11 +37,12 @@ OWN = {
     "etude --help": [str(Path(sys.executable).with_name("etude")), "--help"],
 }
 PEERS = {
-    "import lightning": ("lightning", "import lightning"),
-    "from transformers import Trainer": ("accelerate", "from transformers import Trainer"),
-    "import accelerate": ("accelerate", "import accelerate"),
-    "import ignite.engine": ("ignite", "import ignite.engine"),
+    "import lightning": ("lightning",),
+    "from transformers import Trainer": ("transformers", "accelerate"),
+    "import accelerate": ("accelerate",),
+    "import ignite.engine": ("ignite",),
 }
+"""Each import, and what has to be installed for it."""
 
 
 def seconds(command: Sequence[str]) -> float:
@@ -38,15 +51,23 @@ def seconds(command: Sequence[str]) -> float:
     return time.perf_counter() - begin
 
 
+def why_not(code: str, needs: Sequence[str]) -> str | None:
+    """Return why this code does not run in a process of its own, None if it does: this process imports nothing."""
+    if any(find_spec(module) is None for module in needs):
+        return NOT_INSTALLED
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return f"failed: {in_short(last_line(done.stderr))}" if done.returncode else None
+
+
 def start_up(rounds: int, with_peers: bool) -> Table:
     """Return the time of each command in a new process, and what it adds to importing torch in the same round."""
     commands = dict(OWN)
-    absent = []
-    for name, (needs, code) in PEERS.items() if with_peers else ():
-        if missing((needs, "transformers") if "transformers" in code else (needs,)):
-            absent.append(name)
+    absent: dict[str, str] = {}
+    for code, needs in PEERS.items() if with_peers else ():
+        if why := why_not(code, needs):
+            absent[code] = why
         else:
-            commands[name] = [sys.executable, "-c", code]
+            commands[code] = [sys.executable, "-c", code]
     times: dict[str, list[float]] = {name: [] for name in commands}
     for command in commands.values():  # byte code and the disk cache
         seconds(command)
@@ -71,7 +92,7 @@ def start_up(rounds: int, with_peers: bool) -> Table:
                 "s over import torch": None if name == BASE else over,
             }
         )
-    table.rows.extend({"command": name, "s": NOT_INSTALLED} for name in absent)
+    table.rows.extend({"command": name, NOT_RUN: why} for name, why in absent.items())
     return table
 
 

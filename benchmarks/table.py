@@ -8,10 +8,11 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ DISTRIBUTIONS = (
     "grain",
 )
 NOT_INSTALLED = "not installed"
+NOT_RUN = "not run"
+"""Where a row without numbers has the reason."""
 Row = Mapping[str, Any]
 
 
@@ -44,7 +47,9 @@ class Table:
     how: str
     """How it was measured."""
     rows: list[Row] = field(default_factory=list)
-    """Numbers or words by column. A column that a row lacks is shown as a dash; one that all lack is left out."""
+    """Numbers or words by column. A column that a row lacks is shown as a dash; one that all lack is left out. In a row
+    with a reason under `NOT_RUN` the reason stands in place of the columns.
+    """
 
     def __str__(self) -> str:
         names = [name for name in self.columns if any(row.get(name) is not None for row in self.rows)]
@@ -54,6 +59,9 @@ class Table:
             "  ".join(text.rjust(width) if place else text.ljust(width) for place, (text, width) in enumerate(both))
             for both in (tuple(zip(line, widths, strict=True)) for line in cells)
         ]
+        for place, row in enumerate(self.rows, 1):
+            if NOT_RUN in row:
+                lines[place] = f"{cells[place][0].ljust(widths[0])}  {row[NOT_RUN]}"
         lines.insert(1, "-" * len(lines[0]))
         return "\n".join([self.title, "", *(line.rstrip() for line in lines), "", self.how])
 
@@ -87,9 +95,46 @@ def median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known and len(known) == len(values) else None
 
 
-def missing(modules: Sequence[str]) -> bool:
-    """Whether one of these modules is not installed."""
-    return any(find_spec(module) is None for module in modules)
+def missing(modules: Sequence[str]) -> str | None:
+    """Return why one of these modules cannot be imported, or None if all can; they are imported for that.
+
+    Whatever an import raises is a reason: a package that is installed but does not fit the others here raises anything.
+
+    >>> missing(["json"]), missing(["json", "no_such_module"])
+    (None, 'not installed')
+    """
+    for module in modules:
+        try:
+            import_module(module)
+        except (Exception, SystemExit) as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == module:
+                return NOT_INSTALLED
+            return f"cannot be imported: {in_short(error)}"
+    return None
+
+
+def failure(run: Callable[[], object]) -> str | None:
+    """Run a peer for the first time; return what it raised in short, or None if it runs.
+
+    >>> failure(lambda: 1), failure(lambda: 1 / 0)
+    (None, 'failed: ZeroDivisionError: division by zero')
+    """
+    try:
+        run()
+    except (Exception, SystemExit) as error:
+        return f"failed: {in_short(error)}"
+    return None
+
+
+def in_short(error: BaseException | str) -> str:
+    """Return an error as one line of at most 80 characters."""
+    words = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return textwrap.shorten(words, 80, placeholder=" …")
+
+
+def last_line(text: str) -> str:
+    """Return the last line of what a program wrote: of a traceback, the error."""
+    return (text.strip().splitlines() or ["no output"])[-1]
 
 
 def read_options(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.table import NOT_INSTALLED, missing, progress, quartiles
+from benchmarks.table import NOT_RUN, failure, missing, progress, quartiles
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,28 @@ class Runner:
         return time.perf_counter() - begin
 
 
-Pairs = Mapping[str, Sequence[tuple[float, float]]]
+Speeds = Sequence[tuple[float, float]]
+Pairs = Mapping[str, Speeds | str]
+"""By contender: its speeds, each with one of the first contender, or why it does not run here."""
 
 
 def race(contenders: Sequence[Contender], pace: Pace, batch_size: int, check: Callable[[str, Any], None]) -> Pairs:
-    """Return speeds of each contender that is installed, each with a speed of the first one right before it."""
-    present = [one for one in contenders if not missing(one.needs)]
-    runners = {}
-    for one in present:
+    """Return speeds of each contender that runs here, each with a speed of the first one right before it."""
+    runners: dict[str, Runner] = {}
+    absent: dict[str, str] = {}
+    for one in contenders:
         progress(f"preparing {one.name}")
-        runners[one.name] = Runner(one, batch_size, pace.seconds, lambda batch, name=one.name: check(name, batch))
+
+        def prepare(one: Contender = one) -> None:
+            runners[one.name] = Runner(one, batch_size, pace.seconds, lambda batch: check(one.name, batch))
+
+        if not one.needs:
+            prepare()
+        elif why := missing(one.needs) or failure(prepare):
+            absent[one.name] = why
     gc.collect()
     gc.freeze()  # what others have imported need not be searched for garbage again and again
-    pairs: dict[str, list[tuple[float, float]]] = {one.name: [] for one in present}
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in runners}
     chance, reference = random.Random(0), runners[contenders[0].name]
     for turn in range(pace.rounds):
         progress(f"round {turn + 1} of {pace.rounds}")
@@ -76,23 +85,24 @@ def race(contenders: Sequence[Contender], pace: Pace, batch_size: int, check: Ca
     for runner in runners.values():
         if isinstance(runner.batches, Generator):
             runner.batches.close()  # ends worker processes and threads
-    return pairs
+    return pairs | absent
 
 
 def rows_of(contenders: Sequence[Contender], pairs: Pairs, share: str) -> list[dict[str, Any]]:
     """Return name, samples per second and share of the first contender's speed for each, with quartiles."""
     rows: list[dict[str, Any]] = []
     for place, one in enumerate(contenders):
-        if one.name not in pairs:
-            rows.append({"loader": one.name, "samples/s": NOT_INSTALLED})
+        found = pairs[one.name]
+        if isinstance(found, str):
+            rows.append({"loader": one.name, NOT_RUN: found})
             continue
-        low, middle, high = quartiles([speed for speed, _ in pairs[one.name]])
+        low, middle, high = quartiles([speed for speed, _ in found])
         row: dict[str, Any] = {
             "loader": one.name,
             "samples/s": middle,
             "quartiles": f"{low / 1e3:,.0f}k … {high / 1e3:,.0f}k",
         }
-        ratios = quartiles([speed / base for speed, base in pairs[one.name]])
+        ratios = quartiles([speed / base for speed, base in found])
         row |= {share: ratios[1]} if place else {share: 1.0}
         row |= {"quartiles of that": f"{ratios[0]:.3g} … {ratios[2]:.3g}"} if place else {}
         rows.append(row)

@@ -1,4 +1,4 @@
-"""Every benchmark runs at its tiny size without other trainers, and its tables say what they should."""
+"""Every benchmark runs at its tiny size, where no peer can be imported, and its tables say what they should."""
 
 import doctest
 import itertools
@@ -23,6 +23,7 @@ from benchmarks import (  # noqa: E402
     multi_task,
     overhead,
     resume,
+    startup,
     table,
     token_loader,
     token_peers,
@@ -30,11 +31,34 @@ from benchmarks import (  # noqa: E402
     work,
 )
 
+BROKEN = {
+    "accelerate": "AttributeError('no dtensor here')",
+    "datasets": "KeyError('arrow')",
+    "grain": "SystemExit('needs another Python')",
+    "ignite": "OSError('libtorch_cuda.so: cannot open shared object file')",
+    "lightning": "ImportError('cannot import name x from y')",
+    "litdata": "RuntimeError('operator torchvision::nms does not exist')",
+    "torchdata": "ModuleNotFoundError('no module', name='something_else')",
+    "torchjd": "ValueError('made for another torch')",
+    "transformers": "TypeError('metaclass conflict')",
+}
+"""What importing each peer raises: as wheels do that do not fit the torch beside them."""
 
-def run(name, folder):
+
+def break_peers(folder):
+    """Return an environment in which every peer is installed and none can be imported."""
+    for module, error in BROKEN.items():
+        package = folder / "broken" / module
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(f"raise {error}\n")
+    return os.environ | {"PYTHONPATH": f"{folder / 'broken'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
+def run(name, folder, peers=()):
+    """Return the rows of each table, less those of the named peers, which have to say why they were not run."""
     file = folder / f"{name}.json"
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--no-peers", "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=break_peers(folder))
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())
     assert report["benchmark"] == name
@@ -42,18 +66,25 @@ def run(name, folder):
     for one in report["tables"]:
         assert one["title"] in done.stdout
         assert all(next(iter(row.values())) in done.stdout for row in one["rows"])
-    return [one["rows"] for one in report["tables"]]
+    absent = {
+        next(iter(row.values())): row for one in report["tables"] for row in one["rows"] if table.NOT_RUN in row
+    }
+    assert set(absent) == set(peers)
+    for row in absent.values():
+        assert any(error.partition("(")[0] in row[table.NOT_RUN] for error in BROKEN.values()), row
+        assert row[table.NOT_RUN] in done.stdout
+    return [[row for row in one["rows"] if table.NOT_RUN not in row] for one in report["tables"]]
 
 
 def test_overhead(tmp_path):
-    for rows in run("overhead", tmp_path):
+    for rows in run("overhead", tmp_path, {one.name for one in overhead.PEERS}):
         assert [row["loop"] for row in rows] == [one.name for one in overhead.OWN]
         assert all(row["µs/step"] > 0 and row["CPU µs"] > 0 for row in rows)
         assert all(row["pairs"] == 1 for row in rows[1:])
 
 
 def test_resume(tmp_path):
-    stopped, killed = run("resume", tmp_path)
+    stopped, killed = run("resume", tmp_path, resume.PEERS)
     for row in stopped:
         assert row["batches right"] == row["exact steps"] == row["of"] == row["run"] > 0
     assert stopped[0]["of"] == resume.STEPS - resume.SAVED_AT
@@ -62,15 +93,16 @@ def test_resume(tmp_path):
 
 
 def test_startup(tmp_path):
-    commands, seeking = run("startup", tmp_path)
+    commands, seeking = run("startup", tmp_path, startup.PEERS)
     assert {row["command"] for row in commands} >= {"import torch", "import etude", "etude --help"}
     assert all(row["s"] > 0 for row in commands)
     assert seeking[0]["slowest ms"] >= seeking[0]["median ms"] > 0
 
 
 def test_token_loader(tmp_path):
-    blocks, documents, packed, seeking = run("token_loader", tmp_path)
-    assert len(blocks) == 3
+    peers = {one.name for one in token_peers.PEERS if one.needs} | {"StatefulDataLoader, blocks"}
+    blocks, documents, packed, seeking = run("token_loader", tmp_path, peers)
+    assert len(blocks) == 3 + sum(not one.needs for one in token_peers.PEERS)
     assert len(seeking) == 6
     assert all(row["samples/s"] > 0 for row in (*blocks, *documents, *packed))
     waste = {row["loader"]: row["padding"] for row in documents}
@@ -106,14 +138,16 @@ def test_loaders_take_turns_and_one_that_is_missing_is_named():
 
     contenders = [token_race.Contender(name, partial(batches, name)) for name in "abc"]
     contenders.append(token_race.Contender("absent", partial(batches, "absent"), needs=("no_such_module",)))
+    contenders.append(token_race.Contender("fails", lambda: 1 / 0, needs=("json",)))
     pairs = token_race.race(contenders, token_race.Pace(3, 0.001), 1, lambda _, batch: None)
-    assert {name: len(pair) for name, pair in pairs.items()} == {"a": 3, "b": 3, "c": 3}
+    assert {name: len(pairs[name]) for name in "abc"} == {"a": 3, "b": 3, "c": 3}
     turns = [name for name, _ in itertools.groupby(given)]
     assert all(before == "a" for before, name in itertools.pairwise(turns[3:]) if name != "a")
     rows = token_race.rows_of(contenders, pairs | {"b": [(1.0, 4.0), (2.0, 4.0), (9.0, 10.0)]}, "share")
     assert [row.get("share") for row in rows][0::3] == [1.0, None]
     assert rows[1]["share"] == 0.5
-    assert rows[3] == {"loader": "absent", "samples/s": table.NOT_INSTALLED}
+    assert rows[3] == {"loader": "absent", table.NOT_RUN: table.NOT_INSTALLED}
+    assert "ZeroDivisionError" in rows[4][table.NOT_RUN]
 
 
 def test_gradient_monitor(tmp_path):
@@ -125,7 +159,7 @@ def test_gradient_monitor(tmp_path):
 
 
 def test_multi_task(tmp_path):
-    (rows,) = run("multi_task", tmp_path)
+    (rows,) = run("multi_task", tmp_path, {"torchjd, pcgrad"})
     assert len(rows) == 2 + len(multi_task.WEIGHTINGS)  # by hand, each weighting, and looking at gradients
     assert rows[0]["× by hand"] == 1.0
     assert all(row["ms/step"] > 0 for row in rows)
@@ -181,16 +215,43 @@ def test_all_benchmarks_are_run_and_a_failure_is_told(tmp_path, monkeypatch, cap
 
 def test_a_peer_that_is_missing_is_named_and_no_error():
     absent = overhead.Contestant("Absent", overhead.OWN[0].run, needs=("no_such_module",))
-    assert table.missing(absent.needs)
+    why = table.missing(absent.needs)
+    assert why == table.NOT_INSTALLED
     mark = work.Mark(100.0, 90.0, None)
     slower = work.Mark(125.0, 90.0, None)
-    rows = overhead.rows_of((*overhead.OWN[:2], absent), {overhead.PLAIN: [(slower, mark)]})
-    assert rows[2] == {"loop": "Absent", "µs/step": table.NOT_INSTALLED}
+    rows = overhead.rows_of((*overhead.OWN[:2], absent), {overhead.PLAIN: [(slower, mark)]}, {"Absent": why})
+    assert rows[2] == {"loop": "Absent", table.NOT_RUN: table.NOT_INSTALLED}
     assert rows[1]["+µs"] == 25.0
     assert rows[1]["× plain"] == 1.0
     assert rows[0]["× plain"] == pytest.approx(0.8)
-    assert resume.peer_row("Absent", resume.etude, ("no_such_module",))["batches right"] == table.NOT_INSTALLED
-    assert resume.kill_row("Absent", 1, ("no_such_module",))["killed"] == table.NOT_INSTALLED
+    assert resume.peer_row("Absent", resume.etude, ("no_such_module",))[table.NOT_RUN] == table.NOT_INSTALLED
+    assert resume.kill_row("Absent", 1, ("no_such_module",))[table.NOT_RUN] == table.NOT_INSTALLED
+
+
+def test_a_peer_that_fails_when_it_is_used_is_named_and_no_error(monkeypatch):
+    """Some packages import their parts only when these are used."""
+
+    def fails(*_):
+        raise RuntimeError("operator torchvision::nms\ndoes not exist" + 1000 * " word")
+
+    row = resume.peer_row("Lazy", fails, ("json",))
+    assert "RuntimeError: operator torchvision::nms does not exist" in row[table.NOT_RUN]
+    assert len(row[table.NOT_RUN]) < 100
+    ended = subprocess.CompletedProcess([], returncode=1, stdout="", stderr="Traceback\n  File\nTypeError: lazy\n")
+    monkeypatch.setattr(resume.subprocess, "run", lambda *_, **__: ended)
+    assert "TypeError: lazy" in resume.kill_row("Lazy", 1, ("json",))[table.NOT_RUN]
+    with pytest.raises(RuntimeError, match="TypeError: lazy"):
+        resume.kill_row("Etude", 1)
+
+    class Stage(overhead.Stage):
+        def run(self, contestant):
+            contestant.run(None)
+
+    stage = Stage(overhead.QUICK, None, None, None, None)
+    lazy = overhead.Contestant("Lazy", fails, needs=("json",))
+    assert "torchvision" in stage.warm_up([overhead.Contestant("fine", lambda _: None), lazy])["Lazy"]
+    with pytest.raises(RuntimeError, match="torchvision"):  # our own loops have no excuse
+        stage.warm_up([overhead.Contestant("ours", fails)])
 
 
 def test_pairs_take_turns_and_their_order_alternates():
@@ -268,7 +329,8 @@ def test_a_record_that_differs_is_not_exact():
 
 def test_table_text():
     columns = {"name": "", "count": "d", "time": "+.1f", "never": ""}
-    text = str(table.Table("Title.", columns, "How.", [{"name": "a", "count": 3, "time": 1.26}, {"name": "long"}]))
+    rows = [{"name": "a", "count": 3, "time": 1.26}, {"name": "long"}, {"name": "no", table.NOT_RUN: "a long reason"}]
+    text = str(table.Table("Title.", columns, "How.", rows))
     assert text.splitlines() == [
         "Title.",
         "",
@@ -276,6 +338,7 @@ def test_table_text():
         "-" * 17,
         "a         3  +1.3",
         "long      –     –",
+        "no    a long reason",
         "",
         "How.",
     ]
