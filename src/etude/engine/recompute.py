@@ -1,7 +1,7 @@
 """Activation checkpointing: blocks forget what they computed and compute it again in the backward pass.
 
 Memory for activations falls to about that of one block and of the inputs of all; a step takes about a third longer.
-Random numbers (dropout) are drawn again as they were, so gradients are the same bit for bit.
+Random numbers (dropout) are drawn again as they were, so gradients are the same but for rounding.
 """
 
 import functools
