@@ -48,6 +48,24 @@ def test_default_tasks_come_in_one_phase_after_the_other() -> None:
     assert current_phase(10).variants == {"code_generation": "masked"}
 
 
+def test_weights_of_some_tasks_and_of_others() -> None:
+    """A task that is not named has the weight 1; one of the user's own comes in with all tasks."""
+    for epoch in (1, 12, 33, 51, 60):
+        plain = loss_weights(epoch)
+        assert loss_weights(epoch, {"quality": 0.5}) == plain | (
+            {"quality": 0.5 * plain["quality"]} if epoch > 50 else {}
+        )
+        assert set(loss_weights(epoch, {"documentation": 2.0})) - set(plain) == (
+            {"documentation"} if epoch > 50 else set()
+        )
+
+
+@pytest.mark.parametrize("name", ["code_genration", "qualty", "Security", "ontology_anotation"])
+def test_a_misspelt_weight_is_found(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}'.*did you mean"):
+        loss_weights(1, {name: 0.5})
+
+
 def test_default_weights_ramp_for_new_tasks_and_stay_for_established_ones() -> None:
     ramp = [0.1, 0.28, 0.46, 0.64, 0.82, 1.0, 1.0]
     for first, new in ((11, DEFAULT_TASKS[1:2]), (31, DEFAULT_TASKS[2:3]), (51, DEFAULT_TASKS[3:])):

@@ -1,11 +1,16 @@
 """Cross entropy against the formula written out in float64, over masks, smoothing, weights, shapes and types."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from etude.core.errors import DataError, TrainingError
 from etude.losses import accuracy_term, cross_entropy, cross_entropy_term, mean_of
+from etude.losses.binary import binary_accuracy_term
+from etude.losses.linear import linear_cross_entropy_terms
+from etude.trainer.functions import FunctionTask
 
 SHAPES = [(1,), (7,), (3, 5), (2, 1), (2, 3, 5)]
 
@@ -237,3 +242,28 @@ def test_accuracy_counts_the_largest_logit_where_the_label_counts(ignore_index):
     assert float(term.sum) == right > 0
     assert term.weight == 0
     assert not term.sum.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["logits", "fused", "binary", "functions"])
+def test_a_nan_among_the_logits_is_never_right(kind):
+    """Every way in which a loss counts its accuracy; a NaN is the largest number for argmax, and no number above 0."""
+    draw = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(60, 3, generator=draw), torch.randint(3, (60,), generator=draw)
+    nan = torch.rand(60, 3, generator=draw) < 0.2
+    if kind == "binary":
+        targets = torch.randint(2, (60, 3), generator=draw)
+        right = int(((logits > 0) == (targets == 1))[~nan].sum())
+    else:
+        right = int((logits.argmax(1) == targets)[~nan.any(1)].sum())
+    given = logits.masked_fill(nan, math.nan)
+    if kind == "logits":
+        found = accuracy_term(given, targets, 60)
+    elif kind == "fused":
+        found = linear_cross_entropy_terms(given, torch.eye(3), targets, metrics=True)["accuracy"]
+    elif kind == "binary":
+        found = binary_accuracy_term(given, targets)
+    else:
+        task = FunctionTask(lambda x: x, F.cross_entropy)
+        found = task(None, (given, targets), metrics=True)["accuracy"]
+    assert float(found.sum) == right > 0
+    assert float(found.count) == targets.numel()

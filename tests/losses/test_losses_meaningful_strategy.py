@@ -329,6 +329,7 @@ def test_derived_numbers():
     assert alone.derived(means)["loss"] == pytest.approx(1.1)
     assert alone.derived(means)["perplexity"] == pytest.approx(math.exp(2.0))
     assert "perplexity" not in alone.derived({"loss_img": 3.0, "loss_sca": 8.0})
+    assert "perplexity" not in MeaningfulLoss(VOCAB, BOOKS, label_smoothing=0.1).derived(means)
 
 
 def test_metrics_judge_the_next_tokens():

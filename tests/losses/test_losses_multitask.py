@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import etude
 from etude.core.errors import ConfigError, TrainingError
+from etude.curriculum import DEFAULT_PHASES, Curriculum, active_tasks, current_phase, loss_weights
 from etude.losses import (
     ClassificationLoss,
     LossStrategy,
@@ -157,6 +158,7 @@ def test_default_weights_are_as_documented_and_a_new_dictionary_each_time():
         "test_generation": 0.8,
         "quality": 0.5,
         "security": 0.5,
+        "ontology_annotation": 0.5,
         "clarification": 0.3,
         "explanation": 0.3,
     }
@@ -166,18 +168,14 @@ def test_default_weights_are_as_documented_and_a_new_dictionary_each_time():
     assert default_weights()["quality"] == 0.5
 
 
-def test_default_weights_fit_six_tasks():
+def test_default_weights_fit_all_tasks():
     tasks = {task: (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)) for task in default_weights()}
-    assert multi_task_loss(tasks, default_weights()).loss.item() == pytest.approx(3.4 * math.log(4))
+    assert multi_task_loss(tasks, default_weights()).loss.item() == pytest.approx(3.9 * math.log(4))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"qualty": 0.5},
-            r"weights name a task 'qualty' that is not there; did you mean 'quality'\? \(tasks: code, ",
-        ),
         ({"kind": -0.1}, "the weight of the task 'kind' is -0.1; weights are finite and not below 0"),
         ({"kind": NAN}, "the weight of the task 'kind' is nan"),
         ({"kind": math.inf}, "the weight of the task 'kind' is inf"),
@@ -192,8 +190,36 @@ def test_weights_that_cannot_be(tasks, change, message):
 def test_a_missing_weight_and_no_tasks(tasks):
     with pytest.raises(ConfigError, match=r"no weight for the task clear, pixels \(there are weights for: code, "):
         multi_task_loss(tasks, {name: weight for name, weight in WEIGHTS.items() if name not in ("clear", "pixels")})
+    misspelt = {"qualty" if name == "quality" else name: weight for name, weight in WEIGHTS.items()}
+    with pytest.raises(ConfigError, match="'qualty'"):
+        multi_task_loss(tasks, misspelt)
     with pytest.raises(TrainingError, match="there are no tasks"):
         multi_task_loss({}, {})
+
+
+def test_weights_and_losses_of_tasks_that_are_not_active_change_nothing(tasks):
+    active = {name: tasks[name] for name in ("kind", "code")}
+    total, each = multi_task_loss(active, WEIGHTS, {"kind": "cross_entropy", "quality": "multi_label"})
+    expected = references(tasks)
+    torch.testing.assert_close(total, 2.0 * expected["kind"] + expected["code"])
+    assert list(each) == ["kind", "code"]
+
+
+@pytest.mark.parametrize("epoch", [1, 5, 10, 11, 13, 16, 30, 31, 50, 51, 60])
+def test_curriculum_weights_and_loss_compose(epoch):
+    """As a loop by hand would put them together: phase, active tasks, their weights, the loss of what the heads say."""
+    names = active_tasks(current_phase(epoch))
+    heads = {name: torch.randn(2, 4, requires_grad=True) for name in default_weights()}
+    outputs = {name: (heads[name], torch.tensor([0, 3])) for name in names}
+    means = {name: F.cross_entropy(heads[name], torch.tensor([0, 3])) for name in names}
+    for weights in (loss_weights(epoch), loss_weights(epoch, default_weights()), default_weights()):
+        total, each = multi_task_loss(outputs, weights)
+        torch.testing.assert_close(total, sum(weights[name] * means[name] for name in names))
+        assert tuple(each) == names
+    plain, weighed = loss_weights(epoch), loss_weights(epoch, default_weights())
+    assert tuple(plain) == tuple(weighed) == names == active_tasks(epoch)
+    assert weighed == {name: pytest.approx(default_weights()[name] * plain[name]) for name in names}
+    assert Curriculum(DEFAULT_PHASES, default_weights()).loss_weights(epoch) == pytest.approx(weighed)
 
 
 def test_losses_that_do_not_fit_name_the_task(tasks):

@@ -9,7 +9,8 @@ from torch import nn
 
 from etude.config import lookup
 from etude.core.errors import ConfigError, DataError, TrainingError
-from etude.losses import FunctionLoss, as_strategy, mean_of
+from etude.losses import ClassificationLoss, FunctionLoss, as_strategy, mean_of
+from etude.losses.wrapped import TORCH_FUNCTIONS, TORCH_MODULES
 
 N, C = 10, 4
 G = torch.Generator().manual_seed(0)
@@ -83,14 +84,43 @@ def test_classes_last_are_accepted_where_torch_would_not():
         assert int(terms["accuracy"].sum) == int((logits.argmax(-1) == labels).sum())
 
 
-@pytest.mark.parametrize("function", [nn.CrossEntropyLoss(WEIGHT, reduction="sum"), nn.MSELoss(reduction="sum")])
-def test_a_sum_is_divided_by_the_samples(function):
-    labels = LABELS if isinstance(function, nn.CrossEntropyLoss) else REAL
-    terms = FunctionLoss(function).terms(LOGITS, (None, labels), metrics=True)
-    torch.testing.assert_close(terms["loss"].sum, function(LOGITS, labels))
-    assert terms["loss"].count == N
-    if isinstance(function, nn.CrossEntropyLoss):
-        assert int(terms["accuracy"].count) == 8
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(module(reduction="sum") for module in TORCH_MODULES),
+        *(partial(function, reduction="sum") for function in TORCH_FUNCTIONS),
+        nn.KLDivLoss(reduction="sum"),  # not one of the losses that are computed as sums
+        partial(partial(F.kl_div, reduction="sum"), log_target=True),
+        type("Own", (nn.MSELoss,), {})(reduction="sum"),
+    ],
+)
+def test_a_sum_is_refused(function):
+    """It would be divided all the same: by the count of the step, or with accumulation by the micro-batches."""
+    with pytest.raises(ConfigError, match=r'reduction="sum".*reduction="mean"') as caught:
+        FunctionLoss(function)
+    assert "\n" not in str(caught.value)
+    if isinstance(function, partial):
+        FunctionLoss(partial(function, reduction="mean"))
+
+
+@pytest.mark.parametrize(
+    ("loss", "known"),
+    [
+        (nn.CrossEntropyLoss(), True),
+        (nn.CrossEntropyLoss(ignore_index=2), True),
+        (F.nll_loss, True),
+        (partial(F.cross_entropy, label_smoothing=0.0), True),
+        (ClassificationLoss(), True),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), False),
+        (nn.CrossEntropyLoss(WEIGHT), False),
+        (ClassificationLoss(label_smoothing=0.1), False),
+        (ClassificationLoss(class_weights=[1.0] * C), False),
+        (nn.MSELoss(), False),
+        (lambda p, y: (p - y).mean(), False),
+    ],
+)
+def test_only_a_plain_cross_entropy_is_one(loss, known):
+    assert as_strategy(loss).cross_entropy({"loss": 2.0}) == (2.0 if known else None)
 
 
 def test_no_reduction_means_the_mean_over_what_counts():

@@ -67,6 +67,25 @@ def test_class_ids_count_like_their_logits():
     assert value(logits.argmax(-1), targets) == value(logits, targets)
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("classes_last", [True, False])
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_an_element_with_a_nan_is_wrong(top_k, classes_last, share):
+    logits, targets = sample(3, (6, 7, 5), 4)
+    nan = torch.rand(logits.shape, generator=torch.Generator().manual_seed(4)) < share
+    known = ~nan.any(-1)
+    right = sum(
+        int(target) in logits[place].topk(top_k).indices
+        for place in known.nonzero().tolist()
+        if (target := targets[(*place,)]) != IGNORED
+        for place in [(*place,)]
+    )
+    given = logits.masked_fill(nan, math.nan)
+    given = given if classes_last else given.movedim(-1, 1)
+    found = accuracy_counts(given, targets, top_k=top_k, class_dim=-1 if classes_last else 1)
+    assert [int(count) for count in found] == [right, int((targets != IGNORED).sum())]
+
+
 def test_counts_are_those_of_a_python_loop_and_int64():
     logits, targets = sample(4, (50,), classes=3)
     mask = torch.arange(50) % 3

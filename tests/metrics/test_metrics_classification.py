@@ -161,6 +161,51 @@ def test_confusion_matrices_equal_scikit_learn(seed, count, classes):
     assert binary.tolist() == matrix.sum(0).tolist()
 
 
+@pytest.mark.parametrize("share", [0.05, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_nan_names_no_class_and_its_label_is_missed(seed, share):
+    """In scikit-learn a class of its own, which none of the scores are about."""
+    classes = 4
+    logits, targets = sample(seed, (40,), classes)
+    logits[torch.rand(logits.shape, generator=torch.Generator().manual_seed(seed)) < share] = math.nan
+    counted = targets != IGNORED
+    names = np.where(logits.isnan().any(1), classes, logits.nan_to_num(0.0).argmax(1))[counted]
+    true = targets[counted].numpy()
+    known = sorted(({*names} | {*true}) - {classes})
+    for kind, score in SCORES.items():
+        for average in AVERAGES:
+            expected = score(true, names, labels=known, average=average, zero_division=0)
+            assert value(kind(classes, average=average), logits, targets) == pytest.approx(expected)
+    matrix = ConfusionMatrix(classes)
+    matrix.update(logits, targets)
+    whole = sk.confusion_matrix(true, names, labels=range(classes + 1))[:classes]
+    np.testing.assert_array_equal(matrix.compute().numpy(), whole[:, :classes])
+    np.testing.assert_array_equal(matrix.unpredicted.numpy(), whole[:, classes])
+    rows = whole.sum(1, keepdims=True)
+    np.testing.assert_allclose(matrix.normalized("true").numpy(), (whole / np.where(rows, rows, np.nan))[:, :classes])
+    np.testing.assert_allclose(matrix.normalized("all").numpy(), (whole / whole.sum())[:, :classes])
+
+
+@pytest.mark.parametrize("labels", [None, 3])
+def test_a_nan_is_neither_yes_nor_no(labels):
+    shape = (30,) if labels is None else (30, labels)
+    logits, targets = label_sample(0, shape)
+    logits[torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.3] = math.nan
+    matrix = ConfusionMatrix(num_labels=labels)
+    matrix.update(logits, targets)
+    columns = [logits <= 0, logits > 0, logits.isnan()]
+    expected = torch.stack([(targets == row) & column for row in (0, 1) for column in columns], -1).sum(0)
+    expected = expected.view(*shape[1:], 2, 3)
+    assert torch.equal(matrix.compute(), expected[..., :2])
+    assert torch.equal(matrix.unpredicted, expected[..., 2])
+    (true_negative, false_positive), (missed, right) = expected[..., :2].movedim((-2, -1), (0, 1))
+    recalls = right / (right + missed + expected[..., 1, 2])
+    assert value(Recall(num_labels=labels), logits, targets) == pytest.approx(recalls.mean().item())
+    precisions = right / (right + false_positive)
+    assert value(Precision(num_labels=labels), logits, targets) == pytest.approx(precisions.mean().item())
+    assert int(true_negative.sum()) > 0
+
+
 @pytest.mark.parametrize(("over", "theirs"), [("true", "true"), ("predicted", "pred"), ("all", "all")])
 def test_normalized_confusion_matrix(over, theirs):
     logits, targets = sample(0, (200,), 4, missing=0.0)

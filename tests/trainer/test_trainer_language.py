@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from etude import (
@@ -18,6 +19,7 @@ from etude import (
     ValidationLoop,
 )
 from etude.callbacks import ProgressDisplay
+from etude.core import LossTerm
 from etude.metrics import LossTracker
 
 VOCABULARY, LENGTH, STRIDE = 64, 16, 3
@@ -189,7 +191,8 @@ def test_epoch_results_carry_the_numbers():
     assert (validated.mfu, validated.data_wait) == (None, None)
 
 
-def test_an_epoch_result_takes_perplexity_from_the_loss_without_smoothing():
+def test_an_epoch_result_takes_perplexity_from_the_cross_entropy():
+    assert EpochResult(0, 2.0, 1.0, 1).perplexity is None
     assert EpochResult(0, 2.0, 1.0, 1, nll=1.0).perplexity == pytest.approx(math.e)
     assert EpochResult(0, 2.0, 1.0, 1).tokens_per_s is None
     assert EpochResult.from_dict({"epoch": 0, "loss": 2.0, "duration_s": 1.0, "num_samples": 1}).num_tokens == 0
@@ -252,3 +255,52 @@ def test_lines_of_a_language_run_are_short_and_say_what_matters():
     assert all(word in line for line in ends for word in ("val loss ", "val ppl ", " tok/s"))
     assert all(len(line) <= 108 for line in (*logs, *ends))
     assert "acc" not in stream.getvalue()
+
+
+class Penalised(LanguageModelingLoss):
+    """A loss with a term of its own beside the cross entropy."""
+
+    def terms(self, output, batch, *, metrics):
+        terms = super().terms(output, batch, metrics=metrics)
+        return {**terms, "size": LossTerm(terms["loss"].sum * 0 + 3.0, 1.0)}
+
+    def derived(self, means):
+        return {**super().derived(means), "loss": means["loss"] + means["size"]}
+
+    def cross_entropy(self, means):
+        return None
+
+
+LOSSES = {
+    "plain": (LanguageModelingLoss(), True),
+    "smoothed": (LanguageModelingLoss(label_smoothing=0.3), True),
+    "of shapes": (None, True),
+    "torch": (nn.CrossEntropyLoss(), True),
+    "torch smoothed": (nn.CrossEntropyLoss(label_smoothing=0.3), False),
+    "with a penalty": (Penalised(), False),
+    "a function": (lambda logits, labels: logits.square().mean(), False),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_perplexity_is_that_of_the_cross_entropy_or_absent(name):
+    loss, known = LOSSES[name]
+    model, data = Small(), batches(next_tokens, 3)
+    logits = torch.cat([model(batch["input_ids"]) for batch in data]).detach().double()
+    labels = torch.cat([batch["labels"] for batch in data])
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten()).exp().item()
+    frozen = torch.optim.SGD(model.parameters(), lr=0.0)
+    for result in (
+        ValidationLoop(loss).validate_epoch(model, data),
+        TrainingLoop(loss_strategy=loss).train_epoch(model, data, frozen),
+    ):
+        assert result.perplexity == (pytest.approx(expected, rel=1e-5) if known else None)
+        assert result.to_dict()["perplexity"] == result.perplexity
+
+
+def test_smoothed_training_without_metrics_has_no_perplexity():
+    records = Records()
+    config = {"max_steps": 2, "log_interval": 1, "device": "cpu", "train_metrics": False}
+    loss = LanguageModelingLoss(label_smoothing=0.3)
+    Trainer(Small(), batches(inputs_only, 2), loss=loss, config=config, callbacks=[records], progress=False).train()
+    assert all("perplexity" not in record for record in records.logs)

@@ -13,6 +13,8 @@ from etude import (
     CausalTransformerLM,
     MeaningfulLoss,
     Trainer,
+    TrainingLoop,
+    ValidationLoop,
     VocabSpec,
     build_vocab_spec,
     combined_loss,
@@ -184,6 +186,19 @@ def test_use_ce_false_leaves_reconstruction_alone(vocab, codebooks):
     assert Trainer(
         make_model(vocab), vocab=vocab, codebooks=codebooks, config={"meaningful_loss": {"use_ce": False}}
     ).evaluate(make_batches(vocab, 2))["loss_total"] == pytest.approx(parts)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_perplexity_of_an_epoch_is_that_of_the_tokens(vocab, codebooks, smoothing):
+    model, batches = make_model(vocab), make_batches(vocab, 3)
+    loss = MeaningfulLoss(vocab, codebooks, label_smoothing=smoothing)
+    expected = np.exp(by_hand(model, batches, vocab, codebooks)["ce"])
+    validated = ValidationLoop(loss).validate_epoch(model, batches)
+    assert validated.perplexity == pytest.approx(expected, rel=1e-5)
+    frozen = torch.optim.SGD(model.parameters(), lr=0.0)
+    trained = TrainingLoop(loss_strategy=loss).train_epoch(model, batches, frozen)
+    assert trained.perplexity == pytest.approx(expected, rel=1e-5)
+    assert validated.loss > 1.001 * np.log(expected)
 
 
 def test_enabled_false_is_cross_entropy_alone(vocab, codebooks):

@@ -9,7 +9,9 @@
 """
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 
+from etude.core.errors import ConfigError
 from etude.curriculum.curriculum import Curriculum
 from etude.curriculum.phase import ALL, Phase
 
@@ -66,11 +68,23 @@ def active_tasks(phase: Phase | float) -> tuple[str, ...]:
 def loss_weights(epoch: float, weights: Mapping[str, float] | None = None) -> dict[str, float]:
     """Return the weights of the default curriculum's active tasks at an epoch, counted from 1.
 
-    New tasks grow from 0.1 to 1 over five epochs. `weights` are the static weights of all tasks; 1 each if left out.
+    New tasks grow from 0.1 to 1 over five epochs. `weights` are static weights, such as `default_weights()`: those of
+    tasks that are not active are left out, a task that is not named has the weight 1, and tasks of your own come in
+    with the last phase. Raises ConfigError for a name that looks like a misspelt one.
 
     >>> loss_weights(10)
     {'code_generation': 1.0}
     >>> loss_weights(11), loss_weights(16)
     ({'code_generation': 1.0, 'ontology_annotation': 0.1}, {'code_generation': 1.0, 'ontology_annotation': 1.0})
     """
-    return (_DEFAULT if weights is None else Curriculum(DEFAULT_PHASES, weights)).loss_weights(epoch)
+    if weights is None:
+        return _DEFAULT.loss_weights(epoch)
+    missing = [task for task in DEFAULT_TASKS if task not in weights]
+    for name in weights:
+        close = get_close_matches(name, missing, n=1, cutoff=0.8) if name not in DEFAULT_TASKS else []
+        if close:
+            raise ConfigError(
+                f"the weights name a task '{name}', which the default curriculum does not have; did you mean "
+                f"'{close[0]}'? (tasks: {', '.join(DEFAULT_TASKS)})"
+            )
+    return Curriculum(DEFAULT_PHASES, dict.fromkeys(DEFAULT_TASKS, 1.0) | dict(weights)).loss_weights(epoch)

@@ -180,11 +180,13 @@ class MultiLabelLoss(BinaryLoss):
 def binary_accuracy_term(logits: Tensor, targets: Tensor, ignore_index: int | None = IGNORE_INDEX) -> LossTerm:
     """Return how many of the labels that are there have a logit on their side of 0: a metric, without gradient.
 
+    A NaN is on neither side.
+
     >>> binary_accuracy_term(torch.tensor([3.0, -3.0, 3.0]), torch.tensor([1, 1, -100]))
     LossTerm(sum=tensor(1), count=tensor(2), weight=0.0)
     """
     present = present_labels(targets, None, ignore_index)
-    right = (logits > 0) == (targets > 0.5)
+    right = torch.where(targets > 0.5, logits > 0, logits <= 0)
     return LossTerm((right if present is None else right & present).sum(), _count(targets, present), 0.0)
 
 

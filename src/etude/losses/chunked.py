@@ -51,7 +51,7 @@ class LinearResult(NamedTuple):
     nlls: Tensor
     """The losses without label smoothing."""
     predicted: Tensor
-    """Index of the largest logit of every row."""
+    """Index of the largest logit of every row, -1 if one of them is NaN."""
     grad_hidden: Tensor | None
     """In the type of `hidden`."""
     grad_weight: Tensor | None
@@ -98,7 +98,7 @@ def _forward(p: LinearProblem, result: LinearResult, rows: slice, logits: Tensor
     # The largest probability is at least 1/V, so its logarithm is exact where that of the label's may not be.
     log_total = largest - probs.gather(1, predicted).log_()
     nlls = log_total - logits.gather(1, p.labels[rows, None])
-    result.predicted[rows] = predicted[:, 0]
+    result.predicted[rows] = predicted.masked_fill_(largest.isnan(), -1)[:, 0]
     result.nlls[rows] = nlls[:, 0]
     if p.label_smoothing:
         uniform = log_total - logits.mean(1, keepdim=True)

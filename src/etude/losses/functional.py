@@ -110,14 +110,15 @@ def accuracy_term(
     ignore_index: int | None = IGNORE_INDEX,
     class_dim: int = -1,
 ) -> LossTerm:
-    """Return how many of `count` labels the largest logit names: a metric, without gradient.
+    """Return how many of `count` labels the largest logit names: a metric, without gradient. NaN names no class.
 
     >>> accuracy_term(torch.eye(3), torch.tensor([0, 1, 0]), 3).sum
     tensor(2)
     """
     if targets.is_floating_point():
         targets = targets.argmax(class_dim)
-    correct = logits.argmax(class_dim).eq(targets)  # integers, so nothing here has a gradient
+    largest, predicted = logits.detach().max(class_dim)  # NaN if one of the logits is
+    correct = predicted.eq(targets) & ~largest.isnan()
     if ignore_index is not None and ignore_index >= 0:  # a negative one is no class: no prediction equals it
         correct = correct & targets.ne(ignore_index)
     return LossTerm(correct.count_nonzero(), count, 0.0)

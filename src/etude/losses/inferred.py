@@ -47,6 +47,10 @@ class InferredLoss(LossStrategy):
         """Return the numbers that the chosen strategy derives."""
         return {} if self.chosen is None else self.chosen.derived(means)
 
+    def cross_entropy(self, means: Mapping[str, float]) -> float | None:
+        """Return what the chosen strategy says."""
+        return None if self.chosen is None else self.chosen.cross_entropy(means)
+
 
 def as_strategy(loss: LossStrategy | LossFunction | None) -> LossStrategy:
     """Return a strategy for a strategy, a torch loss module, any function of (predictions, labels), or None.

@@ -107,8 +107,13 @@ class LanguageModelingLoss(LossStrategy):
         return logits_of(output), targets.masked_fill(targets == self.ignore_index, IGNORE_INDEX)
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the perplexity, of the loss without label smoothing where that is known."""
-        return {"perplexity": perplexity(means.get("nll", means["loss"]))}
+        """Return the perplexity; nothing where only the loss with label smoothing is known."""
+        nats = self.cross_entropy(means)
+        return {} if nats is None else {"perplexity": perplexity(nats)}
+
+    def cross_entropy(self, means: Mapping[str, float]) -> float | None:
+        """Return the loss without label smoothing, where that is known."""
+        return means.get("nll", None if self.label_smoothing else means.get("loss"))
 
     def _targets(self, batch: Batch, *, masked: bool) -> tuple[Tensor, int | None]:
         """Return labels that line up with the logits, and how many count if that does not depend on their values."""

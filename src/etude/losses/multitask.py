@@ -42,6 +42,9 @@ class TaskLosses(NamedTuple):
 def default_weights() -> dict[str, float]:
     """Return the weights of the tasks of a code model, a new dictionary that may be changed.
 
+    They are those of all tasks of the default curriculum, so they fit `loss_weights(epoch, default_weights())`, and
+    `multi_task_loss` of whichever tasks are active.
+
     - code_generation, 1.0: what the model is for. It has a label at every token and is the unit for all others.
     - test_generation, 0.8: writing tests is writing code again. Its gradient mostly agrees with that of code
       generation and teaches the same skill, so it is nearly as heavy; a little less, because tests are a narrower and
@@ -49,6 +52,7 @@ def default_weights() -> dict[str, float]:
     - quality and security, 0.5: they judge code instead of writing it, with a few labels for a whole function. They
       shape what the layers know about code, at half weight they cannot outvote the tokens; and neither of the two
       comes before the other.
+    - ontology_annotation, 0.5: the class of every token. It too judges code, so it counts like quality.
     - clarification and explanation, 0.3: they tie code to words. They help a reader more than they help the code, one
       has a single bit per sample and the other draws the model to prose, so they stay helpers.
 
@@ -62,6 +66,7 @@ def default_weights() -> dict[str, float]:
         "test_generation": 0.8,
         "quality": 0.5,
         "security": 0.5,
+        "ontology_annotation": 0.5,
         "clarification": 0.3,
         "explanation": 0.3,
     }
@@ -106,14 +111,15 @@ def multi_task_terms(
     integers (B, H, W)                 cross entropy, for predictions (B, C, H, W)
     labels shaped like the prediction  binary cross entropy of every label; (…) also fits predictions (…, 1)
 
-    Class probabilities and regression look like the last and have to be named. Raises ConfigError for weights that
-    are missing, negative, not finite or of a task that is not there, TrainingError for shapes that no loss fits.
+    Class probabilities and regression look like the last and have to be named. Weights and losses may be those of more
+    tasks than are active now. Raises ConfigError for weights that are missing, negative or not finite and for losses
+    of a task that has neither outputs nor a weight, TrainingError for shapes that no loss fits.
     """
     losses = losses or {}
     if not tasks:
         raise TrainingError("there are no tasks to compute a loss of: give {task: (prediction, target)}")
     check_weights(weights, tasks)
-    _check_names("losses", losses, tasks)
+    _check_names("losses", losses, {**tasks, **weights})
     return {
         task: _task_term(task, prediction, target, weights[task], losses.get(task))
         for task, (prediction, target) in tasks.items()
@@ -121,16 +127,17 @@ def multi_task_terms(
 
 
 def check_weights(weights: Mapping[str, float | Tensor], tasks: Collection[str]) -> None:
-    """Raise ConfigError unless every task, and nothing else, has a weight that is finite and not below 0.
+    """Raise ConfigError unless every task has a weight, and all weights are finite and not below 0.
 
-    Weights that live on a GPU are not looked at: reading them would make the host wait.
+    There may be weights of tasks that are not active: a name that is misspelt leaves its task without one. Weights that
+    live on a GPU are not looked at: reading them would make the host wait.
     """
-    _check_names("weights", weights, tasks)
     missing = [task for task in tasks if task not in weights]
     if missing:
+        unused = [name for name in weights if name not in tasks]
         raise ConfigError(
-            f"no weight for the task {_listed(missing)} (there are weights for: {_listed(weights)}); "
-            f"give it one, or 0 to leave it out"
+            f"no weight for the task {_listed(missing)}{_nearest(missing[0], unused)} (there are weights for: "
+            f"{_listed(weights)}); give it one, or 0 to leave it out"
         )
     for task, weight in weights.items():
         if isinstance(weight, Tensor) and not weight.is_cpu:

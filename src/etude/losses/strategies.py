@@ -45,6 +45,10 @@ class LossStrategy(ABC):
         """Return numbers that follow from the averages of the terms; they are reported beside these."""
         return {}
 
+    def cross_entropy(self, means: Mapping[str, float]) -> float | None:  # noqa: ARG002
+        """Return the mean cross entropy in nats per label, from the averages; None if they do not tell it."""
+        return None
+
     def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return predictions and the labels that line up with them, -100 where there is none: what metrics compare."""
         logits, labels = logits_of(output), required_labels(batch, "a metric")
@@ -101,6 +105,10 @@ class ClassificationLoss(LossStrategy):
         if self.ignore_index in (None, IGNORE_INDEX) or labels.is_floating_point():
             return logits, labels
         return logits, labels.masked_fill(labels == self.ignore_index, IGNORE_INDEX)
+
+    def cross_entropy(self, means: Mapping[str, float]) -> float | None:
+        """Return the loss, unless smoothing or class weights make it another number."""
+        return None if self.label_smoothing or self.class_weights is not None else means.get("loss")
 
     def _count(self, labels: Tensor) -> Tensor | float:
         if self.class_weights is not None:

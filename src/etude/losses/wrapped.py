@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from annotated_types import Gt
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 
 from etude.config.registry import register
 from etude.core.batch import Batch, num_samples
@@ -52,8 +53,8 @@ class FunctionLoss(LossStrategy):
     """Makes a strategy of `function(predictions, labels)`, where predictions are the logits of the model's output.
 
     - Torch's losses, as modules or functions (also in a `functools.partial`), become exact sums and counts: over
-      elements for `mse_loss` and its like, over labels for `cross_entropy`, with its weights and `ignore_index`. With
-      reduction="sum" their sum is divided by the number of samples, so the step does not grow with the batch.
+      elements for `mse_loss` and its like, over labels for `cross_entropy`, with its weights and `ignore_index`.
+      reduction="none" leaves the mean to the step, which is the same; reduction="sum" is refused.
     - Any other function that returns a scalar is taken as a mean over the samples of the batch.
     - One that returns more than one value is averaged over these.
 
@@ -63,12 +64,18 @@ class FunctionLoss(LossStrategy):
     """
 
     def __init__(self, function: LossFunction) -> None:
-        """Wrap a function, a module or a partial of one; raise ConfigError if it cannot be called."""
+        """Wrap a function, a module or a partial of one; raise ConfigError if it cannot be called or asks for a sum."""
         if not callable(function):
             raise ConfigError(f"a loss is a function of (predictions, labels), found a {type(function).__name__}")
         self.function = function
+        if _reduction(function) == "sum":
+            raise ConfigError(
+                f'{self.name}: reduction="sum" is not supported, because a loss is divided once by what it counts over '
+                f'all micro-batches and processes; take reduction="mean", and for steps of the sum\'s size multiply '
+                f"the learning rate by the labels of a batch"
+            )
         self._torch_function, self._options = _recognise(function)
-        self._sum_only = self._options.pop("reduction", "mean") == "sum"
+        self._options.pop("reduction", None)
 
     @property
     def name(self) -> str:
@@ -84,22 +91,16 @@ class FunctionLoss(LossStrategy):
             if isinstance(value, Tensor) and value.device != predictions.device:
                 options[name] = value.to(predictions.device)  # once: weights stay where the model is
         if self._torch_function in (F.cross_entropy, F.nll_loss):
-            return self._classification_terms(predictions, labels, batch, metrics)
+            return self._classification_terms(predictions, labels, metrics)
         if self._torch_function is not None:
-            term = self._elementwise_term(self._torch_function, predictions, labels)
-        else:
-            term = self._mean_term(predictions, labels)
-        if self._sum_only:
-            term.count = num_samples(batch)
-        return {"loss": term}
+            return {"loss": self._elementwise_term(self._torch_function, predictions, labels)}
+        return {"loss": self._mean_term(predictions, labels)}
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
         """Return the number of labels or elements that count for a loss of torch's; None for any other function."""
         if self._torch_function is None:
             return None
         labels = required_labels(batch, "the loss function")
-        if self._sum_only:
-            return {"loss": num_samples(batch)}
         if self._torch_function not in (F.cross_entropy, F.nll_loss):
             return {"loss": labels.numel()}
         if labels.is_floating_point():
@@ -107,7 +108,12 @@ class FunctionLoss(LossStrategy):
         weight, skip = self._options.get("weight"), self._options.get("ignore_index", IGNORE_INDEX)
         return {"loss": count_labels(labels, skip) if weight is None else label_weights(labels, weight, skip).sum()}
 
-    def _classification_terms(self, logits: Tensor, labels: Tensor, batch: Batch, metrics: bool) -> Terms:
+    def cross_entropy(self, means: Mapping[str, float]) -> float | None:
+        """Return the loss if it is torch's cross entropy or nll_loss, without smoothing and class weights."""
+        plain = not self._options.get("label_smoothing") and self._options.get("weight") is None
+        return means.get("loss") if plain and self._torch_function in (F.cross_entropy, F.nll_loss) else None
+
+    def _classification_terms(self, logits: Tensor, labels: Tensor, metrics: bool) -> Terms:
         weight, skip = self._options.get("weight"), self._options.get("ignore_index", IGNORE_INDEX)
         class_dim = _class_dim(logits, labels)
         if self._torch_function is F.cross_entropy:
@@ -117,8 +123,6 @@ class FunctionLoss(LossStrategy):
             terms = {"loss": nll_term(logits, labels, skip, weight, class_dim)}
         if metrics:
             add_accuracy(terms, logits, labels, skip, class_dim, weighted=weight is not None)
-        if self._sum_only:
-            terms["loss"].count = num_samples(batch)
         return terms
 
     def _elementwise_term(self, function: Callable[..., Tensor], predictions: Tensor, labels: Tensor) -> LossTerm:
@@ -160,6 +164,13 @@ def mean_absolute_error() -> FunctionLoss:
 def huber(delta: Annotated[float, Gt(0)] = 1.0) -> FunctionLoss:
     """Half the squared difference up to `delta`, linear beyond: a regression that outliers do not rule."""
     return FunctionLoss(nn.HuberLoss(delta=delta))
+
+
+def _reduction(function: LossFunction) -> str | None:
+    """Return the reduction that a partial or a loss module of torch's asks for."""
+    if isinstance(function, functools.partial):
+        return function.keywords.get("reduction", _reduction(function.func))
+    return function.reduction if isinstance(function, _Loss) else None
 
 
 def _recognise(function: LossFunction) -> tuple[Callable[..., Tensor] | None, dict[str, Any]]:

@@ -24,6 +24,8 @@ def accuracy_counts(
 ) -> tuple[Tensor, Tensor]:
     """Return how many elements are right and how many count, as 0-dim int64 tensors on the device.
 
+    An element with a NaN among its logits is wrong.
+
     `predictions` are class ids with the shape of `targets`, or logits with one dimension more: the classes are the
     last dimension, (N, C) and (B, L, C), or the second, (N, C, H, W). Where the shapes allow both, say `class_dim`.
 
@@ -90,7 +92,9 @@ def _right(logits: Tensor, targets: Tensor, top_k: int, class_dim: int | None) -
     """Return which elements have their target among the `top_k` highest logits."""
     dim = class_dim_of(logits, targets, class_dim, "accuracy")
     if top_k == 1:
-        return logits.argmax(dim) == targets
+        largest, predicted = logits.max(dim)  # NaN if one of the logits is
+        return (predicted == targets) & ~largest.isnan()
     if top_k > logits.shape[dim]:
         raise ConfigError(f"accuracy: top_k is {top_k} but there are {logits.shape[dim]} classes; lower top_k")
-    return (logits.topk(top_k, dim).indices == targets.unsqueeze(dim)).any(dim)
+    largest, predicted = logits.topk(top_k, dim)
+    return (predicted == targets.unsqueeze(dim)).any(dim) & ~largest.isnan().any(dim)

@@ -5,7 +5,7 @@
     Precision(num_labels=5)       labels: predictions and targets (…, 5), each label 0 or 1, any may be missing
 
 Floating predictions are logits. What has a mask of 0 or the label `ignore_index` does not count, nor do binary labels
-that are NaN.
+that are NaN. A prediction that is NaN is never right: it names no class, and its label counts as missed.
 """
 
 import math
@@ -63,31 +63,40 @@ class Classified(Tally):
 
     def read_classes(
         self, predictions: Tensor, targets: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return predicted and true class ids and whether they count (int64), each 1-D; ids are 0 if they do not."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return predicted and true class ids, whether labels and whether predictions count (int64), each 1-D.
+
+        Ids are 0 where they do not count. A prediction that is NaN does not, but its label does.
+        """
         who = type(self).__name__
         if targets.is_floating_point():
             raise DataError(f"{who}: targets {form_of(targets)} are not class ids; they must be integers")
-        classes = predicted_classes(predictions, targets, self.size, self.class_dim, who)
+        classes, none = predicted_classes(predictions, targets, self.size, self.class_dim, who)
         counted = counted_elements(targets, mask, self.ignore_index, who)
         if counted is None:
             counted = torch.ones_like(targets, dtype=torch.bool)
-        predicted, true = (ids.long().masked_fill(~counted, 0).flatten() for ids in (classes, targets))
-        return predicted, true, counted.flatten().long()
+        named = counted & ~none
+        predicted = classes.long().masked_fill(~named, 0).flatten()
+        true = targets.long().masked_fill(~counted, 0).flatten()
+        return predicted, true, counted.flatten().long(), named.flatten().long()
 
-    def read_labels(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return which labels are predicted, true and counted: bools (elements, labels)."""
+    def read_labels(
+        self, predictions: Tensor, targets: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return which labels are predicted yes, predicted no, true and counted: bools (elements, labels)."""
         who = type(self).__name__
         if self.num_labels is not None and targets.shape[-1:] != (self.num_labels,):
             raise DataError(
                 f"{who}: targets {form_of(targets)} do not fit num_labels {self.num_labels}, their last dimension"
             )
-        positives = predicted_positives(predictions, targets, self.threshold, who)
+        positives, negatives = predicted_positives(predictions, targets, self.threshold, who)
         counted = counted_labels(targets, mask, self.ignore_index, who)
-        predicted, true, counts = (t.reshape(-1, self.size) for t in (positives, targets > 0.5, counted))
-        return predicted & counts, true & counts, counts
+        yes, no, true, counts = (
+            values.reshape(-1, self.size) for values in (positives, negatives, targets > 0.5, counted)
+        )
+        return yes & counts, no & counts, true & counts, counts
 
-    def count_ids(self, size: int, ids: Tensor, counted: Tensor, read: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def count_ids(self, size: int, ids: Tensor, counted: Tensor, read: tuple[Tensor, ...]) -> Tensor:
         """Return how often each id below `size` occurs among those counted; raise DataError for one beyond.
 
         Not `bincount`, which reads the largest id from the device.
@@ -140,11 +149,11 @@ class ClassScore(Classified, Metric):
     def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
         """Return for every class how often it was right, predicted and true, and in how much it was seen at all."""
         if self.num_classes is None:
-            predicted, true, counts = self.read_labels(predictions, targets, mask)
+            predicted, _, true, counts = self.read_labels(predictions, targets, mask)
             return torch.stack([predicted & true, predicted, true, counts]).sum(1).flatten()
-        classes, labels, counted = read = self.read_classes(predictions, targets, mask)
-        right = self.count_ids(self.size, labels, counted * (classes == labels), read)
-        predicted = self.count_ids(self.size, classes, counted, read)
+        classes, labels, counted, named = read = self.read_classes(predictions, targets, mask)
+        right = self.count_ids(self.size, labels, named * (classes == labels), read)
+        predicted = self.count_ids(self.size, classes, named, read)
         true = self.count_ids(self.size, labels, counted, read)
         return torch.cat([right, predicted, true, predicted + true])
 
@@ -231,6 +240,8 @@ class F1(ClassScore):
 class ConfusionMatrix(Classified):
     """How often each true class (row) was predicted as each class (column).
 
+    Predictions that are NaN have no column: `unpredicted` counts them, and they are part of the shares of a row.
+
     >>> matrix = ConfusionMatrix(num_classes=3)
     >>> matrix.update(torch.tensor([0, 2, 1, 1]), torch.tensor([0, 1, 1, -100]))
     >>> matrix.compute().tolist()
@@ -246,23 +257,30 @@ class ConfusionMatrix(Classified):
         class_dim: int | None = None,
     ) -> None:
         super().__init__(num_classes, num_labels, threshold, ignore_index, class_dim)
-        self.num_sums = self.size**2 if num_classes is not None else 4 * self.size
+        self.num_sums = self.size * (self.size + 1) if num_classes is not None else 6 * self.size
 
     def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the counts of the cells, one row after the other."""
+        """Return the counts of the cells, one row after the other; the last column is for no prediction."""
         if self.num_classes is not None:
-            classes, labels, counted = read = self.read_classes(predictions, targets, mask)
+            classes, labels, counted, named = read = self.read_classes(predictions, targets, mask)
+            columns = torch.where(named > 0, classes, self.size)
             # A class that is none would fall into the cell of another row: send it beyond the last one.
-            cells = torch.where((classes < 0) | (classes >= self.size), self.num_sums, labels * self.size + classes)
+            beyond = (classes < 0) | (classes >= self.size)
+            cells = torch.where(beyond, self.num_sums, labels * (self.size + 1) + columns)
             return self.count_ids(self.num_sums, cells, counted, read)
-        predicted, true, counts = self.read_labels(predictions, targets, mask)
-        cells = torch.stack([counts & ~true & ~predicted, predicted & ~true, true & ~predicted, true & predicted], -1)
+        yes, no, true, counts = self.read_labels(predictions, targets, mask)
+        columns_of_labels = (no, yes, counts & ~no & ~yes)
+        cells = torch.stack([row & column for row in (counts & ~true, true) for column in columns_of_labels], -1)
         return cells.sum(0).flatten()
 
     def compute(self) -> Tensor:
         """Return counts, int64 on the CPU: (C, C), (2, 2) if binary, (K, 2, 2) for K labels. Waits for the device."""
-        shape = (self.size,) * 2 if self.num_classes is not None else (self.num_labels, 2, 2)
-        return self.state().cpu().view([length for length in shape if length is not None])
+        return self._cells()[..., :-1]
+
+    @property
+    def unpredicted(self) -> Tensor:
+        """How often each true class had a prediction of NaN, int64 on the CPU: (C,), (2,) or (K, 2). Waits."""
+        return self._cells()[..., -1]
 
     def normalized(self, over: Literal["true", "predicted", "all"] = "true") -> Tensor:
         """Return shares in float64: of each row, of each column or of everything; nan where there is nothing.
@@ -275,5 +293,11 @@ class ConfusionMatrix(Classified):
         dims = {"true": (-1,), "predicted": (-2,), "all": (-2, -1)}
         if over not in dims:
             raise ConfigError(f"ConfusionMatrix: normalized over '{over}'; it is one of {', '.join(dims)}")
-        counts = self.compute().double()
-        return counts / counts.sum(dims[over], keepdim=True)
+        cells = self._cells().double()
+        totals = cells.sum(dims[over], keepdim=True)
+        return cells[..., :-1] / (totals[..., :-1] if over == "predicted" else totals)
+
+    def _cells(self) -> Tensor:
+        """Return the counts on the CPU, with the column of what was not predicted."""
+        shape = (self.size, self.size + 1) if self.num_classes is not None else (self.num_labels, 2, 3)
+        return self.state().cpu().view([length for length in shape if length is not None])

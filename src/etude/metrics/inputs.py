@@ -13,8 +13,8 @@ from etude.core.errors import ConfigError, DataError
 
 def predicted_classes(
     predictions: Tensor, targets: Tensor, num_classes: int, class_dim: int | None, who: str
-) -> Tensor:
-    """Return class ids shaped like the targets: those given, or the largest logits."""
+) -> tuple[Tensor, Tensor]:
+    """Return class ids shaped like the targets, those given or the largest logits, and where there is none: NaN."""
     if predictions.shape != targets.shape:
         dim = class_dim_of(predictions, targets, class_dim, who)
         if predictions.shape[dim] != num_classes:
@@ -22,23 +22,24 @@ def predicted_classes(
                 f"{who}: predictions {form_of(predictions)} have {predictions.shape[dim]} classes, but num_classes is "
                 f"{num_classes}; make them equal"
             )
-        return predictions.argmax(dim)
+        largest, classes = predictions.max(dim)
+        return classes, largest.isnan()
     if predictions.is_floating_point():
         raise DataError(
             f"{who}: predictions {form_of(predictions)} have the shape of the targets, which fits class ids (integers) "
             f"only; give class ids, or logits with one more dimension"
         )
-    return predictions
+    return predictions, torch.zeros_like(targets, dtype=torch.bool)
 
 
-def predicted_positives(predictions: Tensor, targets: Tensor, threshold: float, who: str) -> Tensor:
-    """Return which binary labels are predicted to be positive, shaped like the targets.
+def predicted_positives(predictions: Tensor, targets: Tensor, threshold: float, who: str) -> tuple[Tensor, Tensor]:
+    """Return which binary labels are predicted to be positive and which negative, shaped like the targets.
 
     Floating predictions are logits: one per label, with or without a last dimension of 1, or those of the classes 0
-    and 1 in a last dimension of 2. Integers and bools say it themselves.
+    and 1 in a last dimension of 2. Integers and bools say it themselves. NaN is neither.
 
-    >>> predicted_positives(torch.tensor([-1.0, 2.0]), torch.tensor([0, 1]), 0.5, "F1")
-    tensor([False,  True])
+    >>> predicted_positives(torch.tensor([-1.0, 2.0, math.nan]), torch.tensor([0, 1, 1]), 0.5, "F1")
+    (tensor([False,  True, False]), tensor([ True, False, False]))
     """
     if predictions.shape != targets.shape:
         if not predictions.is_floating_point() or predictions.shape not in ((*targets.shape, 1), (*targets.shape, 2)):
@@ -49,8 +50,9 @@ def predicted_positives(predictions: Tensor, targets: Tensor, threshold: float, 
         logits = predictions[..., -1]
         predictions = logits - predictions[..., 0] if predictions.shape[-1] == 2 else logits
     if predictions.is_floating_point():
-        return predictions > math.log(threshold / (1 - threshold))
-    return predictions != 0
+        limit = math.log(threshold / (1 - threshold))
+        return predictions > limit, predictions <= limit
+    return predictions != 0, predictions == 0
 
 
 def counted_labels(targets: Tensor, mask: Tensor | None, ignore_index: int | None, who: str) -> Tensor:

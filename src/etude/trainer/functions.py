@@ -10,6 +10,7 @@ from etude.core import Batch, ConfigError, DataBatch, LossTerm, Terms
 from etude.engine.precision import Precision
 from etude.engine.step import Step
 from etude.engine.update import Updater
+from etude.losses.functional import accuracy_term
 from etude.optim import clip_to_norm, global_norm
 
 Forward = Callable[[Tensor], Tensor]
@@ -86,8 +87,7 @@ class FunctionTask:
         predictions = self.model_forward(data)
         terms = {"loss": LossTerm(self.compute_loss(predictions, labels), 1.0)}
         if metrics and not labels.is_floating_point() and predictions.dim() == labels.dim() + 1:
-            hits = (predictions.detach().argmax(dim=1) == labels).sum()
-            terms["accuracy"] = LossTerm(hits, float(labels.numel()), weight=0.0)
+            terms["accuracy"] = accuracy_term(predictions, labels, float(labels.numel()), class_dim=1)
         return terms
 
 

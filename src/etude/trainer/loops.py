@@ -135,7 +135,8 @@ class TrainingLoop:
         if interrupts.requested:
             raise KeyboardInterrupt
         duration_s = time.perf_counter() - start
-        return _result(epoch, logs, duration_s, self.clock.samples - samples, self.tokens - tokens)
+        nll = self.task.strategy.cross_entropy(logs)
+        return _result(epoch, logs, nll, duration_s, self.clock.samples - samples, self.tokens - tokens)
 
     def run_epoch(
         self,
@@ -237,7 +238,8 @@ class ValidationLoop:
         counting = _Counting(loader)
         start = time.perf_counter()
         logs = evaluate(model, self.task, counting, precision=self.precision)
-        return _result(epoch, logs, time.perf_counter() - start, counting.samples, float(counting.tokens))
+        duration_s, nll = time.perf_counter() - start, self.task.strategy.cross_entropy(logs)
+        return _result(epoch, logs, nll, duration_s, counting.samples, float(counting.tokens))
 
 
 class _Counting:
@@ -270,7 +272,9 @@ class _Counting:
         return int(self.batches.position)
 
 
-def _result(epoch: int, logs: Mapping[str, float], duration_s: float, samples: int, tokens: float) -> EpochResult:
+def _result(
+    epoch: int, logs: Mapping[str, float], nll: float | None, duration_s: float, samples: int, tokens: float
+) -> EpochResult:
     return EpochResult(
         epoch=epoch,
         loss=logs["loss"],
@@ -281,7 +285,7 @@ def _result(epoch: int, logs: Mapping[str, float], duration_s: float, samples: i
         grad_norm_min=logs.get("grad_norm_min"),
         grad_norm_max=logs.get("grad_norm_max"),
         skipped=int(logs.get("skipped", 0)),
-        nll=logs.get("nll"),
+        nll=nll,
         num_tokens=int(tokens),
         mfu=logs.get("mfu"),
         data_wait=logs.get("data_wait"),

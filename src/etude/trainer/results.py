@@ -10,7 +10,7 @@ from etude.losses.perplexity import perplexity
 class EpochResult:
     """Numbers of one epoch; `to_dict` and `from_dict` make it JSON and back.
 
-    >>> result = EpochResult(epoch=0, loss=0.0, duration_s=2.0, num_samples=100)
+    >>> result = EpochResult(epoch=0, loss=0.5, duration_s=2.0, num_samples=100, nll=0.0)
     >>> result.perplexity, result.samples_per_s
     (1.0, 50.0)
     >>> EpochResult.from_dict(result.to_dict()) == result
@@ -28,7 +28,7 @@ class EpochResult:
     skipped: int = 0
     """Updates that were not finite and were skipped."""
     nll: float | None = None
-    """Loss without label smoothing, where the loss has it."""
+    """Mean cross entropy in nats per label, without label smoothing and other terms; None if it is not known."""
     num_tokens: int = 0
     """Tokens, padding left out; 0 if the batches held something else."""
     mfu: float | None = None
@@ -37,9 +37,9 @@ class EpochResult:
     """Share of the time in which steps waited for data."""
 
     @property
-    def perplexity(self) -> float:
-        """exp(loss), of the loss without label smoothing where that is known."""
-        return perplexity(self.loss if self.nll is None else self.nll)
+    def perplexity(self) -> float | None:
+        """exp(nll): between how many labels the model chooses; None where there is no cross entropy."""
+        return None if self.nll is None else perplexity(self.nll)
 
     @property
     def samples_per_s(self) -> float:

@@ -157,13 +157,17 @@ class MeaningfulLoss(LanguageModelingLoss):
         known = {name: mean for name, mean in means.items() if weights.get(name) and not math.isnan(mean)}
         total = sum(weights[name] * mean for name, mean in known.items()) if known else math.nan
         found = {"loss": total, "loss_total": total}
-        if "loss_ce" in means:
-            found["perplexity"] = perplexity(means.get("nll", means["loss_ce"]))
+        if (nats := self.cross_entropy(means)) is not None:
+            found["perplexity"] = perplexity(nats)
         for name, reconstruction in self.reconstructions.items():
             squared = means.get(f"{'loss' if reconstruction.name == 'mse' else 'mse'}_{short_name(name)}")
             if squared is not None:
                 found[f"rmse_{short_name(name)}"] = max(squared, 0.0) ** 0.5
         return found
+
+    def cross_entropy(self, means: Mapping[str, float]) -> float | None:
+        """Return the cross entropy of the tokens without label smoothing, where that is known."""
+        return means.get("nll", None if self.label_smoothing else means.get("loss_ce"))
 
     def _targets(self, batch: Batch, *, masked: bool) -> tuple[Tensor, int | None]:
         labels, _ = super()._targets(batch, masked=masked)
