@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,39 @@ def test_death_at_every_single_operation(tmp_path: Path) -> None:
         assert read_filled(root / "last") == 9
         lives += 1
     assert lives > 60
+
+
+def test_death_while_copied_folders_are_replaced(tmp_path: Path) -> None:
+    """`last` is a folder, and the only intact copy of its step; `best` is one beside its original."""
+    for step in (1, 2):
+        CheckpointManager(tmp_path / "run").save(
+            step, model_state={}, state={"number": step}, metrics={"val_loss": step}
+        )
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    (tmp_path / "copy" / "step-00000002" / "state.json").write_text("damaged")
+    lives, died = 0, True
+    while died:
+        root, died = tmp_path / f"died-after-{lives}", False
+        shutil.copytree(tmp_path / "copy", root)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            Mortal(monkeypatch, lives)
+            try:
+                CheckpointManager(root).save(3, model_state={}, state={"number": 3}, metrics={"val_loss": 3})
+            except Death:
+                died = True
+        manager = CheckpointManager(root)
+        assert manager.load().state["number"] in ((2, 3) if died else (3,))
+        assert manager.load("best").state == {"number": 1}
+        manager.finish(3)
+        assert {path.name for path in root.iterdir()} - {"step-00000003"} == {
+            "best",
+            "last",
+            "step-00000001",
+            "step-00000002",
+        }
+        assert CheckpointManager(root).load("step-00000002").state == {"number": 2}
+        lives += 1
+    assert lives > 40
 
 
 def run_killer(root: Path, kills: int, seed: int, size: int) -> list[dict[str, Any]]:

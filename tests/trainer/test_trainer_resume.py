@@ -1,5 +1,7 @@
 """Exactness: a run stopped after any step and resumed ends with the very same bytes as one never stopped."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -207,6 +209,20 @@ def test_train_num_epochs_counts_from_the_start(tmp_path):
     second.train(num_epochs=3)
     assert second.state.clock.epoch == 3
     assert weights(folder) == weights(straight(tmp_path))
+
+
+@pytest.mark.parametrize("from_", [".", "checkpoints", "checkpoints/last", "checkpoints/best"])
+def test_a_copied_run_goes_on_to_the_same_bytes(tmp_path, from_):
+    """A copy that follows links, as `scp -r` and zip files do, has folders where the run had `last` and `best`."""
+    trainer(tmp_path / "run").train(num_epochs=1)
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert not (copy / "checkpoints" / "last").is_symlink()
+    again = trainer(copy)
+    again.load_checkpoint(copy / from_)
+    again.train()
+    assert weights(copy) == weights(straight(tmp_path))
+    links = {path.name for path in (copy / "checkpoints").iterdir() if path.is_symlink()}
+    assert links == {"last", "best"}
 
 
 def test_checkpoint_opens_with_safetensors_alone(tmp_path):

@@ -3,7 +3,7 @@
 from etude.checkpoint.durable import clean_leftovers
 from etude.checkpoint.find import find_checkpoints, folder_name, newest_intact, read_newest_intact
 from etude.checkpoint.format import pack, unpack
-from etude.checkpoint.manager import CheckpointManager
+from etude.checkpoint.manager import CheckpointManager, locate_checkpoint
 from etude.checkpoint.match import clean_state_dict, explain_mismatch, load_model_state
 from etude.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from etude.checkpoint.retention import Entry, to_delete
@@ -20,6 +20,7 @@ __all__ = [
     "folder_name",
     "load_model_state",
     "load_optimizer_state",
+    "locate_checkpoint",
     "newest_intact",
     "optimizer_state",
     "pack",

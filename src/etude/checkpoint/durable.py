@@ -2,21 +2,25 @@
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import logging
 import os
 import secrets
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+
+if sys.platform != "win32":
+    import fcntl
 
 TEMPORARY, REPLACED, DELETED = ".tmp-", ".old-", ".trash-"
 """Name prefixes of folders that are not checkpoints: being written, replaced by a newer one, being deleted."""
 
 _PIECE_BYTES = 8 << 20
 _INLINE_BYTES = 1 << 20
+_POINTER_BYTES = 255
 _log = logging.getLogger(__name__)
 
 
@@ -66,6 +70,8 @@ class HashedFile:
 
 def sync_folder(folder: Path) -> None:
     """Return once the disk has the names in `folder`."""
+    if sys.platform == "win32":  # a folder cannot be opened there
+        return
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -81,24 +87,21 @@ def new_folder(target: Path) -> Iterator[Path]:
     `find_folders` knows, so at every moment a reader finds the old or the new one.
     """
     _make_root(target.parent)
-    temporary = _beside(target, TEMPORARY)
+    temporary = beside(target, TEMPORARY)
     temporary.mkdir()
-    lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _try_lock(lock)  # tells `clean_leftovers` of another process that the writer is alive
-        yield temporary
-        sync_folder(temporary)
-        _publish(temporary, target)
+        with _locked(temporary):  # tells `clean_leftovers` of another process that the writer is alive
+            yield temporary
+            sync_folder(temporary)
+            put_in_place(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    finally:
-        os.close(lock)
 
 
 def delete_folder(folder: Path) -> None:
     """Delete a folder so that a crash halfway leaves nothing that looks like a damaged checkpoint."""
-    _remove(folder.rename(_beside(folder, DELETED)))
+    _remove(folder.rename(beside(folder, DELETED)))
 
 
 def find_folders(root: Path) -> dict[str, Path]:
@@ -132,27 +135,18 @@ def clean_leftovers(root: Path) -> list[str]:
     return cleaned
 
 
-def link_to(root: Path, name: str, target: str | None) -> None:
-    """Point the symbolic link `root/name` at its sibling `target` in one atomic step, or remove it for None."""
-    link = root / name
-    if target is None:
-        link.unlink(missing_ok=True)
-        return
-    if link.is_symlink() and str(link.readlink()) == target:
-        return
-    temporary = _beside(link, TEMPORARY)
+def follow(path: Path) -> Path:
+    """Return the sibling folder that a small text file names (`last` and `best` where there are no links); else `path`.
+
+    A link that was packed, or checked out, where there are no links is the same text file.
+    """
     try:
-        temporary.symlink_to(target, target_is_directory=True)
-    except OSError as error:
-        # Links are a convenience for people: a file system without them can still hold checkpoints.
-        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            return
-        raise
-    try:
-        temporary.replace(link)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > _POINTER_BYTES:
+            return path
+        target = path.with_name(path.read_text(encoding="utf-8").strip())  # ValueError unless it is a name alone
+        return target if target.is_dir() else path
+    except (OSError, ValueError):
+        return path
 
 
 def _make_root(root: Path) -> None:
@@ -162,12 +156,13 @@ def _make_root(root: Path) -> None:
         sync_folder(folder.parent)
 
 
-def _publish(temporary: Path, target: Path) -> None:
+def put_in_place(folder: Path, target: Path) -> None:
+    """Rename a folder to `target`; a folder of that name is replaced, and found at every moment."""
     aside: Path | None = None
     if target.exists():
-        aside = target.rename(_beside(target, REPLACED))
+        aside = target.rename(beside(target, REPLACED))
     try:
-        temporary.rename(target)
+        folder.rename(target)
     except OSError:
         if aside is not None:
             aside.rename(target)
@@ -180,7 +175,7 @@ def _publish(temporary: Path, target: Path) -> None:
 def _remove(path: Path) -> None:
     """Remove a leftover; failing to is no reason to lose a run, so it is only logged."""
     try:
-        if path.is_symlink():
+        if path.is_symlink() or not path.is_dir():
             path.unlink()
         else:
             shutil.rmtree(path)
@@ -188,7 +183,8 @@ def _remove(path: Path) -> None:
         _log.warning("could not remove %s: %s", path, error.strerror)
 
 
-def _beside(path: Path, prefix: str) -> Path:
+def beside(path: Path, prefix: str) -> Path:
+    """Return a new name in the same folder that says what it is for."""
     return path.parent / f"{prefix}{path.name}-{secrets.token_hex(4)}"
 
 
@@ -211,7 +207,22 @@ def _is_abandoned(path: Path) -> bool:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    if sys.platform == "win32":
+        yield
+        return
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _try_lock(fd)
+        yield
+    finally:
+        os.close(fd)
+
+
 def _try_lock(fd: int) -> bool:
+    if sys.platform == "win32":
+        return True
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:  # a file system without locks: nothing can be known, a leftover is the likely case

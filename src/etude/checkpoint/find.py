@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from etude.checkpoint.durable import find_folders
-from etude.checkpoint.store import Checkpoint, read_checkpoint, verify_checkpoint
+from etude.checkpoint.store import Checkpoint, read_checkpoint, read_meta, verify_checkpoint
 from etude.core.errors import CheckpointError
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+_STEP_FOLDER = re.compile(r"step-(\d{8,18})", re.ASCII)
+
+LAST, BEST = "last", "best"
+"""Names in a folder of checkpoints that stand for one of them."""
 
 
 def folder_name(step: int) -> str:
@@ -27,14 +30,34 @@ def folder_name(step: int) -> str:
 
 def find_checkpoints(root: Path) -> dict[int, Path]:
     """Return the checkpoint folders in `root` by step, oldest first; they are not verified."""
+    return {step: paths[0] for step, paths in find_all(root).items()}
+
+
+def find_all(root: Path) -> dict[int, list[Path]]:
+    """Return the folders of each step, oldest step first: `step-NNNNNNNN`, then folders `last` and `best` of that step.
+
+    Those two are folders where a run was copied by something that follows links.
+    """
     if not root.is_dir():
         return {}
     try:
         folders = find_folders(root)
     except OSError as error:
         raise CheckpointError(f"cannot list {root}: {error.strerror}") from error
-    steps = {int(match[1]): path for name, path in folders.items() if (match := _STEP_FOLDER.fullmatch(name))}
+    steps = {int(match[1]): [path] for name, path in folders.items() if (match := _STEP_FOLDER.fullmatch(name))}
+    for name in (LAST, BEST):
+        if name in folders and (step := step_of_copy(folders[name])) is not None:
+            steps.setdefault(step, []).append(folders[name])
     return dict(sorted(steps.items()))
+
+
+def step_of_copy(folder: Path) -> int | None:
+    """Return the step of a checkpoint that has lost its own name; None if the folder is not a checkpoint."""
+    try:
+        step = read_meta(folder).get("step")
+    except CheckpointError:
+        return None
+    return step if type(step) is int and _STEP_FOLDER.fullmatch(folder_name(step)) else None
 
 
 def newest_intact(root: Path) -> tuple[Path, list[str]]:
@@ -64,7 +87,7 @@ def read_first_intact(candidates: Iterable[Path], root: Path) -> Checkpoint:
 
 
 def _newest_first(root: Path) -> list[Path]:
-    return list(reversed(find_checkpoints(root).values()))
+    return [path for paths in reversed(find_all(root).values()) for path in paths]
 
 
 def _first(action: Callable[[Path], T], candidates: Iterable[Path], root: Path) -> tuple[T, list[str]]:

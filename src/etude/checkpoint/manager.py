@@ -8,10 +8,21 @@ from typing import Any, get_args
 from torch import nn
 from torch.optim import Optimizer
 
-from etude.checkpoint.durable import clean_leftovers, delete_folder, link_to
-from etude.checkpoint.find import find_checkpoints, folder_name, read_first_intact, read_newest_intact
+from etude.checkpoint.durable import clean_leftovers, delete_folder, follow
+from etude.checkpoint.find import (
+    BEST,
+    LAST,
+    find_all,
+    find_checkpoints,
+    folder_name,
+    newest_intact,
+    read_first_intact,
+    read_newest_intact,
+)
+from etude.checkpoint.manifest import MANIFEST
 from etude.checkpoint.match import clean_state_dict, load_model_state
 from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state
+from etude.checkpoint.pointers import adopt_copies, point
 from etude.checkpoint.retention import Entry, Mode, best_first, to_delete
 from etude.checkpoint.store import Checkpoint, cannot_save, read_checkpoint, read_meta, write_checkpoint
 from etude.core.errors import CheckpointError, ConfigError
@@ -94,16 +105,16 @@ class CheckpointManager:
         If the last or the best one is damaged, the next one that is intact is read, with a warning. Raises
         CheckpointError if there is none, or if the folder that was asked for is damaged.
         """
-        if which is None or which == "last":
+        if which is None or which == LAST:
             return read_newest_intact(self.root)
-        if which != "best":
+        if which != BEST:
             path = Path(which)
             return read_checkpoint(path if path.exists() else self.root / path)
         ranked = best_first(self.all(), self.mode)
         if not ranked:
             raise CheckpointError(f'no checkpoint in {self.root} has a value of {self.monitor}; load "last" instead')
-        folders = find_checkpoints(self.root)
-        return read_first_intact([folders[entry.step] for entry in ranked], self.root)
+        folders = find_all(self.root)
+        return read_first_intact([path for entry in ranked for path in folders[entry.step]], self.root)
 
     def latest(self) -> Path | None:
         """Return the folder of the newest checkpoint, not verified, or None."""
@@ -157,6 +168,7 @@ class CheckpointManager:
         if not self._cleaned:
             clean_leftovers(self.root)
             self._cleaned = True
+        adopt_copies(self.root)
 
     def _tidy(self, saved: int) -> None:
         """Point the links at the newest and the best, then delete what is no longer kept."""
@@ -164,8 +176,8 @@ class CheckpointManager:
         # The one just saved is kept even if a later step is there: that may be the damaged one we resumed before.
         delete = to_delete(entries, self.keep_best, self.mode, protect={saved})
         ranked = best_first([entry for entry in entries if entry.step not in delete], self.mode)
-        link_to(self.root, "last", folder_name(entries[-1].step))
-        link_to(self.root, "best", folder_name(ranked[0].step) if ranked else None)
+        point(self.root, LAST, folder_name(entries[-1].step))
+        point(self.root, BEST, folder_name(ranked[0].step) if ranked else None)
         folders = find_checkpoints(self.root)
         for step in delete:
             try:
@@ -180,6 +192,22 @@ class CheckpointManager:
             return Entry(step, None if value is None else float(value), float(metrics.get("phase", 0.0)))
         except (CheckpointError, ValueError, TypeError, AttributeError):
             return Entry(step)  # damaged: it is passed over when it is read, with the reason
+
+
+def locate_checkpoint(path: Path) -> Path:
+    """Return the checkpoint folder that a path stands for: itself, or the newest intact one of a folder of checkpoints.
+
+    A path that ends in `last` or `best` is found also where that is a text file, a link that leads nowhere, or missing.
+    """
+    path = follow(path)
+    if (path / MANIFEST).exists():
+        return path
+    if path.name in (LAST, BEST) and not path.is_dir():
+        return CheckpointManager(path.parent).load(path.name).path
+    found, warnings = newest_intact(path)
+    for warning in warnings:
+        _log.warning(warning)
+    return found
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

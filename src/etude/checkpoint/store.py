@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etude.checkpoint.durable import HashedFile, new_folder
+from etude.checkpoint.durable import HashedFile, follow, new_folder
 from etude.checkpoint.format import pack, unpack
 from etude.checkpoint.manifest import (
     FILES,
@@ -84,6 +84,7 @@ def write_checkpoint(folder: Path, model_state: Mapping[str, Any], state: Any, m
 
 def verify_checkpoint(folder: Path) -> None:
     """Raise CheckpointError, saying which file and how, unless every byte is as it was written."""
+    folder = follow(folder)
     records = read_manifest(folder)
     for name in FILES:
         check_size(folder, name, records[name])
@@ -93,6 +94,7 @@ def verify_checkpoint(folder: Path) -> None:
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Verify a checkpoint and read it; nothing in it can run code. Raises CheckpointError if it is damaged."""
+    folder = follow(folder)
     verify_checkpoint(folder)
     structure = _read_json(folder, STATE)
     try:
@@ -108,6 +110,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """Read meta.json alone, verified; the tensors are not looked at."""
+    folder = follow(folder)
     record = read_manifest(folder)[META]
     check_size(folder, META, record)
     check_contents(folder, META, record)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from etude.callbacks import LRSchedule, ProgressDisplay, RunRecorder
-from etude.checkpoint import CheckpointManager, newest_intact, read_checkpoint
+from etude.checkpoint import CheckpointManager, locate_checkpoint, read_checkpoint
 from etude.core import Clock, ConfigError, Loader, Task
 from etude.core.random import mix, set_seed
 from etude.core.terms import SeveralTasks
@@ -361,10 +361,4 @@ class Trainer:
 
 def _find_checkpoint(path: Path) -> Path:
     """Return the checkpoint folder itself, or the newest intact one of a run folder or a folder of checkpoints."""
-    if (path / "checkpoints").is_dir():
-        path = path / "checkpoints"
-    if not (path / "manifest.json").exists():
-        path, warnings = newest_intact(path)
-        for warning in warnings:
-            logger.warning(warning)
-    return path
+    return locate_checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
