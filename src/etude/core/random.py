@@ -1,6 +1,8 @@
-"""Seeding, and the state of every random generator a run can touch."""
+"""Seeding, the state of every random generator a run can touch, and drawing without leaving a trace."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,68 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+@contextmanager
+def aside(seed: int) -> Iterator[None]:
+    """Draw from generators seeded by `seed`; afterwards all of them are as they were (about 60 µs).
+
+    >>> set_seed(7); expected = torch.rand(1); set_seed(7)
+    >>> with aside(1):
+    ...     _ = torch.rand(1), random.random(), np.random.rand()
+    >>> bool(torch.rand(1) == expected)
+    True
+    """
+    python, numpy, tensor = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    set_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(tensor)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+
+class RunRandom:
+    """The random numbers of one run: those that its steps draw, whatever the program around it draws.
+
+    >>> run = RunRandom(seed=7)
+    >>> with run.running(): first = torch.rand(2)
+    >>> _ = torch.rand(9)  # somebody else
+    >>> with run.running(): second = torch.rand(1)
+    >>> set_seed(7); torch.equal(torch.rand(3), torch.cat([first, second]))
+    True
+    """
+
+    def __init__(self, seed: int) -> None:
+        with aside(seed):
+            self._state = rng_state()
+        self._is_running = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Draw the run's numbers inside this block; afterwards the program's generators are as they were."""
+        with aside(0):
+            set_rng_state(self._state)
+            self._is_running = True
+            try:
+                yield
+            finally:
+                self._state = rng_state()
+                self._is_running = False
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the run's generators as `rng_state` does."""
+        return rng_state() if self._is_running else self._state
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self._state = state
+        if self._is_running:
+            set_rng_state(state)
 
 
 def mix(*values: int) -> int:

@@ -21,12 +21,17 @@ A run calls the hooks in this order; within a hook, callbacks run in the order i
 At any time a callback may tell the user something by `notify`: every callback receives it by `on_notice`. With a
 curriculum `on_phase_begin(phase, facts)` comes before the first step of each phase, and not again on a resume.
 
+Random numbers that a hook draws outside a step (not `on_step_begin`, `on_gradients`, `on_step_end`) come from
+generators of its own, seeded by the run's seed, the hook and the moment. They change nothing in the training, and a
+resumed run draws them again.
+
 Saving and validating are phases of the loop, not callbacks, so no order of callbacks can make a checkpoint wrong.
 Epochs are counted from zero. A hook that no callback overrides costs nothing.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,6 +201,8 @@ class CallbackList:
 
     def __init__(self, callbacks: Iterable[Callback] = (), control: Control | None = None) -> None:
         self.control = control if control is not None else Control()
+        self.around: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext()
+        """Returns the context in which a hook is called, by its name."""
         self._callbacks: list[Callback] = []
         self._hooks: dict[str, list[Callable[..., None]]] = {name: [] for name in HOOKS}
         for callback in callbacks:
@@ -229,8 +236,10 @@ class CallbackList:
         return [(callback.wants_task_gradients, callback.on_task_gradients) for callback in lookers]
 
     def _call(self, name: str, *args: Any) -> None:
-        for hook in self._hooks[name]:
-            hook(*args)
+        if hooks := self._hooks[name]:
+            with self.around(name):
+                for hook in hooks:
+                    hook(*args)
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Call the hook of every callback."""
@@ -292,7 +301,8 @@ class CallbackList:
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers that callbacks add to the record of a log point."""
-        return {name: value for callback in self._callbacks for name, value in callback.numbers().items()}
+        with self.around("numbers"):
+            return {name: value for callback in self._callbacks for name, value in callback.numbers().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each callback, by class name and its place among those of its class."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from etude.core import DataError, Loader, Task
 from etude.core.calling import unwrap
+from etude.core.random import aside
 from etude.core.terms import Measures, SeveralTasks, derive, in_order
 from etude.distributed import World, is_empty, share_buffers
 from etude.engine.precision import Precision
@@ -27,6 +28,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean of every term over one epoch of `loader`, metrics and derived numbers included.
 
+    What model or data draw is the same in every evaluation, and leaves the caller's generators as they were.
     Raises DataError if the loader gives no batch at all; of several tasks those that are active may have no data here,
     and there are no numbers then. The host reads the device once, at the end. With several
     ranks each evaluates its share of the data, with the buffers of rank 0; every rank must call this together.
@@ -41,7 +43,7 @@ def evaluate(
     batches = loader.iterate(epoch=0)
     if isinstance(task, Measures):
         task.start_measuring()
-    with eval_mode(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad(), aside(0):
         try:
             for batch in batches:
                 if world.size > 1 and is_empty(batch):

@@ -61,6 +61,7 @@ class Loop:
         self.learning_rate = learning_rate
         self.accumulator = accumulator if accumulator is not None else GradientAccumulator()
         self.callbacks = callbacks if callbacks is not None else CallbackList()
+        self.callbacks.around = state.aside
         self.control: Control = self.callbacks.control
         step.clock = state.clock
         step.watchers = self.callbacks.hooks("on_gradients")

@@ -2,8 +2,10 @@
 
 import json
 import logging
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import safetensors.torch
 import torch
@@ -19,7 +21,7 @@ from etude.checkpoint import (
     unpack,
 )
 from etude.core import Clock
-from etude.core.random import mix, rng_state, set_rng_state, set_seed
+from etude.core.random import RunRandom, aside, mix
 from etude.distributed import World
 from etude.engine.callback import CallbackList
 from etude.engine.ledger import Ledger
@@ -43,6 +45,15 @@ class TrainState:
     callbacks: CallbackList
     world: World
     seed: int = 0
+    random: RunRandom = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.random = RunRandom(mix(self.seed, self.world.rank))
+
+    def aside(self, hook: str) -> AbstractContextManager[None]:
+        """Return a context in which a hook that is no part of a step draws numbers of its own, again on a resume."""
+        moments = {"on_train_begin": 0, "on_epoch_begin": self.clock.epoch}
+        return aside(mix(self.seed, crc32(hook.encode()), moments.get(hook, self.clock.step)))
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the model's tensors and the tree of all the rest. Every rank must call this together."""
@@ -52,7 +63,7 @@ class TrainState:
             "precision": self.precision.state_dict(),
             "ledger": self.ledger.state_dict(),
             "callbacks": self.callbacks.state_dict(),
-            "rng": self.world.gather_bytes(_encode(rng_state())),
+            "rng": self.world.gather_bytes(_encode(self.random.state())),
             "seed": self.seed,
         }
 
@@ -72,10 +83,10 @@ class TrainState:
 
     def _restore_rng(self, states: list[Tensor]) -> None:
         if len(states) == self.world.size:
-            set_rng_state(_decode(states[self.world.rank]))
+            self.random.load(_decode(states[self.world.rank]))
             return
         # Another number of ranks cannot continue the same random streams: begin new ones, the same at every resume.
-        set_seed(mix(self.seed, self.clock.step, self.world.rank))
+        self.random = RunRandom(mix(self.seed, self.clock.step, self.world.rank))
         if self.world.is_main:
             logger.warning(
                 "the checkpoint was saved by %d processes and is resumed by %d: the order of the data is the same, "

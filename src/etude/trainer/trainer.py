@@ -12,7 +12,6 @@ from torch import nn
 from etude.callbacks import LRSchedule, ProgressDisplay, RunRecorder
 from etude.checkpoint import CheckpointManager, locate_checkpoint, read_checkpoint
 from etude.core import Clock, ConfigError, Loader, Task
-from etude.core.random import mix, set_seed
 from etude.core.terms import SeveralTasks
 from etude.curriculum import Curriculum, Phase
 from etude.distributed import World, join_world, wrap_data_parallel
@@ -201,13 +200,12 @@ class Trainer:
             raise ConfigError("there is nothing to train on: give the Trainer a train_loader")
         if num_epochs is not None:
             self.config = self.config.model_copy(update={"epochs": num_epochs})
-        if not self._resumed:
-            set_seed(mix(self.config.seed, self.world.rank))
         control = self.callbacks.control
         control.stop, control.reason = False, ""
         config = self.config
         with (
             self._hold_folder(),
+            self.state.random.running(),
             Interrupts(self._say) as interrupts,
             explain_single_sample(),
             explain_out_of_memory(
