@@ -106,7 +106,9 @@ class Diary(Callback):
             raise ArithmeticError("broken")
 
 
-def trainer(folder=None, diary=None, *, curriculum=None, callbacks=(), data=None, task=None, **config):
+def trainer(
+    folder=None, diary=None, *, curriculum=None, callbacks=(), data=None, task=None, overwrite=False, **config
+):
     source, task = loader() if data is None else data, tasks() if task is None else task
     if diary is not None:
         diary.task, diary.loader = task, source
@@ -120,6 +122,7 @@ def trainer(folder=None, diary=None, *, curriculum=None, callbacks=(), data=None
         curriculum=phases() if curriculum is None else curriculum,
         callbacks=[*([] if diary is None else [diary]), *callbacks],
         output_dir=folder,
+        overwrite=overwrite,
         progress=False,
     )
     built.step._flops = None  # counting them takes longer than these steps

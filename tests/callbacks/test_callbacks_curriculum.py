@@ -218,7 +218,7 @@ def test_a_second_run_of_the_same_trainer_goes_on_and_a_new_one_begins_anew(tmp_
     built.train(num_epochs=2)
     assert [name for _, name, _ in diary.phases] == ["one", "two", "three"]
     again = Diary()
-    run(tmp_path, again, epochs=1).train()
+    run(tmp_path, again, epochs=1, overwrite=True).train()
     assert [name for _, name, _ in again.phases] == ["one"]
     assert [event["phase"] for event in events(tmp_path)] == ["one"]
 

@@ -22,8 +22,12 @@ class FolderLock:
     of the same name. Where the system or the file system has no locks, entering always succeeds.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, owner: str = "") -> None:
+        """`owner` is kept in the file beside the number of the process: it tells who held the folder last."""
         self.path = path
+        self.owner = owner
+        self.last_holder = ""
+        """What the file said before: process and owner of the last lock; nothing if there was none."""
         self._descriptor: int | None = None
 
     def __enter__(self) -> "FolderLock":
@@ -38,7 +42,7 @@ class FolderLock:
         try:
             _lock(descriptor)
         except BlockingIOError:
-            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "another one"
+            holder = next(iter(_content(descriptor).split()), "another one")
             os.close(descriptor)
             raise RunFolderError(
                 f"run folder {self.path.parent} is in use by process {holder}; wait until it ends, stop it, "
@@ -49,9 +53,11 @@ class FolderLock:
             raise
         self._descriptor = descriptor
         _HELD.add(descriptor)
-        with suppress(OSError):  # a full disk: the name of the holder is only for people
+        self.last_holder = _content(descriptor)
+        with suppress(OSError):  # a full disk: an empty file is read as "nobody"
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            os.write(descriptor, f"{os.getpid()} {self.owner}".rstrip().encode() + b"\n")
         return self
 
     def __exit__(
@@ -61,6 +67,11 @@ class FolderLock:
             _HELD.discard(self._descriptor)
             os.close(self._descriptor)
         self._descriptor = None
+
+
+def _content(descriptor: int) -> str:
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return os.read(descriptor, 128).decode(errors="replace").strip()
 
 
 def _lock(descriptor: int) -> None:

@@ -34,6 +34,10 @@ SAMPLES = "samples.txt"
 FINISHED = "finished"
 """The `status` in result.json of a run that reached its end."""
 
+_STEP = re.compile(r"step-\d{8,}|\.old-step-\d{8,}-[0-9a-f]{8}")
+_MADE = re.compile(r"step-\d{8,}|last|best|\.(tmp|old|trash)-(step-\d{8,}|last|best)-[0-9a-f]{8}")
+"""Names that `CheckpointManager` gives: checkpoints, those being written, replaced or deleted, and links."""
+
 
 class RunFolder:
     """Paths and files of one run. The constructor touches nothing: use `create` or `open`."""
@@ -49,6 +53,8 @@ class RunFolder:
         self.samples_path = self.path / SAMPLES
         self.checkpoints_path = self.path / "checkpoints"
         self.lock_path = self.path / ".lock"
+        self.is_held = False
+        """Whether this object holds the lock."""
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -61,20 +67,25 @@ class RunFolder:
         """
         folder = cls.ensure(path)
         with folder.lock():
-            if folder.holds_run and not overwrite:
+            if overwrite:
+                folder.remove_run()
+            elif folder.holds_run:
                 raise RunFolderError(
                     f"{folder.path} already holds a run; use `etude resume {folder.path}` or another --run-dir "
                     f"(--overwrite removes the run)"
                 )
-            if folder.holds_run:
-                folder._remove_run()
+            elif folder.is_used:
+                raise RunFolderError(
+                    f"{folder.path} already holds a run made in Python; use another --run-dir "
+                    f"(--overwrite removes the run)"
+                )
         return folder
 
     @classmethod
     def ensure(cls, path: str | Path) -> "RunFolder":
-        """Make a folder if there is none and use it, whatever it holds; raises RunFolderError if it cannot be written.
+        """Make a folder if there is none, whatever it holds; raises RunFolderError if it cannot be written.
 
-        For a `Trainer` made in Python, whose user says where things go; every process of a run may call it.
+        For a `Trainer` made in Python, which asks `is_used` before it writes; every process of a run may call it.
         """
         folder = cls(path)
         try:
@@ -109,14 +120,26 @@ class RunFolder:
         """True if the run reached its end."""
         return self.read_result().get("status") == FINISHED
 
+    @property
+    def is_used(self) -> bool:
+        """True if a run has got somewhere here: a checkpoint, the record of a step, or a result."""
+        if self.result_path.exists() or any(_STEP.fullmatch(name) for name in self._made_in_checkpoints()):
+            return True
+        return self.metrics_path.exists() and any(_step(record) > 0 for record in self.read_metrics())
+
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, owner: str = "") -> Iterator[str]:
         """Hold the folder for this process; raises RunFolderError if another one has it.
 
-        The lock is freed when the block ends or the process dies, also by `kill -9`.
+        Yields who held it last, process and `owner`. The lock is freed when the block ends or the process dies, also
+        by `kill -9`.
         """
-        with FolderLock(self.lock_path):
-            yield
+        with FolderLock(self.lock_path, owner) as lock:
+            self.is_held = True
+            try:
+                yield lock.last_holder
+            finally:
+                self.is_held = False
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the resolved config; from now on the folder holds a run."""
@@ -159,17 +182,29 @@ class RunFolder:
         except OSError as error:
             raise self._cannot_write(error) from error
 
-    def _remove_run(self) -> None:
+    def remove_run(self) -> None:
+        """Remove what a run has written here and nothing else; hold the lock meanwhile."""
+        if not self.holds_run and not self.is_used:
+            return
+        files = (self.metrics_csv_path, self.events_path, self.environment_path, self.samples_path)
         try:
-            shutil.rmtree(self.checkpoints_path)
-            self.checkpoints_path.mkdir()
-            for path in (self.result_path, self.metrics_path, self.metrics_csv_path, self.events_path):
+            for name in self._made_in_checkpoints():
+                path = self.checkpoints_path / name
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+            # Last what says that there is a run: if this is interrupted, it can be repeated.
+            for path in (*files, self.metrics_path, self.result_path, self.config_path):
                 path.unlink(missing_ok=True)
-            self.environment_path.unlink(missing_ok=True)
-            self.samples_path.unlink(missing_ok=True)
-            self.config_path.unlink()  # last: until then the folder holds a run, so removal can be repeated
         except OSError as error:
             raise self._cannot_write(error) from error
+
+    def _made_in_checkpoints(self) -> list[str]:
+        """Return the names in the folder of checkpoints that a run has made."""
+        if not self.checkpoints_path.is_dir():
+            return []
+        return sorted(path.name for path in self.checkpoints_path.iterdir() if _MADE.fullmatch(path.name))
 
     def _write(self, path: Path, text: str) -> None:
         try:

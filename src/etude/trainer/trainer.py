@@ -1,8 +1,7 @@
 """`Trainer`: the object most Python users hold. It puts the parts of a run together and runs the loop."""
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from etude.callbacks import LRSchedule, ProgressDisplay, RunRecorder
-from etude.checkpoint import CheckpointManager, locate_checkpoint, read_checkpoint
+from etude.checkpoint import locate_checkpoint, read_checkpoint
 from etude.core import Clock, ConfigError, Loader, Task
 from etude.core.terms import SeveralTasks
 from etude.curriculum import Curriculum, Phase
@@ -46,6 +45,7 @@ from etude.trainer.config import TrainerConfig
 from etude.trainer.device import configure_cuda_performance, make_deterministic, resolve_device
 from etude.trainer.feeding import make_loader
 from etude.trainer.meaningful import Modalities, check_vocabulary, make_task, vocabulary_of
+from etude.trainer.output import Output
 from etude.trainer.tasks import check_meeting, join_weighting, train_weighting
 
 logger = logging.getLogger("etude")
@@ -73,6 +73,8 @@ class Trainer:
         callbacks: Iterable[Callback] = (),
         device: str | torch.device | None = None,
         output_dir: str | Path | RunFolder | None = None,
+        overwrite: bool = False,
+        resume: bool = False,
         use_amp: bool | None = None,
         compile_model: bool | None = None,
         progress: bool = True,
@@ -98,7 +100,10 @@ class Trainer:
             curriculum: phases that switch the tasks of `task`, a `MultiTask`, on and off as the run goes on.
             callbacks: called in this order.
             device: overrides `config.device`.
-            output_dir: the run folder; without one, nothing is written.
+            output_dir: the run folder; without one, nothing is written. One folder is one run: `train` refuses a
+                folder that holds another one.
+            overwrite: remove the run that is in `output_dir` when training starts.
+            resume: load the newest intact checkpoint of `output_dir`, if there is one yet, and go on from it.
             use_amp: overrides `config.precision`: True is bf16 (fp16 where bf16 is missing), False is fp32.
             compile_model: overrides `config.compile_model`.
             progress: show a live display.
@@ -165,12 +170,11 @@ class Trainer:
             loaders = (self.train_loader, self.val_loader)
             listed.insert(0, curriculum_callback(curriculum, self.task, *loaders, self.learning_rate))
         self.callbacks = CallbackList(listed)
-        self.folder = self._open_folder(output_dir)
-        self._folder_is_held = isinstance(output_dir, RunFolder)  # by whoever gave it
+        self.output = Output(output_dir, overwrite=overwrite, resume=resume, world=world)
         self._display = ProgressDisplay() if progress and world.is_main else None
         if world.is_main:
-            if self.folder is not None:
-                self.callbacks.append(RunRecorder(self.folder))
+            if self.output.folder is not None:
+                self.callbacks.append(RunRecorder(self.output.folder))
             if self._display is not None:
                 self.callbacks.append(self._display)
         self.state = TrainState(
@@ -187,6 +191,9 @@ class Trainer:
         self._resumed = False
         self._restored_from: Path | None = None
         self._restored_metrics: dict[str, float] = {}
+        if resume and self.output.has_checkpoints():
+            assert self.output.path is not None
+            self.load_checkpoint(self.output.path)
 
     # ------------------------------------------------------------------------------------------------ doors
 
@@ -204,7 +211,7 @@ class Trainer:
         control.stop, control.reason = False, ""
         config = self.config
         with (
-            self._hold_folder(),
+            self.output.held(self.state.clock),
             self.state.random.running(),
             Interrupts(self._say) as interrupts,
             explain_single_sample(),
@@ -246,6 +253,7 @@ class Trainer:
         checkpoint = read_checkpoint(path)
         check_vocabulary(checkpoint.meta, self.meta, checkpoint.path)
         self.state.restore(checkpoint)
+        self.output.loaded(checkpoint.path)
         self._restored_from = checkpoint.path
         self._restored_metrics = {name: float(value) for name, value in checkpoint.meta.get("metrics", {}).items()}
         if keep_hyperparameters:
@@ -258,7 +266,8 @@ class Trainer:
         saver = self._saver()
         if saver is None:
             raise ConfigError("there is nowhere to save: give the Trainer an output_dir")
-        return saver.save(metrics or {})
+        with self.output.held(self.state.clock):
+            return saver.save(metrics or {})
 
     # ------------------------------------------------------------------------------------------------ parts
 
@@ -278,31 +287,15 @@ class Trainer:
             return None
         return make_loader(source, self.config, self.device, self.world, training=training)
 
-    def _open_folder(self, output_dir: str | Path | RunFolder | None) -> RunFolder | None:
-        if output_dir is None or isinstance(output_dir, RunFolder):
-            return output_dir
-        return RunFolder.ensure(Path(output_dir))
-
-    @contextlib.contextmanager
-    def _hold_folder(self) -> Iterator[None]:
-        """Keep other processes out of the run folder while this one trains."""
-        with contextlib.ExitStack() as stack:
-            if self.folder is not None and not self._folder_is_held:
-                lock = self.folder.lock()
-                self.world.attempt(lambda: stack.enter_context(lock), here=self.world.is_main)
-            yield
-
     def _saver(self, *, resumed: Mapping[str, float] | None = None) -> Saver | None:
-        if self.folder is None or not self.config.save_checkpoints:
+        manager = self.output.manager(self.config.keep_best)
+        if manager is None or not self.config.save_checkpoints:
             return None
-        manager = CheckpointManager(self.folder.checkpoints_path, keep_best=self.config.keep_best)
         return Saver(manager, self.state, self.meta, resumed=resumed)
 
     def _is_saved(self) -> bool:
         """Whether the state is, unchanged, that of a checkpoint in the run folder."""
-        if self.folder is None or self._restored_from is None:
-            return False
-        return self._restored_from.resolve().parent == self.folder.checkpoints_path.resolve()
+        return self._restored_from is not None and self.output.holds(self._restored_from)
 
     def _loop(self, interrupts: Interrupts) -> Loop:
         assert self.train_loader is not None
@@ -345,7 +338,7 @@ class Trainer:
             total_epochs=self.config.num_epochs,
             total_steps=self.total_steps,
             steps_per_epoch=per_epoch,
-            run_dir=None if self.folder is None else self.folder.path,
+            run_dir=self.output.path,
             is_main=self.world.is_main,
             resumed=self._resumed,
         )
