@@ -25,7 +25,9 @@ class Output:
         self, output_dir: str | Path | RunFolder | None, *, overwrite: bool, resume: bool, world: World
     ) -> None:
         if overwrite and resume:
-            raise ConfigError("overwrite=True removes the run in output_dir and resume=True goes on with it: keep one")
+            raise ConfigError(
+                "overwrite=True removes the run in output_dir and resume=True goes on with it: keep one"
+            )
         if output_dir is None and (overwrite or resume):
             raise ConfigError(f"{'overwrite' if overwrite else 'resume'}=True needs an output_dir")
         self.folder = _as_folder(output_dir)
