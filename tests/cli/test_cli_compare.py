@@ -5,11 +5,30 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
+import torch
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from etude import TrainerConfig
+from etude.core import num_samples
+from etude.data import DataSplits, TensorData
+from etude.distributed import World
+from etude.engine.accumulation import GradientAccumulator
 from etude.experiment import RunOutcome
+from etude.experiment.build import Data
+from etude.experiment.compare import steps_for
+from etude.experiment.comparison import Row
 
 COMPONENTS = Path(__file__).parents[1] / "experiment" / "task_components.py"
+
+STREAMS = {
+    "name": "streams",
+    "streams": {
+        "code": {"name": "task_sequences", "keys": ["full"], "samples": 24, "test": 8},
+        "functions": {"name": "task_sequences", "keys": ["quality"], "samples": 24, "seed": 2},
+    },
+}
 
 
 @pytest.fixture
@@ -20,13 +39,7 @@ def experiment(tmp_path):
         data = {
             "imports": [str(COMPONENTS)],
             "model": "task_trunk",
-            "data": {
-                "name": "streams",
-                "streams": {
-                    "code": {"name": "task_sequences", "keys": ["full"], "samples": 24, "test": 8},
-                    "functions": {"name": "task_sequences", "keys": ["quality"], "samples": 24, "seed": 2},
-                },
-            },
+            "data": STREAMS,
             "tasks": {
                 "writing": {"data": "code", "head": "language_model"},
                 "annotation": {
@@ -111,6 +124,97 @@ def test_share_of_the_budget(etude, experiment, tmp_path):
         assert set(config["data"]["streams"]) == {"functions" if task == "quality" else "code"}
 
 
+TWO = {
+    "writing": {"head": "language_model"},
+    "annotation": {
+        "labels": "full",
+        "head": {"name": "token_classifier", "num_classes": 3},
+        "loss": "cross_entropy",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "training"),
+    [
+        (30, 16, {"epochs": 4}),
+        (30, 16, {"epochs": 4, "drop_last": True}),
+        (7, 16, {"epochs": 3}),
+        (33, 16, {"epochs": 3, "grad_accum_steps": 2}),
+        (30, 8, {"epochs": 4, "grad_accum_steps": {0: 1, 2: 3}}),
+        (30, 16, {"epochs": None, "max_steps": 5}),
+    ],
+)
+def test_single_task_models_read_as_many_samples(etude, experiment, tmp_path, samples, batch, training):
+    """However epochs end: with a short batch, a step of fewer micro-batches, or in the middle."""
+    path = experiment(
+        data={"name": "task_sequences", "keys": ["full"], "samples": samples, "validation": 4},
+        tasks=TWO,
+        curriculum=None,
+        weighting=None,
+        scheduler=None,
+        training={"batch_size": batch, "device": "cpu", **training},
+    )
+    outcome = etude("compare", path, "--out", "out", "-q")
+    assert outcome.code == 0, outcome.err
+    whole = result(tmp_path / "out/seed-0/multi-task")
+    for task in TWO:
+        alone = result(tmp_path / "out/seed-0" / task)
+        assert alone["samples"] == {task: whole["samples"][task]}
+        assert alone["step"] == whole["step"]
+    assert "instead of" not in outcome.out
+
+
+@pytest.mark.parametrize("draw", ["together", "alternate"])
+def test_a_task_that_names_no_stream_is_compared_on_those_with_its_labels(etude, experiment, tmp_path, draw):
+    tasks = {
+        "annotation": TWO["annotation"],
+        "quality": {
+            "labels": "quality",
+            "head": {"name": "sequence_classifier", "num_classes": 4},
+            "loss": "multi_label",
+        },
+    }
+    path = experiment(data=STREAMS | {"draw": draw}, tasks=tasks, curriculum=None, weighting=None, scheduler=None)
+    outcome = etude("compare", path, "--out", "out", "-q")
+    assert outcome.code == 0, outcome.err
+    whole = result(tmp_path / "out/seed-0/multi-task")["samples"]
+    for task, wanted in whole.items():
+        assert 0 <= result(tmp_path / "out/seed-0" / task)["samples"][task] - wanted < 8
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    size=st.integers(1, 60),
+    batch=st.integers(1, 20),
+    accumulation=st.one_of(st.integers(1, 4), st.just({0: 2, 3: 3})),
+    wanted=st.integers(1, 500),
+    drop_last=st.booleans(),
+)
+def test_steps_are_the_fewest_that_read_the_samples(size, batch, accumulation, wanted, drop_last):
+    config = TrainerConfig(batch_size=min(batch, size), grad_accum_steps=accumulation, drop_last=drop_last)
+    data = Data(DataSplits(TensorData(torch.zeros(size))), config, torch.device("cpu"), World(), "data")
+    steps = steps_for(data, wanted)
+    loader, accumulator, read, taken, epoch = data.loader("train"), GradientAccumulator(None, accumulation), [], 0, 0
+    while taken < steps:
+        for group in accumulator.group(loader.iterate(epoch), epoch):
+            read.append(sum(num_samples(part) for part in group))
+            taken += 1
+        epoch += 1
+    assert sum(read[: steps - 1]) < wanted <= sum(read[:steps])
+
+
+def test_the_note_says_where_steps_do_not_fit(etude, experiment, tmp_path):
+    outcome = etude("compare", experiment(data=STREAMS | {"draw": "together"}), "--out", "out", "-q")
+    assert outcome.code == 0, outcome.err
+    whole = result(tmp_path / "out/seed-0/multi-task")["samples"]
+    (note,) = [line for line in outcome.out.splitlines() if line.startswith("budget share")]
+    for task, wanted in whole.items():
+        read = result(tmp_path / "out/seed-0" / task)["samples"][task]
+        assert 0 <= read - wanted < 8
+        assert (f"{task} {read:,} instead of {wanted:,}" in note) == (read != wanted)
+
+
 def test_whole_budget(etude, experiment, tmp_path):
     assert etude("compare", experiment(), "--out", "out", "--budget", "whole", "-q").code == 0
     steps = {path.parent.name: result(path.parent)["step"] for path in tmp_path.glob("out/seed-0/*/result.json")}
@@ -159,6 +263,11 @@ def test_stopped_it_says_how_to_go_on(etude, experiment, monkeypatch):
             "toy.yaml:19: tasks: there must be two tasks or more to compare a model of all with models of each",
         ),
         (
+            ["training.save_checkpoints=false"],
+            {},
+            "training.save_checkpoints: a comparison evaluates the last checkpoint of every model; set it to true",
+        ),
+        (
             ["data.streams.functions.validation=0"],
             {},
             "tasks.quality: its data has neither a validation nor a test part, so there is nothing to compare",
@@ -168,3 +277,39 @@ def test_stopped_it_says_how_to_go_on(etude, experiment, monkeypatch):
 )
 def test_mistake_is_one_line(etude, experiment, arguments, sections, words):
     assert words in etude("compare", experiment(**sections), *arguments).error
+
+
+@pytest.mark.parametrize(
+    ("pairs", "verdict"),
+    [
+        ([0.5], "unclear"),
+        ([1e-4], "unclear"),
+        ([0.0], "unclear"),
+        ([0.0, 0.0], "equal"),
+        ([0.1, -0.1], "unclear"),
+        ([0.10, 0.08], "unclear"),  # two seeds tell little about their own spread
+        ([0.100, 0.101], "more"),
+        ([0.10, 0.08, 0.09], "more"),
+        ([0.2, 0.01, 0.02], "unclear"),
+        ([-0.10, -0.08, -0.09], "less"),
+        ([0.1, float("nan"), 0.1], "unclear"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("number", "lower"), [("f1", False), ("loss", True), ("rmse_depth", True), ("accuracy", False)]
+)
+def test_only_seeds_that_agree_make_a_difference(pairs, verdict, number, lower):
+    row = Row("t", number, "test", tuple(0.5 + pair for pair in pairs), (0.5,) * len(pairs))
+    better = {"more": ("multi-task", "single-task"), "less": ("single-task", "multi-task")}
+    assert row.verdict == (better[verdict][lower] if verdict in better else verdict)
+
+
+def test_the_interval_is_that_of_a_paired_t_test():
+    from scipy.stats import ttest_rel
+
+    draw = torch.Generator().manual_seed(0)
+    for seeds in (2, 3, 5, 10, 16):
+        multi, single = torch.rand(2, seeds, generator=draw, dtype=torch.float64).tolist()
+        interval = ttest_rel(multi, single).confidence_interval(0.95)
+        row = Row("t", "f1", "test", tuple(multi), tuple(single))
+        assert (row.difference - row.margin, row.difference + row.margin) == pytest.approx(tuple(interval), abs=1e-3)

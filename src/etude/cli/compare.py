@@ -18,11 +18,16 @@ def compare(
     budget: Annotated[
         str,
         typer.Option(
-            help="share: a single-task model reads the samples that the multi-task model read for its task; "
+            help="share: a single-task model reads as many samples as the multi-task model read for its task; "
             "whole: it takes as many steps."
         ),
     ] = "share",
-    seeds: Annotated[str | None, typer.Option(help="Seeds, such as 0,1,2 [default: training.seed].")] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            help="Seeds, such as 0,1,2,3,4; with one, no difference is called better [default: training.seed]."
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No live display.")] = False,
 ) -> None:
     """Compare a multi-task model with one model per task.

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from etude.config import Document, Selection
 from etude.config.signature import parameters_of
 from etude.config.spelling import did_you_mean, listed
 from etude.core import ConfigError, RunFolderError
-from etude.data import DataSplits
+from etude.data import DataLoader, DataSplits, StreamLoader
 from etude.data.parts import Streams
 from etude.distributed import World, before_joining
 from etude.engine.accumulation import GradientAccumulator
@@ -22,6 +22,8 @@ from etude.experiment.comparison import ComparedRun, Comparison, make_rows
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config, validate_experiment
 from etude.experiment.run import resume_run, train_experiment
 from etude.experiment.task_sections import TaskForm, TaskSection, forms_of
+from etude.losses import TaskSpec
+from etude.losses.task_spec import learns_from
 from etude.monitor import RunFolder
 from etude.monitor.files import write_text
 
@@ -46,10 +48,11 @@ def compare_tasks(
 
     A single-task model has the same trunk, the task's head in its main form and the task's stream; optimizer, schedule
     and batch size are the same, and there is no curriculum, no weighting and no callback. `budget`: "share" gives it as
-    many samples as the multi-task run read for its task, "whole" as many steps as the whole multi-task run. Warm-up is
-    shortened with the run. All models are compared after their last step, on the test split where there is one, else
-    on validation. Runs that are finished in `out` (`runs/<experiment>/compare` by default) are not trained again, one
-    that was stopped goes on. Raises ConfigError if there is nothing to compare.
+    many samples as the multi-task run read for its task, rounded up to a whole step, "whole" as many steps as the whole
+    multi-task run. Warm-up is shortened with the run. All models are compared after their last step, on the test split
+    where there is one, else on validation. Runs that are finished in `out` (`runs/<experiment>/compare` by default) are
+    not trained again, one that was stopped goes on. Raises ConfigError if there is nothing to compare, or no checkpoint
+    to evaluate.
     """
     with before_joining():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -63,6 +66,11 @@ def compare_tasks(
         raise ConfigError(
             f"{config.document.place('tasks')}: there must be two tasks or more to compare a model of all with models "
             f"of each, found {len(config.tasks)}"
+        )
+    if not config.training.save_checkpoints:
+        raise ConfigError(
+            f"{config.document.place('training.save_checkpoints')}: a comparison evaluates the last checkpoint of "
+            f"every model; set it to true"
         )
     root = Path(out) if out is not None else Path("runs") / config.name / "compare"
     chosen = tuple(seeds) if seeds else (config.training.seed,)
@@ -80,11 +88,13 @@ def compare_tasks(
         multi.append(numbers)
         runs.append(run)
         for task in config.tasks:
-            steps = result["step"] if budget == "whole" else _steps_for(config, result["samples"][task])
+            alone = single_task_config(whole, task, data)
+            own = build_data(alone, World())
+            steps = result["step"] if budget == "whole" else steps_for(own, result["samples"][task])
             tell(f"seed {seed}: a model for {task} alone, {steps} steps")
-            alone = single_task_config(whole, task, data, steps=steps, of_steps=result["step"])
+            alone = _for_steps(alone, steps, of_steps=result["step"])
             folder = _trained(alone, root / f"seed-{seed}" / task, progress)
-            numbers, run = _measured(task, alone, folder, build_data(alone, World()))
+            numbers, run = _measured(task, alone, folder, own)
             single[task].append(numbers)
             runs.append(run)
     rows = make_rows(list(config.tasks), multi, single)
@@ -94,40 +104,79 @@ def compare_tasks(
     return comparison
 
 
-def single_task_config(
-    config: ExperimentConfig, task: str, data: Data, *, steps: int, of_steps: int
-) -> ExperimentConfig:
-    """Return the experiment with one task alone, in its main form, for so many steps instead of `of_steps`."""
+def single_task_config(config: ExperimentConfig, task: str, data: Data) -> ExperimentConfig:
+    """Return the experiment with one task alone, in its main form."""
     section = config.tasks[task]
     main = next(forms_of(task, section))
     vocabulary = data.splits.vocab_size  # of all streams: the models are to be of the same size
     alone: TaskSection = section.model_copy(
         update={"variants": {}, "weight": 1.0, "head": _with_vocabulary(main.head, vocabulary)}
     )
-    scheduler = config.selection("scheduler")
     sections = {
         key: value for key, value in config.sections.items() if key not in ("weighting", "curriculum", "callbacks")
     } | {
         "name": f"{config.name}: {task} alone",
         "tasks": {task: alone},
         "model": _with_vocabulary(config.require("model"), vocabulary),
-        "data": _data_of(main, config.selection("data")),
-        "scheduler": None if scheduler is None else _shortened(scheduler, steps / of_steps),
+        "data": _data_of(main, config.selection("data"), data.splits),
     }
-    short = replace(config, name=str(sections["name"]), sections=sections)
+    return replace(config, name=str(sections["name"]), sections=sections)
+
+
+def steps_for(data: Data, samples: int) -> int:
+    """Return the fewest optimizer steps that read so many samples of the training data or more.
+
+    An epoch may end with a smaller batch, and with a step of fewer micro-batches.
+    """
+    loader = data.loader("train")
+    assert loader is not None
+    accumulator = GradientAccumulator(accumulation_steps=data.config.grad_accum_steps)
+    whole = loader.sampler.epoch_samples if isinstance(loader, DataLoader) else len(loader) * loader.batch_size
+    steps = epoch = 0
+    while samples > whole:
+        steps += accumulator.num_steps(len(loader), range(epoch, epoch + 1))
+        samples -= whole
+        epoch += 1
+    return max(1, steps - (-samples // (loader.batch_size * accumulator.steps_at(epoch))))
+
+
+def _for_steps(config: ExperimentConfig, steps: int, *, of_steps: int) -> ExperimentConfig:
+    """Return the experiment for so many steps instead of `of_steps`."""
+    scheduler = config.selection("scheduler")
+    short = None if scheduler is None else _shortened(scheduler, steps / of_steps)
     return _with_training(
-        short, epochs=None, max_steps=steps, validate_interval=0, validate_every_steps=None, checkpoint_interval=0
+        replace(config, sections={**config.sections, "scheduler": short}),
+        epochs=None,
+        max_steps=steps,
+        validate_interval=0,
+        validate_every_steps=None,
+        checkpoint_interval=0,
     )
 
 
-def _data_of(form: TaskForm, data: Selection | None) -> Selection | None:
-    """Return the data section with only the stream that a task reads."""
+def _data_of(form: TaskForm, data: Selection | None, splits: DataSplits) -> Selection | None:
+    """Return the data section with only the streams that a task reads."""
     if isinstance(form.data, Selection):
         return None
-    if form.data is None or data is None or data.component.name != "streams":
+    if data is None or data.component.name != "streams":
         return data
-    kept = {form.data: data.arguments["streams"][form.data]}
-    return Selection(data.component, {"streams": kept}, {})
+    streams = data.arguments["streams"]
+    read = (form.data,) if form.data is not None else _streams_read(form, splits, streams)
+    arguments: dict[str, Any] = {"streams": {name: streams[name] for name in read}}
+    if len(read) > 1:
+        arguments |= {key: data.arguments[key] for key in ("draw", "weights") if key in data.arguments}
+        if (weights := arguments.get("weights")) is not None:
+            arguments["weights"] = {name: weights[name] for name in read}
+    return Selection(data.component, arguments, {})
+
+
+def _streams_read(form: TaskForm, splits: DataSplits, known: Iterable[str]) -> tuple[str, ...]:
+    """Return the streams whose batches have the labels of a task that names no stream."""
+    assert isinstance(splits.train, Streams)
+    parts = {name: part for name, part in splits.train.parts.items() if name in known}
+    spec = TaskSpec(form.head_name, labels=form.labels)
+    firsts = {name: next(iter(StreamLoader({name: part}, 1))) for name, part in parts.items()}
+    return tuple(name for name, batch in firsts.items() if learns_from(form.task, spec, batch))
 
 
 def _with_vocabulary(selection: Selection, vocab_size: int | None) -> Selection:
@@ -150,13 +199,6 @@ def _shortened(scheduler: Selection, share: float) -> Selection:
 def _with_training(config: ExperimentConfig, **changes: Any) -> ExperimentConfig:
     training = config.training.model_copy(update=changes)
     return replace(config, sections={**config.sections, "training": training})
-
-
-def _steps_for(config: ExperimentConfig, samples: int) -> int:
-    """Return the optimizer steps that read so many samples."""
-    training = config.training
-    per_step = training.batch_size * GradientAccumulator(accumulation_steps=training.grad_accum_steps).steps_at(0)
-    return max(1, -(-samples // per_step))
 
 
 def _check_splits(config: ExperimentConfig, splits: DataSplits) -> None:

@@ -6,7 +6,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
-LOWER_IS_BETTER = ("loss", "nll", "perplexity")
+LOWER_IS_BETTER = frozenset({"loss", "nll", "perplexity", "mse", "rmse", "mae", "error"})
+"""Words in the names of numbers that are better if they are lower."""
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Student's t for two-sided 95 % intervals, for 1 … 15 degrees of freedom; beyond, the last one, which is wider."""
 _LEFT_OUT = ("penalty", "weight")
 """Numbers about training and not about the task."""
 
@@ -15,9 +18,9 @@ _LEFT_OUT = ("penalty", "weight")
 class Row:
     """One number of one task, from both models, for every seed.
 
-    >>> row = Row("quality", "f1", "test", (0.5, 0.6), (0.4, 0.52))
-    >>> round(row.difference, 3), row.verdict
-    (0.09, 'multi-task')
+    >>> row = Row("quality", "f1", "test", (0.5, 0.6, 0.56), (0.4, 0.52, 0.47))
+    >>> round(row.difference, 3), round(row.margin, 3), row.verdict
+    (0.09, 0.025, 'multi-task')
     """
 
     task: str
@@ -35,17 +38,23 @@ class Row:
         return fmean(self.multi) - fmean(self.single)
 
     @property
-    def verdict(self) -> str:
-        """Which model is better; "unclear" if the seeds do not agree beyond their own spread."""
-        difference = self.difference
-        if math.isnan(difference):
-            return "unclear"
-        if difference == 0:
-            return "equal"
+    def margin(self) -> float:
+        """Half of the 95 % interval of the difference, from its spread over the seeds; infinite for one seed."""
         pairs = [one - other for one, other in zip(self.multi, self.single, strict=True)]
-        if len(pairs) > 1 and abs(difference) <= stdev(pairs):
+        if len(pairs) < 2:
+            return math.inf
+        return _T_95[min(len(pairs) - 2, len(_T_95) - 1)] * _deviation(pairs) / math.sqrt(len(pairs))
+
+    @property
+    def verdict(self) -> str:
+        """Which model is better; "unclear" if 0 lies in the 95 % interval of the difference, so always for one seed."""
+        difference, margin = self.difference, self.margin
+        if difference == margin == 0:
+            return "equal"
+        if not abs(difference) > margin:  # also if one of them is NaN
             return "unclear"
-        return "multi-task" if (difference < 0) == (self.number in LOWER_IS_BETTER) else "single-task"
+        lower_is_better = not LOWER_IS_BETTER.isdisjoint(self.number.split("_"))
+        return "multi-task" if (difference < 0) == lower_is_better else "single-task"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,24 +106,33 @@ class Comparison:
         """Return what a reader of the table must know."""
         multi = [run for run in self.runs if run.name == "multi-task"]
         single = [run for run in self.runs if run.name != "multi-task"]
-        budgets = {
-            "share": "each single-task model read as many samples as the multi-task model read for that task",
-            "whole": "each single-task model took as many steps as the multi-task model",
-        }
         steps = [sum(run.steps for run in runs) // len(self.seeds) for runs in (multi, single)]
         sizes = [max((run.parameters for run in runs), default=0) for runs in (multi, single)]
         chance = (
-            f"mean ± standard deviation over the seeds {', '.join(map(str, self.seeds))}; unclear: the mean difference "
-            f"is no larger than its standard deviation"
+            f"mean ± standard deviation over the seeds {', '.join(map(str, self.seeds))}; unclear: 0 lies in the 95 % "
+            f"interval of the mean difference"
             if len(self.seeds) > 1
-            else "one seed: small differences may be chance; try several with --seeds 0,1,2"
+            else "one seed: a difference may be chance, so none is called better; try several with --seeds 0,1,2,3,4"
         )
         return [
-            f"budget {self.budget}: {budgets[self.budget]}",
+            f"budget {self.budget}: {self._budget()}",
             f"steps: multi-task {steps[0]:,}, all single-task models together {steps[1]:,}",
             f"parameters: multi-task {sizes[0]:,}, a single-task model up to {sizes[1]:,}",
             chance,
         ]
+
+    def _budget(self) -> str:
+        """Return what the single-task models were given, as counted in their runs."""
+        if self.budget == "whole":
+            return "each single-task model took as many steps as the multi-task model"
+        multi = {run.seed: run.samples for run in self.runs if run.name == "multi-task"}
+        others = {
+            f"{run.name} {run.samples[run.name]:,} instead of {multi[run.seed][run.name]:,}": None
+            for run in self.runs
+            if run.name != "multi-task" and run.samples[run.name] != multi[run.seed][run.name]
+        }
+        rounded = f", rounded up to whole steps ({'; '.join(others)})" if others else ""
+        return f"each single-task model read as many samples as the multi-task model read for that task{rounded}"
 
     def to_markdown(self) -> str:
         """Return the table and its notes as Markdown."""
@@ -142,7 +160,7 @@ def make_rows(
 
     >>> made = make_rows(["a"], [{"test": {"a/loss": 1.0}}], {"a": [{"test": {"a/loss": 2.0, "loss": 2.0}}]})
     >>> [(row.number, row.multi, row.single, row.verdict) for row in made]
-    [('loss', (1.0,), (2.0,), 'multi-task')]
+    [('loss', (1.0,), (2.0,), 'unclear')]
     """
     rows = []
     for task in tasks:
@@ -160,9 +178,14 @@ def make_rows(
 def spread(values: Sequence[float]) -> str:
     """Return a value, or mean and standard deviation of several.
 
-    >>> spread([0.5]), spread([0.5, 0.7])
-    ('0.5', '0.6 ± 0.14')
+    >>> spread([0.5]), spread([0.5, 0.7]), spread([0.5, math.inf])
+    ('0.5', '0.6 ± 0.14', 'inf ± nan')
     """
     if len(values) == 1:
         return f"{values[0]:.4g}"
-    return f"{fmean(values):.4g} ± {stdev(values):.2g}"
+    return f"{fmean(values):.4g} ± {_deviation(values):.2g}"
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation; NaN if a value is not finite."""
+    return stdev(values) if all(map(math.isfinite, values)) else math.nan
