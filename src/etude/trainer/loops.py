@@ -17,12 +17,13 @@ from etude.distributed import World
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import Callback, CallbackList
 from etude.engine.evaluation import evaluate
+from etude.engine.finite import FiniteCheck
 from etude.engine.flops import ForwardFlops
 from etude.engine.interrupt import Interrupts
 from etude.engine.ledger import Ledger
 from etude.engine.loop import Loop, Plan
 from etude.engine.precision import Precision
-from etude.engine.recovery import check_finite, explain_out_of_memory, explain_single_sample
+from etude.engine.recovery import explain_out_of_memory, explain_single_sample
 from etude.engine.schedule import LearningRate
 from etude.engine.state import TrainState
 from etude.engine.step import Step
@@ -73,6 +74,8 @@ class TrainingLoop:
         self.clock = Clock()
         self.tokens = 0.0
         """Tokens seen since the start."""
+        self.bad_streak = 0
+        """Updates skipped in a row, up to now."""
         self._flops: ForwardFlops | None = None
 
     def train_epoch(
@@ -100,7 +103,7 @@ class TrainingLoop:
         loader = make_loader(dataloader, TrainerConfig(seed=self.seed), self.device, World(), training=True)
         self.clock.epoch, self.clock.position = epoch, 0
         ledger = Ledger()
-        ledger.tokens = self.tokens
+        ledger.tokens, ledger.bad_streak = self.tokens, self.bad_streak
         state = TrainState(model, optimizer, self.precision, self.clock, ledger, callbacks, World(), self.seed)
         updater = Updater(optimizer, clip_norm=self.clip_norm, precision=self.precision)
         if self._flops is None or self._flops.model is not unwrap(model):
@@ -131,7 +134,7 @@ class TrainingLoop:
             except BaseException as error:
                 callbacks.on_exception(error)
                 raise
-        self.tokens = ledger.tokens
+        self.tokens, self.bad_streak = ledger.tokens, ledger.bad_streak
         if interrupts.requested:
             raise KeyboardInterrupt
         duration_s = time.perf_counter() - start
@@ -156,6 +159,8 @@ class TrainingLoop:
             raise ConfigError("a gradient monitor needs the layers: pass a module as model_forward, or its method")
         step.watchers = callbacks.hooks("on_gradients")
         ledger = Ledger()
+        ledger.bad_streak = self.bad_streak
+        finite = FiniteCheck(ledger, [*step.updater.params], step.precision, MAX_SKIPPED_STEPS)
         metrics.reset_epoch()
         train_loader.reset()
         if not train_loader.has_next():
@@ -168,13 +173,18 @@ class TrainingLoop:
             if metrics.current_batch % self.log_interval == 0:
                 logs = ledger.take_window().logs()
                 try:
-                    check_finite(ledger.bad_streak, MAX_SKIPPED_STEPS, metrics.current_batch)
+                    finite.streak(metrics.current_batch)
                 except TrainingError as error:
                     callbacks.on_exception(error)
                     raise
                 callbacks.on_log(logs)
                 logger.info("epoch %d batch %d loss %.4f", metrics.current_epoch, metrics.current_batch, logs["loss"])
-        means = ledger.take_epoch().means()
+        tally = ledger.take_epoch()
+        self.bad_streak = ledger.bad_streak
+        finite.streak(metrics.current_batch)
+        if warning := finite.epoch(tally, metrics.current_epoch + 1):
+            callbacks.on_notice(warning, {})
+        means = tally.means()
         callbacks.on_epoch_end(metrics.current_epoch, means)
         metrics.update_train_metrics(means["loss"], means.get("accuracy", float("nan")))
 
