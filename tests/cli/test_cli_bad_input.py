@@ -5,6 +5,7 @@ import shutil
 import struct
 
 import pytest
+import torch
 import yaml
 
 TRAINING = {"epochs": 2, "batch_size": 8, "device": "cpu"}
@@ -156,6 +157,43 @@ def test_bad_imports(complaint, tmp_path, content, words):
     assert words in complaint(imports=["mine.py"])
 
 
+@pytest.mark.parametrize("name", ["..", "", ".", "a..b", ".a", "a b", "1a", "x" * 5000, "x" * 5000 + ".py"])
+def test_import_of_what_names_no_module(etude, config, name):
+    outcome = etude("config", "check", config(imports=[name]))
+    assert outcome.code == 2
+    (line,) = outcome.errors
+    assert "imports.0: " in line
+    assert len(line) < 900
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.epochs=\udcff",
+        "\udcff=1",
+        "name=a\0b",
+        f"training.epochs={'9' * 5000}",
+        f"training.epochs={'x' * 100_000}",
+        f"training.{'x' * 100_000}=1",
+        f"model={'x' * 100_000}",
+        f"{'x' * 100_000}=1",
+        "x" * 100_000,
+        f"model.width.{'x' * 100_000}=1",
+        "training.epochs=1:30",
+        "optimizer.lr=.inf",
+        "optimizer.lr=.nan",
+        "optimizer.lr=1e999",
+    ],
+    ids=lambda text: ascii(text)[:30],
+)
+def test_override_that_nothing_can_be_made_of(etude, config, override):
+    outcome = etude("config", "check", config(), override)
+    assert outcome.code == 2
+    (line,) = outcome.errors
+    assert line.startswith("etude: command line: ")
+    assert len(line) < 900
+
+
 def test_import_of_a_module_that_does_not_exist(complaint):
     assert "imports.0: cannot import 'no_such_module'" in complaint(imports=["no_such_module"])
 
@@ -166,6 +204,12 @@ def test_import_of_a_module_that_does_not_exist(complaint):
         ("cuda:99", "device 'cuda:99' is not there ("),
         ("gpu", "device 'gpu' is not known to torch; use cpu, cuda or cuda:N"),
         ("meta", "device 'meta' cannot train; use cpu, cuda or cuda:N"),
+        ("cuda:99999999999999999999", "device 'cuda:99999999999999999999' is not known to torch"),
+        pytest.param(
+            "mps",
+            "device 'mps' is not there",
+            marks=pytest.mark.skipif(torch.backends.mps.is_available(), reason="here it is"),
+        ),
     ],
 )
 def test_unknown_device(complaint, device, words):
@@ -245,6 +289,20 @@ def test_unwritable_run_folder(etude, config, tmp_path, below):
     line = etude("train", config(), "--run-dir", tmp_path / below).error
     assert f"cannot write run folder {tmp_path / below}: Not a directory; choose a writable --run-dir" in line
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["caf\udce9", "x" * 300])
+def test_run_folder_that_no_system_has(etude, config, tmp_path, name):
+    for arguments in (["train", config(), "--run-dir", tmp_path / name], ["resume", tmp_path / name]):
+        outcome = etude(*arguments)
+        assert outcome.code == 2
+        assert len(outcome.errors) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["toy.yaml"]
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x" * 5000 + ".yaml", "\udcff", "\udcff.yaml", "a\0b.yaml"])
+def test_experiment_that_no_system_has(etude, name):
+    assert etude("train", name).code == 2
 
 
 def test_train_in_a_folder_that_holds_a_run(etude, config, run):

@@ -11,18 +11,20 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.config import dump_yaml, read_config
-from etude.config.dialect import parse_yaml
+from etude.config import dump_yaml, parse_override, read_config
+from etude.config.dialect import parse_value, parse_yaml
 from etude.core.errors import ConfigError
 
-KEYS = st.text(min_size=1, max_size=8)
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+KEYS = TEXT.filter(bool)
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(),
     st.floats(allow_nan=False),
-    st.text(max_size=20),
-    st.from_regex(r"[0-9]{1,2}e-?[0-9]{1,3}", fullmatch=True),
+    TEXT,
+    st.from_regex(r"[-+]?[0-9_.:xoe-]{1,8}", fullmatch=True),
+    st.sampled_from(["yes", "No", "on", "OFF", "y", "~", "Null", ".inf", "=", "<<", "2020-01-01", "0b11", "true"]),
 )
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=12
@@ -61,11 +63,22 @@ def test_text_that_looks_like_something_else_is_written_in_quotes(text: str) -> 
     assert parse_yaml(dump_yaml({"x": text}), "x.yaml")[0] == {"x": text}
 
 
-@pytest.mark.parametrize("text", ["10", "-3", "0x1F", "1_000"])
-def test_integers_stay_integers(text: str) -> None:
-    data, _ = parse_yaml(f"x: {text}", "x.yaml")
-    assert data == yaml.safe_load(f"x: {text}")
-    assert type(data["x"]) is int
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("10", 10), ("-3", -3), ("0x1F", 31), ("0o17", 15), ("010", 10), ("-007", -7), ("09", 9), ("1_000", 1000)],
+)
+def test_integers_are_read_as_they_look(text: str, value: int) -> None:
+    for read in (parse_yaml(f"x: {text}", "x.yaml")[0]["x"], parse_value(text)):
+        assert read == value
+        assert type(read) is int
+
+
+@pytest.mark.parametrize(
+    "text", ["yes", "no", "On", "off", "y", "1:30", "190:20:30.15", "0b11", "1__0", "2020-01-01", "="]
+)
+def test_what_only_yaml_1_1_reads_otherwise_is_text(text: str) -> None:
+    assert parse_yaml(f"x: {text}", "x.yaml")[0]["x"] == text
+    assert parse_value(text) == text
 
 
 @settings(deadline=None, max_examples=60)
@@ -113,6 +126,7 @@ def bad(path: Path) -> str:
         read_config(path)
     text = str(caught.value)
     assert "\n" not in text
+    assert len(text) < 400
     return text
 
 
@@ -136,12 +150,33 @@ def bad(path: Path) -> str:
         (
             "x.yaml",
             "a: !!python/object/apply:os.system ['true']\n",
-            "x.yaml:1:4: not valid YAML: could not determine",
+            "x.yaml:1: the tag 'tag:yaml.org,2002:python/object/apply:os.system' has no meaning here",
         ),
         ("x.yaml", "a: 1\n---\nb: 2\n", "x.yaml:2:1: not valid YAML: but found another document"),
         ("x.yaml", "a: *nowhere\n", "x.yaml:1:4: not valid YAML: found undefined alias"),
         ("x.yaml", "a: &a [*a]\n", "x.yaml: values are nested too deeply, or refer to themselves"),
-        ("x.yaml", "a:\n  on: 1\n", "x.yaml:2: the key 'on' reads as bool in YAML; put it in quotes"),
+        ("x.yaml", "a:\n  true: 1\n", "x.yaml:2: the key 'true' reads as bool in YAML; put it in quotes"),
+        ("x.yaml", "a: {0: 1,\n 00: 2}\n", "x.yaml:2: key '00' is given twice"),
+        ("x.yaml", "a:\n  b: !!int x\n", "x.yaml:2: 'x' is no value of the type int"),
+        ("x.yaml", "a: !!int [1]\n", "x.yaml:1: the tag 'tag:yaml.org,2002:int'"),
+        ("x.yaml", "a: !!bool yes\n", "x.yaml:1: 'yes' is no value of the type bool"),
+        ("x.yaml", "a: !!float x\n", "x.yaml:1: 'x' is no value"),
+        ("x.yaml", "a: !!timestamp x\n", "x.yaml:1: the tag"),
+        ("x.yaml", "a: !!binary x\n", "x.yaml:1: the tag"),
+        ("x.yaml", "a: !!set {x}\n", "x.yaml:1: the tag"),
+        ("x.yaml", "a: {<<: 3}\n", "x.yaml:1"),
+        ("x.yaml", f"a: {'9' * 5000}\n", "x.yaml:1: an integer of 5000 digits"),
+        ("x.yaml", f"a: 0x{'f' * 5000}\n", "x.yaml:1: an integer of 5002 digits"),
+        ("x.yaml", f"a: {{{'9' * 500}: 1}}\n", "x.yaml:1: an integer of 500 digits"),
+        ("x.json", f'{{"a": {"9" * 5000}}}', "x.json: an integer of 5000 digits"),
+        ("x.json", '{"a": NaN}', "x.json: not valid JSON: NaN"),
+        ("x.yaml", 'a:\n  b: "c\\0d"\n', "x.yaml:2: 'c\\x00d' has a NUL character"),
+        ("x.yaml", 'a:\n  "c\\0d": b\n', "x.yaml:2: 'c\\x00d' has a NUL character"),
+        ("x.json", '{"a": {"c\\u0000": 1}}', "x.json: 'c\\x00' has a NUL character"),
+        ("x.json", '{"a": "\\ud800"}', "x.json: '\\ud800' is not text in UTF-8"),
+        ("x.json", '{"a": ' + "[" * 200 + "]" * 200 + "}", "x.json: values are nested too deeply"),
+        ("x.yaml", f"extends: {'b' * 300}.yaml\n", "x.yaml:1: extends: cannot read 'bbb"),
+        ("x.yaml", f"extends: [{'b' * 100_000}, 3]\n", "x.yaml:1: extends: expected a file name or a list"),
         ("x.yaml", "a:\n  [1, 2]: 3\n", "x.yaml:2: a key must be a name, found a sequence"),
         ("x.yaml", "extends: 3\n", "x.yaml:1: extends: expected a file name or a list of file names, got 3"),
         ("x.yaml", "a: \x07\n", "x.yaml"),
@@ -154,6 +189,18 @@ def test_bad_files_give_one_line(write: Any, name: str, text: str, expected: str
 def test_an_alias_bomb_ends_quickly(write: Any) -> None:
     levels = "\n".join(f"k{i}: &k{i} [{', '.join([f'*k{i - 1}'] * 9)}]" for i in range(1, 12))
     assert "nested too deeply" in bad(write("bomb.yaml", f"k0: &k0 [1]\n{levels}\n"))
+
+
+def test_an_alias_bomb_in_an_override_ends_quickly() -> None:
+    levels = ", ".join(f"k{i}: &k{i} [{', '.join([f'*k{i - 1}'] * 9)}]" for i in range(1, 12))
+    with pytest.raises(ConfigError, match="training"):
+        parse_override(f"training={{k0: &k0 [1], {levels}}}")
+
+
+def test_files_that_link_to_each_other(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").symlink_to("b.yaml")
+    (tmp_path / "b.yaml").symlink_to("a.yaml")
+    assert "a.yaml" in bad(tmp_path / "a.yaml")
 
 
 def test_deep_nesting_is_an_error_and_no_crash(write: Any) -> None:

@@ -194,3 +194,13 @@ def test_dangling_link_as_root_is_an_error(tmp_path):
     (tmp_path / "runs").symlink_to(tmp_path / "nowhere")
     with pytest.raises(RunFolderError, match="cannot create a run folder"):
         default_run_dir("x", tmp_path / "runs")
+
+
+@pytest.mark.parametrize("name", ["caf\udce9", "a\0b", "x" * 300])
+def test_name_that_no_system_has(tmp_path, name):
+    with pytest.raises(RunFolderError) as caught:
+        RunFolder.ensure(tmp_path / name)
+    str(caught.value).encode()
+    with pytest.raises(RunFolderError):
+        RunFolder.open(tmp_path / name)
+    assert not any(tmp_path.iterdir())

@@ -1,6 +1,8 @@
 """The `etude` command: parses arguments, calls the library, prints what it says. Torch loads when needed."""
 
 import contextlib
+import errno
+import io
 import logging
 import os
 import sys
@@ -13,6 +15,10 @@ from typer.core import TyperGroup
 
 from etude.cli.compare import compare
 from etude.cli.data import data_app, tokenize
+from etude.config.spelling import shorten
+
+_MAX_LINE = 2000
+"""Characters of a complaint, whatever names it repeats."""
 
 
 class Commands(TyperGroup):
@@ -205,7 +211,8 @@ def _is_main() -> bool:
 
 
 def _complain(line: str) -> None:
-    print(f"etude: {line}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # where the terminal is gone or the disk is full, there is nobody to say it to
+        print(f"etude: {shorten(line, _MAX_LINE)}", file=sys.stderr, flush=True)
 
 
 class WarningLines(logging.Handler):
@@ -216,12 +223,64 @@ class WarningLines(logging.Handler):
         _complain(record.getMessage())
 
 
+class WatchedOutput:
+    """Standard output that remembers whether it could be written."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.error: OSError | None = None
+
+    def write(self, text: str) -> Any:
+        """Write, as any file does."""
+        return self._try(self.stream.write, text)
+
+    def flush(self) -> None:
+        """Flush, as any file does."""
+        self._try(self.stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def _try(self, action: Any, *arguments: Any) -> Any:
+        try:
+            return action(*arguments)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+@contextlib.contextmanager
+def _watched_output() -> Iterator[None]:
+    """Say in one line that standard output cannot be written; to a reader that went away there is nothing to say."""
+    if sys.stdout is None:  # closed from the start: Python prints nothing
+        yield
+        return
+    watched: Any = WatchedOutput(sys.stdout)
+    sys.stdout = watched
+    try:
+        try:
+            yield
+        finally:
+            watched.flush()
+    except OSError as error:
+        if watched.error is not error:
+            raise
+        if error.errno == errno.EPIPE:
+            raise SystemExit(1) from None
+        _complain(f"cannot write the output: {error.strerror}; send it somewhere else")
+        raise SystemExit(2) from None
+    finally:
+        # Python flushes its output once more at the end, and would complain in its own words.
+        sys.stdout = watched.stream if watched.error is None else io.StringIO()
+
+
 def main() -> None:
     """Run the command line."""
     logger = logging.getLogger("etude")
     if not any(isinstance(handler, (WarningLines, logging.NullHandler)) for handler in logger.handlers):
         logger.addHandler(WarningLines(logging.WARNING) if _is_main() else logging.NullHandler())
-    app()
+    with _watched_output():
+        app()
 
 
 if __name__ == "__main__":

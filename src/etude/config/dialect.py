@@ -1,7 +1,8 @@
-"""YAML as configs use it: `1e-3` is a number, a key may stand only once, and every value has its line.
+"""YAML as configs use it: numbers mean what a person reads, a key may stand only once, every value has its line.
 
-PyYAML follows YAML 1.1, which reads `1e-3` and `3e-4` as strings. The loader here also takes the float syntax of
-YAML 1.2, and the dumper quotes strings that look like such numbers, so that what is written reads back the same.
+PyYAML follows YAML 1.1, which reads `1e-3` as text, `010` as 8, `1:30` as 90, `no` as false. The loader here takes the
+core schema of YAML 1.2 instead, where these are 0.001, 10 and two texts; 1_000 is a thousand in both. The dumper quotes
+text that either would take for something else, so that what is written reads back the same.
 """
 
 import functools
@@ -10,12 +11,30 @@ from collections.abc import Iterator
 from typing import Any
 
 from etude.config.document import join
+from etude.config.spelling import shorten
 from etude.core.errors import ConfigError
 
-_FLOAT_12 = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
-_MAX_VALUES = 100_000
+_PREFIX = "tag:yaml.org,2002:"
+_DIGITS = "[0-9]+(?:_[0-9]+)*"
+_CORE = {
+    "null": (r"~|null|Null|NULL|", "~nN"),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (rf"[-+]?{_DIGITS}|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    "float": (
+        rf"[-+]?(\.[0-9]+|{_DIGITS}(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    "merge": (r"<<", "<"),
+}
+"""What plain text is, besides text: a pattern for each tag, and the characters it may begin with."""
+_PATTERNS = {tag: re.compile(f"({pattern})\\Z") for tag, (pattern, _) in _CORE.items()}
+_TAGS = {"scalar": {*_CORE, "str"}, "sequence": {"seq"}, "mapping": {"map"}}
+
+MAX_DIGITS = 100
+"""Python takes its time over thousands of digits, and refuses more than 4,300."""
+MAX_VALUES = 100_000
 """Aliases can make a short file stand for billions of values; no config is this large."""
-_MAX_DEPTH = 100
+MAX_DEPTH = 100
 
 
 @functools.cache
@@ -23,12 +42,11 @@ def _loader() -> Any:
     import yaml
 
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader exists where PyYAML was built with it
-    loader: Any = type("ConfigLoader", (base,), {})
-    loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
-        for first, resolvers in base.yaml_implicit_resolvers.items()
-    }  # a date stays the text that was written: JSON has no dates either
-    loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT_12, list("-+.0123456789"))
+    loader: Any = type("ConfigLoader", (base,), {"yaml_implicit_resolvers": {}})
+    for tag, (_, first) in _CORE.items():
+        loader.add_implicit_resolver(_PREFIX + tag, _PATTERNS[tag], ["", *first] if tag == "null" else list(first))
+    loader.add_constructor(f"{_PREFIX}int", lambda _loader, node: _integer(node.value))
+    loader.add_constructor(f"{_PREFIX}float", lambda _loader, node: _float(node.value))
     return loader
 
 
@@ -38,14 +56,23 @@ def _dumper() -> Any:
 
     dumper: Any = type("ConfigDumper", (yaml.SafeDumper,), {"ignore_aliases": lambda _self, _data: True})
     dumper.add_representer(str, _represent_text)
-    dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT_12, list("-+.0123456789"))
+    for tag in ("int", "float"):
+        dumper.add_implicit_resolver(_PREFIX + tag, _PATTERNS[tag], list(_CORE[tag][1]))
     return dumper
+
+
+def _integer(text: str) -> int:
+    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+
+def _float(text: str) -> float:
+    return float(text.replace(".", "") if text[-1] in "fFnN" else text)
 
 
 def _represent_text(dumper: Any, text: str) -> Any:
     # PyYAML writes these line breaks of Unicode raw between single quotes, where reading folds them into spaces.
     style = '"' if any(character in text for character in "\x85\u2028\u2029") else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+    return dumper.represent_scalar(f"{_PREFIX}str", text, style=style)
 
 
 def dump_yaml(data: Any, *, flow: bool = False) -> str:
@@ -77,7 +104,7 @@ def parse_yaml(text: str, file: str) -> tuple[Any, dict[str, int]]:
             node = loader.get_single_node()
             if node is None:
                 return None, {}
-            _check_keys(node, file)
+            _check(node, file)
             data = loader.construct_document(node)
         finally:
             loader.dispose()
@@ -102,8 +129,10 @@ def parse_value(text: str) -> Any:
         loader = _loader()(text)
         node = loader.get_single_node()
         if node is not None and (bracketed or isinstance(node, yaml.ScalarNode)):
-            _check_keys(node, "")
+            _check(node, "")
             _check_colons(node)
+            for _ in _walk(node, ""):  # counts what aliases stand for
+                pass
             return loader.construct_document(node)
     except (yaml.YAMLError, RecursionError) as error:
         if bracketed:
@@ -114,25 +143,69 @@ def parse_value(text: str) -> Any:
     return text.strip()
 
 
-def _check_keys(root: Any, file: str) -> None:
-    """Raise on keys that stand twice in one mapping, and on keys that YAML reads as something else than text."""
+def _check(root: Any, file: str) -> None:
+    """Raise on keys that stand twice or are no text, on values that are not what their tag says, on unusable text."""
     for node, _ in _walk(root, "", once=True):
-        if node.id != "mapping":
-            continue
-        first: dict[tuple[str, str], int] = {}
-        for key, _value in node.value:
-            line = key.start_mark.line + 1
-            place = f"{file}:{line}: " if file else ""
-            if key.id != "scalar":
-                raise ConfigError(f"{place}a key must be a name, found a {key.id}")
-            if key.tag.endswith((":bool", ":null")):
-                raise ConfigError(f"{place}the key {key.value!r} reads as {key.tag[18:]} in YAML; put it in quotes")
-            if (key.tag, key.value) in first:
-                raise ConfigError(
-                    f"{place}key '{key.value}' is given twice, first on line {first[key.tag, key.value]}; keep one"
-                )
-            if not key.tag.endswith(":merge"):
-                first[key.tag, key.value] = line
+        _check_tag(node, file)
+        if node.id == "mapping":
+            _check_keys(node, file)
+
+
+def _check_tag(node: Any, file: str) -> None:
+    place = _place(node, file)
+    tag = node.tag.removeprefix(_PREFIX)
+    if tag not in _TAGS[node.id]:
+        raise ConfigError(f"{place}the tag '{shorten(node.tag)}' has no meaning here; write the value without it")
+    if node.id != "scalar":
+        return
+    if problem := text_problem(node.value):
+        raise ConfigError(f"{place}{problem}")
+    if tag in _PATTERNS and not _PATTERNS[tag].match(node.value):
+        raise ConfigError(f"{place}'{shorten(node.value)}' is no value of the type {tag}")
+    if tag == "int" and len(node.value) > MAX_DIGITS:
+        raise ConfigError(f"{place}{too_many_digits(node.value)}")
+
+
+def _check_keys(node: Any, file: str) -> None:
+    first: dict[Any, int] = {}
+    for key, _value in node.value:
+        place = _place(key, file)
+        if key.id != "scalar":
+            raise ConfigError(f"{place}a key must be a name, found a {key.id}")
+        if key.tag.endswith((":bool", ":null")):
+            shown = shorten(repr(key.value))
+            raise ConfigError(f"{place}the key {shown} reads as {key.tag[18:]} in YAML; put it in quotes")
+        _check_tag(key, file)
+        same = _integer(key.value) if key.tag.endswith(":int") else key.value
+        if (key.tag, same) in first:
+            line = first[key.tag, same]
+            raise ConfigError(f"{place}key '{shorten(key.value)}' is given twice, first on line {line}; keep one")
+        if not key.tag.endswith(":merge"):
+            first[key.tag, same] = key.start_mark.line + 1
+
+
+def _place(node: Any, file: str) -> str:
+    return f"{file}:{node.start_mark.line + 1}: " if file else ""
+
+
+def too_many_digits(text: str) -> str:
+    """Say that an integer is too long to be meant."""
+    return f"an integer of {len(text)} digits; no setting takes one of this size"
+
+
+def text_problem(text: str) -> str:
+    """Return why no file name, key or record could hold this text; empty if it is fine.
+
+    >>> text_problem("fine"), text_problem("no" + chr(0)), text_problem("caf\\udce9")
+    ('', "'no\\\\x00' has a NUL character; remove it", "'caf\\\\udce9' is not text in UTF-8; write it in UTF-8")
+    """
+    if "\0" in text:
+        return f"{shorten(repr(text))} has a NUL character; remove it"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return f"{shorten(repr(text))} is not text in UTF-8; write it in UTF-8"
+    return ""
 
 
 def _check_colons(root: Any) -> None:
@@ -140,7 +213,7 @@ def _check_colons(root: Any) -> None:
     for node, _ in _walk(root, "", once=True):
         for key, value in node.value if node.id == "mapping" else ():
             if ":" in key.value and not key.style and value.value == "" and not value.style:
-                raise ConfigError(f"write a space after the colon in '{key.value}'")
+                raise ConfigError(f"write a space after the colon in '{shorten(key.value)}'")
 
 
 def _lines(root: Any) -> Iterator[tuple[str, int]]:
@@ -161,7 +234,7 @@ def _walk(root: Any, path: str, *, once: bool = False) -> Iterator[tuple[Any, st
             continue
         seen.add(id(node))
         count += 1
-        if count > _MAX_VALUES or depth > _MAX_DEPTH:
+        if count > MAX_VALUES or depth > MAX_DEPTH:
             raise RecursionError
         yield node, path
         if node.id == "mapping":

@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from etude.config.spelling import shorten
+
+_MAX_FILE, _MAX_PATH = 300, 120
+"""Characters of a file name and of a dotted path that messages show."""
 COMMAND_LINE = "command line"
 """Stands for the file name of values that were given as overrides."""
 
@@ -49,9 +53,9 @@ class Document:
         """Return "file:line: dotted.path" for the start of a message."""
         location = self.where(path)
         if location is None:
-            return path
+            return shorten(path, _MAX_PATH)
         exact = self.locations.get(path)
-        shown = exact.written if exact and exact.written else path
+        shown = shorten(exact.written if exact and exact.written else path, _MAX_PATH)
         return f"{location}: {shown}" if shown else str(location)
 
     def layer(self, path: str) -> int:
@@ -84,9 +88,18 @@ def join(path: str, key: object) -> str:
 def display(path: Path) -> str:
     """Return the path as a reader would type it: relative to the current folder if it lies inside."""
     try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+        shown = str(path.resolve().relative_to(Path.cwd()))
+    except (ValueError, OSError, RuntimeError):  # elsewhere; or no name that a system has
+        shown = str(path)
+    return shorten(shown, _MAX_FILE)
+
+
+def is_file(path: Path) -> bool:
+    """Return whether there is such a file; False also for a name that no system has, where pathlib raises."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def merge(base: Document, top: Document) -> Document:

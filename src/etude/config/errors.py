@@ -10,12 +10,14 @@ from etude.config.document import Document, join
 from etude.config.messages import Detail, is_type_error, message, mismatch, show
 from etude.config.registry import lookup, names
 from etude.config.shapes import Shape, component_shape, sections_of, shape_at
-from etude.config.spelling import listed, nearest
+from etude.config.spelling import listed, nearest, shorten
 from etude.core.errors import ConfigError
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _SURE = 0.8
 """How alike two names must be for a guess that goes beyond the section at hand."""
+_MAX_LINE, _MAX_LINES = 1000, 50
+"""What a message may at most be, whatever names it repeats and however much of a file is wrong."""
 Loc = tuple[Any, ...]
 
 
@@ -58,7 +60,10 @@ def config_error(problems: Sequence[Problem], document: Document | None) -> Conf
         location = origin.where(problem.path)
         return (-location.layer, location.line or 0) if location else (0, 0)
 
-    lines = [f"{origin.place(problem.path)}: {problem.message}" for problem in sorted(problems, key=position)]
+    ordered = sorted(problems, key=position)
+    lines = [shorten(f"{origin.place(problem.path)}: {problem.message}", _MAX_LINE) for problem in ordered]
+    if len(lines) > _MAX_LINES:
+        lines[_MAX_LINES:] = [f"{len(lines) - _MAX_LINES} more mistakes"]
     return ConfigError("\n".join(dict.fromkeys(line.removeprefix(": ") for line in lines)))
 
 
@@ -151,9 +156,9 @@ def _unknown(loc: Loc, context: _Context) -> str:
     near = nearest(key, shape.spellings, cutoff=_SURE if home else 0.6)
     if near:
         context.suggested.add((*loc[:-1], shape.spellings[near]))
-        hint = f"; did you mean '{near}'?" + (f" '{key}' itself belongs to '{home}'" if home else "")
+        hint = f"; did you mean '{near}'?" + (f" '{shorten(key)}' itself belongs to '{home}'" if home else "")
     elif home:
-        hint = f"; '{key}' belongs to '{home}'"
+        hint = f"; '{shorten(key)}' belongs to '{home}'"
     else:
         hint = _of_another_component(key, shape) or _near_elsewhere(key, here, context)
     return f"{noun}{hint} (allowed: {listed(shape.names, shorten=bool(hint))})"

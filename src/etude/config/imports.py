@@ -7,8 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from etude.config.document import Document, display, join
+from etude.config.dialect import text_problem
+from etude.config.document import Document, display, is_file, join
+from etude.config.messages import show
 from etude.config.read import missing_file
+from etude.config.spelling import shorten
 from etude.core.errors import ConfigError
 
 
@@ -26,6 +29,9 @@ def import_user_modules(
     origin = document or Document({})
     for number, module in enumerate(modules):
         place = origin.place(join(path, number))
+        failed = f"{place}: cannot import '{shorten(module)}'"
+        if problem := _name_problem(module):
+            raise ConfigError(f"{place}: {problem}")
         try:
             if module.endswith(".py") or "/" in module:
                 _import_file(_find_file(module, folders))
@@ -33,11 +39,20 @@ def import_user_modules(
                 _import_name(module, folders)
         except SyntaxError as error:
             file = display(Path(error.filename)) if error.filename else module
-            raise ConfigError(f"{place}: cannot import '{module}': {file}:{error.lineno}: {error.msg}") from error
+            raise ConfigError(f"{failed}: {file}:{error.lineno}: {error.msg}") from error
         except ImportError as error:
-            raise ConfigError(f"{place}: cannot import '{module}': {_reason(error, module, folders)}") from error
+            raise ConfigError(f"{failed}: {_reason(error, module, folders)}") from error
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from error
+
+
+def _name_problem(module: str) -> str:
+    """Return why this can name no module; empty if it can."""
+    if problem := text_problem(module):
+        return problem
+    if module.endswith(".py") or "/" in module or all(part.isidentifier() for part in module.split(".")):
+        return ""
+    return f"{show(module)} names no module; write a dotted name (my_package.model) or a file (./model.py)"
 
 
 def _folders(base: Path) -> list[Path]:
@@ -50,7 +65,7 @@ def _find_file(module: str, folders: Sequence[Path]) -> Path:
     path = Path(module).expanduser()
     candidates = [path] if path.is_absolute() else [folder / path for folder in folders]
     for candidate in candidates:
-        if candidate.is_file():
+        if is_file(candidate):
             return candidate.resolve()
     looked = f"; looked in {', '.join(display(folder) for folder in folders)}" if len(candidates) > 1 else ""
     raise ConfigError(f"{missing_file(candidates[0])}{looked}")
@@ -93,7 +108,7 @@ def _is_free(name: str, file: Path) -> bool:
 
 
 def _reason(error: ImportError, module: str, folders: Sequence[Path]) -> str:
-    text = " ".join(str(error).split())
+    text = shorten(" ".join(str(error).split()), 200)
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and (module == missing or module.startswith(f"{missing}.")):
         looked = ", ".join(display(folder) for folder in folders)

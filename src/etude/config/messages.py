@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from etude.config.spelling import a, did_you_mean
+from etude.config.spelling import a, did_you_mean, shorten
 
 Detail = Mapping[str, Any]
 """One entry of `ValidationError.errors()`."""
@@ -54,6 +54,7 @@ _LENGTHS = {
 }
 
 
+_SWITCHES = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "false", "false": "false"}
 _MANY_BITS = 256
 """Python refuses to write integers of thousands of digits, and nobody reads them."""
 
@@ -74,15 +75,6 @@ def show(value: Any) -> str:
         return shorten(repr(value))
     except ValueError:  # a list with an integer of more digits than Python writes
         return a(type(value).__name__)
-
-
-def shorten(text: str, length: int = 60) -> str:
-    """Cut a text that a message repeats to `length` characters.
-
-    >>> shorten("x" * 100, 5)
-    'xxxx…'
-    """
-    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def is_type_error(detail: Detail) -> bool:
@@ -146,6 +138,8 @@ def _remedy(nouns: Sequence[str], value: Any) -> str:
         except ValueError:
             return ""
         return f"; write {value} without quotes"
+    if "true or false" in nouns and isinstance(value, str) and value.lower() in _SWITCHES:
+        return f"; write {_SWITCHES[value.lower()]}"
     if "an integer" in nouns and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"
     if "a string" in nouns and isinstance(value, (bool, int, float)):

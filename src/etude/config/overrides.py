@@ -5,8 +5,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from etude.config.dialect import parse_value
+from etude.config.dialect import parse_value, text_problem
 from etude.config.document import COMMAND_LINE, Document, Location, join
+from etude.config.messages import show
+from etude.config.spelling import shorten
 from etude.core.errors import ConfigError
 
 _PATH = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
@@ -42,21 +44,24 @@ def parse_override(text: str) -> tuple[str, Any]:
     >>> parse_override("optimizer.lr=3e-4")
     ('optimizer.lr', 0.0003)
     """
+    if problem := text_problem(text):
+        raise ConfigError(f"{COMMAND_LINE}: {problem}")
     path, equals, written = text.partition("=")
-    path = path.strip()
+    path, text = path.strip(), shorten(text)
     if not equals or not _PATH.fullmatch(path):
         hint = ""
         if path[:1] in ("+", "-", "~") and _PATH.fullmatch(path.lstrip("+-~")):
-            hint = f", without the leading '{path[: len(path) - len(path.lstrip('+-~'))]}'"
+            hint = f", without the leading '{shorten(path[: len(path) - len(path.lstrip('+-~'))])}'"
         raise ConfigError(f"{COMMAND_LINE}: cannot read '{text}' as an override: write section.key=value{hint}")
     if not written.strip():
+        path = shorten(path)
         raise ConfigError(
             f"{COMMAND_LINE}: '{text}' has no value; write {path}=null to turn it off, {path}='' for an empty text"
         )
     try:
         return path, parse_value(written)
     except ConfigError as error:
-        raise ConfigError(f"{COMMAND_LINE}: {path}: {error}") from error
+        raise ConfigError(f"{COMMAND_LINE}: {shorten(path)}: {error}") from error
 
 
 def _assign(document: Document, keys: list[str], value: Any, text: str) -> None:
@@ -71,7 +76,7 @@ def _assign(document: Document, keys: list[str], value: Any, text: str) -> None:
             target[slot] = inside
         path = join(path, key)
         if not isinstance(inside, (dict, list)):
-            raise ConfigError(f"{COMMAND_LINE}: '{text}': {path} is {inside!r}, not a section")
+            raise ConfigError(f"{COMMAND_LINE}: '{shorten(text)}': {shorten(path)} is {show(inside)}, not a section")
         target = inside
     slot = _slot(target, keys[-1], path, text)
     if slot == "name" and path and target.get("name", value) != value:
@@ -89,7 +94,9 @@ def _slot(target: Any, key: str, path: str, text: str) -> Any:
         return key
     if not key.isdigit() or int(key) >= len(target):
         last = f"0 to {len(target) - 1}" if target else "none: the list is empty"
-        raise ConfigError(f"{COMMAND_LINE}: '{text}': {path} is a list; number its element ({last})")
+        raise ConfigError(
+            f"{COMMAND_LINE}: '{shorten(text)}': {shorten(path)} is a list; number its element ({last})"
+        )
     return int(key)
 
 

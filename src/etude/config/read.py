@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from etude.config.dialect import parse_yaml
+from etude.config.dialect import MAX_DEPTH, MAX_DIGITS, parse_yaml, text_problem, too_many_digits
 from etude.config.document import Document, Location, display, merge
-from etude.config.spelling import listed, nearest
+from etude.config.messages import show
+from etude.config.spelling import listed, nearest, shorten
 from etude.core.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -25,11 +26,11 @@ def read_config(path: str | os.PathLike[str]) -> Document:
 
 
 def _load(path: Path, chain: tuple[Path, ...], layers: Iterator[int], said_at: str) -> Document:
-    real = path.resolve()
+    own = _parse(path, said_at)
+    real = path.resolve()  # of a file that was read: other names may not be ones that a system has
     if real in chain:
         circle = " → ".join(display(step) for step in (*chain[chain.index(real) :], real))
         raise ConfigError(f"{said_at}files extend each other in a circle: {circle}")
-    own = _parse(path, said_at)
     parents = own.data.pop("extends", None)
     result: Document | None = None
     for number, name in enumerate(_parent_names(parents, own)):
@@ -45,7 +46,9 @@ def _load(path: Path, chain: tuple[Path, ...], layers: Iterator[int], said_at: s
 def _parent_names(parents: Any, own: Document) -> list[str]:
     names = [parents] if isinstance(parents, str) else [] if parents is None else parents
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{own.place('extends')}: expected a file name or a list of file names, got {parents!r}")
+        raise ConfigError(
+            f"{own.place('extends')}: expected a file name or a list of file names, got {show(parents)}"
+        )
     return names
 
 
@@ -56,10 +59,10 @@ def _parse(path: Path, said_at: str) -> Document:
     if data is None:
         raise ConfigError(f"{shown}: the file is empty; write sections such as 'model:' and 'training:'")
     if not isinstance(data, dict):
-        found = "a list" if isinstance(data, list) else f"the single value {data!r}"
+        found = "a list" if isinstance(data, list) else f"the single value {show(data)}"
         raise ConfigError(f"{shown}: expected sections such as 'model:' and 'training:' at the top, found {found}")
     if odd := [key for key in data if not isinstance(key, str)]:
-        raise ConfigError(f"{shown}: the name of a section must be text, found {odd[0]!r}")
+        raise ConfigError(f"{shown}: the name of a section must be text, found {show(odd[0])}")
     return Document(data, path, {known: Location(shown, line) for known, line in lines.items()})
 
 
@@ -72,14 +75,19 @@ def _read_text(path: Path, said_at: str) -> str:
         raise ConfigError(f"{said_at}'{display(path)}' is a folder; name a file in it") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{display(path)}: not a text file in UTF-8 (byte {error.start})") from None
-    except OSError as error:
-        raise ConfigError(f"{said_at}cannot read '{display(path)}': {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{said_at}cannot read {display(path)!r}: {why}") from error
 
 
 def missing_file(path: Path) -> str:
     """Say that a file does not exist, and what its folder holds instead."""
     folder = path.parent
-    if not folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError:  # a name that no system has
+        is_folder = False
+    if not is_folder:
         return f"no file '{display(path)}': its folder does not exist"
     there = sorted(file.name for file in folder.iterdir() if file.suffix in (*SUFFIXES, path.suffix))
     close = nearest(path.name, there)
@@ -99,17 +107,45 @@ def _parse_json(text: str, file: str) -> tuple[Any, dict[str, int]]:
     if not text.strip():
         return None, {}
     try:
-        data = json.loads(text, object_pairs_hook=note_twice)
+        data = json.loads(text, object_pairs_hook=note_twice, parse_int=_integer, parse_constant=_refuse)
+        _check(data)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{file}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     except RecursionError:
         raise ConfigError(f"{file}: values are nested too deeply") from None
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
     try:
         _, lines = parse_yaml(text.expandtabs(2), file)
     except ConfigError as error:
         if twice:
             raise (
-                error if twice[0] in str(error) else ConfigError(f"{file}: key '{twice[0]}' is given twice")
+                error if twice[0] in str(error) else ConfigError(f"{file}: key '{shorten(twice[0])}' is given twice")
             ) from None
         return data, {}
     return data, lines
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ConfigError(too_many_digits(text))
+    return int(text)
+
+
+def _refuse(text: str) -> None:
+    raise ConfigError(f"not valid JSON: {text} is no number there")
+
+
+def _check(data: Any) -> None:
+    """Raise ConfigError on unusable text, and RecursionError on values too deep to handle."""
+    pending = [(data, 0)]
+    while pending:
+        value, depth = pending.pop()
+        if depth > MAX_DEPTH:
+            raise RecursionError
+        if isinstance(value, dict):
+            pending += [(inside, depth + 1) for pair in value.items() for inside in pair]
+        elif isinstance(value, list):
+            pending += [(inside, depth + 1) for inside in value]
+        elif isinstance(value, str) and (problem := text_problem(value)):
+            raise ConfigError(problem)

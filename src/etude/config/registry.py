@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from etude.config.spelling import shorten
 from etude.core.errors import ConfigError
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -27,9 +28,6 @@ class Component:
     """Other spellings of its arguments that config files may use: {"learning_rate": "lr"}."""
     companions: Mapping[str, Any] = field(default_factory=dict)
     """Sections an experiment gets if it leaves them out: {"data": {"name": "mnist"}}."""
-    inside: Callable[[Mapping[str, Any], Mapping[str, Any], int], Mapping[str, Any]] | None = None
-    """What the builder supplies to the components inside this one, from its arguments (defaults included), from what
-    this one was supplied with, and from their place in a list; the same as to this one by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,6 @@ def register(
     *,
     aliases: Mapping[str, str] | None = None,
     companions: Mapping[str, Any] | None = None,
-    inside: Callable[[Mapping[str, Any], Mapping[str, Any], int], Mapping[str, Any]] | None = None,
 ) -> Callable[[T], T]:
     """Register a class or function under `name`; config files then use it by that name.
 
@@ -73,7 +70,7 @@ def register(
                 f"{kind} '{name}' is registered twice: by {_origin(previous.factory)} and by {_origin(factory)}; "
                 f"give one of them another name"
             )
-        known[name] = Component(kind, name, factory, dict(aliases or {}), dict(companions or {}), inside)
+        known[name] = Component(kind, name, factory, dict(aliases or {}), dict(companions or {}))
         return factory
 
     return add
@@ -85,7 +82,7 @@ def lookup(kind: str, name: str) -> Component:
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
-        raise ConfigError(f"unknown {kind} '{name}'{hint} (known: {', '.join(sorted(known)) or 'none'})")
+        raise ConfigError(f"unknown {kind} '{shorten(name)}'{hint} (known: {', '.join(sorted(known)) or 'none'})")
     return known[name]
 
 

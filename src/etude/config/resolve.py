@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from etude.config.document import display
+from etude.config.dialect import text_problem
+from etude.config.document import display, is_file
 from etude.config.read import SUFFIXES, missing_file
-from etude.config.spelling import listed, nearest
+from etude.config.spelling import listed, nearest, shorten
 from etude.core.errors import ConfigError
 
 DEFAULT = "baseline"
@@ -19,8 +20,10 @@ def find_config(experiment: str, config_name: str | None = None) -> Path:
     the folders above it, and beside the sources of an editable install. Raises ConfigError with what there is.
     """
     path = Path(experiment)
-    if config_name is None and (path.suffix in SUFFIXES or path.is_file()):
-        if path.is_file():
+    if problem := text_problem(experiment) or text_problem(config_name or ""):
+        raise ConfigError(f"the name of the experiment: {problem}")
+    if config_name is None and (path.suffix in SUFFIXES or is_file(path)):
+        if is_file(path):
             return path
         raise ConfigError(missing_file(path))
     name = experiment.strip("/") if config_name is None else f"{experiment.strip('/')}/{config_name}"
@@ -56,6 +59,7 @@ def experiment_roots() -> list[Path]:
 
 
 def _unknown(name: str, configs: list[str], known: list[str]) -> str:
+    name = shorten(name, 100)
     if configs:
         return f"experiment '{name}' has several configs; name one of {listed(configs)}"
     if not known:

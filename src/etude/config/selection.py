@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
+from etude.config.messages import show
 from etude.config.registry import Component, Section, lookup, names
 from etude.config.section_model import SectionModel, spellings
 from etude.config.signature import schema_of
@@ -63,7 +64,7 @@ def named_component(kind: str, value: Any) -> Component:
     if name is None:
         raise _error(kind, ("name",), value, f"missing; name {a(kind)} {known}")
     if not isinstance(name, str):
-        raise _error(kind, ("name",), name, f"expected the name of {a(kind)}, got {name!r} {known}")
+        raise _error(kind, ("name",), name, f"expected the name of {a(kind)}, got {show(name)} {known}")
     try:
         return lookup(kind, name)
     except ConfigError as error:

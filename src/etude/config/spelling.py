@@ -32,6 +32,15 @@ def listed(names: Iterable[str], *, shorten: bool = False) -> str:
     return ", ".join(words) or "none"
 
 
+def shorten(text: str, length: int = 60) -> str:
+    """Cut a text that a message repeats to `length` characters.
+
+    >>> shorten("x" * 100, 5)
+    'xxxx…'
+    """
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
 def a(noun: str) -> str:
     """Return the noun with its article.
 

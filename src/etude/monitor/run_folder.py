@@ -89,12 +89,13 @@ class RunFolder:
         """
         folder = cls(path)
         try:
+            str(path).encode()  # checkpoints are written under names in UTF-8 only
             folder.checkpoints_path.mkdir(parents=True, exist_ok=True)
             folder.lock_path.touch()  # shows that files can be written here
-        except OSError as error:
-            raise RunFolderError(
-                f"cannot write run folder {folder.path}: {error.strerror or error}; choose a writable --run-dir"
-            ) from error
+        except (OSError, ValueError) as error:
+            why = "its name is not UTF-8" if isinstance(error, UnicodeError) else getattr(error, "strerror", error)
+            shown = str(folder.path).encode(errors="backslashreplace").decode()
+            raise RunFolderError(f"cannot write run folder {shown}: {why}; choose a writable --run-dir") from error
         return folder
 
     @classmethod
@@ -103,7 +104,7 @@ class RunFolder:
         folder = cls(path)
         if folder.holds_run:
             return folder
-        if not folder.path.is_dir():
+        if not _exists(folder.path):
             raise RunFolderError(f"there is no run folder {folder.path}; give a folder made by `etude train`")
         hint = "; give a folder made by `etude train`"
         if inside := newest_run(folder.path):
@@ -113,7 +114,7 @@ class RunFolder:
     @property
     def holds_run(self) -> bool:
         """True if a run has been started here."""
-        return self.config_path.is_file()
+        return _exists(self.config_path)
 
     @property
     def is_finished(self) -> bool:
@@ -251,6 +252,14 @@ def newest_run(folder: str | Path) -> RunFolder | None:
     """Return the run one or two levels below `folder` whose config was written last, or None."""
     found = [path for depth in ("*", "*/*") for path in Path(folder).glob(f"{depth}/config.yaml")]
     return RunFolder(max(found, key=os.path.getmtime).parent) if found else None
+
+
+def _exists(path: Path) -> bool:
+    """Return whether there is such a file or folder; False also for a name that no system has, where pathlib raises."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _trim_jsonl(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:

@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from etude.config.spelling import shorten
 from etude.core import ConfigError
 
 
@@ -19,13 +20,15 @@ def resolve_device(name: str = "auto", local_rank: int = 0) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device '{name}' is not known to torch; use cpu, cuda or cuda:N") from error
+    except (RuntimeError, ValueError) as error:  # an index that is no number of 8 bits is a ValueError
+        raise ConfigError(f"device {shorten(name)!r} is not known to torch; use cpu, cuda or cuda:N") from error
     if device.type == "cuda":
         count = torch.cuda.device_count()
         device = torch.device("cuda", local_rank if device.index is None else device.index)
         if not torch.cuda.is_available() or device.index >= count:
             raise ConfigError(f"device '{name}' is not there ({count} CUDA devices found); use device: auto or cpu")
+    elif device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device 'mps' is not there: this torch or this machine has none; use device: auto or cpu")
     elif device.type not in ("cpu", "mps"):
         raise ConfigError(f"device '{name}' cannot train; use cpu, cuda or cuda:N")
     return device
