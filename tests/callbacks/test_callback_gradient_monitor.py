@@ -473,8 +473,9 @@ def test_a_single_skipped_update_between_two_looks_is_explained(caplog):
     with caplog.at_level(logging.WARNING, "etude"):
         result = trainer(Fragile(), monitor, poisoned(12, [6]), log_interval=4).train()
     assert result["skipped"] == 1
-    (record,) = caplog.records
-    assert record.getMessage().startswith("layer second: the gradient is NaN, the first of 2 such layers (of 3)")
+    layer, epoch = (record.getMessage() for record in caplog.records)
+    assert layer.startswith("layer second: the gradient is NaN, the first of 2 such layers (of 3)")
+    assert epoch.startswith("1 of 12")
 
 
 def test_where_asking_would_wait_the_steps_after_a_log_point_are_watched(monkeypatch, caplog):
@@ -483,14 +484,14 @@ def test_where_asking_would_wait_the_steps_after_a_log_point_are_watched(monkeyp
     monitor = GradientMonitor(every=100)
     with caplog.at_level(logging.WARNING, "etude"):
         trainer(Fragile(), monitor, poisoned(16, [6, 10]), log_interval=4).train()
-    assert [record.getMessage()[:12] for record in caplog.records] == ["layer second"]
+    assert [record.getMessage()[:12] for record in caplog.records] == ["layer second", "2 of 16 (12%"]
     assert monitor._due == 101  # back to its pace
     caplog.clear()
     with caplog.at_level(
         logging.WARNING, "etude"
     ):  # the last step before the log point: its gradients are still there
         trainer(Fragile(), GradientMonitor(every=100), poisoned(5, [4]), log_interval=4).train()
-    assert [record.getMessage()[:12] for record in caplog.records] == ["layer second"]
+    assert [record.getMessage()[:12] for record in caplog.records] == ["layer second", "1 of 5 (20%)"]
 
 
 @pytest.mark.parametrize("cpu", [True, False])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from etude.engine.schedule import LearningRate
+from etude.optim import set_lr
 
 
 def optimizer(tensor=False):
@@ -46,6 +47,46 @@ def test_a_scale_of_1_changes_no_bit_of_a_scheduled_rate():
         one.set(step)
         other.set(step)
         assert rates(plain) == rates(scaled)
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_the_base_rate_outlives_the_object_and_the_process(tensor):
+    """A new object goes on from the base rate, with the same optimizer or with one loaded from its state."""
+    one = optimizer(tensor)
+    for step in range(4):
+        LearningRate(one, lambda step: 0.5**step).set(step)
+        assert rates(one) == pytest.approx([0.1 * 0.5**step, 0.3 * 0.5**step])
+    other = optimizer(tensor)
+    other.load_state_dict(one.state_dict())
+    LearningRate(other, lambda step: 0.5**step).set(4)
+    assert rates(other) == pytest.approx([0.1 / 16, 0.3 / 16])
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_the_base_rate_is_that_of_torchs_schedulers(tensor):
+    one = optimizer(tensor)
+    torch.optim.lr_scheduler.LambdaLR(one, lambda step: 0.25)
+    assert rates(one) == pytest.approx([0.1 / 4, 0.3 / 4])
+    LearningRate(one, lambda step: 0.5).set(0)
+    assert rates(one) == pytest.approx([0.1 / 2, 0.3 / 2])
+
+
+def test_a_group_that_is_added_later_follows_from_its_own_rate():
+    one = optimizer()
+    rate = LearningRate(one, lambda step: 1 / (step + 1))
+    rate.set(3)
+    one.add_param_group({"params": [torch.zeros(1, requires_grad=True)], "lr": 0.8})
+    for step in (1, 3, 0):
+        rate.set(step)
+        assert rates(one) == pytest.approx([0.1 / (step + 1), 0.3 / (step + 1), 0.8 / (step + 1)])
+
+
+def test_a_rate_set_by_the_user_is_the_new_base():
+    one = optimizer()
+    LearningRate(one, lambda step: 0.5).set(0)
+    set_lr(one, 0.6)
+    LearningRate(one, lambda step: 0.5).set(1)
+    assert rates(one) == pytest.approx([0.3, 0.3])
 
 
 def test_rates_of_a_loaded_optimizer_follow_the_base_it_was_made_with():

@@ -94,7 +94,7 @@ def test_token_dialect_loads_as_it_stands(tmp_path):
         ("optimizer: {name: adamw, lr: 0.1}", (0.1, 0.01, None)),
         ("optimizer: {name: sgd, lr: 0.1, weight_decay: 0.2}", (None, None, None)),
         ("scheduler: {name: warmup_cosine, warmup_steps: 7}", (None, None, 7)),
-        ("scheduler: {name: inverse_sqrt, warmup_steps: 7}", (None, None, None)),
+        ("scheduler: {name: inverse_sqrt, warmup_steps: 7}", (None, None, 7)),
         ("optimizer: {name: adam, lr: 0.1}\nscheduler: {name: warmup_cosine, warmup_steps: 7}", (None, None, 7)),
         ("training: {learning_rate: 0.1, warmup_steps: 7}", (0.1, 0.01, 7)),
     ],

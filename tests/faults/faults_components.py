@@ -29,13 +29,17 @@ class Spoil:
 
 @register("data", "faults_points")
 def points(
-    samples: Annotated[int, Ge(0)] = 96, nan_from: int | None = None, nan_batches: int = 1_000_000
+    samples: Annotated[int, Ge(0)] = 96,
+    nan_from: int | None = None,
+    nan_batches: int = 1_000_000,
+    nan_validation: bool = False,
 ) -> DataSplits:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(samples, FEATURES, generator=generator)
     y = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
     train = TensorData(x, y, Spoil(nan_from, nan_batches))
-    return DataSplits(train, TensorData(x[:40], y[:40]), num_classes=CLASSES)
+    validation = TensorData(x[:40], y[:40], Spoil(0 if nan_validation else None, 1_000_000))
+    return DataSplits(train, validation, num_classes=CLASSES)
 
 
 @register("model", "faults_net")

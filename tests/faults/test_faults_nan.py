@@ -3,6 +3,7 @@
 import json
 import math
 
+import pytest
 from safetensors.torch import load_file
 
 
@@ -26,6 +27,31 @@ def test_one_bad_batch_is_skipped_and_counted(etude, experiment, tmp_path):
     assert_finite(folder)
     result = json.loads((folder / "result.json").read_text())
     assert math.isfinite(result["metrics"]["val_loss"])
+
+
+@pytest.mark.parametrize("length", [["training.epochs=1"], ["training.max_steps=7"]])
+def test_a_run_that_learned_nothing_does_not_say_finished(etude, experiment, tmp_path, length):
+    folder = tmp_path / "run"
+    code, process = etude.run("train", experiment, "--run-dir", folder, "data.nan_from=0", *length)
+    assert code == 2
+    (line,) = process.err.splitlines()
+    assert line.startswith("etude: nothing was learned")
+    assert "finished" not in process.out
+    assert not (folder / "result.json").exists()
+
+
+def test_numbers_that_are_not_finite_are_in_the_summary(etude, experiment, tmp_path):
+    folder = tmp_path / "run"
+    spoiled = ["data.nan_from=0", "data.nan_batches=11", "data.nan_validation=true", "training.epochs=1"]
+    code, process = etude.run("train", experiment, "--run-dir", folder, *spoiled)
+    assert code == 0, process.err
+    (summary,) = [line.split() for line in process.out.splitlines() if line.split()[:1] == ["val_loss"]]
+    assert summary == ["val_loss", "nan"]
+    assert "11 of 12 (92%)" in process.out
+    result = json.loads((folder / "result.json").read_text())
+    assert result["metrics"]["val_loss"] is None
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert sum("11 of 12" in event.get("message", "") for event in events) == 1
 
 
 def test_bad_batches_without_end_stop_the_run(etude, experiment, tmp_path):

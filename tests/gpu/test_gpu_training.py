@@ -68,6 +68,52 @@ def test_step_of_a_batch_norm_model_never_waits_and_keeps_its_statistics(no_wait
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+class OddBuffers(nn.Module):
+    """An expanded buffer that is only read, and one that is written in place, and one that nobody has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 10)
+        self.register_buffer("wide", torch.ones(1).expand(10))
+        self.register_buffer("seen", torch.zeros(10))
+        self.register_buffer("absent", None)
+
+    def forward(self, x):
+        output = self.layer(x) * self.wide
+        self.seen.add_(output.detach().mean(0))
+        return output
+
+
+def test_step_of_a_model_with_odd_buffers_never_waits_and_puts_them_back(no_waiting):
+    torch.manual_seed(0)
+    model = OddBuffers().cuda()
+    assert model.wide.stride() == (0,)
+    precision = Precision("fp32", torch.device("cuda"))
+    updater = Updater(AdamW(model.parameters()), clip_norm=1.0, precision=precision)
+    step = Step(model, SupervisedTask(ClassificationLoss()), updater, precision)
+    x, y = data(64)
+    step([(x, y)])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    no_waiting(True)
+    step([(x * float("nan"), y)])
+    no_waiting(False)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("loss_scale", [1024.0, 65536.0])
+def test_reported_gradient_norms_of_fp16_hold_no_loss_scale(loss_scale):
+    model = net()
+    reference = net().double()
+    precision = Precision("fp16", torch.device("cuda"), loss_scale=loss_scale, summands=64)
+    step = Step(model, SupervisedTask(ClassificationLoss()), Updater(SGD(model.parameters(), lr=1e-12)), precision)
+    x, y = data(64)
+    nn.functional.cross_entropy(reference(x.double()), y).backward()
+    norm = nn.utils.get_total_norm([param.grad for param in reference.parameters()])
+    while float((report := step([(x, y)])).skipped):
+        precision.update(report.skipped)
+    torch.testing.assert_close(report.grad_norm.double(), norm, rtol=1e-2, atol=0)
+
+
 def test_language_modelling_step_with_masks_never_waits(no_waiting):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 50)).cuda()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from etude.config import lookup, names
+from etude.config import build_component, lookup, names
 from etude.core import ConfigError
 from etude.optim import (
     constant,
@@ -67,6 +67,9 @@ def warmed_up(optimizer):
         (cosine_restarts(8), lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 8), 50),
         (cosine_restarts(5, 3, 0.1), lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5, 3, eta_min=0.1), 300),
         (sequence([linear(10, start=0.1, end=1.0), cosine(40)], [10]), warmed_up, 50),
+        (warmup(cosine(40), 10, start=0.1), warmed_up, 50),
+        (warmup(step_decay(7, 0.3), 10, start=0.1), lambda o: lr_scheduler.SequentialLR(o, [
+            lr_scheduler.LinearLR(o, 0.1, 1.0, total_iters=10), lr_scheduler.StepLR(o, 7, 0.3)], [10]), 50),
         (warmup(constant(), 10, start=0.1), lambda o: lr_scheduler.LinearLR(o, 0.1, 1.0, total_iters=10), 20),
         (constant(0.5), lambda o: lr_scheduler.ConstantLR(o, 0.5, total_iters=10**9), 20),
         (product([step_decay(7, 0.3), exponential(0.9)]), lambda o: lr_scheduler.ChainedScheduler(
@@ -176,13 +179,88 @@ def test_decays_never_rise(schedule):
 
 
 @settings(deadline=None)
-@given(schedule=smooth, length=steps, start=ratios)
-def test_a_warmup_rises_in_a_straight_line_and_meets_its_schedule(schedule, length, start):
+@given(schedule=single, length=steps, start=ratios)
+def test_a_warmup_rises_in_a_straight_line_to_the_beginning_of_its_schedule(schedule, length, start):
     warmed = warmup(schedule, length, start)
     assert warmed(0) == start
     differences = [b - a for a, b in pairwise(warmed(step) for step in range(length + 1))]
-    assert differences == pytest.approx([(schedule(length) - start) / length] * length, abs=1e-12)
-    assert all(warmed(step) == schedule(step) for step in range(length, length + 50))
+    assert differences == pytest.approx([(schedule(0) - start) / length] * length, abs=1e-12)
+    assert all(warmed(length + step) == schedule(step) for step in range(50))
+
+
+@settings(deadline=None)
+@given(
+    total=st.integers(2, 400),
+    share=st.floats(0.01, 0.99),
+    ratio=ratios,
+    name=st.sampled_from(["cosine", "linear", "polynomial"]),
+    nested=st.booleans(),
+)
+def test_a_warmup_in_a_config_peaks_at_one_and_its_decay_ends_with_the_run(total, share, ratio, name, nested):
+    length = min(max(1, round(share * total)), total - 1)
+    decay = {"name": name, ("min_lr_ratio" if name == "cosine" else "end"): ratio}
+    section = {"name": "warmup", "warmup_steps": length, "schedule": decay}
+    if nested:
+        section = {"name": "product", "schedules": [section, "constant"]}
+    schedule = build_component("scheduler", section, provided={"total_steps": total, "steps_per_epoch": 7})
+    assert schedule(length) == pytest.approx(1.0)
+    assert max(schedule(step) for step in range(total + 1)) == pytest.approx(1.0)
+    assert schedule(total) == pytest.approx(ratio, abs=1e-12)
+    if name == "cosine":
+        same = warmup_cosine(total, length, ratio)
+        assert [schedule(step) for step in range(total)] == pytest.approx([same(step) for step in range(total)])
+
+
+@settings(deadline=None)
+@given(length=st.integers(1, 20), per_epoch=st.integers(1, 9), epochs=st.integers(1, 12), by_epoch=st.booleans())
+def test_a_warmup_longer_than_the_run_is_shortened_and_the_decay_still_ends_with_it(
+    length, per_epoch, epochs, by_epoch
+):
+    total, asked = per_epoch * epochs, length * (per_epoch if by_epoch else 1)
+    section = {
+        "name": "warmup",
+        "warmup_steps": length,
+        "unit": "epoch" if by_epoch else "step",
+        "schedule": "cosine",
+    }
+    supplied = {"total_steps": total, "steps_per_epoch": per_epoch}
+    schedule = build_component("scheduler", section, provided=supplied)
+    fitting = asked if asked < total else total // 10
+    same = warmup_cosine(total, asked, 0.0)
+    for other in (schedule, same):
+        assert other(fitting) == pytest.approx(1.0)
+        assert other(total) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_schedules_of_a_sequence_get_the_length_of_their_part_of_the_run():
+    section = {
+        "name": "sequence",
+        "schedules": [{"name": "linear", "start": 0.0, "end": 1.0}, "constant", "cosine"],
+        "milestones": [2, 3],
+        "unit": "epoch",
+    }
+    schedule = build_component("scheduler", section, provided={"total_steps": 50, "steps_per_epoch": 10})
+    assert [schedule(step) for step in (0, 10, 20, 29, 30, 40, 50)] == pytest.approx([0, 0.5, 1, 1, 1, 0.5, 0])
+    own = {**section, "schedules": [*section["schedules"][:2], {"name": "cosine", "total_steps": 10}]}
+    schedule = build_component("scheduler", own, provided={"total_steps": 50, "steps_per_epoch": 10})
+    assert [schedule(step) for step in (30, 35, 40, 50)] == pytest.approx([1, 0.5, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("make", "warmed"),
+    [
+        (lambda: warmup_cosine(100), 10),
+        (lambda: warmup_cosine(100, 100), 10),
+        (lambda: warmup(cosine(99), 120, total_steps=99), 9),
+        (lambda: lambda step: cosine_schedule_with_warmup(step, 1.0, 207, 107), 10),
+    ],
+)
+def test_a_warmup_longer_than_the_run_is_one_warning(make, warmed, caplog):
+    schedule = make()
+    assert [schedule(step) for step in (0, warmed)] == [0.0, 1.0]
+    assert 0 < schedule(warmed - 1) < 1
+    assert caplog.text.count("warmup_steps is") == 1
+    assert f"warming up for {warmed}" in caplog.text
 
 
 @settings(deadline=None)
@@ -229,9 +307,8 @@ def test_one_cycle_has_no_gap_at_its_edges(total, pct):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: warmup_cosine(100), "warmup_steps is 2000 and the run has 100 steps; set warmup_steps .* 0 and 99"),
-        (lambda: warmup_cosine(100, 100), "warmup_steps is 100 and the run has 100 steps"),
-        (lambda: cosine_schedule_with_warmup(0, 1.0, 20, 10), "warmup_steps is 20 and the run has 10 steps"),
+        (lambda: cosine_schedule_with_warmup(0, 1.0, -1, 10), "warmup_steps is -1 and total_steps is 10"),
+        (lambda: cosine_schedule_with_warmup(0, 1.0, 0, 0), "warmup_steps is 0 and total_steps is 0"),
         (lambda: warmup_cosine(0), "warmup_cosine: total_steps is 0; it must be at least 1"),
         (lambda: cosine(10, min_lr_ratio=1.5), "cosine: min_lr_ratio is 1.5; it must be at least 0 and at most 1"),
         (lambda: step_decay(0), "step_decay: step_size is 0; it must be at least 1"),

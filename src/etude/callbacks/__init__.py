@@ -3,6 +3,7 @@
 from etude.callbacks.csv_logger import CSVLogger
 from etude.callbacks.curriculum import CurriculumCallback
 from etude.callbacks.early_stopping import EarlyStopping
+from etude.callbacks.find_nonfinite import FindNonfinite
 from etude.callbacks.gradient_health import GradientHealth
 from etude.callbacks.gradient_monitor import GradientMonitor
 from etude.callbacks.lr_schedule import LRSchedule
@@ -19,6 +20,7 @@ __all__ = [
     "CallbackList",
     "CurriculumCallback",
     "EarlyStopping",
+    "FindNonfinite",
     "GradientHealth",
     "GradientMonitor",
     "LRSchedule",

@@ -44,9 +44,10 @@ class LRSchedule(Callback):
             raise ConfigError(f"LRSchedule: {type(scheduler).__name__} looks at no number; leave out monitor")
         self.scheduler: Any = scheduler
         self.interval = interval
-        self._monitored: Monitored | None = None
+        self.monitored: Monitored | None = None
+        """The number that ReduceLROnPlateau looks at."""
         if monitor is not None and isinstance(scheduler, ReduceLROnPlateau):
-            self._monitored = Monitored("LRSchedule", monitor, scheduler.mode)
+            self.monitored = Monitored("LRSchedule", monitor, scheduler.mode)
 
     def on_train_begin(self, run: RunInfo) -> None:
         """See that the scheduler drives the optimizer that trains."""
@@ -58,8 +59,8 @@ class LRSchedule(Callback):
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
         """Let a scheduler that waits for improvement begin anew: numbers of different phases do not compare."""
-        if self._monitored is not None:
-            self._monitored.begin_phase(facts)
+        if self.monitored is not None:
+            self.monitored.begin_phase(facts)
             self.scheduler.best, self.scheduler.num_bad_epochs = self.scheduler.mode_worse, 0
 
     def on_step_end(self, report: StepReport) -> None:
@@ -71,25 +72,25 @@ class LRSchedule(Callback):
         """Set the rate of the next epoch."""
         if self.interval == "step":
             return
-        if self._monitored is None:
+        if self.monitored is None:
             self.scheduler.step()
-        elif (value := self._monitored.value(logs)) is not None:
+        elif (value := self.monitored.value(logs)) is not None:
             self.scheduler.step(value)
 
     def on_train_end(self, result: Logs) -> None:
         """Say if the monitored number never came."""
-        if self._monitored is not None:
-            self._monitored.warn_if_never_seen()
+        if self.monitored is not None:
+            self.monitored.warn_if_never_seen()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the scheduler."""
-        monitored = self._monitored.state_dict() if self._monitored is not None else None
+        monitored = self.monitored.state_dict() if self.monitored is not None else None
         return {"scheduler": _encode(self.scheduler.state_dict()), "monitored": monitored}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the scheduler, and give its optimizer the rate it had set."""
-        if self._monitored is not None and state["monitored"] is not None:
-            self._monitored.load_state_dict(state["monitored"])
+        if self.monitored is not None and state["monitored"] is not None:
+            self.monitored.load_state_dict(state["monitored"])
         self.scheduler.load_state_dict(_decode(state["scheduler"]))
         for group, lr in zip(self.scheduler.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             if isinstance(group["lr"], Tensor):

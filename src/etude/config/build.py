@@ -1,6 +1,6 @@
 """Building a component from its section: validate the arguments, add what the builder supplies, call the factory."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any
 
 from pydantic import ValidationError
@@ -76,9 +76,14 @@ def build_selection(
 ) -> Any:
     """Build a validated selection, components inside it first."""
     supplied = provided or {}
-    factory = selection.component.factory
+    factory, inside = selection.component.factory, selection.component.inside
+    said = {**selection.defaults, **selection.arguments}
+
+    def supply(place: int) -> Mapping[str, Any]:
+        return supplied if inside is None else inside(said, supplied, place)
+
     arguments = {
-        key: _build_inside(value, join(path, key), document, supplied) for key, value in selection.arguments.items()
+        key: _build_inside(value, join(path, key), document, supply) for key, value in selection.arguments.items()
     }
     for name in parameters_of(factory)[0]:
         if name in supplied and name not in arguments:
@@ -90,15 +95,17 @@ def build_selection(
         raise _placed(error, f"{place}: {selection.component.kind} '{selection.component.name}'") from error
 
 
-def _build_inside(value: Any, path: str, document: Document | None, provided: Mapping[str, Any]) -> Any:
-    """Build every selection inside an argument, in lists and mappings too."""
+def _build_inside(
+    value: Any, path: str, document: Document | None, supply: Callable[[int], Mapping[str, Any]], place: int = 0
+) -> Any:
+    """Build every selection inside an argument, in lists and mappings too; `supply` says what each is given."""
     if isinstance(value, Selection):
-        return build_selection(value, path=path, document=document, provided=provided)
+        return build_selection(value, path=path, document=document, provided=supply(place))
     if isinstance(value, (list, tuple)):
-        built = [_build_inside(item, join(path, i), document, provided) for i, item in enumerate(value)]
+        built = [_build_inside(item, join(path, i), document, supply, i) for i, item in enumerate(value)]
         return value if all(new is old for new, old in zip(built, value, strict=True)) else type(value)(built)
     if isinstance(value, dict):
-        return {key: _build_inside(item, join(path, key), document, provided) for key, item in value.items()}
+        return {key: _build_inside(item, join(path, key), document, supply) for key, item in value.items()}
     return value
 
 

@@ -29,6 +29,8 @@ class GradientAccumulator:
         if any(steps < 1 for steps in schedule.values()):
             raise ConfigError(f"accumulation steps must be at least 1, got {min(schedule.values())}")
         self.optimizer = optimizer
+        self.most = max(schedule.values())
+        """The largest number of micro-batches per step."""
         self._schedule = sorted(schedule.items())
 
     def steps_at(self, epoch: int) -> int:

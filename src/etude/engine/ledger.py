@@ -23,6 +23,11 @@ class Tally:
     tokens: float = 0.0
     forward_flops: float = 0.0
     skipped: int = 0
+    """Updates that were not finite."""
+    bad_losses: int = 0
+    """Steps with a loss or metric that was not finite."""
+    first_skipped: list[int] | None = None
+    """Of the first skipped update: the number of its step, and where its samples begin and end in the epoch."""
     norm_sum: float = 0.0
     norm_count: int = 0
     norm_min: float = math.inf
@@ -68,12 +73,14 @@ class Ledger:
         self.bad_streak = 0
         """Updates skipped in a row, up to now."""
         self._pending: list[StepReport] = []
+        self._places: list[tuple[int, int, int]] = []
         self._since = time.perf_counter()
         self._waited = 0.0
 
-    def add(self, report: StepReport) -> None:
-        """Remember a report without reading it."""
+    def add(self, report: StepReport, step: int = 0, start: int = 0, end: int = 0) -> None:
+        """Remember the report of `step`, whose samples are `start` to `end` of the epoch, without reading it."""
         self._pending.append(report)
+        self._places.append((step, start, end))
 
     def add_wait(self, seconds: float) -> None:
         """Count time spent waiting for data."""
@@ -89,7 +96,8 @@ class Ledger:
         if not self._pending:
             return
         reports, self._pending = self._pending, []
-        fresh = self._read(reports)
+        places, self._places = self._places, []
+        fresh = self._read(reports, places)
         now = time.perf_counter()
         fresh.seconds, fresh.waited = now - self._since, self._waited
         self._since, self._waited = now, 0.0
@@ -121,12 +129,12 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the sums in flight."""
-        self._pending = []
+        self._pending, self._places = [], []
         self.window, self.epoch = Tally(**state["window"]), Tally(**state["epoch"])
         self.tokens = state.get("tokens", 0.0)  # checkpoints of runs before tokens were counted have none
         self.bad_streak = state["bad_streak"]
 
-    def _read(self, reports: list[StepReport]) -> Tally:
+    def _read(self, reports: list[StepReport], places: list[tuple[int, int, int]]) -> Tally:
         # Steps differ in their terms where tasks take turns; and of ranks, one without samples knows few.
         names = self.world.union(list(dict.fromkeys(name for report in reports for name in report.sums)))
         columns: list[Tensor] = []
@@ -142,16 +150,19 @@ class Ledger:
             [_column([getattr(r, key) for r in reports]).to(device) for key in ("norm", "divisor", "skipped")]
         )
         rows = torch.cat([per_rank, shared]).cpu()  # the one transfer
-        return self._summarise(names, rows)
+        return self._summarise(names, rows, places)
 
-    def _summarise(self, names: list[str], rows: Tensor) -> Tally:
+    def _summarise(self, names: list[str], rows: Tensor, places: list[tuple[int, int, int]]) -> Tally:
         norms, divisors, skipped = rows[-3:]
         samples, tokens, flops = rows[-6:-3].sum(dim=1).tolist()
         tally = Tally(
             steps=rows.shape[1], samples=samples, tokens=tokens, forward_flops=flops, skipped=int(skipped.sum())
         )
-        for place, name in enumerate(names):
-            sums, counts = rows[2 * place], rows[2 * place + 1]
+        tally.bad_losses = int((~rows[: 2 * len(names) : 2].isfinite()).any(dim=0).sum())
+        if tally.skipped:
+            tally.first_skipped = list(places[int(skipped.argmax())])
+        for index, name in enumerate(names):
+            sums, counts = rows[2 * index], rows[2 * index + 1]
             if "/" in name and not counts.any():  # a number of one of several tasks, which had no labels here
                 continue
             finite = torch.isfinite(sums)
@@ -179,8 +190,9 @@ def _merge(total: Tally, fresh: Tally) -> None:
     for name in fresh.sums:
         total.sums[name] = total.sums.get(name, 0.0) + fresh.sums[name]
         total.counts[name] = total.counts.get(name, 0.0) + fresh.counts[name]
-    counters = ("steps", "samples", "tokens", "forward_flops", "skipped", "norm_sum", "norm_count")
+    counters = ("steps", "samples", "tokens", "forward_flops", "skipped", "bad_losses", "norm_sum", "norm_count")
     for key in (*counters, "seconds", "waited"):
         setattr(total, key, getattr(total, key) + getattr(fresh, key))
+    total.first_skipped = total.first_skipped or fresh.first_skipped
     total.norm_min = min(total.norm_min, fresh.norm_min)
     total.norm_max = max(total.norm_max, fresh.norm_max)

@@ -1,5 +1,6 @@
 """The loop: epochs of steps, and between steps logging, validating, saving and stopping. It knows no mathematics."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,9 +8,9 @@ from dataclasses import dataclass
 from etude.core import Batch, Control, DataError, Loader
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import CallbackList
+from etude.engine.finite import FiniteCheck
 from etude.engine.interrupt import Interrupts, StopPoll
 from etude.engine.numbers import Numbers
-from etude.engine.recovery import check_finite, warn_of_nothing
 from etude.engine.saving import Saver
 from etude.engine.schedule import LearningRate
 from etude.engine.state import TrainState
@@ -55,6 +56,7 @@ class Loop:
         self.clock = state.clock
         self.ledger = state.ledger
         self.numbers = Numbers(step, state.ledger)
+        self.finite = FiniteCheck(state.ledger, [*step.updater.params], step.precision, plan.max_skipped_steps)
         self.step = step
         self.loader = loader
         self.plan = plan
@@ -82,7 +84,10 @@ class Loop:
             self._run_epoch()
         if self.clock.position and not self.control.stop:  # max_steps ended the run inside an epoch
             self.ledger.flush()
+            self._warn(self.finite.epoch(self.ledger.epoch, self.clock.epoch + 1))
             self._set_logs(self.numbers.of(self.ledger.epoch) | self._validate())
+        if not self.control.stop:
+            self.finite.run(self.clock.step)
         self._save()
         return self.logs
 
@@ -109,9 +114,9 @@ class Loop:
                 self.learning_rate.set(clock.step)
                 report = self.step(micro_batches)
                 clock.step += 1
+                self.ledger.add(report, clock.step, clock.position, batches.position)
                 clock.samples += batches.position - clock.position
                 clock.position = batches.position
-                self.ledger.add(report)
                 for hook in on_step_end:
                     hook(report)
                 if clock.step >= due or control.stop or control.save or control.validate or self.interrupts.requested:
@@ -129,9 +134,9 @@ class Loop:
         if clock.position == 0:
             raise DataError("the training loader gave no batch: its data is empty, or drop_last dropped all of it")
         tally = self.ledger.take_epoch()
-        check_finite(self.ledger.bad_streak, plan.max_skipped_steps, clock.step)
+        self.finite.streak(clock.step)
+        self._warn(self.finite.epoch(tally, epoch + 1))
         self.step.end_epoch(tally.means())
-        warn_of_nothing(tally.counts, epoch + 1, tell=self.ledger.world.is_main)
         logs = self.numbers.of(tally) | {"lr": self.step.updater.lr, "epoch_s": tally.seconds} | self._phase()
         if _every(plan.validate_interval, epoch + 1) or epoch + 1 == plan.epochs:
             logs |= self._validate()
@@ -145,7 +150,7 @@ class Loop:
         plan, control, step = self.plan, self.control, self.clock.step
         if _every(plan.log_interval, step):
             record = self.numbers.of(self.ledger.take_window())
-            check_finite(self.ledger.bad_streak, plan.max_skipped_steps, step)
+            self.finite.streak(step)
             position = {"step": step, "epoch": self.clock.epoch, "samples": self.clock.samples, **self._phase()}
             self.callbacks.on_log({**position, **record, "lr": self.step.updater.lr, **self.callbacks.numbers()})
         if asked := self.stop_poll.asked(step):
@@ -164,9 +169,15 @@ class Loop:
             self.callbacks.on_validation_begin(self.clock.epoch)
             self._val_logs = {f"val_{name}": value for name, value in self.validate().items()} | self._phase()
             self.callbacks.on_validation_end(self.clock.epoch, self._val_logs)
+            if not math.isfinite(self._val_logs.get("val_loss", 0.0)):
+                self._warn("the validation loss is not finite: look for NaN in the validation data or the weights")
             self._validated_at = self.clock.step
             self.ledger.restart_timer()
         return self._val_logs
+
+    def _warn(self, message: str) -> None:
+        if message and self.ledger.world.is_main:
+            self.callbacks.on_notice(message, {"step": self.clock.step})
 
     def _save(self) -> None:
         self.control.save = False

@@ -1,30 +1,11 @@
-"""When training cannot go on: what happened and what to do, in words that fit this run."""
+"""When a device or a layer refuses: what happened and what to do, in words that fit this run."""
 
 import contextlib
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
 from etude.core import TrainingError
-
-logger = logging.getLogger("etude")
-
-
-def check_finite(bad_streak: int, limit: int, step: int) -> None:
-    """Raise TrainingError if `limit` updates in a row were not finite. They were skipped: the weights are intact."""
-    if bad_streak >= limit:
-        raise TrainingError(
-            f"the loss or its gradients were not finite in the last {bad_streak} steps, up to step {step}; the "
-            f"updates were skipped, so the weights are intact. Lower the learning rate, clip by "
-            f"training.gradient_clip_norm, or look for NaN in the data (training.max_skipped_steps={limit})"
-        )
-
-
-def warn_of_nothing(counts: Mapping[str, float], epoch: int, *, tell: bool) -> None:
-    """Warn if an epoch had nothing to learn from: no term counted anything."""
-    if tell and counts and not any(counts.values()):
-        logger.warning("nothing was learned in epoch %d: all of its labels are padding, masked or missing", epoch)
 
 
 @contextlib.contextmanager

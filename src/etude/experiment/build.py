@@ -18,7 +18,8 @@ from etude.experiment.tasks import build_curriculum, build_tasks, own_data, with
 from etude.experiment.vocabulary import find_vocabulary
 from etude.monitor import RunFolder
 from etude.optim import AdamW
-from etude.trainer import Trainer, TrainerConfig, planned_steps, resolve_device
+from etude.trainer import Trainer, TrainerConfig, resolve_device
+from etude.trainer.assembly import PlannedSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +113,6 @@ def build_trainer(
     train_loader = data.loader("train")
     if train_loader is None:
         raise DataError(f"{data.place}: there is no train split (there are: {', '.join(data.names) or 'none'})")
-    supplied = {
-        "total_steps": planned_steps(training, len(train_loader)),
-        "steps_per_epoch": planned_steps(
-            training.model_copy(update={"epochs": 1, "max_steps": None}), len(train_loader)
-        ),
-    }
     loss, optimizer, scheduler = (config.selection(one) for one in ("loss", "optimizer", "scheduler"))
     of_losses = {} if vocabulary is None else vocabulary.provided
     built = build_tasks(config, model, vocab_size, of_losses) if config.tasks else None
@@ -137,7 +132,9 @@ def build_trainer(
         optimizer=AdamW
         if optimizer is None
         else lambda params: _build(config, "optimizer", optimizer, params=params),
-        scheduler=None if scheduler is None else _build(config, "scheduler", scheduler, **supplied),
+        scheduler=None
+        if scheduler is None
+        else PlannedSchedule(lambda plan: _build(config, "scheduler", scheduler, **plan)),
         loss=None if loss is None else _build(config, "loss", loss, **of_losses),
         task=None if built is None else built.task,
         curriculum=build_curriculum(config),

@@ -186,8 +186,8 @@ def validate_experiment(document: Document, *, overrides: Sequence[str] = ()) ->
 def create_trainer_config(config: ExperimentConfig) -> TrainerConfig:
     """Return the `training` section with the numbers of all other sections that have a key in it.
 
-    Learning rate, weight decay, schedule and the settings of the meaningful loss are filled in, whichever optimizer and
-    schedule they are for: build those and give them to the `Trainer`.
+    Learning rate, weight decay, schedule and the settings of the meaningful loss are filled in, whichever optimizer
+    they are for: build that and give it to the `Trainer`, and a schedule with other settings than `warmup_steps` too.
     """
     return config.training.model_copy(update=moved_settings(config.sections))
 

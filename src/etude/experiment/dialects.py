@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from etude.config import Document, canonical_keys
+from etude.config import Document, Selection, canonical_keys
+from etude.config.signature import parameters_of
 from etude.experiment.meaningful_dialect import meaningful_settings, move_meaningful_loss
 from etude.experiment.moving import put_setting
 from etude.trainer import TRAINING_ALIASES
@@ -37,10 +38,13 @@ def unify_dialects(document: Document) -> None:
     if not isinstance(training, dict):
         return
     training = data["training"] = canonical_keys(training, TRAINING_ALIASES, "training", document)
-    if training.pop("use_scheduler", None) is False:
+    use_scheduler = training.pop("use_scheduler", None)
+    if use_scheduler is False:
         data["scheduler"] = None
         training.pop("scheduler_type", None)
         training.pop("warmup_steps", None)
+    elif use_scheduler is True and data.get("scheduler") is None and training.get("scheduler_type") is None:
+        data["scheduler"] = {"name": DEFAULT_NAMES["scheduler"]}
     for key, (section, name, spellings) in _MOVES.items():
         if training.get(key) is not None:
             _move(document, training, key, section, name, spellings)
@@ -50,27 +54,38 @@ def unify_dialects(document: Document) -> None:
 def trainer_settings(sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return of the settings that moved those that a `Trainer` in Python acts on as the sections say.
 
-    It makes AdamW and `warmup_cosine` of them: numbers for another optimizer or another schedule would mislead it.
+    It makes AdamW of them: numbers for another optimizer would mislead it.
     """
     found = moved_settings(sections)
-    for section, keys in (("optimizer", ("learning_rate", "weight_decay")), ("scheduler", ("warmup_steps",))):
-        selection = sections.get(section)
-        if selection is not None and selection.component.name != DEFAULT_NAMES[section]:
-            found |= dict.fromkeys(keys)
+    optimizer = sections.get("optimizer")
+    if optimizer is not None and optimizer.component.name != DEFAULT_NAMES["optimizer"]:
+        found |= dict.fromkeys(("learning_rate", "weight_decay"))
     return found
 
 
 def moved_settings(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that moved, from where they are now, whichever optimizer and schedule they are for."""
+    """Return the settings that moved, from where they are now, whichever optimizer they are for.
+
+    A schedule with other settings than `warmup_steps` has no keys under `training`: its name alone would mislead.
+    """
     optimizer, scheduler = sections.get("optimizer"), sections.get("scheduler")
-    found: dict[str, Any] = {"use_scheduler": scheduler is not None}
+    found: dict[str, Any] = {}
     if optimizer is not None:
         arguments = optimizer.defaults | optimizer.arguments
         found |= {"learning_rate": arguments.get("lr"), "weight_decay": arguments.get("weight_decay")}
-    if scheduler is not None:
+    if scheduler is None:
+        found["use_scheduler"] = False
+    elif not _settings(scheduler) - {"warmup_steps"}:
         arguments = scheduler.defaults | scheduler.arguments
-        found |= {"scheduler_type": scheduler.component.name, "warmup_steps": arguments.get("warmup_steps")}
+        found |= {"use_scheduler": True, "scheduler_type": scheduler.component.name}
+        found["warmup_steps"] = arguments.get("warmup_steps")
     return found | meaningful_settings(sections.get("loss"))
+
+
+def _settings(selection: Selection) -> set[str]:
+    """Return the arguments that a section gives and that are not the default."""
+    known = parameters_of(selection.component.factory)[0]
+    return {key for key, value in selection.arguments.items() if key not in known or known[key][1] != value}
 
 
 def _move(

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -149,7 +148,7 @@ def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:
     outcome = RunOutcome(folder.path, "interrupted" if interrupted else "finished", clock.step, clock.epoch)
     outcome.reason, outcome.is_main = reason, trainer.world.is_main
     outcome.resume_command = _resume_command(folder, trainer.world)
-    outcome.metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
+    outcome.metrics = metrics
     result = {"status": "finished", "reason": reason, "step": clock.step, "epoch": clock.epoch, "metrics": metrics}
     if count := next((one for one in trainer.callbacks if isinstance(one, SampleCount)), None):
         result["samples"] = count.samples

@@ -42,8 +42,9 @@ class TaskLosses(NamedTuple):
 def default_weights() -> dict[str, float]:
     """Return the weights of the tasks of a code model, a new dictionary that may be changed.
 
-    They are those of all tasks of the default curriculum, so they fit `loss_weights(epoch, default_weights())`, and
-    `multi_task_loss` of whichever tasks are active.
+    They fit `loss_weights(epoch, default_weights())`, and `multi_task_loss` of whichever tasks are active: weights of
+    tasks that are not active do nothing, and a task that is not named, such as the annotation of the curriculum, has
+    the weight 1.
 
     - code_generation, 1.0: what the model is for. It has a label at every token and is the unit for all others.
     - test_generation, 0.8: writing tests is writing code again. Its gradient mostly agrees with that of code
@@ -52,7 +53,6 @@ def default_weights() -> dict[str, float]:
     - quality and security, 0.5: they judge code instead of writing it, with a few labels for a whole function. They
       shape what the layers know about code, at half weight they cannot outvote the tokens; and neither of the two
       comes before the other.
-    - ontology_annotation, 0.5: the class of every token. It too judges code, so it counts like quality.
     - clarification and explanation, 0.3: they tie code to words. They help a reader more than they help the code, one
       has a single bit per sample and the other draws the model to prose, so they stay helpers.
 
@@ -66,7 +66,6 @@ def default_weights() -> dict[str, float]:
         "test_generation": 0.8,
         "quality": 0.5,
         "security": 0.5,
-        "ontology_annotation": 0.5,
         "clarification": 0.3,
         "explanation": 0.3,
     }
@@ -112,8 +111,9 @@ def multi_task_terms(
     labels shaped like the prediction  binary cross entropy of every label; (…) also fits predictions (…, 1)
 
     Class probabilities and regression look like the last and have to be named. Weights and losses may be those of more
-    tasks than are active now. Raises ConfigError for weights that are missing, negative or not finite and for losses
-    of a task that has neither outputs nor a weight, TrainingError for shapes that no loss fits.
+    tasks than are active now; a task without a weight has the weight 1. Raises ConfigError for weights that are
+    misspelt, negative or not finite and for losses of a task that has neither outputs nor a weight, TrainingError for
+    shapes that no loss fits.
     """
     losses = losses or {}
     if not tasks:
@@ -121,24 +121,24 @@ def multi_task_terms(
     check_weights(weights, tasks)
     _check_names("losses", losses, {**tasks, **weights})
     return {
-        task: _task_term(task, prediction, target, weights[task], losses.get(task))
+        task: _task_term(task, prediction, target, weights.get(task, 1.0), losses.get(task))
         for task, (prediction, target) in tasks.items()
     }
 
 
 def check_weights(weights: Mapping[str, float | Tensor], tasks: Collection[str]) -> None:
-    """Raise ConfigError unless every task has a weight, and all weights are finite and not below 0.
+    """Raise ConfigError for a weight that is not finite or below 0, or whose name looks like a misspelt task.
 
-    There may be weights of tasks that are not active: a name that is misspelt leaves its task without one. Weights that
-    live on a GPU are not looked at: reading them would make the host wait.
+    There may be weights of tasks that are not active, and tasks without one. Weights that live on a GPU are not looked
+    at: reading them would make the host wait.
     """
     missing = [task for task in tasks if task not in weights]
-    if missing:
-        unused = [name for name in weights if name not in tasks]
-        raise ConfigError(
-            f"no weight for the task {_listed(missing)}{_nearest(missing[0], unused)} (there are weights for: "
-            f"{_listed(weights)}); give it one, or 0 to leave it out"
-        )
+    for name in weights:
+        if name not in tasks and (close := difflib.get_close_matches(name, missing, n=1, cutoff=0.8)):
+            raise ConfigError(
+                f"the weights name a task '{name}' that is not there; did you mean '{close[0]}'? "
+                f"(tasks: {_listed(tasks)})"
+            )
     for task, weight in weights.items():
         if isinstance(weight, Tensor) and not weight.is_cpu:
             continue

@@ -34,11 +34,13 @@ def get_lr(optimizer: torch.optim.Optimizer) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every parameter group.
+    """Set the learning rate of every parameter group; a schedule goes on with it as the base rate.
 
     A tensor is filled in place: captured graphs and fused kernels go on reading the same memory.
     """
     for group in optimizer.param_groups:
+        if "initial_lr" in group:
+            group["initial_lr"] = float(lr)
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
         else:

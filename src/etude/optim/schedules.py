@@ -2,20 +2,25 @@
 
 A schedule holds no state, so a resumed run needs only its step number. Lengths are counted in steps unless
 `unit: epoch` says otherwise. In an experiment file `total_steps` and `steps_per_epoch` come from the run when
-they are left out. After `total_steps` a schedule stays where it ended.
+they are left out; a schedule that begins later, after a warm-up or in a sequence, gets the steps that are left to it.
+After `total_steps` a schedule stays where it ended.
 """
 
+import functools
+import logging
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from etude.config.registry import Section, register
 from etude.core.errors import ConfigError
 from etude.optim.arguments import checked
+
+logger = logging.getLogger("etude")
 
 Schedule = Callable[[int], float]
 """Maps the step about to be taken to a factor of the base learning rate."""
@@ -32,10 +37,17 @@ def cosine_schedule_with_warmup(
 ) -> float:
     """Return the learning rate at `step`: a line from 0 to `base_lr`, then a half cosine to its `min_lr_ratio`.
 
+    A warm-up that is not shorter than the run is shortened as in `warmup_cosine`, with one warning.
+
     >>> [round(cosine_schedule_with_warmup(s, 2.0, 10, 30), 4) for s in (0, 5, 10, 20, 30, 99)]
     [0.0, 1.0, 2.0, 1.1, 0.2, 0.2]
     """
-    _check_warmup(warmup_steps, total_steps)
+    if warmup_steps < 0 or total_steps < 1:
+        raise ConfigError(
+            f"cosine_schedule_with_warmup: warmup_steps is {warmup_steps} and total_steps is {total_steps}; "
+            f"they must be at least 0 and 1"
+        )
+    warmup_steps = _fit_warmup_once(warmup_steps, total_steps)
     return base_lr * _warmup_cosine(step, warmup_steps, total_steps, min_lr_ratio)
 
 
@@ -44,8 +56,11 @@ def cosine_schedule_with_warmup(
 def warmup_cosine(
     total_steps: Steps, warmup_steps: Annotated[int, Ge(0)] = 2000, min_lr_ratio: Ratio = 0.1
 ) -> Schedule:
-    """Rise linearly from 0 over `warmup_steps`, then fall along a half cosine to `min_lr_ratio` at `total_steps`."""
-    _check_warmup(warmup_steps, total_steps)
+    """Rise linearly from 0 over `warmup_steps`, then fall along a half cosine to `min_lr_ratio` at `total_steps`.
+
+    A warm-up that is not shorter than the run is shortened to a tenth of the run, with a warning.
+    """
+    warmup_steps = _fit_warmup(warmup_steps, total_steps)
     return lambda step: _warmup_cosine(step, warmup_steps, total_steps, min_lr_ratio)
 
 
@@ -169,7 +184,16 @@ def inverse_sqrt(warmup_steps: Steps = 2000) -> Schedule:
     return lambda step: step / warmup_steps if step < warmup_steps else math.sqrt(warmup_steps / step)
 
 
-@register("scheduler", "warmup")
+def _after_warmup(arguments: Mapping[str, Any], supplied: Mapping[str, Any], place: int) -> Mapping[str, Any]:  # noqa: ARG001
+    """Supply the schedule after a warm-up with the steps that are left to it."""
+    values = _with_supplied(arguments, supplied)
+    total, scale = values.get("total_steps"), values["scale"]
+    if total is None or scale is None:
+        return supplied
+    return {**supplied, "total_steps": total - _shorter_warmup(values["warmup_steps"] * scale, total)}
+
+
+@register("scheduler", "warmup", inside=_after_warmup)
 @checked
 def warmup(
     schedule: Inner,
@@ -177,21 +201,35 @@ def warmup(
     start: Ratio = 0.0,
     unit: Unit = "step",
     steps_per_epoch: Steps | None = None,
+    total_steps: Steps | None = None,
 ) -> Schedule:
-    """Replace the first `warmup_steps` of a schedule by a line from `start` to where the schedule then stands.
+    """Rise in a line from `start` to where the schedule begins, over `warmup_steps`; then follow the schedule.
 
-    The clock of the schedule is not shifted: milestones stay where they are written, and a decay over the run
-    still ends with the run. To start a schedule at the end of a warm-up, use `sequence`.
+    The schedule counts its steps from the end of the warm-up, as in torch's SequentialLR: `warmup(cosine(70), 30)` ends
+    at step 100. With `total_steps`, the length of the run, a warm-up that is not shorter is shortened to a tenth.
 
-    >>> [warmup(step_decay(step_size=4, gamma=0.5), warmup_steps=2)(step) for step in range(6)]
+    >>> [warmup(step_decay(step_size=2, gamma=0.5), warmup_steps=2)(step) for step in range(6)]
     [0.0, 0.5, 1.0, 1.0, 0.5, 0.5]
     """
     length = warmup_steps * _unit_steps("warmup", unit, steps_per_epoch)
-    top = schedule(length)
-    return lambda step: _line(step / length, start, top) if step < length else schedule(step)
+    if total_steps is not None:
+        length = _fit_warmup(length, total_steps)
+    top = schedule(0)
+    return lambda step: _line(step / length, start, top) if step < length else schedule(step - length)
 
 
-@register("scheduler", "sequence")
+def _in_sequence(arguments: Mapping[str, Any], supplied: Mapping[str, Any], place: int) -> Mapping[str, Any]:
+    """Supply a schedule of a sequence with the steps from its milestone to the next one, or to the end of the run."""
+    values = _with_supplied(arguments, supplied)
+    if values["scale"] is None or place > len(values["milestones"]):  # `sequence` refuses either
+        return supplied
+    bounds = [0, *(milestone * values["scale"] for milestone in values["milestones"]), supplied.get("total_steps")]
+    if bounds[place + 1] is None:
+        return supplied
+    return {**supplied, "total_steps": max(1, bounds[place + 1] - bounds[place])}
+
+
+@register("scheduler", "sequence", inside=_in_sequence)
 @checked
 def sequence(
     schedules: Sequence[Inner],
@@ -201,7 +239,7 @@ def sequence(
 ) -> Schedule:
     """Follow one schedule after the other: each begins at its milestone and counts its steps from there.
 
-    Give the inner schedules their own `total_steps`, for the run's length is not theirs.
+    In an experiment file the `total_steps` of each is the length of its part of the run, unless it has its own.
 
     >>> chain = sequence([linear(2, start=0.0, end=1.0), cosine(4)], milestones=[2])
     >>> [round(chain(step), 3) for step in range(7)]
@@ -247,12 +285,33 @@ def _warmup_cosine(step: int, warmup_steps: int, total_steps: int, min_lr_ratio:
     return _cosine((step - warmup_steps) / (total_steps - warmup_steps), 1.0, min_lr_ratio)
 
 
-def _check_warmup(warmup_steps: int, total_steps: int) -> None:
-    if not 0 <= warmup_steps < total_steps:
-        raise ConfigError(
-            f"warmup_steps is {warmup_steps} and the run has {total_steps} steps; "
-            f"set warmup_steps between 0 and {total_steps - 1}, or train longer"
+def _with_supplied(arguments: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a section, what it was supplied with where it says nothing, and the steps of its unit."""
+    values = {**supplied, **{key: value for key, value in arguments.items() if value is not None}}
+    return {**values, "scale": 1 if values["unit"] == "step" else values.get("steps_per_epoch")}
+
+
+def _fit_warmup(warmup_steps: int, total_steps: int) -> int:
+    """Return the steps of the warm-up; warn if there are fewer than were asked for."""
+    fitting = _shorter_warmup(warmup_steps, total_steps)
+    if fitting != warmup_steps:
+        logger.warning(
+            "warmup_steps is %d but the run has only %d steps: warming up for %d; set warmup_steps below %d, "
+            "or train longer",
+            warmup_steps,
+            total_steps,
+            fitting,
+            total_steps,
         )
+    return fitting
+
+
+_fit_warmup_once = functools.lru_cache(maxsize=64)(_fit_warmup)
+
+
+def _shorter_warmup(warmup_steps: int, total_steps: int) -> int:
+    """Return the warm-up, or a tenth of the run if the warm-up would take all of it."""
+    return warmup_steps if warmup_steps < total_steps else total_steps // 10
 
 
 def _unit_steps(owner: str, unit: Unit, steps_per_epoch: int | None) -> int:

@@ -5,9 +5,10 @@ from etude.trainer.basic import BasicTrainingLoop
 from etude.trainer.config import TRAINING_ALIASES, MeaningfulLossConfig, TrainerConfig
 from etude.trainer.device import configure_cuda_performance, make_deterministic, resolve_device
 from etude.trainer.functions import training_step
-from etude.trainer.loops import TrainingLoop, ValidationLoop
+from etude.trainer.loops import TrainingLoop
 from etude.trainer.results import EpochResult
 from etude.trainer.trainer import Trainer
+from etude.trainer.validation import ValidationLoop
 
 __all__ = [
     "TRAINING_ALIASES",

@@ -1,6 +1,7 @@
 """Parts of a run made from what the user of a `Trainer` gives: config, optimizer, schedule, curriculum."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,11 +14,16 @@ from etude.curriculum import Curriculum, Phase
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.schedule import LearningRate
 from etude.losses import MultiTask
-from etude.optim import AdamW, Schedule, warmup_cosine
+from etude.optim import AdamW, Schedule
 from etude.trainer.config import TRAINING_ALIASES, ActivationCheckpointing, TrainerConfig
 from etude.trainer.feeding import DeviceLoader
 
+logger = logging.getLogger("etude")
+
 TorchScheduler = torch.optim.lr_scheduler.LRScheduler
+
+DEFAULT_SCHEDULE = "warmup_cosine"
+"""The schedule of a config that asks for one without naming it."""
 
 
 @runtime_checkable
@@ -57,6 +63,8 @@ def as_config(
         changes["compile_model"] = compile_model
     if use_amp is not None:
         changes["use_mixed_precision"] = use_amp
+        if use_amp and config.precision_dtype is None and config.precision in ("bf16", "fp16"):
+            changes["precision_dtype"] = config.precision
     return config.model_copy(update=changes)
 
 
@@ -78,28 +86,96 @@ def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> t
             raise TrainingError(
                 "the optimizer holds none of the model's parameters: build it from model.parameters()"
             )
+        _check_settings(optimizer, config)
         return optimizer
     groups: Any = params
     if isinstance(model, GroupsParameters) and len(found := model.parameter_groups()) > 1:
         groups = found
-    if optimizer is not None:
-        made: torch.optim.Optimizer = optimizer(groups)
-        return made
-    chosen: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    return AdamW(groups, **{key: value for key, value in chosen.items() if value is not None})
+    chosen = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    given: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
+    if optimizer is None:
+        return AdamW(groups, **given)
+    made: torch.optim.Optimizer = optimizer(groups, **given) if isinstance(optimizer, type) else optimizer(groups)
+    _check_settings(made, config)
+    return made
 
 
-def make_schedule(
-    scheduler: Schedule | TorchScheduler | None, config: TrainerConfig, total_steps: int | None
-) -> Schedule | None:
-    """Return the schedule as a function of the step; None if there is none or if it is one of torch."""
-    if isinstance(scheduler, TorchScheduler):
+def _check_settings(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> None:
+    """Raise ConfigError if the config has a learning rate or weight decay that the optimizer was not made with."""
+    for key, name in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
+        value = getattr(config, key)
+        made = [float(one.get(name, 0.0)) for one in (optimizer.defaults, *optimizer.param_groups)]
+        if value is not None and value not in made:
+            raise ConfigError(
+                f"training.{key} is {value:g}, but the optimizer that is given has {name} {made[-1]:g}; "
+                f"leave one of them out"
+            )
+
+
+def warn_of_loader(source: Any, config: TrainerConfig) -> None:
+    """Warn of settings that say other than a loader that is made already: they cannot change it."""
+    for name in ("batch_size", "drop_last", "num_workers"):
+        value, found = getattr(config, name), getattr(source, name, None)
+        if name in config.model_fields_set and found is not None and found != value:
+            logger.warning(
+                "training.%s is %s, but the loader that is given has %s, and keeps it; "
+                "give the data itself, or leave the setting out",
+                name,
+                value,
+                found,
+            )
+
+
+class PlannedSchedule:
+    """A schedule as long as the run: it is made from the plan, and made again when the plan changes."""
+
+    def __init__(self, make: Callable[[dict[str, int]], Schedule]) -> None:
+        """`make` is given `total_steps` and `steps_per_epoch`, as far as they are known."""
+        self._make = make
+        self._made: tuple[dict[str, int], Schedule] | None = None
+
+    def for_plan(self, total_steps: int | None, steps_per_epoch: int | None) -> Schedule:
+        """Return the schedule of a run of so many steps."""
+        plan = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
+        known = {name: steps for name, steps in plan.items() if steps is not None}
+        if self._made is None or self._made[0] != known:
+            self._made = known, self._make(known)
+        return self._made[1]
+
+
+def plan_schedule(
+    scheduler: Schedule | TorchScheduler | PlannedSchedule | None, config: TrainerConfig
+) -> PlannedSchedule | None:
+    """Return the schedule that is made from the plan of a run; None if there is none, or if its length is fixed.
+
+    It is the one that `scheduler_type` names, `warmup_cosine` where only `use_scheduler` or `warmup_steps` ask for one.
+    Raises ConfigError if that name is unknown, or needs more than a name.
+    """
+    if isinstance(scheduler, PlannedSchedule):
+        return scheduler
+    if scheduler is not None:
+        if config.use_scheduler is False:
+            raise ConfigError("a scheduler is given, but training.use_scheduler is false; leave one of them out")
         return None
-    if scheduler is None and config.warmup_steps is not None:
-        if total_steps is None:
-            raise ConfigError("training.warmup_steps needs a run with an end: set epochs or max_steps")
-        return warmup_cosine(total_steps=total_steps, warmup_steps=config.warmup_steps)
-    return scheduler
+    asked = config.use_scheduler or config.scheduler_type is not None or config.warmup_steps is not None
+    if not asked or config.use_scheduler is False:
+        return None
+    from etude.config import (
+        build_selection,
+        select_component,
+    )  # they import pydantic's parts, which most runs need not
+
+    section: dict[str, Any] = {"name": config.scheduler_type or DEFAULT_SCHEDULE}
+    if config.warmup_steps is not None:
+        section["warmup_steps"] = config.warmup_steps
+    try:
+        selection = select_component("scheduler", section, provided=("total_steps", "steps_per_epoch"))
+    except ConfigError as error:
+        raise ConfigError(
+            f"training.scheduler_type '{section['name']}' cannot be used: {error}; "
+            f"give the Trainer scheduler=…, a function of the step, for more than a name and warmup_steps"
+        ) from error
+    return PlannedSchedule(lambda plan: build_selection(selection, path="scheduler", provided=plan))
 
 
 def curriculum_callback(

@@ -7,22 +7,29 @@ import torch
 from torch import Tensor, nn
 
 from etude.callbacks import LRSchedule
-from etude.core import Batch, ConfigError, Terms
-from etude.core.calling import ModelCall, targets_of
-from etude.engine.callback import Callback
-from etude.losses import LossStrategy, as_strategy, logits_of, mean_of
-from etude.metrics import Accuracy, LossTracker, Meter
+from etude.core import Batch, CheckpointError, ConfigError, Terms
+from etude.core.calling import ModelCall
+from etude.engine.callback import Callback, Logs
+from etude.losses import LossStrategy, as_strategy, mean_of
+from etude.metrics import LossTracker, Tally, TrainingMetrics
 from etude.optim import Schedule
 from etude.trainer.config import TrainerConfig
 from etude.trainer.trainer import Trainer
+
+MetricObject = LossTracker | Tally | TrainingMetrics
+"""What `metrics` may hold: `LossTracker`, `Accuracy`, `F1` and all others of etude.metrics, or metrics of your own."""
+
+_STATE = ("clock", "precision", "ledger", "callbacks", "rng")
 
 
 class BasicTrainingLoop:
     """The shortest way to train: `BasicTrainingLoop(model, optimizer).fit(train_data, val_data, epochs=10)`.
 
-    `metrics` see every batch. The first `LossTracker` and the first `Accuracy` follow training, the second of each
-    follows validation; they hold the numbers of the last epoch. A torch scheduler is stepped once per epoch; a
-    function of the step sets the rate of every step.
+    `metrics` see every batch. Of each kind (`LossTracker`, `Accuracy`, `F1` …) the first follows training, the second
+    validation; they hold the numbers of the last epoch. A `TrainingMetrics` follows both. A torch scheduler is stepped
+    once per epoch; a function of the step sets the rate of every step.
+
+    Every `fit` is a run of its own, from the base rate of the optimizer, unless `load_state_dict` says where to go on.
     """
 
     def __init__(
@@ -30,7 +37,7 @@ class BasicTrainingLoop:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: Schedule | torch.optim.lr_scheduler.LRScheduler | None = None,
-        metrics: Iterable[Meter] = (),
+        metrics: Iterable[MetricObject] = (),
         callbacks: Iterable[Callback] = (),
         *,
         loss: LossStrategy | nn.Module | Callable[..., Any] | None = None,
@@ -47,18 +54,23 @@ class BasicTrainingLoop:
         self.progress = progress
         self.trainer: Trainer | None = None
         """The trainer of the last `fit`."""
+        self._restored: dict[str, Any] | None = None
+        _shares(self.metrics)  # what cannot be filled is refused now
 
     def add_callback(self, callback: Callback) -> None:
         """Add a callback at the end of the order."""
         self.callbacks.append(callback)
 
     def fit(self, train_data: Any, val_data: Any = None, epochs: int = 10) -> dict[str, float]:
-        """Train and return the numbers of the last epoch."""
+        """Train and return the numbers of the last epoch.
+
+        `epochs` takes the place of `config.epochs`; a schedule of the config is as long as that.
+        """
         callbacks: list[Callback] = []
         loss = as_strategy(self.loss)
         if self.metrics:
             loss = _Observed(loss, self.metrics)
-            callbacks.append(_ResetMetrics(loss))
+            callbacks.append(_KeepMetrics(loss, self.metrics))
         scheduler = self.scheduler
         if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             callbacks.append(LRSchedule(scheduler, interval="epoch"))
@@ -74,22 +86,55 @@ class BasicTrainingLoop:
             callbacks=callbacks + self.callbacks,
             progress=self.progress,
         )
+        if self._restored is not None:
+            _go_on(self.trainer, self._restored)
+            self._restored = None
         return self.trainer.train(num_epochs=epochs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the last `fit` stands; model, optimizer and a torch scheduler have states of their own."""
+        if self.trainer is None:
+            raise CheckpointError("there is nothing to save yet: call fit first")
+        state = self.trainer.state
+        return {**{name: getattr(state, name).state_dict() for name in _STATE[:-1]}, "rng": state.random.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next `fit` go on from `state_dict`, to `epochs` counted from the start."""
+        if missing := [name for name in _STATE if name not in state]:
+            raise CheckpointError(f"this is not the state of a BasicTrainingLoop: it has no {', '.join(missing)}")
+        self._restored = dict(state)
+
+
+def _go_on(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Put a trainer where `state` says; what a checkpoint holds beside, the user has restored."""
+    for name in _STATE[:-1]:
+        getattr(trainer.state, name).load_state_dict(state[name])
+    trainer.state.random.load(state["rng"])
+    trainer._resumed = True
+
+
+def _shares(metrics: Iterable[MetricObject]) -> tuple[list[LossTracker | Tally], list[LossTracker | Tally]]:
+    """Return the metrics that follow training and those that follow validation."""
+    kinds: dict[type, list[LossTracker | Tally]] = {}
+    for metric in metrics:
+        if isinstance(metric, (LossTracker, Tally)):
+            kinds.setdefault(type(metric), []).append(metric)
+        elif not isinstance(metric, TrainingMetrics):
+            raise ConfigError(
+                f"metrics: cannot update {metric!r}; give objects of etude.metrics, such as F1(3), or of a subclass"
+            )
+    for kind, found in kinds.items():
+        if len(found) > 2:
+            raise ConfigError(f"at most two of {kind.__name__}: one for training and one for validation")
+    return [found[0] for found in kinds.values()], [one for found in kinds.values() for one in found[1:]]
 
 
 class _Observed(LossStrategy):
     """A loss that shows every batch to the metric objects a user brought, those of training or of validation."""
 
-    def __init__(self, loss: LossStrategy, metrics: list[Meter]) -> None:
+    def __init__(self, loss: LossStrategy, metrics: list[MetricObject]) -> None:
         self.loss = loss
-        self.training: list[Meter] = []
-        self.validation: list[Meter] = []
-        for kind in (LossTracker, Accuracy):
-            found = [metric for metric in metrics if isinstance(metric, kind)]
-            if len(found) > 2:
-                raise ConfigError(f"at most two of {kind.__name__}: one for training and one for validation")
-            self.training += found[:1]
-            self.validation += found[1:]
+        self.training, self.validation = _shares(metrics)
 
     def run(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
         """Run the model as the loss itself does."""
@@ -98,11 +143,15 @@ class _Observed(LossStrategy):
     def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
         """Return the terms of the loss itself."""
         terms = self.loss.terms(output, batch, metrics=metrics)
-        for metric in self.training if torch.is_grad_enabled() else self.validation:
-            if isinstance(metric, LossTracker):
-                metric.update(mean_of(terms["loss"]))
-            elif isinstance(metric, Accuracy):
-                metric.update(logits_of(output), targets_of(batch)[0])
+        watched = self.training if torch.is_grad_enabled() else self.validation
+        with torch.no_grad():
+            for metric in watched:
+                if isinstance(metric, LossTracker):
+                    metric.update(_loss_of(terms))
+            if tallies := [metric for metric in watched if isinstance(metric, Tally)]:
+                predictions, labels = self.loss.judged(output, batch)
+                for tally in tallies:
+                    tally.update(predictions, labels)
         return terms
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
@@ -113,18 +162,41 @@ class _Observed(LossStrategy):
         """Return the numbers that the loss itself derives."""
         return self.loss.derived(means)
 
+    def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return what metrics compare, as the loss itself does."""
+        return self.loss.judged(output, batch)
 
-class _ResetMetrics(Callback):
-    """Begins the metrics anew with every epoch, so that they hold the numbers of the last one."""
 
-    def __init__(self, observed: _Observed) -> None:
+def _loss_of(terms: Terms) -> Tensor:
+    weighted = [term for term in terms.values() if isinstance(term.weight, Tensor) or term.weight != 0]
+    return torch.stack([mean_of(term) * term.weight for term in weighted]).sum()
+
+
+class _KeepMetrics(Callback):
+    """Resets the metrics with every epoch, so that they hold the numbers of the last one."""
+
+    def __init__(self, observed: _Observed, metrics: list[MetricObject]) -> None:
         super().__init__()
         self._observed = observed
+        self._summaries = [metric for metric in metrics if isinstance(metric, TrainingMetrics)]
 
-    def on_epoch_begin(self, epoch: int) -> None:  # noqa: ARG002 - hook signature
+    def on_epoch_begin(self, epoch: int) -> None:
         for metric in self._observed.training:
             metric.reset()
+        for summary in self._summaries:
+            summary.current_epoch = epoch
+            summary.reset_epoch()
+
+    def on_step_end(self, report: Any) -> None:  # noqa: ARG002 - hook signature
+        for summary in self._summaries:
+            summary.current_batch += 1
 
     def on_validation_begin(self, epoch: int) -> None:  # noqa: ARG002 - hook signature
         for metric in self._observed.validation:
             metric.reset()
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:  # noqa: ARG002 - hook signature
+        for summary in self._summaries:
+            summary.update_train_metrics(logs["loss"], logs.get("accuracy", float("nan")))
+            if "val_loss" in logs:
+                summary.update_val_metrics(logs["val_loss"], logs.get("val_accuracy", float("nan")))

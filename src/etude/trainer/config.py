@@ -160,15 +160,15 @@ class TrainerConfig(SectionModel):
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay, for configs that keep it here; optimizer.weight_decay otherwise."""
     warmup_steps: CountFrom0 | None = None
-    """Given without a scheduler section: linear warm-up over so many steps, then cosine decay to 10 %."""
+    """Given without a scheduler: linear warm-up over so many steps, then cosine decay to 10 % at the end of the run."""
     use_scheduler: bool | None = None
-    """false turns the scheduler off; true asks for `scheduler_type`."""
+    """false turns the scheduler off; true asks for `scheduler_type`, or for warmup_cosine."""
     scheduler_type: str | None = None
     """Name of the schedule, for configs that keep it here; scheduler.name otherwise."""
     use_mixed_precision: bool | None = None
     """true: `precision_dtype`, or bf16; false: fp32. The key `precision` says it in one."""
     precision_dtype: Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] | None = None
-    """Number format under use_mixed_precision."""
+    """Number format, unless use_mixed_precision is false."""
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Worker processes that load samples of a Dataset; tensors in memory need none."""
     pin_memory: bool = True
@@ -188,6 +188,15 @@ class TrainerConfig(SectionModel):
         GradientAccumulator(accumulation_steps=value)
         return value
 
+    @model_validator(mode="after")
+    def _one_precision(self) -> "TrainerConfig":
+        if self.precision not in ("auto", self.resolved_precision):
+            raise ValueError(
+                f"precision is {self.precision}, but use_mixed_precision and precision_dtype say "
+                f"{self.resolved_precision}; keep one of them"
+            )
+        return self
+
     @property
     def num_epochs(self) -> int | None:
         """Epochs of the whole run; None if only max_steps ends it."""
@@ -196,9 +205,9 @@ class TrainerConfig(SectionModel):
     @property
     def resolved_precision(self) -> PrecisionName:
         """`precision`, with use_mixed_precision and precision_dtype taken into account."""
-        if self.use_mixed_precision is None:
+        if self.use_mixed_precision is None and self.precision_dtype is None:
             return self.precision
-        if not self.use_mixed_precision:
+        if self.use_mixed_precision is False:
             return "fp32"
         return _PRECISIONS[self.precision_dtype or "bf16"]
 

@@ -1,17 +1,22 @@
 """Training from plain functions: a forward, a loss, an update, and no base class. The same step runs them."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from etude.core import Batch, ConfigError, DataBatch, LossTerm, Terms
+from etude.core import Batch, ConfigError, DataBatch, LossTerm, StepReport, Terms
+from etude.engine.callback import Callback, Logs
 from etude.engine.precision import Precision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses.functional import accuracy_term
+from etude.metrics import TrainingMetrics
 from etude.optim import clip_to_norm, global_norm
+
+logger = logging.getLogger("etude")
 
 Forward = Callable[[Tensor], Tensor]
 ComputeLoss = Callable[[Tensor, Tensor], Tensor]
@@ -48,47 +53,93 @@ def function_step(
     zero_gradients: Action,
     *,
     clip_norm: float | None = None,
+    precision: Precision | None = None,
+    device: torch.device | None = None,
+    accumulates: bool = False,
     metrics: bool = False,
 ) -> Step:
-    """Return the engine's step made of plain functions.
+    """Return the engine's step made of plain functions; a module among them is moved to `device` if one is given.
 
     If `optimizer_step` is the `step` method of a torch optimizer, clipping and skipping of non-finite updates are
     those of any other run. Any other function is called as it is; to clip, its parameters must be known, so
     `model_forward` must then be a module or a method of one.
     """
     model = _module_of(model_forward)
+    if model is not None and device is not None:
+        model.to(device)
     updater: Updater | FunctionUpdater
     owner = getattr(optimizer_step, "__self__", None)
     if isinstance(owner, torch.optim.Optimizer):
         updater = MethodUpdater(owner, zero_gradients, clip_norm)
     else:
         params = None if model is None else list(model.parameters())
+        if params is None and (clip_norm is not None or accumulates):
+            what, setting = (
+                ("clipped", "clip_gradients=False") if clip_norm is not None else ("accumulated", "1 step")
+            )
+            raise ConfigError(
+                f"gradients cannot be {what} without knowing the parameters: pass a module's forward, or an "
+                f"optimizer's step method, or set {setting}"
+            )
         updater = FunctionUpdater(optimizer_step, zero_gradients, params, clip_norm)
-    task = FunctionTask(model_forward, compute_loss)
+    name = "fp32" if precision is None else precision.name
     return Step(
         nn.Identity() if model is None else model,
-        task,
+        FunctionTask(model_forward, compute_loss, by_samples=accumulates),
         updater,  # type: ignore[arg-type]
-        Precision("fp32"),
+        Precision(name, updater.device if device is None else device),
         metrics=metrics,
     )
 
 
 class FunctionTask:
-    """A task from a forward function and a loss function of (predictions, labels)."""
+    """A task from a forward function and a loss function of (predictions, labels).
 
-    def __init__(self, model_forward: Forward, compute_loss: ComputeLoss) -> None:
+    The loss counts as it is; with `by_samples` as a mean over the samples of its batch, so that batches of different
+    sizes add up to the mean over all of them.
+    """
+
+    def __init__(self, model_forward: Forward, compute_loss: ComputeLoss, *, by_samples: bool = False) -> None:
         self.model_forward = model_forward
         self.compute_loss = compute_loss
+        self.by_samples = by_samples
+        self.batches = 0
+        """How many it has seen."""
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:  # noqa: ARG002 - task protocol
-        """Return the loss as it is (count 1), and accuracy if the labels are class numbers."""
+        """Return the loss, and accuracy if the labels are class numbers."""
         data, labels = batch
+        self.batches += 1
         predictions = self.model_forward(data)
-        terms = {"loss": LossTerm(self.compute_loss(predictions, labels), 1.0)}
+        loss, count = self.compute_loss(predictions, labels), float(len(data))
+        terms = {"loss": LossTerm(loss * count, count) if self.by_samples else LossTerm(loss, 1.0)}
         if metrics and not labels.is_floating_point() and predictions.dim() == labels.dim() + 1:
             terms["accuracy"] = accuracy_term(predictions, labels, float(labels.numel()), class_dim=1)
         return terms
+
+
+class FollowMetrics(Callback):
+    """Keeps the numbers of the epoch under way in a `TrainingMetrics`, and logs them."""
+
+    def __init__(self, metrics: TrainingMetrics, task: FunctionTask) -> None:
+        super().__init__()
+        self._metrics = metrics
+        self._task = task
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Begin an epoch."""
+        self._metrics.current_epoch = epoch
+        self._metrics.reset_epoch()
+        self._task.batches = 0
+
+    def on_step_end(self, report: StepReport) -> None:  # noqa: ARG002 - hook signature
+        """Count batches."""
+        self._metrics.current_batch = self._task.batches
+
+    def on_log(self, record: Logs) -> None:
+        """Write a line to the log."""
+        epoch, batch = self._metrics.current_epoch, self._metrics.current_batch
+        logger.info("epoch %d batch %d loss %.4f", epoch, batch, record["loss"])
 
 
 class MethodUpdater(Updater):
@@ -111,11 +162,6 @@ class FunctionUpdater:
         params: list[nn.Parameter] | None,
         clip_norm: float | None,
     ) -> None:
-        if clip_norm is not None and params is None:
-            raise ConfigError(
-                "gradients cannot be clipped without knowing the parameters: pass a module's forward, or an "
-                "optimizer's step method, or set clip_gradients=False"
-            )
         self.optimizer_step = optimizer_step
         self.zero_grad = zero_gradients
         self.params = params or []
@@ -127,12 +173,13 @@ class FunctionUpdater:
         return self.params[0].device if self.params else torch.device("cpu")
 
     def apply(self, divisor: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Clip if asked to, and call the function unless a known gradient is not finite."""
-        assert divisor == 1.0, "a function's loss is not divided"
+        """Divide, clip if asked to, and call the function unless a known gradient is not finite."""
         grads = [param.grad for param in self.params if param.grad is not None]
         norm = global_norm(grads)
+        if divisor != 1.0:  # several micro-batches
+            torch._foreach_div_(grads, divisor)
         if self.clip_norm is not None:
-            clip_to_norm(grads, norm, self.clip_norm)
+            clip_to_norm(grads, norm / divisor, self.clip_norm)
         skipped = norm.mul(0.0).ne_(0.0)
         if not skipped.item():  # the function is host code, so the host decides
             self.optimizer_step()

@@ -1,8 +1,11 @@
 """`EpochResult`: what one epoch of training or validation came to."""
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from etude.core import Task
+from etude.losses import SupervisedTask
 from etude.losses.perplexity import perplexity
 
 
@@ -35,6 +38,22 @@ class EpochResult:
     """Share of the device's peak arithmetic that the model made use of."""
     data_wait: float | None = None
     """Share of the time in which steps waited for data."""
+    parts: dict[str, float] = field(default_factory=dict, hash=False)
+    """All other numbers of the epoch by name: of each task (`code/loss`), of each modality (`loss_img`) …"""
+
+    @property
+    def tasks(self) -> dict[str, dict[str, float]]:
+        """The numbers of each task, by its name; empty if there is one task only.
+
+        >>> EpochResult(0, 0.5, 1.0, 8, parts={"code/loss": 0.5, "loss_ce": 0.4}).tasks
+        {'code': {'loss': 0.5}}
+        """
+        found: dict[str, dict[str, float]] = {}
+        for name, value in self.parts.items():
+            task, slash, number = name.partition("/")
+            if slash and not task.startswith("val_"):
+                found.setdefault(task, {})[number] = value
+        return found
 
     @property
     def perplexity(self) -> float | None:
@@ -60,3 +79,47 @@ class EpochResult:
     def from_dict(cls, data: dict[str, Any]) -> "EpochResult":
         """Return the result that `to_dict` wrote."""
         return cls(**{field.name: data[field.name] for field in fields(cls) if field.name in data})
+
+
+_OWN = ("accuracy", "lr", "grad_norm_min", "grad_norm_max", "mfu", "data_wait")
+_ELSEWHERE = {
+    "loss",
+    "nll",
+    "skipped",
+    "grad_norm",
+    "samples_per_s",
+    "tokens_per_s",
+    "tokens",
+    "epoch_s",
+    "perplexity",
+}
+"""Numbers of an epoch that a result has in another form."""
+
+
+def epoch_result(
+    epoch: int,
+    logs: Mapping[str, float],
+    duration_s: float,
+    num_samples: int,
+    num_tokens: float,
+    *,
+    nll: float | None,
+) -> EpochResult:
+    """Return the result of an epoch from its numbers by name."""
+    own = {name: logs[name] for name in _OWN if name in logs}
+    return EpochResult(
+        epoch=epoch,
+        loss=logs["loss"],
+        duration_s=duration_s,
+        num_samples=num_samples,
+        num_tokens=int(num_tokens),
+        skipped=int(logs.get("skipped", 0)),
+        nll=nll,
+        parts={name: value for name, value in logs.items() if name not in _OWN and name not in _ELSEWHERE},
+        **own,
+    )
+
+
+def cross_entropy_of(task: Task, logs: Mapping[str, float]) -> float | None:
+    """Return the mean cross entropy among the numbers of an epoch; None for several tasks, or a loss without one."""
+    return task.strategy.cross_entropy(logs) if isinstance(task, SupervisedTask) else None

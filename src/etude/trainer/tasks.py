@@ -72,7 +72,7 @@ def train_weighting(optimizer: torch.optim.Optimizer, task: Task) -> None:
             name,
         )
     missing = [param for param in wanted if id(param) not in groups]
-    if missing and any("initial_lr" in group for group in optimizer.param_groups):
+    if missing and getattr(optimizer.step, "_wrapped_by_lr_sched", False):  # as torch's schedulers leave it
         raise ConfigError(
             f"the optimizer has no parameters of {name} and a torch scheduler has taken it over, so that they cannot "
             f"be added; make it with MultiTaskModel(trunk, heads, weighting).parameter_groups()"

@@ -33,14 +33,17 @@ from etude.losses import LossStrategy
 from etude.monitor import RunFolder
 from etude.optim import Schedule
 from etude.trainer.assembly import (
+    PlannedSchedule,
     TorchScheduler,
     as_config,
     blocks_to_recompute,
     curriculum_callback,
     make_optimizer,
-    make_schedule,
+    plan_schedule,
     planned_steps,
+    warn_of_loader,
 )
+from etude.trainer.callback_checks import check_callbacks, check_rates
 from etude.trainer.config import TrainerConfig
 from etude.trainer.device import configure_cuda_performance, make_deterministic, resolve_device
 from etude.trainer.feeding import make_loader
@@ -66,7 +69,7 @@ class Trainer:
         *,
         config: TrainerConfig | Mapping[str, Any] | None = None,
         optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-        scheduler: Schedule | TorchScheduler | None = None,
+        scheduler: Schedule | TorchScheduler | PlannedSchedule | None = None,
         loss: LossStrategy | nn.Module | Callable[..., Any] | None = None,
         task: Task | None = None,
         curriculum: Curriculum | Sequence[Phase] | None = None,
@@ -93,7 +96,8 @@ class Trainer:
             config: a `TrainerConfig`, or its keys as a mapping.
             optimizer: an optimizer, or a function of the parameters; AdamW by default.
             scheduler: a function of the step that gives a factor of the learning rate, or a torch scheduler
-                (stepped once per optimizer step; use the `LRSchedule` callback to step it per epoch).
+                (stepped once per optimizer step; use the `LRSchedule` callback to step it per epoch). Without one,
+                `warmup_steps`, `scheduler_type` and `use_scheduler` of the config make one as long as the run.
             loss: a `LossStrategy`, a torch loss or a function of (predictions, labels); found from the shapes of
                 the first batch if left out.
             task: replaces `loss` by full control over how model and batch become loss terms.
@@ -140,6 +144,7 @@ class Trainer:
         # A batch for some of the tasks leaves the heads of the others without gradients.
         unused = config.find_unused_parameters or isinstance(self.task, SeveralTasks)
         wrapped = wrap_data_parallel(self.model, self.optimizer, world, self.device, find_unused_parameters=unused)
+        warn_of_loader(train_loader, config)
         self.train_loader = self._loader(train_loader, training=True)
         self.val_loader = self._loader(val_loader, training=False)
         self.accumulator = GradientAccumulator(self.optimizer, config.grad_accum_steps)
@@ -162,7 +167,11 @@ class Trainer:
             metrics=config.train_metrics,
             flops=ForwardFlops(self.model, self.task.outputs if isinstance(self.task, SeveralTasks) else None),
         )
-        self.learning_rate = LearningRate(self.optimizer, make_schedule(scheduler, config, self.total_steps))
+        self._schedule = plan_schedule(scheduler, config)
+        fixed = None if isinstance(scheduler, (TorchScheduler, PlannedSchedule)) else scheduler
+        self.learning_rate = LearningRate(self.optimizer, fixed)
+        if scheduler is not None or self.total_steps is None:
+            self._follow_plan()  # what cannot be made is refused now
         listed = [*callbacks]
         if isinstance(scheduler, TorchScheduler):
             listed.append(LRSchedule(scheduler, interval="step"))
@@ -170,6 +179,9 @@ class Trainer:
             loaders = (self.train_loader, self.val_loader)
             listed.insert(0, curriculum_callback(curriculum, self.task, *loaders, self.learning_rate))
         self.callbacks = CallbackList(listed)
+        check_callbacks(self.callbacks, self.task, self.model)
+        if self._schedule is not None or fixed is not None:
+            check_rates(self.callbacks)
         self.output = Output(output_dir, overwrite=overwrite, resume=resume, world=world)
         self._display = ProgressDisplay() if progress and world.is_main else None
         if world.is_main:
@@ -200,8 +212,9 @@ class Trainer:
     def train(self, num_epochs: int | None = None) -> dict[str, float]:
         """Train to the end of the plan, from the loaded checkpoint if there is one; return the last numbers.
 
-        `num_epochs` counts from the start of the run, not from the checkpoint. After Ctrl-C the run is saved and
-        `control.reason` names the signal.
+        `num_epochs` counts from the start of the run, not from the checkpoint. It takes the place of `config.epochs`: a
+        schedule of the config is stretched to the new length. After Ctrl-C the run is saved and `control.reason` names
+        the signal.
         """
         if self.train_loader is None:
             raise ConfigError("there is nothing to train on: give the Trainer a train_loader")
@@ -210,6 +223,7 @@ class Trainer:
         control = self.callbacks.control
         control.stop, control.reason = False, ""
         config = self.config
+        self._follow_plan()
         with (
             self.output.held(self.state.clock),
             self.state.random.running(),
@@ -258,6 +272,7 @@ class Trainer:
         self._restored_metrics = {name: float(value) for name, value in checkpoint.meta.get("metrics", {}).items()}
         if keep_hyperparameters:
             for group, settings in zip(self.optimizer.param_groups, mine, strict=True):
+                group.pop("initial_lr", None)  # that of the checkpoint
                 group.update(settings)
         self._resumed = True
 
@@ -275,6 +290,16 @@ class Trainer:
     def total_steps(self) -> int | None:
         """Optimizer steps of the whole run; None if the loader has no length and max_steps is not set."""
         return planned_steps(self.config, self._num_batches())
+
+    @property
+    def _steps_per_epoch(self) -> int | None:
+        batches = self._num_batches()
+        return None if batches is None else self.accumulator.num_steps(batches, range(1))
+
+    def _follow_plan(self) -> None:
+        """Give the schedule the length of the run."""
+        if self._schedule is not None:
+            self.learning_rate.schedule = self._schedule.for_plan(self.total_steps, self._steps_per_epoch)
 
     def _num_batches(self) -> int | None:
         try:
@@ -327,8 +352,6 @@ class Trainer:
         return loop
 
     def _info(self) -> RunInfo:
-        batches = self._num_batches()
-        per_epoch = None if batches is None else self.accumulator.num_steps(batches, range(1))
         return RunInfo(
             name=self.name,
             model=self.model,
@@ -337,7 +360,7 @@ class Trainer:
             device=self.device,
             total_epochs=self.config.num_epochs,
             total_steps=self.total_steps,
-            steps_per_epoch=per_epoch,
+            steps_per_epoch=self._steps_per_epoch,
             run_dir=self.output.path,
             is_main=self.world.is_main,
             resumed=self._resumed,

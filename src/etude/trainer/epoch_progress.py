@@ -1,0 +1,108 @@
+"""A line that shows how far an epoch is, for loops that do not know how many epochs there will be."""
+
+import os
+import sys
+import time
+from collections.abc import Iterable
+from typing import TextIO
+
+from etude.callbacks import ProgressDisplay
+from etude.core import StepReport
+from etude.engine.callback import Callback, Logs, RunInfo
+
+REFRESH_S = 0.25
+
+
+def wants_progress(progress: bool | None, callbacks: Iterable[Callback]) -> bool:
+    """Return whether a line is to be shown: if asked for, or on a terminal where no display is among the callbacks."""
+    if progress is not None:
+        return progress
+    return _is_terminal(sys.stdout) and not any(isinstance(one, ProgressDisplay) for one in callbacks)
+
+
+class ProgressLine:
+    """Shows a label, a count and a few numbers: redrawn in place on a terminal, once at the end elsewhere."""
+
+    def __init__(self, progress: bool | None = None, stream: TextIO | None = None) -> None:
+        """`progress` True writes a line of every epoch also where the output is not a terminal."""
+        self._given = stream
+        self._writes_always = bool(progress)
+        self._label = self._words = ""
+        self._total: int | None = None
+        self._count = 0
+        self._began = self._due = 0.0
+
+    def begin(self, label: str, total: int | None) -> None:
+        """Begin a new line of `total` steps; None if that is not known."""
+        self._label, self._total, self._count, self._words = label, total, 0, ""
+        self._began = time.perf_counter()
+        self._due = self._began + REFRESH_S
+
+    def advance(self) -> None:
+        """Count one step, and draw if it is time."""
+        self._count += 1
+        if (now := time.perf_counter()) >= self._due:
+            self._due = now + REFRESH_S
+            self._draw("\r")
+
+    def show(self, numbers: Logs) -> None:
+        """Take numbers that have been read anyway."""
+        names = ("loss", "accuracy", "lr")
+        self._words = "".join(f"  {name} {numbers[name]:.4g}" for name in names if name in numbers)
+
+    def end(self) -> None:
+        """Draw the line a last time and leave it."""
+        self._draw("\n")
+
+    def _draw(self, end: str) -> None:
+        stream = self._given if self._given is not None else sys.stdout
+        terminal = _is_terminal(stream)
+        if not terminal and (end == "\r" or not self._writes_always):
+            return
+        total = "" if self._total is None else f"/{self._total}"
+        seconds = time.perf_counter() - self._began
+        text = f"{self._label}  {self._count}{total}{self._words}  {seconds:.1f} s"
+        erase = "\r\x1b[2K" if terminal else ""
+        try:
+            stream.write(erase + text + ("" if end == "\r" else end))
+            stream.flush()
+        except (OSError, ValueError):  # a closed pipe costs the line, not the run
+            pass
+
+
+class EpochProgress(Callback):
+    """Shows the epoch under way by a `ProgressLine`."""
+
+    def __init__(self, progress: bool | None = None, stream: TextIO | None = None) -> None:
+        super().__init__()
+        self._line = ProgressLine(progress, stream)
+        self._total: int | None = None
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        """Learn how many steps an epoch has."""
+        self._total = run.steps_per_epoch
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Begin a line."""
+        self._line.begin(f"epoch {epoch + 1}", self._total)
+
+    def on_step_end(self, report: StepReport) -> None:  # noqa: ARG002 - hook signature
+        """Count."""
+        self._line.advance()
+
+    def on_log(self, record: Logs) -> None:
+        """Take the numbers of a log point."""
+        self._line.show(record)
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:  # noqa: ARG002 - hook signature
+        """Leave the line with the numbers of the epoch."""
+        self._line.show(logs)
+        self._line.end()
+
+    def on_exception(self, error: BaseException) -> None:  # noqa: ARG002 - hook signature
+        """Leave the line as it is."""
+        self._line.end()
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,176 @@
+"""Validation by epochs, for people who write the outer loop themselves."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from etude.callbacks import CurriculumCallback, FindNonfinite, LRSchedule
+from etude.core import Batch, CheckpointError, Clock, ConfigError, Control, Task
+from etude.core.calling import unwrap
+from etude.core.tokens import count_tokens, token_ids
+from etude.distributed import World
+from etude.engine.callback import Callback, CallbackList, RunInfo
+from etude.engine.evaluation import evaluate
+from etude.engine.precision import Precision
+from etude.losses import LossStrategy, SupervisedTask, as_strategy
+from etude.trainer.callback_checks import check_callbacks, implements
+from etude.trainer.config import TrainerConfig
+from etude.trainer.device import resolve_device
+from etude.trainer.epoch_progress import ProgressLine, wants_progress
+from etude.trainer.feeding import make_loader
+from etude.trainer.results import EpochResult, cross_entropy_of, epoch_result
+
+
+class ValidationLoop:
+    """Evaluation by epochs: eval mode, no gradients.
+
+    Callbacks receive the numbers by `on_validation_end` and `on_epoch_end` (`val_loss` …), so that `EarlyStopping` and
+    `ModelCheckpoint` act here; those that look at training steps are refused. `should_stop` says whether one of them
+    asked to stop. `on_train_end` comes with `finish()`, or at the end of a `with` block.
+    """
+
+    def __init__(
+        self,
+        loss_strategy: LossStrategy | nn.Module | Callable[..., Any] | None = None,
+        *,
+        task: Task | None = None,
+        callbacks: Iterable[Callback] = (),
+        use_amp: bool = False,
+        device: str = "cpu",
+        progress: bool | None = None,
+    ) -> None:
+        """Set what every epoch has in common; `progress` shows a line for it, by default on a terminal only."""
+        if loss_strategy is not None and task is not None:
+            raise ConfigError("loss_strategy and task both say what is measured; keep one of them")
+        self.task: Task = task if task is not None else SupervisedTask(as_strategy(loss_strategy))
+        self.device = resolve_device(device)
+        self.precision = Precision("bf16" if use_amp else "fp32", self.device)
+        self.callbacks = tuple(callbacks)
+        _check_watchers(self.callbacks)
+        self.control = Control()
+        self.clock = Clock()
+        self._line = ProgressLine(progress) if wants_progress(progress, self.callbacks) else None
+        self._measures: nn.Module | None = None
+        self._logs: dict[str, float] = {}
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a callback asked to stop; the reason is in `control.reason`."""
+        return self.control.stop
+
+    def validate_epoch(self, model: nn.Module, dataloader: Any, epoch: int = 0) -> EpochResult:
+        """Return the numbers of one pass over the loader."""
+        model.to(self.device)
+        loader = make_loader(dataloader, TrainerConfig(), self.device, World(), training=False)
+        counting = _Counting(loader, self._line, f"validation {epoch + 1}")
+        callbacks = self._listed()
+        check_callbacks(callbacks, self.task, model)
+        self.control.stop, self.control.reason = False, ""
+        self.clock.epoch = epoch
+        start = time.perf_counter()
+        try:
+            self._begin(callbacks, model)
+            callbacks.on_validation_begin(epoch)
+            logs = evaluate(model, self.task, counting, precision=self.precision)
+            self._logs = {f"val_{name}": value for name, value in logs.items()}
+            callbacks.on_validation_end(epoch, self._logs)
+            callbacks.on_epoch_end(epoch, self._logs)
+        except BaseException as error:
+            self._measures = None
+            callbacks.on_exception(error)
+            raise
+        duration_s = time.perf_counter() - start
+        nll = cross_entropy_of(self.task, logs)
+        return epoch_result(epoch, logs, duration_s, counting.samples, float(counting.tokens), nll=nll)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the clock and the state of the callbacks."""
+        return {"clock": self.clock.state_dict(), "callbacks": self._listed().state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        if missing := [key for key in ("clock", "callbacks") if key not in state]:
+            raise CheckpointError(f"this is not the state of a ValidationLoop: it has no {', '.join(missing)}")
+        self.clock.load_state_dict(state["clock"])
+        self._listed().load_state_dict(state["callbacks"])
+
+    def finish(self) -> None:
+        """End the run: callbacks close their files and warn."""
+        if self._measures is not None:
+            self._measures = None
+            self._listed().on_train_end(self._logs)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+
+    def _listed(self) -> CallbackList:
+        return CallbackList(self.callbacks, self.control)
+
+    def _begin(self, callbacks: CallbackList, model: nn.Module) -> None:
+        """Call `on_train_begin` if this model is a new one. The clock's step counts validations."""
+        if self._measures is not unwrap(model):
+            self._measures = unwrap(model)
+            info = RunInfo("validate", model, None, self.clock, self.device, None, None, None, None)
+            info.resumed = self.clock.step > 0
+            callbacks.on_train_begin(info)
+        self.clock.step += 1
+
+
+def _check_watchers(callbacks: Iterable[Callback]) -> None:
+    """Raise ConfigError for callbacks that act in training steps, of which there are none here."""
+    for callback in callbacks:
+        steps = isinstance(callback, (CurriculumCallback, FindNonfinite)) or (
+            isinstance(callback, LRSchedule) and callback.interval == "step"
+        )
+        if steps or implements(callback, "on_gradients") or implements(callback, "on_task_gradients"):
+            raise ConfigError(
+                f"{type(callback).__name__} acts in training steps, and validation has none; give it to TrainingLoop"
+            )
+
+
+class _Counting:
+    """A loader that remembers how many samples and tokens its last epoch had, and shows how far it is."""
+
+    def __init__(self, loader: Any, line: ProgressLine | None, label: str) -> None:
+        self.loader = loader
+        self.batches: Any = None
+        self.tokens: Tensor | int = 0
+        self._line = line
+        self._label = label
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def iterate(self, epoch: int, position: int = 0) -> Any:
+        self.batches = self.loader.iterate(epoch, position)
+        self.tokens = 0
+        return self._counted()
+
+    def _counted(self) -> Iterator[Batch]:
+        line = self._line
+        if line is not None:
+            try:
+                line.begin(self._label, len(self.loader))
+            except TypeError:
+                line.begin(self._label, None)
+        try:
+            for batch in self.batches:
+                if (ids := token_ids(batch)) is not None:
+                    self.tokens = self.tokens + count_tokens(batch, ids)
+                yield batch
+                if line is not None:
+                    line.advance()
+        finally:
+            self.batches.close()
+            if line is not None:
+                line.end()
+
+    @property
+    def samples(self) -> int:
+        return int(self.batches.position)

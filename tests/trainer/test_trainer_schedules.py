@@ -1,0 +1,254 @@
+"""Learning rates through every door: the rate of a step is that of its number, whoever counts the epochs."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from etude import BasicTrainingLoop, Callback, DataLoader, Trainer, TrainingLoop
+from etude.core import ConfigError
+from etude.optim import SGD, AdamW, cosine, warmup_cosine
+
+
+def data(samples=48):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 4, generator=generator)
+    return x, (x.sum(1) > 0).long()
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+class Rates(Callback):
+    """Remembers the rate of every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_step_end(self, report):
+        self.seen.append(report.lr)
+
+
+def schedules(total):
+    return {
+        "warmup_cosine": warmup_cosine(total, total // 4),
+        "halving": lambda step: 0.5 ** (step // 3),
+    }
+
+
+# ------------------------------------------------------------------ loops by epoch
+
+
+@pytest.mark.parametrize("kind", ["warmup_cosine", "halving"])
+@pytest.mark.parametrize("loops", ["one", "one each epoch"])
+@pytest.mark.parametrize("tensor", [False, True])
+def test_epoch_by_epoch_the_rate_is_base_times_the_factor_of_the_step(kind, loops, tensor):
+    """Not of the rate that the epoch before ended with: factors do not compound."""
+    one, loader, rates = model(), DataLoader(*data(), 8), Rates()
+    schedule = schedules(30)[kind]
+    optimizer = torch.optim.AdamW(one.parameters(), lr=torch.tensor(0.5) if tensor else 0.5, foreach=False)
+    ends, loop = [], TrainingLoop(callbacks=[rates])
+    for epoch in range(5):
+        if loops == "one each epoch" and epoch:
+            loop, state = TrainingLoop(callbacks=[rates]), loop.state_dict()
+            loop.load_state_dict(state)
+        ends.append(loop.train_epoch(one, loader, optimizer, schedule, epoch).lr)
+    assert rates.seen == pytest.approx([0.5 * schedule(step) for step in range(30)])
+    assert ends == pytest.approx([0.5 * schedule(step) for step in range(5, 30, 6)])
+
+
+def test_a_second_fit_begins_from_the_base_rate():
+    one, rates = model(), Rates()
+    optimizer = SGD(one.parameters(), lr=0.5)
+    loop = BasicTrainingLoop(one, optimizer, cosine(18), callbacks=[rates], config={"batch_size": 8}, progress=False)
+    loop.fit(data(), epochs=3)
+    assert optimizer.get_lr() < 0.01
+    loop.fit(data(), epochs=3)
+    assert rates.seen == pytest.approx(2 * [0.5 * cosine(18)(step) for step in range(18)])
+
+
+def test_the_schedule_goes_on_in_a_new_process_bit_for_bit():
+    def run(stop_after):
+        one, loader = model(), DataLoader(*data(), 8)
+        one.insert(1, nn.Dropout(0.3))
+        optimizer, loop = AdamW(one.parameters(), lr=0.05), TrainingLoop(seed=3)
+        torch.manual_seed(1)
+        saved = None
+        for epoch in range(4):
+            loop.train_epoch(one, loader, optimizer, warmup_cosine(24, 6), epoch)
+            if epoch + 1 == stop_after:
+                saved = copy.deepcopy((one.state_dict(), optimizer.state_dict(), loop.state_dict()))
+        return one, saved
+
+    straight, saved = run(stop_after=2)
+    other, loop = model(), TrainingLoop(seed=3)
+    other.insert(1, nn.Dropout(0.3))
+    optimizer = AdamW(other.parameters(), lr=0.05)
+    torch.rand(7)
+    other.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    loop.load_state_dict(saved[2])
+    for epoch in (2, 3):
+        loop.train_epoch(other, DataLoader(*data(), 8), optimizer, warmup_cosine(24, 6), epoch)
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), other.parameters(), strict=True))
+    assert (loop.clock.step, loop.clock.samples) == (24, 192)
+
+
+# ------------------------------------------------------------------ Trainer
+
+
+def trainer(config, rates=None, optimizer=None, **more):
+    callbacks = [rates] if rates is not None else []
+    settings = {"batch_size": 8, "learning_rate": 0.5, **config}
+    return Trainer(model(), data(), config=settings, optimizer=optimizer, callbacks=callbacks, progress=False, **more)
+
+
+def test_training_on_takes_the_base_rate_not_the_present_one():
+    rates = Rates()
+    one = trainer({"warmup_steps": 3, "epochs": 2}, rates)
+    one.train()
+    one.train(num_epochs=4)
+    expected = [warmup_cosine(12, 3)(step) for step in range(12)] + [warmup_cosine(24, 3)(s) for s in range(12, 24)]
+    assert rates.seen == pytest.approx([0.5 * factor for factor in expected])
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_base_rate_after_loading_is_that_of_the_checkpoint_or_of_the_config(tmp_path, keep):
+    schedule = warmup_cosine(24, 3)
+    one = trainer({"epochs": 2}, scheduler=schedule, output_dir=tmp_path / "run")
+    one.train()
+    rates = Rates()
+    other = trainer({"epochs": 4, "learning_rate": 0.125}, rates, scheduler=schedule)
+    other.load_checkpoint(tmp_path / "run", keep_hyperparameters=keep)
+    other.train()
+    base = 0.125 if keep else 0.5
+    assert rates.seen == pytest.approx([base * schedule(step) for step in range(12, 24)])
+
+
+# ------------------------------------------------------------------ as long as the run
+
+
+def factors(schedule, total):
+    return [0.5 * schedule(step) for step in range(total)]
+
+
+@pytest.mark.parametrize("num_epochs", [1, 3, 5, 10])
+@pytest.mark.parametrize(
+    ("config", "schedule"),
+    [
+        ({"warmup_steps": 3}, lambda total: warmup_cosine(total, 3)),
+        ({"use_scheduler": True, "scheduler_type": "cosine"}, lambda total: cosine(total)),
+        ({"scheduler_type": "linear"}, lambda total: lambda step: 1 - step / total),
+    ],
+)
+@pytest.mark.parametrize("door", ["train", "fit"])
+def test_a_schedule_of_the_config_is_as_long_as_the_run(door, config, schedule, num_epochs):
+    """`train(num_epochs=N)` and `fit(epochs=N)` take the place of the config's epochs, for the schedule too."""
+    rates, settings = Rates(), {"epochs": 5, "batch_size": 8, "learning_rate": 0.5, **config}
+    if door == "train":
+        trainer(settings, rates).train(num_epochs=num_epochs)
+    else:
+        BasicTrainingLoop(model(), callbacks=[rates], config=settings, progress=False).fit(data(), epochs=num_epochs)
+    assert rates.seen == pytest.approx(factors(schedule(6 * num_epochs), 6 * num_epochs))
+
+
+def test_the_schedule_of_a_file_stretches_too(tmp_path):
+    from etude.experiment import build_trainer, load_config
+
+    (tmp_path / "parts.py").write_text(
+        "import torch\nfrom etude.config import register\nfrom etude.data import DataSplits\n\n\n"
+        "@register('data', 'of_this_test')\ndef made() -> DataSplits:\n"
+        "    return DataSplits(train=(torch.randn(48, 4), torch.arange(48) % 2))\n"
+    )
+    (tmp_path / "one.yaml").write_text(
+        "imports: [parts.py]\nmodel: {name: mlp, in_features: 4, hidden: [8], out_features: 2}\ndata: of_this_test\n"
+        "optimizer: {name: sgd, lr: 0.5}\n"
+        "scheduler: {name: warmup, warmup_steps: 3, schedule: {name: cosine, min_lr_ratio: 0.1}}\n"
+        "training: {epochs: 2, batch_size: 8}\n"
+    )
+    rates = Rates()
+    one = build_trainer(load_config(tmp_path / "one.yaml"), progress=False)
+    one.callbacks.append(rates)
+    one.train(num_epochs=4)
+    assert rates.seen == pytest.approx(factors(warmup_cosine(24, 3), 24))
+
+
+def test_resumed_with_the_same_plan_is_the_same_run_and_with_another_plan_that_one(tmp_path):
+    config = {"epochs": 2, "warmup_steps": 3, "save_every_steps": 9}
+    straight = trainer(config, output_dir=tmp_path / "run")
+    straight.train(num_epochs=4)
+    for num_epochs, same in ((4, True), (6, False)):
+        rates = Rates()
+        again = trainer(config, rates)
+        again.load_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000009")
+        again.train(num_epochs=num_epochs)
+        pairs = zip(straight.model.parameters(), again.model.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs) == same
+        assert rates.seen == pytest.approx(factors(warmup_cosine(6 * num_epochs, 3), 6 * num_epochs)[9:])
+
+
+def test_a_warmup_longer_than_the_run_is_shortened_with_one_warning(caplog):
+    rates = Rates()
+    trainer({"warmup_steps": 2000, "epochs": 1}, rates).train(num_epochs=5)
+    assert rates.seen == pytest.approx(factors(warmup_cosine(30, 3), 30))
+    assert [record.message for record in caplog.records if "warmup_steps is 2000" in record.message] == [
+        record.message for record in caplog.records
+    ]
+    assert len(caplog.records) == 1
+
+
+# ------------------------------------------------------------------ the keys of the config
+
+
+@pytest.mark.parametrize(
+    ("config", "schedule"),
+    [
+        ({}, None),
+        ({"use_scheduler": True}, warmup_cosine(30, 3)),
+        ({"use_scheduler": True, "warmup_steps": 5}, warmup_cosine(30, 5)),
+        ({"use_scheduler": True, "scheduler_type": "cosine_annealing"}, cosine(30)),
+        ({"use_scheduler": False, "scheduler_type": "cosine", "warmup_steps": 5}, None),
+        ({"scheduler_type": "inverse_sqrt", "warmup_steps": 5}, lambda s: s / 5 if s < 5 else (5 / s) ** 0.5),
+    ],
+)
+def test_keys_of_a_schedule_mean_the_same_in_python_and_in_a_file(config, schedule, tmp_path):
+    from etude.experiment import load_config
+
+    expected = [0.5] * 30 if schedule is None else factors(schedule, 30)
+    (tmp_path / "one.yaml").write_text(json.dumps({"training": {**config, "learning_rate": 0.5, "epochs": 5}}))
+    loaded = load_config(tmp_path / "one.yaml").training
+    for settings in ({**config, "epochs": 5}, {**loaded.model_dump(), "batch_size": 8}):
+        rates = Rates()
+        trainer(settings, rates).train()
+        assert rates.seen == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"scheduler_type": "nonsense"}, "nonsense.*known: "),
+        ({"scheduler_type": "cosin"}, "cosin.*did you mean 'cosine'"),
+        ({"scheduler_type": "step"}, "step_size"),
+        ({"scheduler_type": "cosine", "warmup_steps": 3}, "warmup_steps"),
+    ],
+)
+def test_a_schedule_that_cannot_be_made_is_refused_when_the_trainer_is(config, words):
+    with pytest.raises(ConfigError, match=words) as refused:
+        trainer({"use_scheduler": True, **config})
+    assert "\n" not in str(refused.value)
+
+
+def test_a_scheduler_beside_use_scheduler_false_is_refused():
+    with pytest.raises(ConfigError, match="use_scheduler is false"):
+        trainer({"use_scheduler": False}, scheduler=cosine(9))
+
+
+def test_a_schedule_without_an_end_is_refused_when_the_trainer_is_made():
+    batches = ((x, y) for x, y in [data()])
+    with pytest.raises(ConfigError, match=r"total_steps|end"):
+        Trainer(model(), lambda: batches, config={"warmup_steps": 3}, progress=False)
