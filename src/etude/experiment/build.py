@@ -12,6 +12,7 @@ from etude.core.random import set_seed
 from etude.data import DataLoader, DataLoaderFactory, DataSplits, StreamLoader
 from etude.data.splits import SplitName
 from etude.distributed import World
+from etude.engine.recovery import explain_out_of_memory_of_model
 from etude.experiment.config import ExperimentConfig
 from etude.experiment.dialects import MOVED_KEYS
 from etude.experiment.tasks import build_curriculum, build_tasks, own_data, with_own_data
@@ -109,7 +110,8 @@ def build_trainer(
     _check_vocabulary(config, selection, vocab_size)
     told = {"vocab_size": vocab_size, "n_types": data.splits.num_types}
     set_seed(training.seed)
-    model = _build(config, "model", selection, **{key: value for key, value in told.items() if value is not None})
+    with explain_out_of_memory_of_model(torch.device("cpu")):
+        model = _build(config, "model", selection, **{key: value for key, value in told.items() if value is not None})
     train_loader = data.loader("train")
     if train_loader is None:
         raise DataError(f"{data.place}: there is no train split (there are: {', '.join(data.names) or 'none'})")

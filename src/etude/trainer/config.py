@@ -109,6 +109,8 @@ class TrainerConfig(SectionModel):
     """Steps between log records; the host reads the device only then."""
     validate_interval: CountFrom0 = 1
     """Epochs between validations; 0 leaves only the one at the end."""
+    sanity_val_batches: CountFrom0 = 2
+    """Validation batches that are tried before the first step, to find what does not fit; 0 tries none."""
     validate_every_steps: Count | None = None
     """Also validate after every so many steps."""
     save_checkpoints: bool = True

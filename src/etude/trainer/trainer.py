@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from etude.callbacks import LRSchedule, ProgressDisplay, RunRecorder
 from etude.checkpoint import locate_checkpoint, read_checkpoint
-from etude.core import Clock, ConfigError, Loader, Task
+from etude.core import Clock, ConfigError, DataError, Loader, Task
 from etude.core.terms import SeveralTasks
 from etude.curriculum import Curriculum, Phase
 from etude.distributed import World, join_world, wrap_data_parallel
@@ -23,7 +24,12 @@ from etude.engine.ledger import Ledger
 from etude.engine.loop import Loop, Plan
 from etude.engine.precision import Precision
 from etude.engine.recompute import recompute_activations, repeated_blocks
-from etude.engine.recovery import explain_out_of_memory, explain_single_sample
+from etude.engine.recovery import (
+    explain_out_of_memory,
+    explain_out_of_memory_in_validation,
+    explain_out_of_memory_of_model,
+    explain_single_sample,
+)
 from etude.engine.saving import Saver
 from etude.engine.schedule import LearningRate
 from etude.engine.state import TrainState
@@ -49,6 +55,7 @@ from etude.trainer.device import configure_cuda_performance, make_deterministic,
 from etude.trainer.feeding import make_loader
 from etude.trainer.meaningful import Modalities, check_vocabulary, make_task, vocabulary_of
 from etude.trainer.output import Output
+from etude.trainer.sanity_check import check_validation
 from etude.trainer.tasks import check_meeting, join_weighting, train_weighting
 
 logger = logging.getLogger("etude")
@@ -134,16 +141,19 @@ class Trainer:
         self.name = name
         self.task = make_task(loss, task, config.meaningful_loss, modalities, type(self), (train_loader, val_loader))
         join_weighting(model, self.task)
-        self.model = model.to(self.device)
-        if config.activation_checkpointing is not False:
-            recompute_activations(self.model, **blocks_to_recompute(config.activation_checkpointing))
-        if config.compile_model:
-            self.model.compile()  # in place: names of parameters stay as they are
-        self.optimizer = make_optimizer(optimizer, self.model, config)
-        train_weighting(self.optimizer, self.task)
         # A batch for some of the tasks leaves the heads of the others without gradients.
         unused = config.find_unused_parameters or isinstance(self.task, SeveralTasks)
-        wrapped = wrap_data_parallel(self.model, self.optimizer, world, self.device, find_unused_parameters=unused)
+        with explain_out_of_memory_of_model(self.device):
+            self.model = model.to(self.device)
+            if config.activation_checkpointing is not False:
+                recompute_activations(self.model, **blocks_to_recompute(config.activation_checkpointing))
+            if config.compile_model:
+                self.model.compile()  # in place: names of parameters stay as they are
+            self.optimizer = make_optimizer(optimizer, self.model, config)
+            train_weighting(self.optimizer, self.task)
+            wrapped = wrap_data_parallel(
+                self.model, self.optimizer, world, self.device, find_unused_parameters=unused
+            )
         warn_of_loader(train_loader, config)
         self.train_loader = self._loader(train_loader, training=True)
         self.val_loader = self._loader(val_loader, training=False)
@@ -241,6 +251,7 @@ class Trainer:
             self.model.train()
             try:
                 self.callbacks.on_train_begin(self._info())
+                self._try_validation()
                 result = loop.run()
                 self.callbacks.on_train_end(result)
             except BaseException as error:
@@ -254,7 +265,8 @@ class Trainer:
         source = self.val_loader if loader is None else self._loader(loader, training=False)
         if source is None:
             raise ConfigError("there is nothing to evaluate on: give a loader")
-        return evaluate(self.model, self.task, source, precision=self.precision, world=self.world)
+        with self._explain_memory_in_validation():
+            return evaluate(self.model, self.task, source, precision=self.precision, world=self.world)
 
     def load_checkpoint(self, path: str | Path, *, keep_hyperparameters: bool = False) -> None:
         """Restore a checkpoint folder, or the newest intact checkpoint of a run folder; `train` goes on from it.
@@ -310,7 +322,10 @@ class Trainer:
     def _loader(self, source: Any, *, training: bool) -> Loader | None:
         if source is None:
             return None
-        return make_loader(source, self.config, self.device, self.world, training=training)
+        try:
+            return make_loader(source, self.config, self.device, self.world, training=training)
+        except (ConfigError, DataError) as error:
+            raise type(error)(f"the {'training' if training else 'validation'} data: {error}") from error
 
     def _saver(self, *, resumed: Mapping[str, float] | None = None) -> Saver | None:
         manager = self.output.manager(self.config.keep_best)
@@ -321,6 +336,22 @@ class Trainer:
     def _is_saved(self) -> bool:
         """Whether the state is, unchanged, that of a checkpoint in the run folder."""
         return self._restored_from is not None and self.output.holds(self._restored_from)
+
+    def _try_validation(self) -> None:
+        if self.val_loader is not None and self.config.sanity_val_batches:
+            check_validation(
+                self.model,
+                self.task,
+                self.val_loader,
+                self.config.sanity_val_batches,
+                precision=self.precision,
+                world=self.world,
+                explain=self._explain_memory_in_validation(),
+            )
+
+    def _explain_memory_in_validation(self) -> AbstractContextManager[None]:
+        size, precision = self.config.batch_size, self.precision.name
+        return explain_out_of_memory_in_validation(batch_size=size, precision=precision, device=self.device)
 
     def _loop(self, interrupts: Interrupts) -> Loop:
         assert self.train_loader is not None

@@ -14,6 +14,7 @@ from etude.distributed import World
 from etude.engine.callback import Callback, CallbackList, RunInfo
 from etude.engine.evaluation import evaluate
 from etude.engine.precision import Precision
+from etude.engine.recovery import explain_out_of_memory_in_validation
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
 from etude.trainer.callback_checks import check_callbacks, implements
 from etude.trainer.config import TrainerConfig
@@ -73,7 +74,10 @@ class ValidationLoop:
         try:
             self._begin(callbacks, model)
             callbacks.on_validation_begin(epoch)
-            logs = evaluate(model, self.task, counting, precision=self.precision)
+            with explain_out_of_memory_in_validation(
+                batch_size=None, precision=self.precision.name, device=self.device
+            ):
+                logs = evaluate(model, self.task, counting, precision=self.precision)
             self._logs = {f"val_{name}": value for name, value in logs.items()}
             callbacks.on_validation_end(epoch, self._logs)
             callbacks.on_epoch_end(epoch, self._logs)

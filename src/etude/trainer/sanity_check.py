@@ -1,0 +1,208 @@
+"""Trying validation before the first step: a validation set that does not fit is found at once, not after an epoch.
+
+Nothing of the run is changed by it: random numbers, buffers, modes, metrics and the loss's choices are as they were, so
+that a run with and without this check ends with the same bytes.
+"""
+
+import copy
+import io
+import math
+import pickle
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset
+
+from etude.core import Batch, ConfigError, DataError, EtudeError, Loader, Task, TrainingError
+from etude.core.calling import unwrap
+from etude.core.random import aside
+from etude.core.terms import Measures, SeveralTasks, derive
+from etude.data.foreign import ForeignLoader
+from etude.distributed import World, is_empty
+from etude.engine.buffers import BufferGuard
+from etude.engine.evaluation import eval_mode
+from etude.engine.precision import Precision
+from etude.losses import LossStrategy
+from etude.metrics import Meter
+from etude.trainer.feeding import DeviceLoader
+
+_SMALL = 1 << 20
+
+
+def check_validation(
+    model: nn.Module,
+    task: Task,
+    loader: Loader,
+    num_batches: int,
+    *,
+    precision: Precision,
+    world: World,
+    explain: AbstractContextManager[None],
+) -> None:
+    """Evaluate the first `num_batches` batches and forget the result; raise DataError if they do not fit.
+
+    Left out where trying could change the run: a loader that may be read only once, a model whose first batch shapes
+    its layers, a task that cannot be copied. With several ranks each tries its own share, and all of them fail if one
+    does. `explain` is a context that explains errors, such as memory that runs out.
+    """
+    source, model = repeatable(loader), unwrap(model)
+    if source is None or any(is_lazy(one) for one in (*model.parameters(), *model.buffers())):
+        return
+    with ExitStack() as stack:
+        try:
+            trial, modules = copy_apart(task)
+        except Exception:  # code of any kind: what cannot be copied is left alone
+            return
+        for one in (model, *modules):
+            stack.enter_context(_unchanged_buffers(one))
+
+        def attempt() -> None:
+            with _explained(), explain:
+                _try(model, trial, source, num_batches, precision, world)
+
+        world.attempt(attempt)
+
+
+def _try(model: nn.Module, task: Task, loader: Loader, num_batches: int, precision: Precision, world: World) -> None:
+    batches = loader.iterate(epoch=0)
+    sums: dict[str, Tensor | float] = {}
+    counts: dict[str, Tensor | float] = {}
+    try:
+        with eval_mode(model), torch.no_grad(), aside(0), _eagerly():
+            if isinstance(task, Measures):
+                task.start_measuring()
+            for batch in _first(batches, num_batches):
+                with precision.autocast():
+                    terms = task(model, batch, metrics=True)
+                for name, term in terms.items():
+                    sums[name] = sums.get(name, 0.0) + term.sum
+                    counts[name] = counts.get(name, 0.0) + term.count
+            if not sums and world.size == 1 and not isinstance(task, SeveralTasks):
+                raise DataError("the validation loader gave no batch: its data is empty, or drop_last dropped it all")
+            derive(task, {name: float(sums[name]) / (float(counts[name]) or math.nan) for name in sums})
+            if isinstance(task, Measures):
+                task.measured(lambda found: found)
+    finally:
+        batches.close()
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Let any error be one of etude, so that all ranks fail together, and say where it comes from."""
+    place = "in validation, tried before the first step"
+    try:
+        yield
+    except (ConfigError, DataError, TrainingError) as error:
+        raise type(error)(f"{place}: {error}") from error
+    except EtudeError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split()) or "no message"
+        raise DataError(f"{place}: {type(error).__name__}: {text}") from error
+
+
+def _first(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
+    return islice((batch for batch in batches if not is_empty(batch)), count)
+
+
+def repeatable(loader: Loader) -> Loader | None:
+    """Return a loader whose first batches may be read without the run noticing; None if there is no such loader.
+
+    Loaders of etude give the same batches every time. Of others that is known of lists and of torch's DataLoader over
+    a dataset with indices; persistent workers, which would remember, are replaced by others for this time.
+    """
+    inner = loader.loader if isinstance(loader, DeviceLoader) else loader
+    if not isinstance(inner, ForeignLoader):
+        return loader
+    source = inner.source
+    if isinstance(source, Sequence):
+        return loader
+    if not isinstance(source, TorchDataLoader) or isinstance(source.dataset, IterableDataset):
+        return None
+    if any(isinstance(one, Iterator) for one in (source.sampler, source.batch_sampler)):
+        return None
+    if not source.persistent_workers:
+        return loader
+    other, plain = copy.copy(inner), copy.copy(source)
+    vars(plain).update(persistent_workers=False, _iterator=None)
+    other.source = plain
+    return DeviceLoader(other, loader.device) if isinstance(loader, DeviceLoader) else other
+
+
+# ------------------------------------------------------------------------------------------------ leaving no trace
+
+
+@contextmanager
+def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Give the buffers that a checkpoint holds their values back afterwards; others are caches."""
+    guard = BufferGuard(model)
+    guard.remember()
+    try:
+        yield
+    finally:
+        device = next((buffer.device for buffer in model.buffers()), None)
+        guard.put_back(torch.ones((), device=device))
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Run compiled models as they are written: what is compiled here would be compiled for shapes of validation."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def copy_apart(task: Task) -> tuple[Task, list[nn.Module]]:
+    """Return a copy of a task that shares nothing it may change, and the modules it does share.
+
+    Copied are the task, losses, metrics, and the containers and small tensors in them. Modules, functions, large
+    tensors and objects of other kinds are shared.
+    """
+    shared: list[Any] = []
+    buffer = io.BytesIO()
+    _Apart(buffer, shared, task).dump(task)
+    buffer.seek(0)
+    return _Joined(buffer, shared).load(), [one for one in shared if isinstance(one, nn.Module)]
+
+
+class _Apart(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, shared: list[Any], root: Any) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._shared, self._root = shared, root
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if _is_copied(obj) or (obj is self._root and not isinstance(obj, nn.Module)):
+            return None
+        if id(obj) not in self._places:
+            self._places[id(obj)] = len(self._shared)
+            self._shared.append(_small_copy(obj))
+        return self._places[id(obj)]
+
+
+class _Joined(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, shared: list[Any]) -> None:
+        super().__init__(file)
+        self._shared = shared
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._shared[pid]
+
+
+def _is_copied(obj: Any) -> bool:
+    if isinstance(obj, (nn.Module, Tensor, type)):
+        return False
+    plain = type(obj) in (dict, list, tuple, set, frozenset, str, bytes, int, float, bool, type(None))
+    home = type(obj).__module__.partition(".")[0]
+    return plain or home in ("etude", "collections") or isinstance(obj, (LossStrategy, Meter))
+
+
+def _small_copy(obj: Any) -> Any:
+    if isinstance(obj, Tensor) and not obj.requires_grad and obj.numel() <= _SMALL:
+        return obj.clone()
+    return obj.copy() if isinstance(obj, np.ndarray) and obj.size <= _SMALL else obj
