@@ -1,13 +1,18 @@
 """One CSV row per epoch."""
 
 import itertools
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from etude.callbacks.paths import resolve
+from etude.checkpoint import check_kind, record_of
 from etude.config.registry import register
 from etude.core import RunFolderError
 from etude.engine.callback import Callback, Logs, RunInfo
 from etude.monitor.sinks import CsvSink, count_rows, rewrite_csv
+
+_STATE = record_of("CSVLogger", {"rows": Annotated[int, Ge(0)] | None})
 
 
 @register("callback", "csv_logger")
@@ -58,6 +63,7 @@ class CSVLogger(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after that many rows."""
+        check_kind(_STATE, state, "state")
         self._close()
         self._rows = state["rows"]
 

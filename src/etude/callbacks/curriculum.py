@@ -7,12 +7,18 @@ from typing import Any
 
 from etude.callbacks.lr_schedule import LRSchedule
 from etude.callbacks.monitored import with_other_names
+from etude.checkpoint import check_kind, record_of
 from etude.core import Clock, ConfigError, EtudeError
 from etude.core.loader import ChoosesStreams
 from etude.core.terms import SwitchesTasks
 from etude.curriculum import Curriculum, CurriculumState, Phase
 from etude.engine.callback import Callback, Logs, RunInfo
 from etude.engine.schedule import LearningRate
+
+_STATE = record_of(
+    "Curriculum",
+    {"begun": list[dict[str, Any]], "epoch": int, "step": int, "measured": dict[str, float]},
+)
 
 
 class CurriculumCallback(Callback):
@@ -96,6 +102,7 @@ class CurriculumCallback(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`, and put in force what was."""
+        check_kind(_STATE, state, "state")
         self.state = CurriculumState.from_dict(state)
         self._moment, self._measured = (state["epoch"], state["step"]), dict(state["measured"])
         if self.state.begun:

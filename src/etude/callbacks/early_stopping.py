@@ -6,9 +6,12 @@ from typing import Annotated, Any
 from annotated_types import Ge
 
 from etude.callbacks.monitored import Mode, Monitored
+from etude.checkpoint import check_kind, record_of
 from etude.config.registry import register
 from etude.core import ConfigError
 from etude.engine.callback import Callback, Logs, RunInfo
+
+_STATE = record_of("EarlyStopping", {"wait": Annotated[int, Ge(0)], "monitored": dict[str, Any]})
 
 
 @register("callback", "early_stopping")
@@ -71,8 +74,9 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        self.wait = state["wait"]
+        check_kind(_STATE, state, "state")
         self.monitored.load_state_dict(state["monitored"])
+        self.wait = state["wait"]
 
     def _reason(self) -> str:
         best, epoch = self.monitored.best, self.monitored.best_epoch

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from etude.callbacks.gradient_norms import ParameterNumbers
+from etude.checkpoint import check_kind, record_of
 
 Kind = Literal["unused", "dead", "vanishing", "exploding", "non-finite"]
 
@@ -21,6 +22,11 @@ SCALED_PATIENCE = 10
 MAX_NAMES = 3
 Words = Callable[[Sequence[str]], str]
 """Says of some layers what is wrong with them."""
+
+_STATE = record_of(
+    "Judge",
+    {"history": dict[str, list[float]], "zero_streak": dict[str, int], "bad_streak": int, "found": dict[str, int]},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,7 @@ class Judge:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the past."""
+        check_kind(_STATE, state, "judge")
         self._history = {name: list(norms) for name, norms in state["history"].items()}
         self._zero_streak = dict(state["zero_streak"])
         self._bad_streak = state["bad_streak"]

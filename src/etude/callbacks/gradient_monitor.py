@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from etude.callbacks.gradient_health import GradientHealth, Judge
 from etude.callbacks.gradient_norms import Measuring, Snapshot, read
+from etude.checkpoint import check_kind, record_of
 from etude.config.registry import register
 from etude.core import ConfigError, StepReport, TrainingError
 from etude.engine.callback import Callback, Gradients, Logs, RunInfo
@@ -148,6 +149,7 @@ class GradientMonitor(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
+        check_kind(_STATE, state, "state")
         self._pending.clear()
         self._judge.load_state_dict(state["judge"])
         for name in _KEPT:
@@ -196,3 +198,6 @@ class GradientMonitor(Callback):
 
 
 _KEPT = ("steps", "looked_at", "logged_at", "watch_until", "due", "layers")
+_STATE = record_of(
+    "GradientMonitor", {**dict.fromkeys(_KEPT, int), "layers": dict[str, float], "judge": dict[str, Any]}
+)

@@ -9,8 +9,11 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from etude.callbacks.monitored import Monitored
-from etude.core import ConfigError, StepReport, TrainingError
+from etude.checkpoint import check_kind, record_of
+from etude.core import CheckpointError, ConfigError, StepReport, TrainingError
 from etude.engine.callback import Callback, Logs, RunInfo
+
+_STATE = record_of("LRSchedule", {"scheduler": dict[str, Any], "monitored": dict[str, Any] | None})
 
 
 class LRSchedule(Callback):
@@ -89,9 +92,11 @@ class LRSchedule(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the scheduler, and give its optimizer the rate it had set."""
+        check_kind(_STATE, state, "state")
+        saved = _fitting(_decode(state["scheduler"]), self.scheduler.state_dict(), "scheduler")
         if self.monitored is not None and state["monitored"] is not None:
             self.monitored.load_state_dict(state["monitored"])
-        self.scheduler.load_state_dict(_decode(state["scheduler"]))
+        self.scheduler.load_state_dict(saved)
         for group, lr in zip(self.scheduler.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
@@ -112,6 +117,22 @@ def _encode(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _fitting(saved: Any, own: Any, place: str) -> Any:
+    """Return what of a saved state the scheduler knows; raise CheckpointError if a value is of another kind.
+
+    torch would set every key as an attribute, whatever it is.
+    """
+    if isinstance(own, dict) and not isinstance(own, Counter) and isinstance(saved, dict):
+        return {key: _fitting(value, own[key], f"{place}.{key}") for key, value in saved.items() if key in own}
+    if isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved):
+        return [_fitting(one, other, f"{place}.{i}") for i, (one, other) in enumerate(zip(saved, own, strict=True))]
+    numbers = isinstance(own, (int, float, Tensor)) and not isinstance(own, bool)
+    kinds = (int, float, Tensor) if numbers else type(own)
+    if own is not None and (not isinstance(saved, kinds) or (numbers and isinstance(saved, bool))):
+        raise CheckpointError(f"{place}: found {saved!r:.60}, the scheduler has {own!r:.60}")
+    return saved
 
 
 def _decode(value: Any) -> Any:

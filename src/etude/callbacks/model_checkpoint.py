@@ -10,6 +10,7 @@ from torch import nn
 from etude.callbacks.monitored import Mode, Monitored, with_other_names
 from etude.callbacks.paths import resolve
 from etude.callbacks.weights import save_weights
+from etude.checkpoint import check_kind, record_of
 from etude.config.registry import register
 from etude.core import CheckpointError, ConfigError, TrainingError
 from etude.engine.callback import Callback, Logs, RunInfo
@@ -17,6 +18,8 @@ from etude.engine.callback import Callback, Logs, RunInfo
 logger = logging.getLogger("etude")
 
 SUFFIX = ".safetensors"
+
+_STATE = record_of("ModelCheckpoint", {"best_path": str | None, "monitored": dict[str, Any]})
 
 
 @register("callback", "model_checkpoint")
@@ -91,8 +94,9 @@ class ModelCheckpoint(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        self.best_path = Path(state["best_path"]) if state["best_path"] is not None else None
+        check_kind(_STATE, state, "state")
         self.monitored.load_state_dict(state["monitored"])
+        self.best_path = Path(state["best_path"]) if state["best_path"] is not None else None
 
     def _path(self, epoch: int, logs: Logs) -> Path:
         try:

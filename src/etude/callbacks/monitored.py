@@ -4,8 +4,9 @@ import difflib
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
+from etude.checkpoint import check_kind, record_of
 from etude.core import ConfigError, TrainingError
 from etude.engine.callback import Logs
 
@@ -14,6 +15,11 @@ logger = logging.getLogger("etude")
 Mode = Literal["min", "max"]
 
 _OTHER_NAMES = {"acc": "accuracy", "val_acc": "val_accuracy", "accuracy": "acc", "val_accuracy": "val_acc"}
+
+_STATE = record_of(
+    "Monitored",
+    {"best": float | None, "best_epoch": int | None, "seen": bool, "may_come": NotRequired[bool]},
+)
 
 
 def with_other_names(logs: Logs) -> dict[str, float]:
@@ -104,6 +110,7 @@ class Monitored:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
+        check_kind(_STATE, state, "monitored")
         self.best, self.best_epoch, self._seen = state["best"], state["best_epoch"], state["seen"]
         self._may_come = state.get("may_come", False)  # checkpoints of runs before there were curricula have none
 

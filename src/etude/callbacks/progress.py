@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NotRequired, TextIO, get_type_hints
 
 import torch
 
@@ -24,6 +24,7 @@ from etude.callbacks.progress_view import (
 )
 from etude.callbacks.progress_words import is_metric, to_ascii
 from etude.callbacks.task_table import Tasks
+from etude.checkpoint import check_kind, record_of
 from etude.core import Clock, StepReport
 from etude.engine.callback import Callback, Logs, RunInfo
 
@@ -38,6 +39,15 @@ MAX_SHARE = 0.01
 NOTICE_S = 60.0
 """How long a notice stays in sight on a terminal when others follow it."""
 MAX_NOTICES = 3
+
+_STATE = record_of(
+    "ProgressDisplay",
+    {
+        "rows": list[record_of("Row", get_type_hints(Row), total=False)],  # type: ignore[misc]
+        "tasks": NotRequired[record_of("Tasks", get_type_hints(Tasks), total=False)],
+        "phase": NotRequired[record_of("Phase", get_type_hints(Phase), total=False) | None],
+    },
+)
 
 
 class ProgressDisplay(Callback):
@@ -204,6 +214,7 @@ class ProgressDisplay(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; checkpoints of runs before there were tasks have rows alone."""
+        check_kind(_STATE, state, "state")
         self._view.rows = [Row(**row) for row in state["rows"]]
         self._view.tasks = Tasks(**state.get("tasks", {}))
         self._view.phase = Phase(**phase) if (phase := state.get("phase")) is not None else None

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Ge
 
+from etude.checkpoint import check_kind, record_of
 from etude.config.registry import register
 from etude.core import ConfigError
 from etude.engine.callback import Callback, Logs, RunInfo, TaskGradients
@@ -18,6 +19,8 @@ Pair = tuple[str, str]
 
 MAX_PAIRS = 3
 """Pairs in conflict that a notice names."""
+
+_REPORT = record_of("TaskGradientReport", {"tasks": list[list[str | float]], "pairs": list[list[str | float]]})
 
 
 @dataclass(slots=True)
@@ -126,6 +129,7 @@ class TaskGradientReport:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "TaskGradientReport":
         """Return the report that `state_dict` wrote."""
+        check_kind(_REPORT, state, "report")
         tasks = {task: (total, steps) for task, total, steps in state["tasks"]}
         return cls(tasks, {(first, second): PairTally(*sums) for first, second, *sums in state["pairs"]})
 

@@ -4,18 +4,33 @@ from etude.checkpoint.durable import clean_leftovers
 from etude.checkpoint.find import find_checkpoints, folder_name, newest_intact, read_newest_intact
 from etude.checkpoint.format import pack, unpack
 from etude.checkpoint.manager import CheckpointManager, locate_checkpoint
-from etude.checkpoint.match import clean_state_dict, explain_mismatch, load_model_state
-from etude.checkpoint.optimizer import load_optimizer_state, optimizer_state
+from etude.checkpoint.match import (
+    change_model,
+    check_model_state,
+    clean_state_dict,
+    explain_mismatch,
+    load_model_state,
+)
+from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state, remember_optimizer
 from etude.checkpoint.retention import Entry, to_delete
 from etude.checkpoint.store import Checkpoint, read_checkpoint, read_meta, verify_checkpoint, write_checkpoint
+from etude.checkpoint.trust import Undo, check_kind, check_tensor, copied, explained, record_of
 
 __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "Entry",
+    "Undo",
+    "change_model",
+    "check_kind",
+    "check_model_state",
+    "check_optimizer",
+    "check_tensor",
     "clean_leftovers",
     "clean_state_dict",
+    "copied",
     "explain_mismatch",
+    "explained",
     "find_checkpoints",
     "folder_name",
     "load_model_state",
@@ -27,6 +42,8 @@ __all__ = [
     "read_checkpoint",
     "read_meta",
     "read_newest_intact",
+    "record_of",
+    "remember_optimizer",
     "to_delete",
     "unpack",
     "verify_checkpoint",

@@ -47,19 +47,31 @@ def pack(tree: Any, name: str = "state") -> tuple[dict[str, Tensor], Structure]:
 
 
 def unpack(tensors: Mapping[str, Tensor], structure: Structure) -> Any:
-    """Build the tree that `pack` took apart; tensors that shared memory share it again."""
+    """Build the tree that `pack` took apart; tensors that shared memory share it again.
+
+    Raises CheckpointError if the structure is not one that `pack` makes, or does not fit the tensors.
+    """
+    try:
+        return _unpack(tensors, structure, 0)
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, struct.error) as error:
+        raise CheckpointError(f"the structure does not fit the tensors ({error!r:.200})") from error
+
+
+def _unpack(tensors: Mapping[str, Tensor], structure: Structure, depth: int) -> Any:
     if structure is None or isinstance(structure, (bool, int, float, str)):
         return structure
+    if depth > _MAX_DEPTH:
+        raise CheckpointError(f"the structure is nested more than {_MAX_DEPTH} deep")
     if isinstance(structure, list):
-        return [unpack(tensors, node) for node in structure]
+        return [_unpack(tensors, node, depth + 1) for node in structure]
     ((kind, content),) = structure.items()
     match kind:
         case "dict":
-            return {key: unpack(tensors, node) for key, node in content.items()}
+            return {key: _unpack(tensors, node, depth + 1) for key, node in content.items()}
         case "items":
-            return {unpack(tensors, key): unpack(tensors, node) for key, node in content}
+            return {_key(node): _unpack(tensors, item, depth + 1) for node, item in content}
         case "tuple":
-            return tuple(unpack(tensors, node) for node in content)
+            return tuple(_unpack(tensors, node, depth + 1) for node in content)
         case "tensor":
             return tensors[content]
         case "complex":
@@ -68,7 +80,14 @@ def unpack(tensors: Mapping[str, Tensor], structure: Structure) -> Any:
             return struct.unpack(">d", bytes.fromhex(content))[0]
         case "int":
             return int(content, 16)
-    raise CheckpointError(f"the checkpoint's structure has an unknown kind of node '{kind}'; update etude to read it")
+    raise CheckpointError(f"the structure has an unknown kind of node '{kind!s:.40}'; update etude to read it")
+
+
+def _key(node: Structure) -> str | int:
+    key = int(node["int"], 16) if isinstance(node, dict) else node
+    if type(key) is not str and type(key) is not int:
+        raise CheckpointError(f"the structure has the key {key!r:.40}")
+    return key
 
 
 class _Packer:

@@ -20,14 +20,18 @@ from etude.checkpoint.find import (
     read_newest_intact,
 )
 from etude.checkpoint.manifest import MANIFEST
-from etude.checkpoint.match import clean_state_dict, load_model_state
-from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state
+from etude.checkpoint.match import change_model, clean_state_dict
+from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state, remember_optimizer
 from etude.checkpoint.pointers import adopt_copies, point
 from etude.checkpoint.retention import Entry, Mode, best_first, to_delete
 from etude.checkpoint.store import Checkpoint, cannot_save, read_checkpoint, read_meta, write_checkpoint
+from etude.checkpoint.trust import Undo, check_kind, explained, record_of
 from etude.core.errors import CheckpointError, ConfigError
 
 _log = logging.getLogger(__name__)
+
+_MODULES = record_of("Modules", {"optimizer": dict[str, Any] | None, "extra": dict[str | int, Any]})
+"""What `save_modules` saves beside the model."""
 
 
 class CheckpointManager:
@@ -150,18 +154,21 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """Load what `save_modules` saved into the same kind of module and optimizer; return `extra`.
 
-        Raises CheckpointError, before anything is changed, if they do not fit.
+        Raises CheckpointError, and leaves both as they were, if they do not fit.
         """
         checkpoint = self.load(which)
-        if optimizer is not None:
-            saved = checkpoint.state.get("optimizer")
-            if saved is None:
-                raise CheckpointError(f"{checkpoint.path} has no optimizer state; load it without the optimizer")
-            check_optimizer(optimizer, model, saved)
-        load_model_state(model, checkpoint.model_state)
-        if optimizer is not None:
-            load_optimizer_state(optimizer, model, saved)
-        extra: dict[str, Any] = checkpoint.state.get("extra", {})
+        with explained(checkpoint.path), Undo() as undo:
+            check_kind(_MODULES, checkpoint.state, "state")
+            saved = checkpoint.state["optimizer"]
+            if optimizer is not None and saved is None:
+                raise CheckpointError("it has no optimizer state; load it without the optimizer")
+            if optimizer is not None:
+                check_optimizer(optimizer, model, saved)
+            change_model(model, checkpoint.model_state, undo)
+            if optimizer is not None:
+                undo.add(remember_optimizer(optimizer))
+                load_optimizer_state(optimizer, model, saved)
+        extra: dict[str, Any] = checkpoint.state["extra"]
         return extra
 
     def _clean(self) -> None:
@@ -190,7 +197,7 @@ class CheckpointManager:
             metrics = read_meta(path).get("metrics", {})
             value = metrics.get(self.monitor)
             return Entry(step, None if value is None else float(value), float(metrics.get("phase", 0.0)))
-        except (CheckpointError, ValueError, TypeError, AttributeError):
+        except (CheckpointError, ValueError, TypeError, AttributeError, OverflowError):
             return Entry(step)  # damaged: it is passed over when it is read, with the reason
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +51,9 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         content = json.loads(text)
         version = int(content["format"])
         files = {name: FileRecord(**content["files"][name]) for name in FILES} if version == FORMAT else {}
-    except (ValueError, TypeError, KeyError, RecursionError):
+        if any(type(one.size) is not int or type(one.sha256) is not str for one in files.values()):
+            raise TypeError
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
         raise damaged(folder, f"{MANIFEST} cannot be read") from None
     if version > FORMAT:
         raise CheckpointError(f"{folder} has format {version}, this version of etude reads {FORMAT}; update etude")
@@ -63,12 +66,14 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 def check_size(folder: Path, name: str, expected: FileRecord) -> None:
     """Raise CheckpointError if a file is missing or does not have its size."""
     try:
-        size = (folder / name).stat().st_size
+        status = (folder / name).stat()
     except FileNotFoundError:
         raise damaged(folder, f"{name} is missing") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error
-    if size != expected.size:
+    if not stat.S_ISREG(status.st_mode):
+        raise damaged(folder, f"{name} is not a file")
+    if (size := status.st_size) != expected.size:
         raise damaged(folder, f"{name} has {size} bytes, expected {expected.size}")
 
 

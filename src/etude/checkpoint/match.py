@@ -1,6 +1,7 @@
 """Loading a module's state: names without wrappers, and a mismatch explained by parameter name and shape."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from etude.checkpoint.trust import Undo, same_category
 from etude.core.calling import unwrap
 from etude.core.errors import CheckpointError
 
@@ -32,16 +34,18 @@ def clean_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def explain_mismatch(module_state: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Say how a saved state differs from a module's in names and shapes, or return None if it does not.
+    """Say how a saved state differs from a module's in names, shapes and types, or return None if it does not.
+
+    Floats of another width are fine: they are converted.
 
     >>> explain_mismatch({"fc.weight": torch.zeros(10, 84)}, {"fc.weight": torch.zeros(10, 120)})
     'this checkpoint belongs to another architecture: fc.weight: checkpoint (10, 120), model (10, 84)'
     """
     present = {_identity(value) for name, value in module_state.items() if name in saved} - {None}
     shapes = [
-        f"{name}: checkpoint {tuple(saved[name].shape)}, model {tuple(value.shape)}"
+        f"{name}: {difference}"
         for name, value in module_state.items()
-        if name in saved and _shapes_differ(value, saved[name])
+        if name in saved and (difference := _difference(value, saved[name]))
     ]
     missing = [
         f"{name}: missing in the checkpoint"
@@ -60,10 +64,37 @@ def explain_mismatch(module_state: Mapping[str, Any], saved: Mapping[str, Any]) 
 def load_model_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
     """Load a saved state into a module in place: its parameters stay the same objects, tied weights stay tied.
 
-    Raises CheckpointError, before anything is changed, if names or shapes differ.
+    Raises CheckpointError, and leaves the module as it was, if names, shapes or types differ or the module refuses.
     """
+    with Undo() as undo:
+        change_model(module, saved, undo)
+
+
+def change_model(module: nn.Module, saved: Mapping[str, Any], undo: Undo) -> None:
+    """Do the same as one of several changes that `undo` takes back together."""
+    state = _fitting_state(module, saved)
+    undo.add(remember_model(module))
+    try:
+        unwrap(module).load_state_dict(state, strict=True)
+    except Exception as error:  # a module may load its own state as it likes
+        raise CheckpointError(f"this checkpoint does not fit the model: {' '.join(str(error).split())}") from error
+
+
+def check_model_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if `load_model_state` would find that names, shapes or types differ."""
+    _fitting_state(module, saved)
+
+
+def remember_model(module: nn.Module) -> Callable[[], object]:
+    """Copy a module's state to the host; return what puts it back."""
     target = unwrap(module)
-    own = target.state_dict()
+    before = {name: _kept(value) for name, value in target.state_dict().items() if not is_lazy(value)}
+    return lambda: target.load_state_dict(before, strict=False)
+
+
+def _fitting_state(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the saved state under the names of the module."""
+    own = unwrap(module).state_dict()
     current = {clean_name(name): value for name, value in own.items()}
     saved = _without_wrappers(saved, current)
     if problem := explain_mismatch(current, saved):
@@ -75,10 +106,7 @@ def load_model_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
         source = clean if clean in saved else first_name[clean]
         _check_tied(source, first_name[clean], saved)
         state[name] = saved[source]
-    try:
-        target.load_state_dict(state, strict=True)
-    except RuntimeError as error:
-        raise CheckpointError(f"this checkpoint does not fit the model: {' '.join(str(error).split())}") from error
+    return state
 
 
 def _without_wrappers(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,7 +128,8 @@ def _first_names(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[s
 
 
 def _check_tied(name: str, first: str, saved: Mapping[str, Any]) -> None:
-    if saved[name] is not saved[first] and not torch.equal(saved[name], saved[first]):
+    one, other = saved[name], saved[first]
+    if one is not other and (one.dtype != other.dtype or not torch.equal(one, other)):
         raise CheckpointError(
             f"{first} and {name} are one tensor in this model but differ in the checkpoint; "
             f"build the model without tying them"
@@ -114,7 +143,15 @@ def _identity(value: Any) -> tuple[Any, ...] | None:
     return value.device, value.data_ptr(), value.shape, value.stride()
 
 
-def _shapes_differ(own: Any, saved: Any) -> bool:
-    if not isinstance(own, Tensor) or not isinstance(saved, Tensor) or is_lazy(own):
-        return False
-    return own.shape != saved.shape
+def _difference(own: Any, saved: Any) -> str | None:
+    if not isinstance(own, Tensor):
+        return None
+    if not isinstance(saved, Tensor):
+        return f"checkpoint {type(saved).__name__}, model tensor"
+    if not is_lazy(own) and own.shape != saved.shape:
+        return f"checkpoint {tuple(saved.shape)}, model {tuple(own.shape)}"
+    return None if same_category(saved.dtype, own.dtype) else f"checkpoint {saved.dtype}, model {own.dtype}"
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -1,17 +1,32 @@
 """Optimizer state by parameter name, so that it survives another order of parameters and can be read by people."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from etude.checkpoint.match import clean_name
+from etude.checkpoint.optimizer_needs import check_settings, check_state, needed_state
+from etude.checkpoint.trust import check_kind, copied, record_of
 from etude.core.calling import unwrap
 from etude.core.errors import CheckpointError
 
 _NUM_NAMED = 8
+
+_TREE = record_of(
+    "OptimizerState",
+    {
+        "optimizer": str,
+        "shapes": dict[str, tuple[int, ...]],
+        "groups": list[record_of("Group", {"params": list[str], "settings": dict[str, Any]})],  # type: ignore[misc]
+        "state": dict[str, dict[str | int, Any]],
+        "shared": dict[str | int, Any],
+        "other": dict[str, Any],
+    },
+)
 
 
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
@@ -40,7 +55,9 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
 def load_optimizer_state(optimizer: Optimizer, model: nn.Module, tree: Mapping[str, Any]) -> None:
     """Load what `optimizer_state` returned, exactly: element types, devices and memory layout as training needs them.
 
-    Raises CheckpointError, before anything is changed, if the optimizer or its parameters are not those saved.
+    Raises CheckpointError, before anything is changed, if the optimizer or its parameters are not those saved, or if a
+    state is missing or of another shape or type than the optimizer needs. What an optimizer needs that is not torch's
+    own is not known.
     """
     check_optimizer(optimizer, model, tree)
     groups = _named_groups(optimizer, model)
@@ -50,11 +67,11 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, tree: Mapping[s
     state = {name: _copy(value, named[name]) for name, value in tree["state"].items()}
     optimizer.load_state_dict(
         {
-            **_copy(tree["other"]),
-            "state": {**_copy(tree["shared"]), **{index_of[name]: value for name, value in state.items()}},
+            **copied(tree["other"]),
+            "state": {**copied(tree["shared"]), **{index_of[name]: value for name, value in state.items()}},
             "param_groups": [
                 # Settings that the saved run did not know keep the value they have.
-                {**own, **saved["settings"], "params": [index_of[name] for name in names]}
+                {**own, **_settings(saved["settings"]), "params": [index_of[name] for name in names]}
                 for own, saved, names in zip(settings, _saved_groups(groups, tree), groups, strict=True)
             ],
         }
@@ -69,13 +86,15 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, tree: Mapping[s
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, tree: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless `tree` is the state of such an optimizer with these parameters in these groups."""
+    check_kind(_TREE, tree, "optimizer")
     if tree["optimizer"] != type(optimizer).__name__:
         raise CheckpointError(
             f"the checkpoint holds the state of {tree['optimizer']}, the optimizer is {type(optimizer).__name__}; "
             f"use the same optimizer, or load the model alone"
         )
     groups, saved = _named_groups(optimizer, model), tree["shapes"]
-    own = {name: tuple(parameter.shape) for group in groups for name, parameter in group.items()}
+    named = {name: parameter for group in groups for name, parameter in group.items()}
+    own = {name: saved.get(name, ()) if is_lazy(one) else tuple(one.shape) for name, one in named.items()}
     problems = [
         *(f"{name}: not in the checkpoint" for name in own if name not in saved),
         *(f"{name}: not in the optimizer" for name in saved if name not in own),
@@ -84,7 +103,53 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, tree: Mapping[str, A
     if problems:
         rest = f" (and {len(problems) - _NUM_NAMED} more)" if len(problems) > _NUM_NAMED else ""
         raise CheckpointError(f"the saved optimizer has other parameters: {'; '.join(problems[:_NUM_NAMED])}{rest}")
-    _saved_groups(groups, tree)
+    strangers = [name for name in tree["state"] if name not in own] + [
+        i for i in tree["shared"] if i in range(len(own))
+    ]
+    if strangers:
+        raise CheckpointError(
+            f"optimizer.state has an entry for {strangers[0]!r:.60}, which the optimizer does not have"
+        )
+    for i, (group, matching) in enumerate(zip(groups, _saved_groups(groups, tree), strict=True)):
+        _check_group(optimizer, i, group, _settings(matching["settings"]), tree["state"])
+
+
+def remember_optimizer(optimizer: Optimizer) -> Callable[[], object]:
+    """Return what puts settings and state back as they are now. Loading replaces tensors, so none is copied."""
+    state, groups = optimizer.state, optimizer.param_groups
+    entries = {key: dict(value) if isinstance(value, dict) else value for key, value in state.items()}
+    settings = [dict(group) for group in groups]
+
+    def put_back() -> None:
+        state.clear()
+        state.update(entries)
+        for group, before in zip(groups, settings, strict=True):
+            group.clear()
+            group.update(before)
+        optimizer.state, optimizer.param_groups = state, groups
+
+    return put_back
+
+
+def _check_group(
+    optimizer: Optimizer,
+    place: int,
+    group: Mapping[str, Tensor],
+    saved: Mapping[str, Any],
+    states: Mapping[str, Mapping[Any, Any]],
+) -> None:
+    """Compare settings and states of one group with what the optimizer has and needs."""
+    own, part = _settings(optimizer.param_groups[place]), f"optimizer.groups.{place}.settings"
+    check_settings(saved, own, part)
+    needed: dict[Any, dict[str, Any] | None] = {}
+    for name, parameter in group.items():
+        if is_lazy(parameter) or not states.get(name):
+            continue
+        form = (parameter.shape, parameter.dtype)
+        if form not in needed:
+            needed[form] = needed_state(optimizer, {**own, **saved}, own, parameter, part)
+        if (wanted := needed[form]) is not None:
+            check_state(states[name], wanted, f"optimizer.state.{name}")
 
 
 def _named_groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Tensor]]:
@@ -121,16 +186,14 @@ def _saved_groups(groups: Sequence[Mapping[str, Tensor]], tree: Mapping[str, Any
     return matching
 
 
-def _copy(value: Any, parameter: Tensor | None = None) -> Any:
+def _copy(value: Any, parameter: Tensor) -> Any:
     """Copy the tensors of a tree, so that training on does not change it; they take the layout of the parameter."""
     if isinstance(value, dict):
         return {key: _copy(item, parameter) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_copy(item, parameter) for item in value)
-    if not isinstance(value, Tensor):
-        return value
-    if parameter is None or value.shape != parameter.shape:
-        return value.detach().clone()
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return copied(value)
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 

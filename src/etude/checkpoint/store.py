@@ -34,6 +34,7 @@ from etude.checkpoint.manifest import (
     render_manifest,
 )
 from etude.checkpoint.tensorfile import read_tensors, safetensors_pieces
+from etude.checkpoint.trust import explained
 from etude.core.errors import CheckpointError
 
 
@@ -50,6 +51,12 @@ class Checkpoint:
     """The contents of meta.json, for people."""
     warnings: tuple[str, ...] = ()
     """One line for every newer or better checkpoint that was damaged and passed over."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers that were measured at that step; raises CheckpointError if they are not numbers."""
+        with explained(self.path, f"metrics in {META}"):
+            return {name: float(value) for name, value in self.meta.get("metrics", {}).items()}
 
 
 def write_checkpoint(folder: Path, model_state: Mapping[str, Any], state: Any, meta: Mapping[str, Any]) -> None:
@@ -97,15 +104,17 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     folder = follow(folder)
     verify_checkpoint(folder)
     structure = _read_json(folder, STATE)
-    try:
-        return Checkpoint(
-            path=folder,
-            model_state=unpack(read_tensors(folder / MODEL_TENSORS), structure["model"]),
-            state=unpack(read_tensors(folder / STATE_TENSORS), structure["state"]),
-            meta=_read_json(folder, META),
-        )
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # checksums right, contents not ours
-        raise damaged(folder, f"{STATE} does not fit the tensors ({error})") from error
+    if not {"model", "state"} <= structure.keys():
+        raise damaged(folder, f"{STATE} has no model or no state")
+    parts = {}
+    for part, name in (("model", MODEL_TENSORS), ("state", STATE_TENSORS)):
+        try:
+            parts[part] = unpack(read_tensors(folder / name), structure[part])
+        except CheckpointError as error:  # checksums right, contents not ours
+            raise damaged(folder, f"{part} in {STATE}: {error}") from error
+    if not isinstance(parts["model"], dict) or not all(isinstance(name, str) for name in parts["model"]):
+        raise damaged(folder, f"model in {STATE} is not tensors by name")
+    return Checkpoint(folder, parts["model"], parts["state"], _read_json(folder, META))
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -161,14 +170,27 @@ def _plain(value: Any) -> Any:
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
-        content = json.loads((folder / name).read_bytes())
+        content = json.loads(
+            (folder / name).read_bytes(), object_pairs_hook=_without_repetition, parse_constant=_refuse_constant
+        )
     except OSError as error:
         raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error
-    except (ValueError, RecursionError):
-        raise damaged(folder, f"{name} is not JSON") from None
+    except (ValueError, RecursionError) as error:
+        raise damaged(folder, f"{name} is not JSON ({error!s:.100})") from None
     if not isinstance(content, dict):
         raise damaged(folder, f"{name} is not a JSON object")
     return content
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a key is there twice")
+    return content
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
 
 
 @cache

@@ -41,16 +41,8 @@ def rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restore what `rng_state` returned."""
-    python, numpy_state = state["python"], state["numpy"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    np.random.set_state(
-        {
-            "bit_generator": "MT19937",
-            "state": {"key": numpy_state["key"].numpy().astype(np.uint32), "pos": numpy_state["pos"]},
-            "has_gauss": numpy_state["has_gauss"],
-            "gauss": numpy_state["gauss"],
-        }
-    )
+    random.setstate(_python_state(state))
+    np.random.set_state(_numpy_state(state))
     torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
@@ -116,6 +108,33 @@ class RunRandom:
         self._state = state
         if self._is_running:
             set_rng_state(state)
+
+
+def check_rng_state(state: dict[str, Any]) -> None:
+    """Raise an error of some kind unless `set_rng_state` can take this; generators in use do not change."""
+    random.Random().setstate(_python_state(state))
+    np.random.RandomState(0).set_state(_numpy_state(state))
+    torch.Generator().set_state(state["torch"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(state["cuda"].cpu())
+
+
+def _python_state(state: dict[str, Any]) -> tuple[Any, ...]:
+    python = state["python"]
+    return python["version"], tuple(python["words"].tolist()), python["gauss"]
+
+
+def _numpy_state(state: dict[str, Any]) -> dict[str, Any]:
+    numpy_state = state["numpy"]
+    key, position = numpy_state["key"].numpy().astype(np.uint32), numpy_state["pos"]
+    if key.shape != (624,) or not 0 <= position <= 624:  # NumPy trusts them
+        raise ValueError(f"the state of NumPy's generator has {key.shape} words and the position {position}")
+    return {
+        "bit_generator": "MT19937",
+        "state": {"key": key, "pos": position},
+        "has_gauss": numpy_state["has_gauss"],
+        "gauss": numpy_state["gauss"],
+    }
 
 
 def mix(*values: int) -> int:

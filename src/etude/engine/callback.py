@@ -306,15 +306,16 @@ class CallbackList:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each callback, by class name and its place among those of its class."""
-        return {key: callback.state_dict() for key, callback in self._by_key().items()}
+        return {key: callback.state_dict() for key, callback in self.by_key().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the callbacks that were there when the state was saved; new ones start fresh."""
-        for key, callback in self._by_key().items():
+        for key, callback in self.by_key().items():
             if saved := state.get(key):
                 callback.load_state_dict(saved)
 
-    def _by_key(self) -> dict[str, Callback]:
+    def by_key(self) -> dict[str, Callback]:
+        """Return the callbacks under the keys of `state_dict`."""
         keyed: dict[str, Callback] = {}
         for callback in self._callbacks:
             name = type(callback).__name__

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -133,6 +134,17 @@ class Ledger:
         self.window, self.epoch = Tally(**state["window"]), Tally(**state["epoch"])
         self.tokens = state.get("tokens", 0.0)  # checkpoints of runs before tokens were counted have none
         self.bad_streak = state["bad_streak"]
+
+    def remember(self) -> Callable[[], object]:
+        """Return what puts everything back as it is now, reports not yet read included."""
+        names = ("window", "epoch", "tokens", "bad_streak", "_pending", "_places")
+        before = {name: getattr(self, name) for name in names}  # loading replaces these objects
+
+        def put_back() -> None:
+            for name, value in before.items():
+                setattr(self, name, value)
+
+        return put_back
 
     def _read(self, reports: list[StepReport], places: list[tuple[int, int, int]]) -> Tally:
         # Steps differ in their terms where tasks take turns; and of ranks, one without samples knows few.

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from etude.core.errors import ConfigError
+from etude.checkpoint import check_tensor
+from etude.core.errors import CheckpointError, ConfigError
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -87,6 +88,15 @@ class Precision:
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale, if there is one."""
         return {} if self.scaler is None else self.scaler.state_dict()
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise CheckpointError unless `load_state_dict` can take this."""
+        if self.scaler is None or not state:
+            return
+        for name, own in self.scaler.state_dict().items():
+            check_tensor(state.get(name), own, f"precision.{name}")
+        if not 0 < float(state["scale"]) < float("inf") or int(state["growth"]) < 0:
+            raise CheckpointError(f"precision: found the loss scale {float(state['scale'])}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the loss scale, if both sides have one."""

@@ -2,32 +2,65 @@
 
 import json
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, NotRequired, get_type_hints
 from zlib import crc32
 
 import safetensors.torch
 import torch
+from annotated_types import Ge, Lt, MinLen
 from torch import Tensor, nn
 
 from etude.checkpoint import (
     Checkpoint,
+    Undo,
+    change_model,
+    check_kind,
+    check_model_state,
+    check_optimizer,
     clean_state_dict,
-    load_model_state,
+    copied,
+    explained,
     load_optimizer_state,
     optimizer_state,
     pack,
+    record_of,
+    remember_optimizer,
     unpack,
 )
-from etude.core import Clock
-from etude.core.random import RunRandom, aside, mix
+from etude.core import CheckpointError, Clock
+from etude.core.random import RunRandom, aside, check_rng_state, mix
 from etude.distributed import World
-from etude.engine.callback import CallbackList
-from etude.engine.ledger import Ledger
+from etude.engine.callback import Callback, CallbackList
+from etude.engine.ledger import Ledger, Tally
 from etude.engine.precision import Precision
 
 logger = logging.getLogger("etude")
+
+Count = Annotated[int, Ge(0), Lt(2**63)]
+CLOCK = record_of(
+    "Clock",
+    {one.name: NotRequired[Count] if one.name == "phase" else Count for one in fields(Clock)},  # once without phases
+)
+TALLY = record_of("Tally", get_type_hints(Tally), total=False)
+LEDGER = record_of(
+    "Ledger", {"window": TALLY, "epoch": TALLY, "tokens": NotRequired[Annotated[float, Ge(0)]], "bad_streak": Count}
+)
+STATE = record_of(
+    "State",
+    {
+        "clock": dict[str, Any],
+        "optimizer": dict[str, Any],
+        "precision": dict[str, Any],
+        "ledger": dict[str, Any],
+        "callbacks": dict[str, dict[str | int, Any]],
+        "rng": Annotated[list[Tensor], MinLen(1)],
+        "seed": int,
+    },
+)
+"""What `TrainState.capture` returns beside the model."""
 
 
 @dataclass(slots=True)
@@ -68,32 +101,98 @@ class TrainState:
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Put back what `capture` returned.
+        """Put back what `capture` returned: everything or nothing. Every rank must call this together.
 
-        Raises CheckpointError, with parameter names and shapes, if the model or optimizer is a different one.
+        All parts are compared with what the run needs before the first one changes; if one is still refused, by a
+        callback or a module of the user's, all are as they were. Raises CheckpointError with checkpoint and part.
         """
-        load_model_state(self.model, checkpoint.model_state)
-        state = checkpoint.state
-        load_optimizer_state(self.optimizer, self.model, state["optimizer"])
-        self.clock.load_state_dict(state["clock"])
-        self.precision.load_state_dict(state["precision"])
-        self.ledger.load_state_dict(state["ledger"])
-        self.callbacks.load_state_dict(state["callbacks"])
-        self._restore_rng(state["rng"])
-
-    def _restore_rng(self, states: list[Tensor]) -> None:
-        if len(states) == self.world.size:
-            self.random.load(_decode(states[self.world.rank]))
-            return
-        # Another number of ranks cannot continue the same random streams: begin new ones, the same at every resume.
-        self.random = RunRandom(mix(self.seed, self.clock.step, self.world.rank))
-        if self.world.is_main:
+        saved = self.world.attempt(lambda: self._checked(checkpoint))
+        with Undo() as undo:
+            self.world.attempt(lambda: self._change(checkpoint, saved, undo))
+        if self.world.is_main and len(checkpoint.state["rng"]) != self.world.size:
             logger.warning(
                 "the checkpoint was saved by %d processes and is resumed by %d: the order of the data is the same, "
                 "random numbers (dropout) are not",
-                len(states),
+                len(checkpoint.state["rng"]),
                 self.world.size,
             )
+
+    def _checked(self, checkpoint: Checkpoint) -> dict[str, Any] | None:
+        """Raise CheckpointError unless the checkpoint fits; return the state of this rank's random generators."""
+        state = checkpoint.state
+        with explained(checkpoint.path):
+            check_kind(STATE, state, "state")
+            check_kind(CLOCK, state["clock"], "clock")
+            check_kind(LEDGER, state["ledger"], "ledger")
+            for name in ("window", "epoch"):
+                tally = Tally(**state["ledger"][name])
+                if tally.sums.keys() != tally.counts.keys():
+                    raise CheckpointError(f"ledger.{name}: sums and counts have other names")
+        with explained(checkpoint.path, "model"):
+            check_model_state(self.model, checkpoint.model_state)
+        with explained(checkpoint.path, "optimizer"):
+            check_optimizer(self.optimizer, self.model, state["optimizer"])
+        with explained(checkpoint.path, "precision"):
+            self.precision.check(state["precision"])
+        with explained(checkpoint.path, "rng"):
+            if len(state["rng"]) != self.world.size:  # such streams cannot be continued
+                return None
+            saved = _decode(state["rng"][self.world.rank])
+            check_rng_state(saved)
+            return saved
+
+    def _change(self, checkpoint: Checkpoint, random: dict[str, Any] | None, undo: Undo) -> None:
+        state = checkpoint.state
+        undo.add(self._remember())
+        with explained(checkpoint.path, "model"):
+            change_model(self.model, checkpoint.model_state, undo)
+        with explained(checkpoint.path, "optimizer"):
+            load_optimizer_state(self.optimizer, self.model, state["optimizer"])
+        with explained(checkpoint.path):
+            self.clock.load_state_dict(state["clock"])
+            self.precision.load_state_dict(state["precision"])
+            self.ledger.load_state_dict(state["ledger"])
+        for key, callback in self.callbacks.by_key().items():
+            if saved := state["callbacks"].get(key):
+                undo.add(_remember_callback(callback))
+                with explained(checkpoint.path, f"callbacks.{key}"):
+                    callback.load_state_dict(saved)
+        if random is not None:
+            self.random.load(random)
+        else:  # begin new streams, the same at every resume
+            self.random = RunRandom(mix(self.seed, self.clock.step, self.world.rank))
+
+    def _remember(self) -> Callable[[], object]:
+        """Return what puts all but the model and the callbacks back as it is now."""
+        optimizer, clock = remember_optimizer(self.optimizer), self.clock.state_dict()
+        precision, ledger = copied(self.precision.state_dict()), self.ledger.remember()
+        random, random_state = self.random, self.random.state()
+
+        def put_back() -> None:
+            optimizer()
+            self.clock.load_state_dict(clock)
+            self.precision.load_state_dict(precision)
+            ledger()
+            self.random = random
+            random.load(random_state)
+
+        return put_back
+
+
+def callbacks_in(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """Return the saved states of callbacks; raise CheckpointError if the checkpoint is not one of a run."""
+    with explained(checkpoint.path):
+        check_kind(STATE, checkpoint.state, "state")
+    saved: dict[str, dict[str, Any]] = checkpoint.state["callbacks"]
+    return saved
+
+
+def _remember_callback(callback: Callback) -> Callable[[], object]:
+    try:
+        before = copied(callback.state_dict())
+    except Exception:  # one of the user's that has a state only while it trains
+        return lambda: None
+    return lambda: callback.load_state_dict(before)
 
 
 def _encode(tree: dict[str, Any]) -> Tensor:
@@ -102,8 +201,9 @@ def _encode(tree: dict[str, Any]) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _decode(data: Tensor) -> Any:
+def _decode(data: Tensor) -> dict[str, Any]:
     raw = data.cpu().numpy().tobytes()
     header_size = int.from_bytes(raw[:8], "little")
     structure = json.loads(json.loads(raw[8 : 8 + header_size])["__metadata__"]["structure"])
-    return unpack(safetensors.torch.load(raw), structure)
+    tree: dict[str, Any] = unpack(safetensors.torch.load(raw), structure)
+    return tree

@@ -12,6 +12,7 @@ from etude.callbacks.curriculum import CurriculumCallback
 from etude.checkpoint import (
     Checkpoint,
     CheckpointManager,
+    explained,
     folder_name,
     load_model_state,
     newest_intact,
@@ -19,6 +20,7 @@ from etude.checkpoint import (
 )
 from etude.core import CheckpointError, ConfigError, DataError, RunFolderError
 from etude.distributed import World, before_joining, failing_together, join_world, launcher, leave_world
+from etude.engine.state import callbacks_in
 from etude.experiment.build import build_data, build_trainer
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config
 from etude.experiment.tasks import SampleCount
@@ -120,15 +122,16 @@ def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best
         if loader is None:
             raise ConfigError(f"the data of this run has no split '{split}' (there are: {', '.join(data.names)})")
         trainer = build_trainer(config, data=data, world=world, progress=False)
-        check_vocabulary(checkpoint.meta, trainer.meta, checkpoint.path)
-        load_model_state(trainer.model, checkpoint.model_state)
-        _return_to_phase(trainer, checkpoint)
+        with explained(checkpoint.path):
+            check_vocabulary(checkpoint.meta, trainer.meta, checkpoint.path)
+            load_model_state(trainer.model, checkpoint.model_state)
+            _return_to_phase(trainer, checkpoint)
         return checkpoint.path, trainer.evaluate(loader)
 
 
 def _return_to_phase(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Follow the curriculum to the phase of a checkpoint: its tasks, in their form of then, are what is measured."""
-    saved = checkpoint.state["callbacks"]
+    saved = callbacks_in(checkpoint)
     kind = f"{CurriculumCallback.__name__}."
     trainer.callbacks.load_state_dict({key: state for key, state in saved.items() if key.startswith(kind)})
     task = trainer.task
@@ -136,7 +139,7 @@ def _return_to_phase(trainer: Trainer, checkpoint: Checkpoint) -> None:
         logger.warning(
             "%s is of phase %s, which does not train %s: not measured",
             checkpoint.path.name,
-            checkpoint.state["clock"]["phase"],
+            checkpoint.state["clock"].get("phase"),
             ", ".join(resting),
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from etude.checkpoint import check_kind
 from etude.config import Selection, build_selection, config_error
 from etude.core import Batch, ConfigError, Terms, num_samples
 from etude.core.batch import JointBatch
@@ -252,6 +253,7 @@ class SampleCount(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counts; a task that is new begins at 0."""
+        check_kind(dict[str, dict[str, int]], state, "state")
         for task, count in state["samples"].items():
             if task in self.task.samples:
                 self.task.samples[task] = int(count)

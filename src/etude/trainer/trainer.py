@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from etude.callbacks import LRSchedule, ProgressDisplay, RunRecorder
-from etude.checkpoint import locate_checkpoint, read_checkpoint
+from etude.checkpoint import Checkpoint, explained, locate_checkpoint, read_checkpoint
 from etude.core import Clock, ConfigError, DataError, Loader, Task
 from etude.core.terms import SeveralTasks
 from etude.curriculum import Curriculum, Phase
@@ -276,17 +276,24 @@ class Trainer:
         found = self.world.attempt(lambda: _find_checkpoint(Path(path)), here=self.world.is_main)
         path = Path(self.world.share_text(str(found)))  # all ranks load the same one
         mine = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        checkpoint = read_checkpoint(path)
-        check_vocabulary(checkpoint.meta, self.meta, checkpoint.path)
+        checkpoint, metrics = self._read(path)
         self.state.restore(checkpoint)
         self.output.loaded(checkpoint.path)
         self._restored_from = checkpoint.path
-        self._restored_metrics = {name: float(value) for name, value in checkpoint.meta.get("metrics", {}).items()}
+        self._restored_metrics = metrics
         if keep_hyperparameters:
             for group, settings in zip(self.optimizer.param_groups, mine, strict=True):
                 group.pop("initial_lr", None)  # that of the checkpoint
                 group.update(settings)
         self._resumed = True
+
+    def _read(self, path: Path) -> tuple[Checkpoint, dict[str, float]]:
+        """Read a checkpoint and its numbers on every rank; raise CheckpointError if it is of another vocabulary."""
+        checkpoint = self.world.attempt(lambda: read_checkpoint(path))
+        assert checkpoint is not None
+        with explained(path, "vocabulary"):
+            check_vocabulary(checkpoint.meta, self.meta, checkpoint.path)
+        return checkpoint, checkpoint.metrics
 
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> Path | None:
         """Write a checkpoint of this moment into the run folder and return its path."""

@@ -1,0 +1,97 @@
+"""What a torch optimizer keeps for a parameter, found out by letting one like it take a step without any data.
+
+Kernels that update many tensors at once trust the shapes they are given: a state of another shape would be written past
+its end. So the saved state is compared with what the optimizer itself makes.
+"""
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from etude.checkpoint.trust import check_tensor
+from etude.core.errors import CheckpointError
+
+_KERNELS = {"fused": False, "foreach": False, "capturable": False, "differentiable": False}
+"""They do not change what is kept, and do not all work without data."""
+
+
+def check_settings(saved: Mapping[str, Any], own: Mapping[str, Any], part: str) -> None:
+    """Raise CheckpointError unless every saved setting is the kind of value that the optimizer has there."""
+    for key, value in saved.items():
+        if key in own and not _same_kind(value, own[key]):
+            raise CheckpointError(f"{part}.{key}: found {value!r:.60}, the optimizer has {own[key]!r:.60}")
+
+
+def needed_state(
+    optimizer: Optimizer, settings: Mapping[str, Any], own: Mapping[str, Any], parameter: Tensor, part: str
+) -> dict[str, Any] | None:
+    """Return what the optimizer keeps for a parameter under `settings`; None if it is not one of torch's.
+
+    `own` are the settings that it has now. Tensors of the result have no data, except for counters. Raises
+    CheckpointError if torch refuses the settings.
+    """
+    base = next(cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim"))
+    if base is Optimizer or not type(optimizer).step.__module__.startswith("torch.optim"):
+        return None
+    try:
+        _try_step(base, own, parameter)
+    except Exception:  # needs a closure, or reads values
+        return None
+    try:
+        return _try_step(base, settings, parameter)
+    except Exception as error:
+        raise CheckpointError(f"{part}: {' '.join(str(error).split())}") from error
+
+
+def check_state(saved: Mapping[Any, Any], needed: Mapping[str, Any], part: str) -> None:
+    """Raise CheckpointError unless everything needed is there, in its shape and type."""
+    for key, value in needed.items():
+        place = f"{part}.{key}"
+        if key not in saved:
+            raise CheckpointError(f"{place}: is missing")
+        if not isinstance(value, Tensor):
+            continue
+        if value.is_meta:
+            check_tensor(saved[key], value, place)
+            continue
+        check_tensor(saved[key], value.to(getattr(saved[key], "dtype", value.dtype)), place)
+        count = float(saved[key])
+        if not saved[key].is_floating_point() or not math.isfinite(count) or count < 0:
+            raise CheckpointError(f"{place}: found {count} as {saved[key].dtype}, expected a number of at least 0")
+
+
+def _try_step(base: type, settings: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    like = torch.empty_like(parameter, device="meta").requires_grad_(True)
+    like.grad = torch.empty_like(like, requires_grad=False)
+    known = inspect.signature(base).parameters
+    arguments = {key: _plain(value) for key, value in {**settings, **_KERNELS}.items() if key in known}
+    optimizer = base([like], **arguments)
+    optimizer.step()
+    return dict(optimizer.state[like])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, Tensor) else value
+
+
+def _same_kind(saved: Any, own: Any) -> bool:
+    if own is None or isinstance(own, bool):
+        return saved is None or isinstance(saved, bool) or (own is None and not isinstance(saved, (dict, list)))
+    if isinstance(own, (int, float, Tensor)):
+        return _is_number(saved)
+    if isinstance(own, tuple):
+        return isinstance(saved, tuple) and len(saved) == len(own) and all(map(_same_kind, saved, own))
+    return isinstance(saved, type(own))
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and value.is_floating_point() and bool(value.isfinite())
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300

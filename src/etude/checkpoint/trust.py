@@ -1,0 +1,120 @@
+"""Checkpoints come from anywhere: their contents are compared with what is needed before anything uses them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from etude.core.errors import CheckpointError, EtudeError
+
+_SHOWN = 60
+_CANNOT_LOAD = "cannot load"
+
+
+def record_of(name: str, fields: dict[str, Any], *, total: bool = True) -> Any:
+    """Return the type of a dict with these keys and no others; its values are not converted."""
+    kind = TypedDict(name, fields, total=total)  # type: ignore[misc]
+    config = {"extra": "forbid", "strict": True, "arbitrary_types_allowed": True}
+    kind.__pydantic_config__ = config  # type: ignore[attr-defined]
+    return kind
+
+
+def check_kind(kind: Any, value: Any, part: str) -> None:
+    """Raise CheckpointError, with the part and the key in it, unless `value` is of a kind.
+
+    >>> check_kind(dict[str, int], {"step": -5.5}, "clock")
+    Traceback (most recent call last):
+    etude.core.errors.CheckpointError: clock.step: Input should be a valid integer, found -5.5
+    """
+    from pydantic import ValidationError  # here, so that it is imported only to load
+
+    try:
+        _adapter(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, (part, *first["loc"])))
+        raise CheckpointError(f"{place}: {first['msg']}, found {_short(first['input'])}") from None
+
+
+def check_tensor(value: Any, like: Tensor, part: str) -> None:
+    """Raise CheckpointError unless `value` is a tensor of the shape and type of `like`."""
+    if not isinstance(value, Tensor):
+        raise CheckpointError(f"{part}: found {_short(value)}, expected a tensor")
+    if (value.shape, value.dtype) != (like.shape, like.dtype):
+        found, expected = (f"{_dtype(one)} {tuple(one.shape)}" for one in (value, like))
+        raise CheckpointError(f"{part}: found {found}, expected {expected}")
+
+
+@contextmanager
+def explained(place: Path | str, part: str = "") -> Iterator[None]:
+    """Turn every error of the block into one CheckpointError that names the checkpoint and the part of it."""
+    try:
+        yield
+    except Exception as error:
+        known = isinstance(error, EtudeError)
+        if known and str(error).startswith(_CANNOT_LOAD):
+            raise
+        text = " ".join(str(error).split()) if known else " ".join(f"{type(error).__name__}: {error}".split())
+        part = f"{part}: " if part and not text.startswith(part) else ""
+        raise CheckpointError(f"{_CANNOT_LOAD} {place}: {part}{text[:1000]}") from error
+
+
+class Undo:
+    """Takes back what was done since, last first, if the block does not reach its end."""
+
+    def __init__(self) -> None:
+        self._actions: list[Callable[[], object]] = []
+
+    def add(self, action: Callable[[], object]) -> None:
+        """Remember how to take back what is about to be done."""
+        self._actions.append(action)
+
+    def __enter__(self) -> "Undo":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        for action in reversed(self._actions if kind is not None else []):
+            try:
+                action()
+            except Exception as problem:  # the others are taken back all the same
+                assert error is not None
+                error.add_note(f"and taking it back failed: {problem!r}")
+
+
+def copied(value: Any) -> Any:
+    """Copy a tree of data with its tensors."""
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copied(item) for item in value)
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def same_category(saved: torch.dtype, own: torch.dtype) -> bool:
+    """Whether values of one type can stand for the other: floats for floats, otherwise only the same type."""
+    return saved == own or (saved.is_floating_point and own.is_floating_point)
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {_dtype(value)} tensor {tuple(value.shape)}"
+    if isinstance(value, int) and abs(value) > 10**_SHOWN:  # Python refuses to write out very long ones
+        return "a very large number"
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
