@@ -545,3 +545,9 @@ def test_mistake_that_only_the_data_tells(load, overrides, sections, words):
     with pytest.raises(EtudeError) as caught:
         build_trainer(config, progress=False)
     assert str(caught.value).splitlines()[0] == words
+
+
+def test_the_layer_of_gradnorm_is_named_in_the_config(load):
+    build_trainer(load(weighting={"name": "gradnorm", "layer": "trunk.mix"}), progress=False)
+    with pytest.raises(ConfigError, match=r"weighting\.layer: .*'mixx'; did you mean 'mix'"):
+        build_trainer(load(weighting={"name": "gradnorm", "layer": "mixx"}), progress=False)

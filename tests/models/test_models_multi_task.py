@@ -166,24 +166,96 @@ def test_two_heads_on_images():
     features = model.trunk.features(images)
     assert outputs["digit"].equal(heads["digit"].classify(features))
     assert outputs["slant"].equal(heads["slant"].layer(features))
-    assert [id(p) for p in model.last_shared_parameters()] == [id(p) for p in model.trunk.fc2.parameters()]
+    assert model.last_shared_layer((images, torch.zeros(4))) == "trunk.fc2"
+    assert ids_of(model.layer_parameters("fc2")) == ids_of(model.trunk.fc2.parameters())
 
 
 def test_of_any_other_module_the_output_is_the_features():
     trunk = nn.Sequential(nn.Linear(5, 8), nn.Tanh())
     model, inputs = MultiTaskModel(trunk, {"y": LinearHead(2, in_features=8)}), torch.rand(3, 5)
     assert model((inputs, torch.zeros(3)), ["y"])["y"].equal(model.heads["y"].layer(trunk(inputs)))
-    assert [id(p) for p in model.last_shared_parameters()] == [id(p) for p in trunk[0].parameters()]
+    assert model.last_shared_layer((inputs, torch.zeros(3))) == "trunk.0"
 
 
-def test_the_last_shared_parameters_are_those_of_the_last_trainable_block():
+class Defined(nn.Module):
+    """Layers in an order of definition that is not that of the forward pass, and one that has no part in the result."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.used = order
+        self.fc = nn.Linear(6, 6)
+        self.convs = nn.Sequential(nn.Conv1d(1, 1, 3, padding=1), nn.ReLU(), nn.Conv1d(1, 1, 3, padding=1))
+        self.matrix = nn.Parameter(torch.eye(6))
+        self.norm = nn.LayerNorm(6)
+        self.pooler = nn.Linear(6, 6)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = input
+        for name in self.used:
+            if name == "c":
+                x = self.convs(x[:, None])[:, 0]
+            else:
+                x = (
+                    self.fc(x)
+                    if name == "f"
+                    else nn.functional.linear(x, self.fc.weight)
+                    if name == "F"
+                    else x @ self.matrix
+                )
+        x = self.norm(self.drop(x))
+        self.pooler(x)
+        return x
+
+
+def ids_of(parameters):
+    return {id(parameter) for parameter in parameters}
+
+
+@pytest.mark.parametrize(
+    ("order", "layer"),
+    [("cf", "fc"), ("fc", "convs.2"), ("mcf", "fc"), ("cF", "fc"), ("cfm", ""), ("fcf", "fc"), ("fm", "")],
+)
+def test_the_last_shared_layer_is_that_of_the_forward_pass(order, layer):
+    trunk = Defined(order)
+    model, batch = MultiTaskModel(trunk, {"y": LinearHead(1, in_features=6)}), {"input": torch.rand(4, 6)}
+    random, modes = torch.get_rng_state(), [module.training for module in model.modules()]
+    name = model.last_shared_layer(batch)
+    assert name == f"trunk.{layer}".removesuffix(".")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert ids_of(model.layer_parameters(name)) == ids_of(trunk.get_submodule(layer).parameters())
+
+
+def test_a_look_for_the_last_layer_leaves_running_statistics_alone():
+    trunk = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    before = {name: value.clone() for name, value in trunk.state_dict().items()}
+    assert MultiTaskModel(trunk, {}).last_shared_layer({"input": torch.rand(4, 6)}) == "trunk.0"
+    assert all(torch.equal(before[name], value) for name, value in trunk.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["fcc", "trunk.fcc", "heads.y", "weighting", "convs.3", ""])
+def test_a_layer_that_is_not_there_is_one_line(name):
+    model = MultiTaskModel(Defined("cf"), {"y": LinearHead(1, in_features=6)})
+    with pytest.raises(ConfigError, match=f"'{name}'") as caught:
+        model.layer_parameters(name)
+    assert "\n" not in str(caught.value)
+    if "fcc" in name:
+        assert f"did you mean '{name[:-1]}'" in str(caught.value)
+    model.trunk.fc.requires_grad_(False)
+    with pytest.raises(ConfigError, match="'fc'"):
+        model.layer_parameters("fc")
+
+
+def test_the_last_shared_layer_is_the_last_trainable_block():
     model = make()
-    assert {id(p) for p in model.last_shared_parameters()} == {id(p) for p in model.trunk.blocks[1].parameters()}
+    assert model.last_shared_layer({"input_ids": ids()}) == "trunk.blocks.1"
     model.trunk.blocks[1].requires_grad_(False)
-    assert {id(p) for p in model.last_shared_parameters()} == {id(p) for p in model.trunk.blocks[0].parameters()}
+    assert model.last_shared_layer({"input_ids": ids()}) == "trunk.blocks.0"
     assert len(model.shared_parameters()) == sum(p.requires_grad for p in model.trunk.parameters())
     mlp = MultiTaskModel(MLP(4, [6], 3), {"y": LinearHead(1, in_features=6)})
-    assert [id(p) for p in mlp.last_shared_parameters()] == [id(p) for p in mlp.trunk.layers[1].parameters()]
+    assert mlp.last_shared_layer((torch.rand(2, 4), torch.zeros(2))) == "trunk.layers.1"
 
 
 @pytest.mark.parametrize(("tied", "heads", "shared"), [(True, 1, True), (False, 1, False), (False, 2, True)])
@@ -314,7 +386,7 @@ def test_gpt2_as_a_trunk(tiny):
     real = inputs["attention_mask"][..., None]
     means = (expected.hidden_states[-1] * real).sum(1) / real.sum(1)
     torch.testing.assert_close(outputs["quality"], heads["quality"].classify(means))
-    assert {id(p) for p in model.last_shared_parameters()} == {id(p) for p in trunk.transformer.h[1].parameters()}
+    assert model.last_shared_layer(inputs) == "trunk.transformer.h.1"
 
 
 def test_bert_as_a_trunk_with_an_output_layer_of_the_head(tiny):
@@ -327,7 +399,7 @@ def test_bert_as_a_trunk_with_an_output_layer_of_the_head(tiny):
     hidden = trunk(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
     torch.testing.assert_close(outputs["words"].logits, hidden @ model.heads["words"].layer.weight.T)
     assert outputs["yes"].shape == (3, 1)
-    assert {id(p) for p in model.last_shared_parameters()} == {id(p) for p in trunk.encoder.layer[1].parameters()}
+    assert model.last_shared_layer(inputs) == "trunk.encoder.layer.1"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from etude import DataLoader, Trainer
+from etude import Callback, DataLoader, Trainer
 from etude.core import ConfigError
 from etude.data import StreamLoader
 from etude.losses import BinaryLoss, ClassificationLoss, MultiTask, TaskSpec
-from etude.losses.weighting import PCGrad, UncertaintyWeighting
+from etude.losses.weighting import GradNorm, PCGrad, UncertaintyWeighting
 from etude.models import LinearHead, MultiTaskModel
 
 TASKS = ("kind", "sign")
@@ -90,3 +90,75 @@ def test_a_weighting_that_compares_tasks_which_never_meet_is_warned_of(caplog, d
     loader = StreamLoader(streams, 4, draw=draw)
     Trainer(model, loader, task=task, config={"grad_accum_steps": steps}, progress=False)
     assert ("set data.draw to together" in caplog.text) == warned
+
+
+class Net(nn.Module):
+    """Convolutions in a sequence and a layer after them, which is defined first."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+        self.convs = nn.Sequential(nn.Conv1d(1, 1, 3, padding=1), nn.Dropout(0.3), nn.Conv1d(1, 1, 3, padding=1))
+
+    def forward(self, input):
+        return self.fc(self.convs(input[:, None])[:, 0]).tanh()
+
+
+class Notices(Callback):
+    def __init__(self):
+        super().__init__()
+        self.layers = []
+
+    def on_notice(self, message, facts):
+        self.layers.append(facts["layer"])
+        assert facts["layer"] in message
+
+
+def gradnorm_run(layer, **options):
+    torch.manual_seed(0)
+    weighting = GradNorm(TASKS, layer=layer)
+    heads = {task: LinearHead(size, in_features=6) for task, size in zip(TASKS, (3, 2), strict=True)}
+    model = MultiTaskModel(Net(), heads, weighting)
+    specs = {task: TaskSpec(task, ClassificationLoss(), labels=task) for task in TASKS}
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    data = {"input": x, "kind": x[:, :3].argmax(1), "sign": (x[:, 4] > 0).long()}
+    notices = Notices()
+    run = Trainer(
+        model, DataLoader(data, batch_size=8), task=MultiTask(specs, weighting), callbacks=[notices], progress=False,
+        config={"epochs": 2, "device": "cpu", **options.pop("config", {})}, **options,
+    )  # fmt: skip
+    return run, notices
+
+
+def test_gradnorm_takes_the_layer_that_is_used_last_and_says_so():
+    chosen, notices = gradnorm_run(None)
+    chosen.train()
+    named, told = gradnorm_run("fc")
+    named.train()
+    assert notices.layers == ["trunk.fc"]
+    assert told.layers == ["fc"]
+    others, told = gradnorm_run("trunk.convs.2")
+    others.train()
+    assert told.layers == ["trunk.convs.2"]
+    weights = [run.task.weighting.weights for run in (chosen, named, others)]
+    assert torch.equal(weights[0], weights[1])  # the look at the first batch has left no trace
+    assert not torch.equal(weights[0], weights[2])
+    assert all(torch.equal(*pair) for pair in zip(chosen.model.parameters(), named.model.parameters(), strict=True))
+
+
+def test_a_resumed_run_takes_the_same_layer(tmp_path):
+    whole, _ = gradnorm_run(None)
+    whole.train()
+    first, _ = gradnorm_run(None, config={"max_steps": 3}, output_dir=tmp_path / "run")
+    first.train()
+    again, notices = gradnorm_run(None)
+    again.load_checkpoint(tmp_path / "run/checkpoints/last")
+    again.train()
+    assert notices.layers == ["trunk.fc"]
+    assert all(torch.equal(*pair) for pair in zip(whole.model.parameters(), again.model.parameters(), strict=True))
+    assert torch.equal(whole.task.weighting.weights, again.task.weighting.weights)
+
+
+def test_a_layer_that_is_not_there_is_found_out_at_the_start():
+    with pytest.raises(ConfigError, match=r"'fcc'; did you mean 'fc'"):
+        gradnorm_run("fcc")

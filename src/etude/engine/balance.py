@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import Batch, ConfigError, Task, Terms
+from etude.core.batch import JointBatch
 from etude.core.calling import unwrap
 from etude.core.terms import LossTerm
-from etude.distributed import World
+from etude.distributed import World, is_empty
 from etude.engine.buffers import BufferGuard
 from etude.engine.precision import Precision
 from etude.engine.replay import Replay
-from etude.engine.task_gradients import LOSS, Counts, TaskRows, shares
+from etude.engine.task_gradients import LOSS, Counts, SharesParameters, TaskRows, shares
 from etude.losses.tasks import MultiTask
 from etude.losses.weighting import (
     CombinesGradients,
@@ -48,6 +49,8 @@ class Balance:
         self.task, self.model, self.world = task, model, world
         self.names = tuple(task.tasks)
         self._dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+        self.notice: Callable[[str, Mapping[str, Any]], None] = lambda message, _facts: logger.info(message)
+        """Receives what the user should know."""
 
     def prepare(self, micro_batches: Sequence[Batch], totals: Counts | None) -> None:
         """Begin a step; `totals` are known if there are several micro-batches."""
@@ -91,17 +94,46 @@ class Balance:
 
 
 class GradNormBalance(Balance):
-    """Shows the weighting each task's gradient of the last shared parameters."""
+    """Shows the weighting each task's gradient of one shared layer: the one it names, or the last one."""
 
     def __init__(self, weighting: Any, task: MultiTask, model: nn.Module, world: World, precision: Precision) -> None:
         super().__init__(weighting, task, model, world)
-        self._params = shares(model).last_shared_parameters()
+        self._layer: str | None = weighting.layer
+        self._params = [] if self._layer is None else shares(model).layer_parameters(self._layer)
+        self._began = False
         self._precision = precision
         self._rows = TaskRows(self._params, world, precision)
 
     def prepare(self, micro_batches: Sequence[Batch], totals: Counts | None) -> None:  # noqa: ARG002
-        """Begin with no gradients."""
+        """Begin with no gradients; the first step finds the layer and says which it is."""
+        if not self._began:
+            self._begin(micro_batches)
         self._rows = TaskRows(self._params, self.world, self._precision)
+
+    def _begin(self, micro_batches: Sequence[Batch]) -> None:
+        model = shares(self.model)
+        if self._layer is None:
+            self._layer = self._last_layer(model, micro_batches)
+            self._params = model.layer_parameters(self._layer)
+        self._began = True
+        if self.world.is_main:
+            number = sum(param.numel() for param in self._params)
+            self.notice(
+                f"{type(self.weighting).__name__} looks at the gradients of {self._layer} ({number:,} parameters)",
+                {"event": "weighting", "layer": self._layer},
+            )
+
+    def _last_layer(self, model: SharesParameters, micro_batches: Sequence[Batch]) -> str:
+        """Return the name of the last shared layer; ranks without samples take it from the others."""
+        names = [name for name, _ in unwrap(self.model).named_modules()]
+        found = -1
+        for batch in micro_batches:
+            parts = [part for part in (batch if isinstance(batch, JointBatch) else (batch,)) if not is_empty(part)]
+            if parts:
+                with self._precision.autocast():
+                    found = names.index(model.last_shared_layer(parts[0]))
+                break
+        return names[self.world.host_max([found])[0]]
 
     def backward(self, terms: Terms, totals: Counts, descend: Descend) -> None:
         """Look at each task's gradient first."""

@@ -68,6 +68,7 @@ class Loop:
         step.clock = state.clock
         step.watchers = self.callbacks.hooks("on_gradients")
         step.task_watchers = self.callbacks.task_watchers()
+        step.set_notice(self.callbacks.on_notice)
         self.validate = validate
         self.saver = saver
         self.interrupts = interrupts if interrupts is not None else Interrupts()

@@ -7,6 +7,7 @@ by the count over all of them: k micro-batches of b samples are one batch of k·
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +123,11 @@ class Step:
             balance.after_update(micro_batches)
         self._buffers.put_back(skipped)
         return StepReport(sums, counts, norm, divisor, skipped, self.updater.lr, *self._amounts(micro_batches))
+
+    def set_notice(self, notice: Callable[[str, Mapping[str, Any]], None]) -> None:
+        """Let what a step has to say go to `notice`."""
+        if self._balance is not None:
+            self._balance.notice = notice
 
     def end_epoch(self, means: Mapping[str, float]) -> None:
         """Take in the averages of an epoch, which some weightings of tasks look at."""

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from etude.core import Terms, TrainingError
+from etude.core import Batch, Terms, TrainingError
 from etude.core.calling import unwrap
 from etude.distributed import World
 from etude.engine.callback import TaskGradients
@@ -25,8 +25,12 @@ class SharesParameters(Protocol):
         """Return all of them."""
         ...
 
-    def last_shared_parameters(self) -> list[nn.Parameter]:
-        """Return those of the last layer that they share."""
+    def last_shared_layer(self, batch: Batch) -> str:
+        """Return the name of the last layer that they share, as the batch is run."""
+        ...
+
+    def layer_parameters(self, layer: str) -> list[nn.Parameter]:
+        """Return the trainable parameters of a layer; raise ConfigError if there is none of that name."""
         ...
 
 
@@ -96,5 +100,5 @@ def shares(model: nn.Module) -> SharesParameters:
         return inner
     raise TrainingError(
         f"{type(inner).__name__} does not tell which parameters its tasks share; use a MultiTaskModel, or define "
-        f"shared_parameters() and last_shared_parameters()"
+        f"shared_parameters(), last_shared_layer(batch) and layer_parameters(layer)"
     )

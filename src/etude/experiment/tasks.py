@@ -135,6 +135,11 @@ def build_tasks(
         specs[name] = replace(main, weight=section.weight, variants=by_name)
     weighting = _weighting(config)
     model = MultiTaskModel(trunk, heads, None if isinstance(weighting, StaticWeights) else weighting)
+    if weighting is not None and weighting.layer is not None:
+        try:
+            model.layer_parameters(weighting.layer)
+        except ConfigError as error:
+            raise ConfigError(f"{config.document.place('weighting.layer')}: {error}") from error
     task = CountedTasks(specs, weighting)
     return BuiltTasks(model, task, SampleCount(task))
 

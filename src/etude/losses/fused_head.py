@@ -18,6 +18,7 @@ from etude.core.batch import Batch, map_tensors
 from etude.core.calling import ModelCall, unwrap
 from etude.core.errors import TrainingError
 from etude.core.head import HeadOutput, linked
+from etude.core.probe import probing
 from etude.losses.outputs import head_of, logits_of
 
 FEW_POSITIONS = 16
@@ -96,7 +97,7 @@ class FusedHead:
             seen.append(hidden)
             return hidden
 
-        with _aside(self.model, training=False):
+        with probing(self.model, training=False):
             usual = call(self.model, few)
             if head_of(usual) is not None:
                 return  # the model leaves its output layer to the loss by itself
@@ -127,7 +128,7 @@ class FusedHead:
             given.append(values.view_as(hidden).to(hidden.dtype))
             return given[-1]
 
-        with _aside(self.model, training=training), self._forward(large):
+        with probing(self.model, training=training), self._forward(large):
             found = logits_of(call(self.model, few))
         if not _same(found, given[0].to(found.dtype), 0.0):
             when = "in training " if training else ""
@@ -173,24 +174,6 @@ def few_positions(batch: Batch) -> Batch:
         return tensor[:1] if whole else tensor[:1, :FEW_POSITIONS]
 
     return map_tensors(batch, cut)
-
-
-@contextmanager
-def _aside(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Run the model without a trace: no gradients, no compilation; modes, buffers and random numbers are put back."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = {param.device for param in model.parameters() if param.device.type == "cuda"}
-    model.train(training)
-    try:
-        with torch.no_grad(), torch.random.fork_rng(list(devices)), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 def _same(found: Tensor, expected: Tensor, tolerance: float) -> bool:

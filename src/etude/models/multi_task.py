@@ -2,15 +2,17 @@
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from etude.core.batch import Batch, JointBatch
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.head import linked
+from etude.core.probe import probing
 from etude.models.features import FeatureCall, Features, feature_dim
 from etude.models.heads import Attaches, LanguageModelHead
 
@@ -99,27 +101,56 @@ class MultiTaskModel(nn.Module):
         own = {id(parameter) for parameter in layer if uses[id(parameter)] == 1}  # not the embedding too
         return [p for p in self.trunk.parameters() if p.requires_grad and id(p) not in own]
 
-    def last_shared_parameters(self) -> list[nn.Parameter]:
-        """Return the trainable parameters of the trunk's last block, where the tasks part.
+    def last_shared_layer(self, batch: Batch) -> str:
+        """Return the name of the trunk's last block, where the tasks part. The trunk is run once to find it.
 
-        That is the last block in a module list or sequence; in a trunk without any, the last layer with a matrix.
-        The trunk's own output layer does not count: it comes after the features.
+        It is the block with the trainable matrix that is used last to make the features of the batch, in whatever order
+        the modules were defined: an element of a module list or sequence, elsewhere a layer. The trunk's own output
+        layer does not count: it comes after the features.
         """
+        with probing(self.trunk, training=False), torch.enable_grad():
+            used = order_of_use(self._features(self.trunk, batch).hidden)
+        last, name = -1, ""
+        for candidate, module in self.trunk.named_modules():
+            matrices = [p for p in self._trained(module, recurse=False) if p.dim() >= 2]
+            when = max((used.get(id(matrix), -1) for matrix in matrices), default=-1)
+            if when > last:
+                last, name = when, candidate
+        return ".".join(("trunk", *self._block_of(name)))
+
+    def layer_parameters(self, layer: str) -> list[nn.Parameter]:
+        """Return the trainable parameters of a layer of the trunk; raise ConfigError if there is none of that name.
+
+        The name is that in the model, `trunk.fc`, or in the trunk, `fc`.
+        """
+        known = {".".join(filter(None, ("trunk", name))): module for name, module in self.trunk.named_modules()}
+        module = known.get(layer, known.get(f"trunk.{layer}"))
+        if module is None:
+            short = [name for name in known if self._trained(known[name], recurse=False)]
+            close = difflib.get_close_matches(layer, [*known, *(name.removeprefix("trunk.") for name in known)], n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise ConfigError(
+                f"the trunk has no layer '{layer}'{hint} (the last layers are: {', '.join(short[-8:])})"
+            )
+        found = self._trained(module)
+        if not found:
+            raise ConfigError(f"the layer '{layer}' has no parameters that are trained; name another one")
+        return found
+
+    def _trained(self, module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
+        """Return the trainable parameters of a module, without those of the trunk's own output layer."""
         output = self.get_output_embeddings()
         own = set() if output is None else {id(parameter) for parameter in output.parameters()}
+        return [p for p in module.parameters(recurse) if p.requires_grad and id(p) not in own]
 
-        def trainable(module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
-            return [p for p in module.parameters(recurse) if p.requires_grad and id(p) not in own]
-
-        for sequence in reversed(list(_outermost_sequences(self.trunk))):
-            for block in reversed(list(sequence)):
-                if found := trainable(block):
-                    return found
-        for module in reversed(list(self.trunk.modules())):
-            found = trainable(module, recurse=False)
-            if any(parameter.dim() >= 2 for parameter in found):
-                return found
-        return self.shared_parameters()
+    def _block_of(self, name: str) -> list[str]:
+        """Return the path of the block that a module of the trunk is part of: up to the outermost list or sequence."""
+        parts, module = name.split(".") if name else [], self.trunk
+        for place, part in enumerate(parts, start=1):
+            if isinstance(module, (nn.ModuleList, nn.Sequential)):
+                return parts[:place]
+            module = module.get_submodule(part)
+        return parts
 
     def _no_such_head(self, name: str) -> str:
         close = difflib.get_close_matches(name, self.heads, n=1)
@@ -127,10 +158,23 @@ class MultiTaskModel(nn.Module):
         return f"the model has no head '{name}'{hint} (heads: {', '.join(self.heads) or 'none'})"
 
 
-def _outermost_sequences(module: nn.Module) -> Iterator[nn.ModuleList | nn.Sequential]:
-    """Yield the module lists and sequences that are in no other, in order."""
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        yield module
-        return
-    for child in module.children():
-        yield from _outermost_sequences(child)
+def order_of_use(result: Tensor) -> dict[int, int]:
+    """Return when each parameter was used last to compute a tensor, by its id; larger numbers are later.
+
+    >>> first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    >>> used = order_of_use(first(second(torch.ones(1, 2))))
+    >>> used[id(first.weight)] > used[id(second.weight)]
+    True
+    """
+    used: dict[int, int] = {}
+    seen, waiting = set(), [result.grad_fn] if result.grad_fn is not None else []
+    while waiting:
+        node = waiting.pop()
+        for child, _ in node.next_functions:
+            if isinstance(child, torch._C._functions.AccumulateGrad):  # where a parameter enters
+                place = id(child.variable)
+                used[place] = max(used.get(place, -1), node._sequence_nr())
+            elif child is not None and child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return used

@@ -19,6 +19,8 @@ class Weighting(nn.Module, ABC):
     """Whether the coefficients are known before the losses of the step."""
     has_penalty: ClassVar[bool] = False
     """Whether the objective adds something to the weighted losses."""
+    layer: str | None = None
+    """The layer of the trunk whose gradients it looks at; None: the last one that the tasks share."""
 
     def __init__(self, tasks: Sequence[str]) -> None:
         super().__init__()

@@ -17,9 +17,9 @@ _LEAST = 1e-4
 class GradNorm(Weighting):
     """Weights move down the gradient of Σ |w·‖g‖ − mean(w·‖g‖)·rᵅ|, and add up to the number of tasks.
 
-    g is a task's gradient of the last shared parameters, r its loss relative to where it began, over the mean of the
-    same. A larger `alpha` pulls harder at tasks that lag. `initial` are the losses to count from, log(classes) say;
-    for a task not named, the first loss that is seen.
+    g is a task's gradient of the shared `layer` (such as `trunk.fc`; by default the one that the forward pass uses
+    last), r its loss relative to where it began, over the mean of the same. A larger `alpha` pulls harder at tasks that
+    lag. `initial` are the losses to count from, log(classes) say; for a task not named, the first loss that is seen.
     """
 
     weights: Tensor
@@ -31,8 +31,10 @@ class GradNorm(Weighting):
         alpha: float = 1.5,
         lr: float = 0.025,
         initial: Mapping[str, float] | None = None,
+        layer: str | None = None,
     ) -> None:
         super().__init__(tasks)
+        self.layer = layer
         self.alpha = not_negative(alpha, "alpha")
         for task, loss in (initial or {}).items():
             positive(loss, f"the initial loss of task '{task}'")
