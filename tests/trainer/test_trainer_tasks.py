@@ -1,16 +1,20 @@
 """Several tasks through a whole trainer: what its loop has to tell the step, and the order of the numbers."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from etude import DataLoader, Trainer
+from etude.core import DataError, TrainingError
 from etude.core.terms import in_order
+from etude.data import StreamLoader
 from etude.engine.callback import Callback
 from etude.losses import MultiTask, TaskSpec
 from etude.losses.weighting import DynamicWeightAverage, PCGrad
+from etude.metrics import F1, Accuracy, ConfusionMatrix
 from etude.models import LinearHead, MultiTaskModel
 
 TASKS = ("zeta", "alpha", "mid")
@@ -76,11 +80,56 @@ def test_a_task_without_labels_in_an_epoch_keeps_what_is_known_of_it(caplog):
     Trainer(model, loader, task=task, config={"epochs": 2}, progress=False).train()
     last, before = weighting.last.clone(), weighting.before.clone()
     _, _, without = make(None, missing=("alpha",))
-    Trainer(model, without, task=task, config={"epochs": 1}, progress=False).train()
+    batches = [*without]  # a list may hold batches of any kind, so that the first one does not tell
+    Trainer(model, batches, task=task, config={"epochs": 1}, progress=False).train()
     assert weighting.last[1] == last[1]
     assert weighting.before[1] == before[1]
     assert weighting.before[0] == last[0]
     assert "the task 'alpha' had no labels in a whole epoch" in caplog.text
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", ["memory", "dataset", "torch", "streams", "named stream", "variant", "later"])
+def test_labels_that_no_batch_has_are_found_in_the_first_one(kind, accumulation):
+    """With the key, the keys that there are and the nearest of them; before anything is learned."""
+    model, task, given = make(None)
+    data = given.data
+    stream = "whole" if kind == "named stream" else None
+    specs = {name: replace(spec, stream=stream) for name, spec in task.tasks.items()}
+    wrong = replace(specs["alpha"], labels="alhpa")
+    specs["alpha"] = replace(specs["alpha"], variants={"x": wrong}) if kind == "variant" else wrong
+    task = MultiTask(specs)
+    if kind == "later":  # a phase to come brings it in
+        task.activate({"zeta": 1.0})
+    rows = [{name: column[row] for name, column in data.items()} for row in range(24)]
+    loader = {
+        "dataset": lambda: DataLoader(rows, batch_size=4),
+        "torch": lambda: torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True),
+        "streams": lambda: StreamLoader({"whole": data, "bare": {"input": data["input"]}}, 4),
+        "named stream": lambda: StreamLoader({"whole": data}, 4),
+    }.get(kind, lambda: DataLoader(data, batch_size=4))()
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(TrainingError, match=r"'alpha' .*'alhpa'.*did you mean 'alpha'\?.*input, .*zeta") as caught:
+        Trainer(model, loader, task=task, config={"grad_accum_steps": accumulation}, progress=False).train()
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("metric", [F1(), ConfusionMatrix(), F1(num_classes=4), Accuracy()])
+def test_a_metric_that_does_not_fit_is_found_in_the_first_batch(metric):
+    """Not in the first validation, after an epoch; it names what is missing."""
+    x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+    spec = TaskSpec("kind", nn.CrossEntropyLoss(), labels="kind", metrics={"score": metric})
+    model = MultiTaskModel(nn.Linear(4, 6), {"kind": LinearHead(3, in_features=6)})
+    loader = DataLoader({"input": x, "kind": x[:, :3].argmax(1)}, batch_size=BATCH)
+    trainer = Trainer(model, loader, loader, task=MultiTask({"kind": spec}), config={"epochs": 1}, progress=False)
+    if isinstance(metric, Accuracy):
+        numbers = trainer.train()
+        assert numbers["val_kind/score"] == numbers["val_kind/accuracy"]  # the trial is not counted
+        return
+    with pytest.raises(DataError, match=r"task 'kind': .*num_classes"):
+        trainer.train()
+    assert trainer.state.clock.step == 0
 
 
 def test_callbacks_are_asked_for_every_step_by_its_number():

@@ -1,11 +1,11 @@
 """What a task is: the batches it learns from, the head that answers, and how the answer is judged."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -104,6 +104,33 @@ def learns_from(task: str, spec: TaskSpec, batch: Batch) -> bool:
             f"(they have: {known}); set its labels, or take them into the data"
         )
     return True
+
+
+def check_labels(tasks: Mapping[str, TaskSpec], batch: Batch) -> None:
+    """Raise TrainingError for a task, or a variant, of this stream whose labels the batch does not have.
+
+    For data of which all batches, or all of a stream, hold the same keys.
+    """
+    if isinstance(batch, Mapping):
+        _check_keys(tasks, [key for key in batch if key != STREAM], batch.get(STREAM))
+
+
+def check_streams(tasks: Mapping[str, TaskSpec], batches: Iterable[Mapping[str, Any]]) -> None:
+    """Raise TrainingError for a task that names no stream and whose labels no stream has; there is a batch of each."""
+    _check_keys(tasks, list(dict.fromkeys(key for batch in batches for key in batch if key != STREAM)), None)
+
+
+def _check_keys(tasks: Mapping[str, TaskSpec], keys: Sequence[str], stream: str | None) -> None:
+    for task, spec in tasks.items():
+        for form in (spec, *spec.variants.values()) if spec.weight else ():
+            if form.stream == stream and form.labels is not None and form.labels not in keys:
+                close = get_close_matches(form.labels, keys, n=1)
+                hint = f"; did you mean '{close[0]}'?" if close else ""
+                where = "no batch has" if stream is None else f"no batch of the stream '{stream}' has"
+                raise TrainingError(
+                    f"the labels of task '{task}' are '{form.labels}', which {where}{hint} "
+                    f"(there are: {', '.join(keys)})"
+                )
 
 
 def view_for(batch: Batch, labels: str | None) -> Batch:

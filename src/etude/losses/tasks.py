@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ from etude.core.batch import STREAM, Batch, JointBatch
 from etude.core.errors import ConfigError, EtudeError, TrainingError
 from etude.core.lookups import explain_lookup
 from etude.core.terms import LossTerm, Terms
+from etude.losses.outputs import head_of
 from etude.losses.task_spec import (
     Measure,
     Shown,
     TaskSpec,
     check_known,
+    check_labels,
     check_task,
     learns_from,
     strategy_of,
@@ -65,6 +68,11 @@ class MultiTask:
         self._shown: dict[str, Shown] = {}
         self._scales: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._measuring = False
+        self.alike = False
+        """Whether all training batches of a stream hold the same keys: then the first shows misspelt labels."""
+        self._checked: set[tuple[Any, ...]] = set()
+        self._tried: set[int] = set()
+        """The forms of tasks whose metrics have seen a training batch."""
         self._told: set[str] = set()
         self._plans: dict[tuple[Any, ...], dict[str, Shown]] = {}
         self.activate({name: spec.weight for name, spec in self.tasks.items()})
@@ -198,14 +206,22 @@ class MultiTask:
         view = view_for(inputs, shown.spec.labels)
         with _explained(task):
             found = shown.strategy.terms(output, view, metrics=metrics)
-            if self._measuring and shown.spec.metrics:
-                predictions, labels = shown.strategy.judged(output, view)
-                for metric in shown.spec.metrics.values():
-                    metric.update(predictions, labels)
+            if shown.spec.metrics and (self._measuring or id(shown.spec) not in self._tried):
+                self._measure(shown, output, view)
         weighted = [name for name, term in found.items() if isinstance(term.weight, Tensor) or term.weight != 0]
         if weighted != [LOSS]:
             raise _several_terms(task, weighted)
         return {f"{task}/{name}": term for name, term in found.items()}
+
+    def _measure(self, shown: Shown, output: Any, view: Batch) -> None:
+        """Let the metrics see a batch. Outside of a validation they only try the first one: it may not fit them."""
+        if not self._measuring:
+            self._tried.add(id(shown.spec))
+            if head_of(output) is not None:  # all logits of a language model are too many for a trial
+                return
+        predictions, labels = shown.strategy.judged(output, view)
+        for metric in shown.spec.metrics.values():
+            (metric if self._measuring else copy(metric)).update(predictions.detach(), labels)
 
     def _requests(self, batch: Batch) -> Iterator[tuple[Batch, dict[str, Shown]]]:
         """Return inputs for the model and the tasks they are for: one entry for each way the model has to be run."""
@@ -220,6 +236,9 @@ class MultiTask:
         """Return the active tasks that a batch is for; remembered for batches with the same stream and keys."""
         keys = tuple(batch) if isinstance(batch, Mapping) else (type(batch),)
         plan = (batch.get(STREAM) if isinstance(batch, Mapping) else None, *keys)
+        if self.alike and plan not in self._checked and torch.is_grad_enabled():
+            check_labels(self.tasks, batch)
+            self._checked.add(plan)
         if plan not in self._plans:
             self._plans[plan] = {
                 name: shown for name, shown in self._shown.items() if learns_from(name, shown.spec, batch)

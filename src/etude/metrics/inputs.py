@@ -44,8 +44,9 @@ def predicted_positives(predictions: Tensor, targets: Tensor, threshold: float, 
     if predictions.shape != targets.shape:
         if not predictions.is_floating_point() or predictions.shape not in ((*targets.shape, 1), (*targets.shape, 2)):
             raise DataError(
-                f"{who}: predictions {form_of(predictions)} do not fit targets {form_of(targets)}; binary predictions "
-                f"have the shape of the targets, or are logits with a last dimension of 1 or 2"
+                f"{who}: predictions {form_of(predictions)} do not fit targets {form_of(targets)}; set num_classes for "
+                f"classes or num_labels for labels; binary predictions have the shape of the targets, or are logits "
+                f"with a last dimension of 1 or 2"
             )
         logits = predictions[..., -1]
         predictions = logits - predictions[..., 0] if predictions.shape[-1] == 2 else logits

@@ -6,9 +6,11 @@ import torch
 from torch import nn
 
 from etude.core import ConfigError, Loader, Task
-from etude.data import StreamLoader
+from etude.data import DataLoader, StreamLoader
+from etude.data.foreign import ForeignLoader
 from etude.engine.accumulation import GradientAccumulator
 from etude.losses import MultiTask
+from etude.losses.task_spec import check_streams
 from etude.losses.weighting import CombinesGradients, WatchesGradients, WatchesUpdates
 from etude.models import MultiTaskModel
 from etude.trainer.feeding import DeviceLoader
@@ -37,11 +39,21 @@ def join_weighting(model: nn.Module, task: Task) -> None:
         )
 
 
-def check_meeting(task: Task, loader: Loader | None, accumulator: GradientAccumulator) -> None:
-    """Warn if the weighting compares tasks that never meet in a step."""
-    weighting = task.weighting if isinstance(task, MultiTask) else None
-    compares = isinstance(weighting, (CombinesGradients, WatchesGradients, WatchesUpdates))
+def check_data(task: Task, loader: Loader | None, accumulator: GradientAccumulator) -> None:
+    """Raise TrainingError for labels that no stream has; warn if a weighting compares tasks that never meet in a step.
+
+    Of data without streams the first batch will show labels that it lacks.
+    """
+    if not isinstance(task, MultiTask):
+        return
     inner = loader.loader if isinstance(loader, DeviceLoader) else loader
+    task.alike = isinstance(inner, (DataLoader, StreamLoader)) or _is_shuffled_by_torch(inner)
+    if isinstance(inner, StreamLoader):
+        check_streams(
+            task.tasks, [next(iter(StreamLoader({name: part}, 1))) for name, part in inner.data.parts.items()]
+        )
+    weighting = task.weighting
+    compares = isinstance(weighting, (CombinesGradients, WatchesGradients, WatchesUpdates))
     if (
         compares
         and isinstance(inner, StreamLoader)
@@ -53,6 +65,17 @@ def check_meeting(task: Task, loader: Loader | None, accumulator: GradientAccumu
             "set data.draw to together, or training.grad_accum_steps above 1",
             type(weighting).__name__,
         )
+
+
+def _is_shuffled_by_torch(loader: Loader | None) -> bool:
+    """Whether a loader of torch's puts samples together as they come: then all of them must hold the same keys."""
+    source = loader.source if isinstance(loader, ForeignLoader) else None
+    return (
+        isinstance(source, torch.utils.data.DataLoader)
+        and source.collate_fn is torch.utils.data.default_collate
+        and type(source.sampler) in (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
+        and type(source.batch_sampler) is torch.utils.data.BatchSampler
+    )
 
 
 def train_weighting(optimizer: torch.optim.Optimizer, task: Task) -> None:

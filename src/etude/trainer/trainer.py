@@ -56,7 +56,7 @@ from etude.trainer.feeding import make_loader
 from etude.trainer.meaningful import Modalities, check_vocabulary, make_task, vocabulary_of
 from etude.trainer.output import Output
 from etude.trainer.sanity_check import check_validation
-from etude.trainer.tasks import check_meeting, join_weighting, train_weighting
+from etude.trainer.tasks import check_data, join_weighting, train_weighting
 
 logger = logging.getLogger("etude")
 
@@ -158,7 +158,7 @@ class Trainer:
         self.train_loader = self._loader(train_loader, training=True)
         self.val_loader = self._loader(val_loader, training=False)
         self.accumulator = GradientAccumulator(self.optimizer, config.grad_accum_steps)
-        check_meeting(self.task, self.train_loader, self.accumulator)
+        check_data(self.task, self.train_loader, self.accumulator)
         self.precision = Precision(
             config.resolved_precision, self.device, loss_scale=config.loss_scale, summands=config.batch_size
         )
