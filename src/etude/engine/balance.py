@@ -125,7 +125,7 @@ class GradNormBalance(Balance):
 
     def _last_layer(self, model: SharesParameters, micro_batches: Sequence[Batch]) -> str:
         """Return the name of the last shared layer; ranks without samples take it from the others."""
-        names = [name for name, _ in unwrap(self.model).named_modules()]
+        names: list[str] = [name for name, _ in unwrap(self.model).named_modules()]
         found = -1
         for batch in micro_batches:
             parts = [part for part in (batch if isinstance(batch, JointBatch) else (batch,)) if not is_empty(part)]

@@ -171,9 +171,8 @@ def order_of_use(result: Tensor) -> dict[int, int]:
     while waiting:
         node = waiting.pop()
         for child, _ in node.next_functions:
-            if isinstance(child, torch._C._functions.AccumulateGrad):  # where a parameter enters
-                place = id(child.variable)
-                used[place] = max(used.get(place, -1), node._sequence_nr())
+            if isinstance(leaf := getattr(child, "variable", None), Tensor):  # where a parameter enters
+                used[id(leaf)] = max(used.get(id(leaf), -1), node._sequence_nr())
             elif child is not None and child not in seen:
                 seen.add(child)
                 waiting.append(child)
