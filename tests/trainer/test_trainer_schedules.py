@@ -130,6 +130,34 @@ def test_the_base_rate_after_loading_is_that_of_the_checkpoint_or_of_the_config(
     assert rates.seen == pytest.approx([base * schedule(step) for step in range(12, 24)])
 
 
+@pytest.mark.parametrize("kind", ["lambda", "cosine", "step"])
+def test_a_torch_scheduler_goes_on_from_the_rate_that_is_kept(tmp_path, kind):
+    """Keeping the hyperparameters means a new base rate at the same place of the schedule, for the whole rest."""
+
+    def parts(lr):
+        one = model()
+        optimizer = SGD(one.parameters(), lr=lr)
+        make = {
+            "lambda": lambda: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+            "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24),
+            "step": lambda: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5),
+        }
+        rates = Rates()
+        settings = {"callbacks": [rates], "optimizer": optimizer, "scheduler": make[kind](), "progress": False}
+        return one, rates, settings
+
+    one, rates, settings = parts(0.5)
+    config = {"batch_size": 8, "save_every_steps": 9, "epochs": 4}
+    Trainer(one, data(), config=config, output_dir=tmp_path / "run", **settings).train()
+    for lr, keep in ((0.125, True), (0.125, False)):
+        other, seen, settings = parts(lr)
+        again = Trainer(other, data(), config=config, **settings)
+        again.load_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000009", keep_hyperparameters=keep)
+        again.train()
+        scale = 0.25 if keep else 1.0
+        assert seen.seen == pytest.approx([scale * rate for rate in rates.seen[9:]])
+
+
 # ------------------------------------------------------------------ as long as the run
 
 
@@ -250,5 +278,8 @@ def test_a_scheduler_beside_use_scheduler_false_is_refused():
 
 def test_a_schedule_without_an_end_is_refused_when_the_trainer_is_made():
     batches = ((x, y) for x, y in [data()])
-    with pytest.raises(ConfigError, match=r"total_steps|end"):
+    with pytest.raises(ConfigError, match=r"training\.max_steps"):
         Trainer(model(), lambda: batches, config={"warmup_steps": 3}, progress=False)
+    Trainer(model(), lambda: batches, config={"warmup_steps": 3, "max_steps": 9}, progress=False)
+    only_measured = Trainer(model(), val_loader=data(), config={"warmup_steps": 3}, progress=False)
+    assert only_measured.evaluate()["loss"] > 0

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from etude.callbacks import CurriculumCallback
+from etude.config import build_selection, canonical_keys, select_component, validate_section
+from etude.config.signature import parameters_of
 from etude.core import ConfigError, Loader, Task, TrainingError
 from etude.core.terms import SwitchesTasks
 from etude.curriculum import Curriculum, Phase
@@ -52,8 +54,6 @@ def as_config(
 ) -> TrainerConfig:
     """Return the config as a `TrainerConfig`, with what the `Trainer` was given beside it."""
     if not isinstance(config, TrainerConfig):
-        from etude.config import canonical_keys, validate_section
-
         data = canonical_keys(dict(config or {}), TRAINING_ALIASES, "training", None)
         config = validate_section(TrainerConfig, data, path="training", document=None)
     changes: dict[str, Any] = {}
@@ -160,11 +160,6 @@ def plan_schedule(
     asked = config.use_scheduler or config.scheduler_type is not None or config.warmup_steps is not None
     if not asked or config.use_scheduler is False:
         return None
-    from etude.config import (
-        build_selection,
-        select_component,
-    )  # they import pydantic's parts, which most runs need not
-
     section: dict[str, Any] = {"name": config.scheduler_type or DEFAULT_SCHEDULE}
     if config.warmup_steps is not None:
         section["warmup_steps"] = config.warmup_steps
@@ -175,7 +170,17 @@ def plan_schedule(
             f"training.scheduler_type '{section['name']}' cannot be used: {error}; "
             f"give the Trainer scheduler=…, a function of the step, for more than a name and warmup_steps"
         ) from error
-    return PlannedSchedule(lambda plan: build_selection(selection, path="scheduler", provided=plan))
+
+    def make(plan: dict[str, int]) -> Schedule:
+        if "total_steps" not in plan and "total_steps" in parameters_of(selection.component.factory)[0]:
+            raise ConfigError(
+                f"the schedule '{selection.component.name}' is as long as the run, and the loader does not know how "
+                f"long that is; set training.max_steps, or give the Trainer scheduler=…"
+            )
+        schedule: Schedule = build_selection(selection, path="scheduler", provided=plan)
+        return schedule
+
+    return PlannedSchedule(make)
 
 
 def curriculum_callback(

@@ -180,7 +180,7 @@ class Trainer:
         self._schedule = plan_schedule(scheduler, config)
         fixed = None if isinstance(scheduler, (TorchScheduler, PlannedSchedule)) else scheduler
         self.learning_rate = LearningRate(self.optimizer, fixed)
-        if scheduler is not None or self.total_steps is None:
+        if train_loader is not None and (scheduler is not None or self.total_steps is None):
             self._follow_plan()  # what cannot be made is refused now
         listed = [*callbacks]
         if isinstance(scheduler, TorchScheduler):
@@ -276,6 +276,7 @@ class Trainer:
         found = self.world.attempt(lambda: _find_checkpoint(Path(path)), here=self.world.is_main)
         path = Path(self.world.share_text(str(found)))  # all ranks load the same one
         mine = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        rates = [(one, one.base_rates) for one in self.callbacks if isinstance(one, LRSchedule)]
         checkpoint, metrics = self._read(path)
         self.state.restore(checkpoint)
         self.output.loaded(checkpoint.path)
@@ -285,6 +286,8 @@ class Trainer:
             for group, settings in zip(self.optimizer.param_groups, mine, strict=True):
                 group.pop("initial_lr", None)  # that of the checkpoint
                 group.update(settings)
+            for schedule, base in rates:
+                schedule.rebase(base)
         self._resumed = True
 
     def _read(self, path: Path) -> tuple[Checkpoint, dict[str, float]]:
