@@ -119,6 +119,7 @@ PROBES = {
     "log_interval": (1, lambda f: len(f["watch"].logged)),
     "validate_interval": (0, lambda f: f["watch"].validated),
     "validate_every_steps": (3, lambda f: len(f["watch"].validated)),
+    "sanity_val_batches": (0, lambda f: f["model"].blocks[0].calls),
     "save_checkpoints": (False, checkpoints),
     "checkpoint_interval": (0, lambda f: f["watch"].saved),
     "save_every_steps": (3, lambda f: f["watch"].saved),
