@@ -5,8 +5,18 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from etude.core import Loader, num_samples
 from etude.core.errors import DataError
@@ -69,28 +79,220 @@ def test_epochs_and_seeds_differ(kind):
     assert len(orders) == 4
 
 
-def test_augmentations_in_this_process_are_resumed_exactly(random_dataset):
-    loader = ForeignLoader(TorchLoader(random_dataset, 4, shuffle=True))
+class Buffered(IterableDataset):
+    """Shuffles with a buffer: a number is drawn for each sample, from a generator of the given kind."""
 
-    def draw():
-        return random.getstate(), np.random.get_state(), torch.get_rng_state()
+    def __init__(self, length, buffer, kind):
+        self.length, self.buffer = length, buffer
+        self.below = DRAWS[kind](self)
 
-    iterator = loader.iterate(0)
-    whole, states, positions = [], [], []
-    for batch in iterator:
-        whole.append(batch[0].tolist())
-        torch.rand(2)
-        states.append(draw())
-        positions.append(iterator.position)
-    for i, (state, position) in enumerate(zip(states, positions, strict=True)):
-        random.setstate(state[0])
-        np.random.set_state(state[1])
-        torch.set_rng_state(state[2])
+    def __iter__(self):
+        info = get_worker_info()
+        mine = range(self.length) if info is None else range(info.id, self.length, info.num_workers)
+        kept = []
+        for index in mine:
+            kept.append(index)
+            if len(kept) > self.buffer:
+                yield kept.pop(self.below(len(kept)))
+        while kept:
+            yield kept.pop(self.below(len(kept)))
+
+
+def own_generator(dataset, generator):
+    dataset.rng = generator
+    return generator
+
+
+DRAWS = {
+    "python": lambda _: random.randrange,
+    "numpy": lambda _: np.random.randint,
+    "torch": lambda _: lambda n: int(torch.randint(n, ())),
+    "own python": lambda dataset: own_generator(dataset, random.Random(1)).randrange,
+    "own numpy": lambda dataset: own_generator(dataset, np.random.default_rng(1)).integers,
+    "own old numpy": lambda dataset: own_generator(dataset, np.random.RandomState(1)).randint,
+    "gauss": lambda _: lambda n: int(abs(np.random.randn()) * 100) % n,  # NumPy keeps every second number for later
+}
+
+
+def disturb(draws):
+    """Draw as a model or a callback would."""
+    for _ in range(draws):
+        random.random(), np.random.randn(), torch.rand(2)
+
+
+def check_exact(make, epochs, stop, draws):
+    """The batches from `stop` on, by a new loader, are those of a run that went on; both are disturbed differently."""
+    undisturbed = ForeignLoader(make(), seed=2)
+    for epoch in range(epochs):
+        iterator = undisturbed.iterate(epoch)
+        whole, positions = [], [0]
+        for batch in iterator:
+            whole.append(batch.tolist())
+            positions.append(iterator.position)
+            disturb(1)
+        if epoch < epochs - 1:
+            continue
+        assert len(positions) > 1
+        at = stop % len(positions)
+        resumed = ForeignLoader(make(), seed=2).iterate(epoch, positions[at])
         rest = []
-        for batch in loader.iterate(0, position):
-            rest.append(batch[0].tolist())
-            torch.rand(2)
-        assert rest == whole[i + 1 :]
+        for batch in resumed:
+            rest.append(batch.tolist())
+            disturb(draws)
+        assert rest == whole[at:]
+    return whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(DRAWS)),
+    length=st.integers(1, 60),
+    buffer=st.integers(0, 20),
+    batch_size=st.integers(1, 9),
+    stop=st.integers(0, 60),
+    epochs=st.integers(1, 3),
+    draws=st.integers(0, 2),
+)
+def test_a_shuffle_drawn_sample_by_sample_is_resumed_exactly(kind, length, buffer, batch_size, stop, epochs, draws):
+    seen = check_exact(lambda: TorchLoader(Buffered(length, buffer, kind), batch_size), epochs, stop, draws)
+    assert sorted(index for batch in seen for index in batch) == list(range(length))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", ["python", "numpy", "torch", "own numpy"])
+@settings(max_examples=2, deadline=None, phases=[Phase.generate])  # each example starts processes
+@given(
+    length=st.integers(2, 40),
+    buffer=st.integers(1, 20),
+    batch_size=st.integers(1, 9),
+    stop=st.integers(0, 60),
+    prefetch=st.integers(1, 3),
+)
+def test_so_is_one_drawn_in_workers(kind, persistent, length, buffer, batch_size, stop, prefetch):
+    def make():
+        options = {"num_workers": 2, "persistent_workers": persistent, "prefetch_factor": prefetch}
+        return TorchLoader(Buffered(length, buffer, kind), batch_size, **options)
+
+    seen = check_exact(make, 2, stop, 1)
+    assert sorted(index for batch in seen for index in batch) == list(range(length))
+
+
+class LazySampler:
+    """Draws each index when it is asked for, from a generator of its own or the global one."""
+
+    def __init__(self, generator=None):
+        self.generator = generator
+
+    def __len__(self):
+        return 23
+
+    def __iter__(self):
+        return (int(torch.randint(23, (), generator=self.generator)) for _ in range(23))
+
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        return torch.tensor([index + random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+
+
+class Sharded(IterableDataset):
+    """As in Hugging Face's datasets: the shuffle is a function of the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = np.random.default_rng(self.epoch).permutation(24).tolist()
+        info = get_worker_info()
+        return iter(order if info is None else order[info.id :: info.num_workers])
+
+
+class Reader:
+    """Its method gives the batches; it keeps the generator."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(5)
+
+    def batches(self):
+        for _ in range(7):
+            yield torch.from_numpy(self.rng.integers(100, size=3))
+
+
+def seed_worker(_worker):
+    """The recipe of torch's notes on reproducibility."""
+    seed = torch.initial_seed() % 2**32
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+WEIGHTS = torch.linspace(0.1, 1, 23).tolist()
+LAZY = {
+    "augmented": lambda **options: TorchLoader(Noisy(), 4, shuffle=True, **options),
+    "seeded workers": lambda **options: TorchLoader(Noisy(), 4, shuffle=True, worker_init_fn=seed_worker, **options),
+    "lazy sampler": lambda **options: TorchLoader(Noisy(), 4, sampler=LazySampler(), **options),
+    "own generator": lambda **options: TorchLoader(Noisy(), 4, sampler=LazySampler(torch.Generator()), **options),
+    "loader's generator": lambda **options: TorchLoader(
+        Noisy(), 4, shuffle=True, generator=torch.Generator(), **options
+    ),
+    "replacement": lambda **options: TorchLoader(
+        Noisy(), 4, sampler=RandomSampler(range(23), True, 70, torch.Generator()), **options
+    ),
+    "weighted": lambda **options: TorchLoader(Noisy(), 4, sampler=WeightedRandomSampler(WEIGHTS, 23), **options),
+    "set_epoch": lambda **options: TorchLoader(Sharded(), 4, **options),
+}
+WORKERS = {"none": {}, "workers": {"num_workers": 2}, "persistent": {"num_workers": 2, "persistent_workers": True}}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("kind", LAZY)
+def test_numbers_drawn_batch_by_batch_are_resumed_exactly(kind, workers):
+    check_exact(lambda: LAZY[kind](**WORKERS[workers]), 2, 3, 2)
+
+
+def test_so_are_those_of_a_generator_function_and_of_a_method():
+    def draw():
+        for _ in range(9):
+            yield torch.tensor([random.random(), np.random.rand(), torch.rand(())])
+
+    check_exact(lambda: draw, 2, 4, 2)
+    check_exact(lambda: Reader().batches, 2, 4, 2)
+
+
+def test_a_generator_shared_by_two_loaders_belongs_to_each():
+    shared = torch.Generator()
+    train, other = (TorchLoader(Noisy(), 4, sampler=LazySampler(shared)) for _ in range(2))
+    expected = [batch.tolist() for batch in ForeignLoader(train).iterate(1)]
+    got = []
+    for batch in ForeignLoader(train).iterate(1):
+        got.append(batch.tolist())
+        next(ForeignLoader(other).iterate(0))  # as a validation in mid-epoch
+    assert got == expected
+
+
+@pytest.mark.parametrize("make", [make_plain, lambda _: TorchLoader(Noisy(), 4), lambda _: [torch.zeros(2)] * 4])
+def test_the_caller_draws_as_if_there_were_no_data(make):
+    def draw():
+        return random.random(), np.random.randn(), torch.rand(()).item()
+
+    def seed():
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+
+    seed()
+    expected = [draw() for _ in range(4)]
+    seed()
+    iterator = ForeignLoader(make(0)).iterate(0)
+    got = []
+    for _ in range(4):
+        next(iterator)
+        got.append(draw())
+    assert got == expected
 
 
 @pytest.mark.parametrize("position", [0, 8])

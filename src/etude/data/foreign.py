@@ -1,29 +1,52 @@
 """Loaders made elsewhere (torch's DataLoader, a list of batches, a generator function), used as an Etude loader."""
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
+from types import MethodType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import BatchSampler as TorchBatchSampler
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import (
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from etude.core.batch import Batch, num_samples
 from etude.core.errors import DataError
 from etude.core.loader import Loader
 from etude.core.random import mix
-from etude.data.rng import preserved_rng, seed_generators
+from etude.data.rng import RandomStream, owned_generators
+from etude.data.worker_process import begin_epoch, prepare_workers
+
+TORCH_SAMPLERS = (
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+)
+"""Draw from the global generators before their first index only."""
 
 
 class ForeignLoader:
     """Any iterable of batches, or a function that returns one, with an order that can be repeated.
 
-    Each epoch the iteration begins under generators seeded by (seed, epoch): Python's, NumPy's, torch's and those
-    the loader or its samplers own, so a shuffle drawn at the start is the same when the epoch is resumed. The
-    caller's generators are given back as they were. Resuming in mid-epoch skips the batches already seen; it is
-    exact for anything whose order is fixed by those generators and by `set_epoch`. Not covered: augmentations drawn
-    inside a torch DataLoader's persistent workers after the first epoch; `etude.data.DataLoader` does those exactly.
+    Each epoch draws from a stream of its own, seeded by (seed, epoch): from Python's, NumPy's and torch's global
+    generators, and from those that the loader, its dataset or its samplers keep as attributes. The caller's generators
+    are given back after each batch, so what the model draws and what the data draws do not depend on each other.
+    Resuming in mid-epoch reads the batches already seen once more and drops them; it is exact for anything that is
+    fixed by those generators and by `set_epoch`, with worker processes or without.
 
+    >>> import torch
     >>> loader = ForeignLoader([torch.zeros(4, 2), torch.ones(3, 2)])
     >>> batches = loader.iterate(epoch=0, position=4)
     >>> next(batches).shape, batches.position
@@ -61,6 +84,7 @@ class ForeignIterator:
         self.position = position
         self._source, self._seed, self._epoch, self._world_size = source, seed, epoch, world_size
         self._batches: Iterator[Batch] | None = None
+        self._stream: RandomStream | None = None
         self._is_closed = False
 
     def __iter__(self) -> "ForeignIterator":
@@ -69,33 +93,42 @@ class ForeignIterator:
     def __next__(self) -> Batch:
         if self._is_closed:
             raise StopIteration
-        batch = self._begin() if self._batches is None else next(self._batches)
+        if self._stream is None or self._batches is None:
+            batch = self._begin()
+        else:
+            with self._stream.drawing():
+                batch = next(self._batches)
         self.position += num_samples(batch) * self._world_size
         return batch
 
     def close(self) -> None:
         """Let go of the source's iterator (and so of its workers); safe to call twice."""
-        if isinstance(self._batches, Generator):
-            self._batches.close()
+        if isinstance(self._batches, Generator) and self._stream is not None:
+            with self._stream.drawing():
+                self._batches.close()
         self._batches, self._is_closed = None, True
 
     def _begin(self) -> Batch:
         """Start the source's iteration and return its batch at the position.
 
-        The first batch of an epoch is fetched under the seeded generators, since samplers draw their shuffle then.
-        Any later one is fetched under the caller's, resumed or not, so that both see the same random numbers.
+        All it draws, for batches that are skipped and for others, comes from the one stream of the epoch.
         """
-        with preserved_rng():
-            seed_generators(self._seed)
-            _set_epoch(self._source, self._epoch, self._seed)
-            self._batches = iter(self._source if isinstance(self._source, Iterable) else self._source())
-            if self.position == 0:
-                first = next(self._batches, None)
-                if first is None:
-                    raise DataError("the data is empty: the loader gave no batch")
-                return first
+        source, parts = self._source, _parts(self._source)
+        self._stream = RandomStream(
+            self._seed, owned_generators(*parts), swap_globals=not _draws_only_at_the_start(source)
+        )
+        with self._stream.drawing():
+            begin_epoch(parts, self._epoch)
+            if isinstance(source, TorchLoader):
+                prepare_workers(source, self._epoch, self._seed)
+            self._batches = iter(source if isinstance(source, Iterable) else source())
             self._skip(self._batches)
-        return next(self._batches)
+            try:
+                return next(self._batches)
+            except StopIteration:
+                if self.position == 0:
+                    raise DataError("the data is empty: the loader gave no batch") from None
+                raise
 
     def _skip(self, batches: Iterator[Batch]) -> None:
         seen = 0
@@ -131,8 +164,8 @@ def as_loader(source: Any, *, seed: int = 0, world_size: int = 1) -> Loader:
     return ForeignLoader(source, seed, world_size)
 
 
-def _set_epoch(source: Any, epoch: int, seed: int) -> None:
-    """Tell the epoch to whatever takes it, and seed the generators that a torch DataLoader and its samplers own."""
+def _parts(source: Any) -> list[Any]:
+    """Return the source and what else may keep a generator or take the epoch: its dataset, its samplers, its owner."""
     batch_sampler = getattr(source, "batch_sampler", None)
     parts = (
         source,
@@ -140,11 +173,26 @@ def _set_epoch(source: Any, epoch: int, seed: int) -> None:
         getattr(source, "sampler", None),
         batch_sampler,
         getattr(batch_sampler, "sampler", None),
+        source.__self__ if isinstance(source, MethodType) else None,
     )
-    for part in {id(part): part for part in parts if part is not None}.values():
-        set_epoch = getattr(part, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed)
+    return list({id(part): part for part in parts if part is not None}.values())
+
+
+def _draws_only_at_the_start(source: Any) -> bool:
+    """Whether the source surely takes nothing from the global generators after its first batch.
+
+    That saves swapping them for each batch (about 0.1 ms) where it is known to be idle: for batches in a list, for
+    torch's own samplers with worker processes or with tensors in memory.
+    """
+    if type(source) in (list, tuple):
+        return True
+    if type(source) is not TorchLoader:
+        return False
+    batches = source.batch_sampler
+    sampler = (
+        batches.sampler if type(batches) is TorchBatchSampler else source.sampler if batches is None else batches
+    )
+    if source.num_workers:
+        return type(sampler) in TORCH_SAMPLERS or isinstance(source.dataset, IterableDataset)
+    plain = type(source.dataset) is TensorDataset and source.collate_fn is default_collate
+    return plain and type(sampler) in TORCH_SAMPLERS

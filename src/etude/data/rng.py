@@ -1,11 +1,15 @@
-"""Seeding the global generators for a moment, and giving the caller's own state back."""
+"""The global generators: seeded for a moment, preserved for the caller, or swapped for a stream of their own."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+
+Accessors = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""How the state of one generator is read and written."""
 
 
 def seed_generators(seed: int) -> None:
@@ -32,3 +36,99 @@ def preserved_rng() -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.default_generator.set_state(tensor)
+
+
+class RandomStream:
+    """Random numbers that begin with a seed and go on from block to block, whatever others draw in between.
+
+    Inside `drawing` the global generators of Python, NumPy, torch's CPU and (if in use) CUDA belong to this stream,
+    and so do the `owned` ones: generator objects that somebody keeps. Outside they are as the caller left them.
+
+    >>> def draw(stream):
+    ...     with stream.drawing():
+    ...         return random.random()
+    >>> one, two = RandomStream(5), RandomStream(5)
+    >>> together = [draw(one), draw(one)]
+    >>> apart = [draw(two), random.random(), draw(two)]
+    >>> apart[0] == together[0] and apart[2] == together[1]
+    True
+    """
+
+    def __init__(self, seed: int, owned: Sequence[Any] = (), *, swap_globals: bool = True) -> None:
+        """With `swap_globals` off only the `owned` generators are swapped after the first block."""
+        generators = [*_globals(), *(_accessors(generator) for generator in owned)]
+        caller = [read() for read, _ in generators]
+        seed_generators(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
+        for generator in owned:
+            seed_generator(generator, seed)
+        self._states = [read() for read, _ in generators]
+        _write(generators, caller)
+        self._generators = generators
+        self._later = generators if swap_globals else generators[len(generators) - len(owned) :]
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draw from this stream inside the block."""
+        caller = [read() for read, _ in self._generators]
+        _write(self._generators, self._states)
+        try:
+            yield
+        finally:
+            generators, number = self._generators, len(self._later)
+            self._states = [read() for read, _ in generators][len(generators) - number :]
+            _write(generators, caller)
+            self._generators = self._later
+
+
+def owned_generators(*owners: Any) -> list[Any]:
+    """Return the generator objects that are attributes of these objects, each once.
+
+    >>> class Sampler:
+    ...     rng = None
+    >>> sampler = Sampler(); sampler.rng = random.Random(1)
+    >>> owned_generators(sampler, sampler) == [sampler.rng]
+    True
+    """
+    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+    return list({id(value): value for value in values if isinstance(value, kinds)}.values())
+
+
+def _globals() -> list[Accessors]:
+    found: list[Accessors] = [
+        (random.getstate, random.setstate),
+        (np.random.get_state, np.random.set_state),
+        (torch.default_generator.get_state, torch.default_generator.set_state),
+    ]
+    if torch.cuda.is_initialized():
+        found.append(_accessors(torch.cuda.default_generators[torch.cuda.current_device()]))
+    return found
+
+
+def _accessors(generator: Any) -> Accessors:
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return generator.get_state, generator.set_state
+
+
+def seed_generator(generator: Any, seed: int) -> None:
+    """Seed a generator object of torch, Python or NumPy."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        bits: Any = type(generator.bit_generator)
+        generator.bit_generator.state = bits(seed).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed & 0xFFFFFFFF)
+    else:
+        generator.seed(seed)
+
+
+def _write(generators: list[Accessors], states: list[Any]) -> None:
+    for (_, write), state in zip(generators, states, strict=True):
+        write(state)

@@ -1,6 +1,5 @@
 """Map-style datasets: samples fetched in this process or in worker processes, with the same random numbers."""
 
-import signal
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from etude.core.random import mix
 from etude.data.permutation import Indices
 from etude.data.rng import preserved_rng, seed_generators
 from etude.data.sampler import BatchSampler
+from etude.data.worker_process import WorkerStart
 
 Collate = Callable[[list[Any]], Batch]
 Request = tuple[int, Indices]
@@ -74,6 +74,7 @@ class DatasetSource:
     def __init__(self, dataset: Any, seed: int, collate: Collate | None, settings: WorkerSettings) -> None:
         self.samples = SeededSamples(dataset, collate, seed)
         self.settings = settings
+        self._start = WorkerStart(settings.num_workers) if settings.num_workers else None
         self._persistent: tuple[_Requests, TorchLoader[Batch]] | None = None
         self._turn = 0
 
@@ -122,7 +123,7 @@ class DatasetSource:
             pin_memory=settings.pin_memory,
             persistent_workers=settings.persistent_workers,
             prefetch_factor=settings.prefetch_factor,
-            worker_init_fn=_leave_signals_to_the_run,
+            worker_init_fn=self._start,
             generator=torch.Generator(),  # else torch would draw a seed from the caller's generator
         )
 
@@ -142,12 +143,3 @@ class _Requests:
 
 def _unchanged(batch: Batch) -> Batch:
     return batch
-
-
-def _leave_signals_to_the_run(_worker: int) -> None:
-    """Let a worker live on when Ctrl-C or a launcher sends a signal to the whole group: the run decides when to end.
-
-    A second SIGTERM ends it, so that a worker that hangs can still be got rid of.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))

@@ -1,0 +1,140 @@
+"""Worker processes of a torch DataLoader: signals, the end of the program, and random numbers of a new epoch."""
+
+import atexit
+import multiprocessing.util  # its exit function is registered here, so ours runs before it
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import _DatasetKind
+
+from etude.core.random import mix
+from etude.data.rng import owned_generators, seed_generator, seed_generators
+
+ENDING, EPOCH, SEED, PIDS = 0, 1, 2, 3
+GRACE_S = 5.0
+"""How long a worker that does not end when the program does is waited for before it is killed."""
+
+
+class WorkerStart:
+    """The `worker_init_fn` of a DataLoader that a run reads.
+
+    A signal to the whole process group (Ctrl-C, a closed terminal, a launcher's SIGTERM) is left to the run, which
+    still needs its workers to finish a step. A worker ends when the program does, also if that is killed; a second
+    SIGTERM ends it in any case.
+
+    Persistent workers begin each epoch with random numbers of that epoch, and their copy of the dataset learns the
+    epoch: torch does neither. So an epoch does not depend on whether the workers are new.
+    """
+
+    def __init__(
+        self, num_workers: int, *, persistent: bool = False, then: Callable[[int], None] | None = None
+    ) -> None:
+        """`then` is called afterwards: the `worker_init_fn` of the user."""
+        self.persistent, self.then = persistent, then
+        self._shared = torch.zeros(PIDS + num_workers, dtype=torch.int64).share_memory_()
+        _STARTS[self] = os.getpid()
+
+    def begin_epoch(self, epoch: int, seed: int) -> None:
+        """Say which epoch is about to be iterated over."""
+        self._shared[EPOCH], self._shared[SEED] = epoch, seed
+
+    def end(self) -> None:
+        """End the workers that are left: the program is about to end, and waits for its child processes."""
+        self._shared[ENDING] = 1
+        pids = set(self._shared[PIDS:].tolist())
+        workers = [child for child in multiprocessing.active_children() if child.pid in pids]
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.join(GRACE_S)
+            if worker.is_alive():
+                worker.kill()
+
+    def __call__(self, worker: int) -> None:
+        """Run in the worker before its first batch."""
+        self._shared[PIDS + worker] = os.getpid()
+        for number in (signal.SIGINT, getattr(signal, "SIGHUP", None)):
+            if number is not None:
+                signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        threading.Thread(target=_end_with_the_parent, name="etude-parent", daemon=True).start()
+        if self.then is not None:
+            self.then(worker)
+        if self.persistent:
+            _before_each_epoch(partial(self._reseed, worker))
+
+    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+        if self._shared[ENDING]:
+            os._exit(0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _reseed(self, worker: int, dataset: Any) -> None:
+        seed = int(self._shared[SEED])
+        seed_generators(mix(seed, worker))
+        begin_epoch((dataset,), int(self._shared[EPOCH]))
+        for generator in owned_generators(dataset):
+            seed_generator(generator, seed)
+
+
+_STARTS: weakref.WeakKeyDictionary[WorkerStart, int] = weakref.WeakKeyDictionary()
+"""Each with the process that made it."""
+
+
+@atexit.register
+def _end_workers() -> None:
+    for start, process in list(_STARTS.items()):
+        if process == os.getpid():
+            start.end()
+
+
+def begin_epoch(parts: Any, epoch: int) -> None:
+    """Tell the epoch to those of the objects that take it."""
+    for part in parts:
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+def prepare_workers(loader: TorchLoader[Any], epoch: int, seed: int) -> None:
+    """Make the workers of somebody's loader behave; call it before each iteration, with the epoch's generators seeded.
+
+    The random numbers drawn from here on are the same whether the workers are there already or start now.
+    """
+    if loader.num_workers == 0:
+        return
+    start = loader.worker_init_fn
+    if not isinstance(start, WorkerStart):
+        loader._iterator = None  # persistent workers that began without us: let them end
+        start = WorkerStart(loader.num_workers, persistent=loader.persistent_workers, then=start)
+        loader.worker_init_fn = start
+    start.begin_epoch(epoch, seed)
+    if loader._iterator is not None:  # what torch draws when workers start
+        iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
+def _before_each_epoch(action: Callable[[Any], None]) -> None:
+    """Let this worker call `action` with its dataset before it begins an epoch: torch makes a new fetcher then."""
+    create = _DatasetKind.create_fetcher
+
+    def begin(kind: Any, dataset: Any, *others: Any) -> Any:
+        action(dataset)
+        return create(kind, dataset, *others)
+
+    _DatasetKind.create_fetcher = begin  # type: ignore[method-assign]
+
+
+def _end_with_the_parent() -> None:
+    """End this worker when the program is gone, even if it is computing or waiting to hand over a batch."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(0)
