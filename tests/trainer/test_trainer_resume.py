@@ -1,5 +1,6 @@
 """Exactness: a run stopped after any step and resumed ends with the very same bytes as one never stopped."""
 
+import random
 import shutil
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from etude import Callback, DataLoader, EarlyStopping, Trainer
 from etude.core import RunFolderError
@@ -53,10 +54,32 @@ class Noisy(Dataset):
         return x[index] + 0.1 * torch.randn(6), y[index]
 
 
+class Buffered(IterableDataset):
+    """Shuffles with a buffer, and draws noise: two generators, both used for every sample."""
+
+    def __iter__(self):
+        kept = []
+        for pair in zip(*data(), strict=True):
+            kept.append(pair)
+            if len(kept) == 20:
+                yield self.draw(kept)
+        while kept:
+            yield self.draw(kept)
+
+    def draw(self, kept):
+        x, y = kept.pop(random.randrange(len(kept)))
+        return x + 0.1 * torch.randn(6), y
+
+
 LOADERS = {
     "etude": lambda: DataLoader(*data(), BATCH, seed=3),
     "etude_dataset": lambda: DataLoader(Noisy(), batch_size=BATCH, seed=3),
     "torch": lambda: TorchDataLoader(TensorDataset(*data()), batch_size=BATCH, shuffle=True),
+    "torch_noisy": lambda: TorchDataLoader(Noisy(), batch_size=BATCH, shuffle=True),
+    "buffered": lambda: TorchDataLoader(Buffered(), batch_size=BATCH),
+    "buffered_workers": lambda: TorchDataLoader(
+        Buffered(), batch_size=BATCH, num_workers=1, persistent_workers=True, prefetch_factor=3
+    ),
     "list": lambda: [(data()[0][i : i + BATCH], data()[1][i : i + BATCH]) for i in range(0, SAMPLES, BATCH)],
 }
 OPTIMIZERS = {
@@ -123,6 +146,9 @@ def test_resume_after_every_step_is_byte_identical(tmp_path):
     [
         {"loader": "etude_dataset"},
         {"loader": "torch"},
+        {"loader": "torch_noisy"},
+        {"loader": "buffered"},
+        {"loader": "buffered_workers"},
         {"loader": "list"},
         {"optimizer": "sgd"},
         {"optimizer": "rmsprop"},

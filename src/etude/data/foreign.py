@@ -25,7 +25,7 @@ from etude.core.errors import DataError
 from etude.core.loader import Loader
 from etude.core.random import mix
 from etude.data.rng import RandomStream, owned_generators
-from etude.data.worker_process import begin_epoch, prepare_workers
+from etude.data.worker_process import begin_epoch, prepare_workers, starting_workers
 
 TORCH_SAMPLERS = (
     SequentialSampler,
@@ -121,7 +121,10 @@ class ForeignIterator:
             begin_epoch(parts, self._epoch)
             if isinstance(source, TorchLoader):
                 prepare_workers(source, self._epoch, self._seed)
-            self._batches = iter(source if isinstance(source, Iterable) else source())
+                with starting_workers(source):
+                    self._batches = iter(source)
+            else:
+                self._batches = iter(source if isinstance(source, Iterable) else source())
             self._skip(self._batches)
             try:
                 return next(self._batches)

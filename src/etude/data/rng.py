@@ -59,7 +59,7 @@ class RandomStream:
         generators = [*_globals(), *(_accessors(generator) for generator in owned)]
         caller = [read() for read, _ in generators]
         seed_generators(seed)
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.manual_seed(seed)
         for generator in owned:
             seed_generator(generator, seed)
@@ -102,7 +102,7 @@ def _globals() -> list[Accessors]:
         (np.random.get_state, np.random.set_state),
         (torch.default_generator.get_state, torch.default_generator.set_state),
     ]
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found.append(_accessors(torch.cuda.default_generators[torch.cuda.current_device()]))
     return found
 

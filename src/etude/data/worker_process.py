@@ -1,12 +1,13 @@
 """Worker processes of a torch DataLoader: signals, the end of the program, and random numbers of a new epoch."""
 
 import atexit
+import contextlib
 import multiprocessing.util  # its exit function is registered here, so ours runs before it
 import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -19,6 +20,8 @@ from etude.core.random import mix
 from etude.data.rng import owned_generators, seed_generator, seed_generators
 
 ENDING, EPOCH, SEED, PIDS = 0, 1, 2, 3
+GROUP_SIGNALS = {signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
+"""What a terminal or a launcher sends to all processes of a run."""
 GRACE_S = 5.0
 """How long a worker that does not end when the program does is waited for before it is killed."""
 
@@ -39,7 +42,8 @@ class WorkerStart:
     ) -> None:
         """`then` is called afterwards: the `worker_init_fn` of the user."""
         self.persistent, self.then = persistent, then
-        self._shared = torch.zeros(PIDS + num_workers, dtype=torch.int64).share_memory_()
+        self._shared = torch.zeros(PIDS + num_workers, dtype=torch.int64)
+        self._shared.share_memory_()  # type: ignore[no-untyped-call]
         _STARTS[self] = os.getpid()
 
     def begin_epoch(self, epoch: int, seed: int) -> None:
@@ -54,17 +58,18 @@ class WorkerStart:
         for worker in workers:
             worker.terminate()
         for worker in workers:
-            worker.join(GRACE_S)
+            with contextlib.suppress(RuntimeError):  # torch, of a worker that had died before
+                worker.join(GRACE_S)
             if worker.is_alive():
                 worker.kill()
 
     def __call__(self, worker: int) -> None:
         """Run in the worker before its first batch."""
         self._shared[PIDS + worker] = os.getpid()
-        for number in (signal.SIGINT, getattr(signal, "SIGHUP", None)):
-            if number is not None:
-                signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        for number in GROUP_SIGNALS:
+            signal.signal(number, self._on_sigterm if number == signal.SIGTERM else signal.SIG_IGN)
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # held back while this process started
         threading.Thread(target=_end_with_the_parent, name="etude-parent", daemon=True).start()
         if self.then is not None:
             self.then(worker)
@@ -121,13 +126,34 @@ def prepare_workers(loader: TorchLoader[Any], epoch: int, seed: int) -> None:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
+@contextlib.contextmanager
+def starting_workers(loader: TorchLoader[Any]) -> Iterator[None]:
+    """Hold back signals to the group while workers start: they inherit that, until `WorkerStart` has its handlers.
+
+    Not with a fork server, whose other children would inherit it as well.
+    """
+    context: Any = loader.multiprocessing_context or multiprocessing
+    if (
+        loader.num_workers == 0
+        or not hasattr(signal, "pthread_sigmask")
+        or context.get_start_method() == "forkserver"
+    ):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _before_each_epoch(action: Callable[[Any], None]) -> None:
     """Let this worker call `action` with its dataset before it begins an epoch: torch makes a new fetcher then."""
     create = _DatasetKind.create_fetcher
 
     def begin(kind: Any, dataset: Any, *others: Any) -> Any:
         action(dataset)
-        return create(kind, dataset, *others)
+        return create(kind, dataset, *others)  # type: ignore[no-untyped-call]
 
     _DatasetKind.create_fetcher = begin  # type: ignore[method-assign]
 

@@ -14,7 +14,7 @@ from etude.core.random import mix
 from etude.data.permutation import Indices
 from etude.data.rng import preserved_rng, seed_generators
 from etude.data.sampler import BatchSampler
-from etude.data.worker_process import WorkerStart
+from etude.data.worker_process import WorkerStart, starting_workers
 
 Collate = Callable[[list[Any]], Batch]
 Request = tuple[int, Indices]
@@ -84,13 +84,13 @@ class DatasetSource:
         if self.settings.num_workers == 0:
             return self._fetch(requests)
         if not self.settings.persistent_workers:
-            return iter(self._make_loader(requests))
+            return _begin(self._make_loader(requests))
         if self._persistent is None:
             self._persistent = requests, self._make_loader(requests)
         requests, loader = self._persistent
         requests.sampler, requests.epoch, requests.position = sampler, epoch, position
         self._turn += 1
-        return self._follow(iter(loader), self._turn)
+        return self._follow(_begin(loader), self._turn)
 
     def _fetch(self, requests: "_Requests") -> Iterator[Batch]:
         pin = self.settings.pin_memory
@@ -139,6 +139,11 @@ class _Requests:
         while self.sampler.has_batch(position):
             yield epoch, self.sampler.batch(epoch, position)
             position = self.sampler.next_position(position)
+
+
+def _begin(loader: "TorchLoader[Batch]") -> Iterator[Batch]:
+    with starting_workers(loader):
+        return iter(loader)
 
 
 def _unchanged(batch: Batch) -> Batch:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the run to stop after the current step, the second stops it at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks the run to stop after the current step, the second stops it at once."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ class Interrupts:
     'SIGINT'
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
         """`say` receives one sentence for the person at the keyboard when the first signal arrives."""
@@ -36,7 +36,9 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+            for number in self.SIGNALS:
+                if number.name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -47,12 +49,19 @@ class Interrupts:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            return  # a data worker, forked from the run: the run decides when it ends
+            self._in_forked(number)
+            return
         if self.requested:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
         if self._say is not None:
             self._say("stopping after this step; press Ctrl-C again to stop at once")
+
+    def _in_forked(self, number: int) -> None:
+        """Do in a process forked from the run what a signal did before: Ctrl-C and a hang-up are left to the run."""
+        if number == signal.SIGTERM:  # by which the run ends its children
+            signal.signal(number, self._previous[signal.SIGTERM])
+            os.kill(os.getpid(), number)
 
 
 class StopPoll:
