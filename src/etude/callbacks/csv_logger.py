@@ -1,6 +1,7 @@
 """One CSV row per epoch."""
 
 import itertools
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from annotated_types import Ge
@@ -30,6 +31,11 @@ class CSVLogger(Callback):
         self._sink: CsvSink | None = None
         self._rows: int | None = None
         """Rows the file has; None until it has been begun."""
+
+    @classmethod
+    def writes(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        """Return `filename`."""
+        return (arguments["filename"],)
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Learn where the run folder is, and begin the file."""

@@ -1,7 +1,7 @@
 """Keep the weights of the best epoch in one safetensors file."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,11 @@ class ModelCheckpoint(Callback):
         """The file of the best epoch; None before the first."""
         self._run: RunInfo | None = None
         self._warned = False
+
+    @classmethod
+    def writes(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        """Return the file of `filepath`."""
+        return (str(_file(arguments["filepath"])),)
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Take the model of the run and see that the folder can be written."""

@@ -1,7 +1,8 @@
 """Show what a language model writes: a few texts sampled at the end of a run, kept in its folder."""
 
 import logging
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -49,6 +50,11 @@ class TextSamples(Callback):
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.tokenizer = tokenizer
         self._run: RunInfo | None = None
+
+    @classmethod
+    def writes(cls, arguments: Mapping[str, Any]) -> Sequence[str]:  # noqa: ARG003
+        """Return samples.txt."""
+        return (SAMPLES,)
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Check now that there is a tokenizer: hours later would be too late."""

@@ -39,7 +39,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from etude.core import Clock, Control, StepReport
+from etude.core import Clock, ConfigError, Control, StepReport
+from etude.engine.outputs import output_problems
 from etude.engine.precision import Precision
 
 logger = logging.getLogger("etude")
@@ -176,6 +177,14 @@ class Callback:
         else:
             logger.warning(message)
 
+    @classmethod
+    def writes(cls, arguments: Mapping[str, Any]) -> Sequence[str]:  # noqa: ARG003
+        """Return the files it writes if it is made with these arguments (or has such attributes).
+
+        Before a run starts they are compared with the run's own files and with those of the other callbacks.
+        """
+        return ()
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: numbers, strings, lists, dicts and tensors."""
         return {}
@@ -242,7 +251,10 @@ class CallbackList:
                     hook(*args)
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Call the hook of every callback."""
+        """Call the hook of every callback; raise ConfigError before if one would write over a file of others."""
+        outputs = [(type(one).__name__, name) for one in self._callbacks for name in one.writes(vars(one))]
+        for writer, problem in output_problems(outputs, run.run_dir):
+            raise ConfigError(f"{writer}: {problem}; give it another file name")
         self._call("on_train_begin", run)
 
     def on_epoch_begin(self, epoch: int) -> None:

@@ -25,6 +25,7 @@ from etude.curriculum import Phase
 from etude.experiment.dialects import MOVED_KEYS, moved_settings, trainer_settings, unify_dialects
 from etude.experiment.meaningful import LOSS_PROVIDED
 from etude.experiment.meaningful_dialect import meaningful_settings
+from etude.experiment.outputs import settle_outputs
 from etude.experiment.task_checks import settle_tasks
 from etude.experiment.task_sections import Name, Phases, TaskSection
 from etude.experiment.vocabulary import VocabSection, settle_vocabulary
@@ -178,6 +179,7 @@ def validate_experiment(document: Document, *, overrides: Sequence[str] = ()) ->
     sections = validate_document(document, SECTIONS)
     settle_tasks(sections, document)
     settle_vocabulary(sections, document)
+    settle_outputs(sections, document)
     sections["training"] = sections["training"].model_copy(update=trainer_settings(sections))
     name = sections.get("name") or _name_of(document.path)
     return ExperimentConfig(name, document.path, document, sections)

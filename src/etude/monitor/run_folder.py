@@ -31,6 +31,11 @@ from etude.monitor.records import decode, plain, read_jsonl
 from etude.monitor.sinks import rewrite_csv
 
 SAMPLES = "samples.txt"
+OWN_FILES = frozenset(
+    ["config.yaml", "metrics.jsonl", "metrics.csv", "events.jsonl", "env.json", "result.json", ".lock"]
+)
+"""What a run writes into its folder, besides `samples.txt`, which a callback writes."""
+OWN_FOLDER = "checkpoints"
 FINISHED = "finished"
 """The `status` in result.json of a run that reached its end."""
 

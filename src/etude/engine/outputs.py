@@ -1,0 +1,47 @@
+"""Files that callbacks write: none may be one of the run's own files, or that of another callback."""
+
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from etude.monitor.run_folder import OWN_FILES, OWN_FOLDER
+
+_CHECKPOINTS = re.compile(r"step-.*|last|best|\..*|copy-of-.*")
+"""What the run itself keeps among its checkpoints; other files may lie beside them."""
+
+
+def output_problems(outputs: Iterable[tuple[str, str | Path]], run_dir: Path | None) -> list[tuple[str, str]]:
+    """Return who would write over what, for pairs of a callback and a file it writes.
+
+    Links and `..` are followed, and letter case is not looked at: on some file systems it makes no difference.
+
+    >>> output_problems([("csv_logger", "Config.YAML"), ("mine", "a.csv"), ("yours", "x/../a.csv")], Path("runs/1"))
+    [('csv_logger', "Config.YAML is the run's own file"), ('yours', 'x/../a.csv is written by mine too')]
+    """
+    base = _parts(run_dir) if run_dir is not None else None
+    found: list[tuple[str, str]] = []
+    writers: dict[tuple[str, ...], str] = {}
+    for writer, name in outputs:
+        path = _parts((run_dir or Path()) / name)
+        inside = path[len(base) :] if base is not None and path[: len(base)] == base else None
+        if inside is not None and _is_own(inside):
+            found.append((writer, f"{name} is the run's own file"))
+        elif path in writers:
+            found.append((writer, f"{name} is written by {writers[path]} too"))
+        writers.setdefault(path, writer)
+    return found
+
+
+def _is_own(inside: tuple[str, ...]) -> bool:
+    """Whether a path in the run folder, in small letters, is one that the run itself writes."""
+    if not inside or inside[0] in OWN_FILES or (inside[0].startswith(".") and inside[0].endswith(".tmp")):
+        return True
+    return inside[0] == OWN_FOLDER and (len(inside) == 1 or _CHECKPOINTS.fullmatch(inside[1]) is not None)
+
+
+def _parts(path: Path) -> tuple[str, ...]:
+    with suppress(ValueError):  # no file can have such a name; opening it says so
+        path = Path(os.path.realpath(path))
+    return tuple(part.casefold() for part in path.parts)

@@ -1,0 +1,31 @@
+"""The files that the callbacks of a config write, checked before a run has a folder."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from etude.config import Document, Problem, Selection, config_error
+from etude.core import ConfigError
+from etude.engine.callback import Callback
+from etude.engine.outputs import output_problems
+
+_RUN_FOLDER = Path("a-run-folder")
+"""Stands for the folder to be: relative names are the same in all of them."""
+
+
+def settle_outputs(sections: Mapping[str, Any], document: Document) -> None:
+    """Raise ConfigError if a callback would write over a file of the run, or over that of another callback."""
+    selections: list[Selection] = sections.get("callbacks") or []
+    outputs = []
+    problems: list[Problem] = []
+    for count, one in enumerate(selections):
+        factory = one.component.factory
+        if isinstance(factory, type) and issubclass(factory, Callback):
+            try:
+                outputs += [(f"callbacks.{count}", name) for name in factory.writes(one.defaults | one.arguments)]
+            except ConfigError as error:
+                problems.append(Problem(f"callbacks.{count}", str(error)))
+    for place, problem in output_problems(outputs, _RUN_FOLDER):
+        problems.append(Problem(place, f"{problem}; give it another file name"))
+    if problems:
+        raise config_error(problems, document)
