@@ -45,6 +45,19 @@ class Net(nn.Sequential):
         super().__init__(nn.Linear(FEATURES, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, CLASSES))
 
 
+@register("model", "cli_broken")
+class Broken(Net):
+    """A network with a mistake in its code, which shows after some steps."""
+
+    def __init__(self, good_steps: int = 0) -> None:
+        super().__init__()
+        self.good_steps = good_steps
+
+    def forward(self, x):
+        self.good_steps -= 1
+        return super().forward(x) if self.good_steps >= 0 else {}["missing"]
+
+
 @register("optimizer", "cli_sign_descent")
 class SignDescent(torch.optim.Optimizer):
     """p ← p - lr·sign(g)."""

@@ -280,6 +280,60 @@ def test_after_a_mistake_the_same_command_works(etude, config, tmp_path):
     assert not list((tmp_path / "runs").glob("*/*"))
 
 
+# ------------------------------------------------------------------------------------------------ sizes
+
+
+MLP = {"name": "mlp", "in_features": 3, "hidden": [8], "out_features": 3}
+
+
+def test_sizes_that_do_not_fit(etude, config, tmp_path):
+    """The most usual mistake of all: the line names the layer and its input, and the corrected command works."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    line = etude("train", config(model=MLP), "--run-dir", folder, "-q").error
+    assert "Linear(in_features=3, out_features=8" in line
+    assert "(8, 6) float32" in line
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "checkpoints", "notes.txt"]
+    assert etude("train", config(model=MLP), "model.in_features=6", "--run-dir", folder, "-q").code == 0
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert "Linear(in_features=3" in etude("train", config(model=MLP), "-q").error
+    assert not list((tmp_path / "runs").glob("*/*"))
+
+
+def test_evaluation_of_data_that_does_not_fit(etude, run, tmp_path):
+    images = tmp_path / "images.idx"
+    images.write_bytes(bytes([0, 0, 8, 2]) + struct.pack(">2I", 8, 5) + bytes(40))
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["data"] = {"name": "cli_file", "file": str(images)}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    line = etude("evaluate", run, "--split", "train").error
+    assert "Linear(in_features=6" in line
+    assert "(8, 5) float32" in line
+
+
+def test_a_mistake_in_own_code_keeps_its_traceback_and_frees_the_folder(etude, config, tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(KeyError, match="missing"):
+        etude("train", config(model="cli_broken"), "--run-dir", folder, "-q")
+    assert etude("train", config(), "--run-dir", folder, "-q").code == 0
+    with pytest.raises(KeyError, match="missing"):
+        etude("train", config(model="cli_broken"), "-q")
+    assert not list((tmp_path / "runs").glob("*/*"))
+
+
+def test_a_failure_after_steps_leaves_the_run(etude, config, tmp_path):
+    folder = tmp_path / "run"
+    model = {"name": "cli_broken", "good_steps": 7}
+    overrides = ["training.save_every_steps=2", "training.sanity_val_batches=0", "training.validate_interval=0"]
+    with pytest.raises(KeyError, match="missing"):
+        etude("train", config(model=model), "--run-dir", folder, "-q", *overrides)
+    before = sorted(folder.rglob("*"))
+    assert "already holds a run" in etude("train", config(), "--run-dir", folder).error
+    assert sorted(folder.rglob("*")) == before
+    assert (folder / "config.yaml").exists()
+
+
 # ------------------------------------------------------------------------------------------------ run folders
 
 

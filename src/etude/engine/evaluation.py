@@ -13,11 +13,13 @@ from etude.core.calling import unwrap
 from etude.core.random import aside
 from etude.core.terms import Measures, SeveralTasks, derive, in_order
 from etude.distributed import World, is_empty, share_buffers
+from etude.engine.misfit import explained
 from etude.engine.precision import Precision
 
 logger = logging.getLogger("etude")
 
 
+@explained
 def evaluate(
     model: nn.Module,
     task: Task,

@@ -21,6 +21,7 @@ from etude.engine.balance import Balance, make_balance
 from etude.engine.buffers import BufferGuard
 from etude.engine.callback import Gradients, TaskGradients
 from etude.engine.flops import ForwardFlops
+from etude.engine.misfit import explained
 from etude.engine.precision import Precision
 from etude.engine.task_gradients import GradientLook
 from etude.engine.update import Updater
@@ -74,6 +75,7 @@ class Step:
         if isinstance(task, MultiTask):
             self._balance = make_balance(task, model, self.world, precision, updater.params, self.task)
 
+    @explained
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Zero the gradients, run every micro-batch forward and backward, divide, clip, update."""
         self.updater.zero_grad()

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from etude.trainer.meaningful import check_vocabulary
 
 logger = logging.getLogger("etude")
 
-_EMPTY_RUN = {".lock", "checkpoints", "env.json", "events.jsonl"}
+_EMPTY_RUN = {".lock", "checkpoints"}
 """What lies in the folder of a run that has recorded nothing."""
 
 
@@ -71,15 +71,19 @@ def train_experiment(
     with _world(config) as world:
         folder = _made_by_main(world, lambda: _new_folder(config, run_dir, overwrite))
         with _held(folder, world):
-            world.attempt(lambda: folder.write_config(config.to_dict()), here=world.is_main)
+            there = {path.name for path in folder.path.iterdir()}
+            trainer: Trainer | None = None
             try:
+                world.attempt(lambda: folder.write_config(config.to_dict()), here=world.is_main)
                 trainer = build_trainer(config, folder=folder, world=world, progress=progress)
                 device = trainer.device
                 world.attempt(lambda: folder.write_environment(device), here=world.is_main)
                 return _run(trainer, folder)
-            except (ConfigError, DataError):
-                if world.is_main and not any(folder.checkpoints_path.iterdir()):
-                    _undo(folder, own=run_dir is None)
+            except Exception as error:
+                began = trainer is not None and trainer.state.clock.step > 0
+                mistaken = isinstance(error, (ConfigError, DataError))
+                if world.is_main and (mistaken or not began) and not folder.is_used:
+                    _undo(folder, there, own=run_dir is None)
                 raise
 
 
@@ -216,13 +220,16 @@ def _reopen(folder: RunFolder, step: int, config: ExperimentConfig | None) -> No
     folder.result_path.unlink(missing_ok=True)  # a run that is made longer is not finished any more
 
 
-def _undo(folder: RunFolder, *, own: bool) -> None:
-    """Take back the beginning of a run that a mistake in config or data ended before its first checkpoint.
+def _undo(folder: RunFolder, there: Collection[str], *, own: bool) -> None:
+    """Take back the beginning of a run that failed before it recorded a step.
 
-    The same command then works once the mistake is mended, and nothing looks like a run that could be resumed.
-    `own` says that the folder itself was made for this run.
+    The same command then works once the mistake is fixed, and nothing looks like a run that could be resumed. What was
+    `there` before stays. `own` says that the folder itself was made for this run.
     """
-    folder.config_path.unlink(missing_ok=True)
+    written = (folder.config_path, folder.environment_path, folder.events_path)
+    for path in (*written, folder.metrics_path, folder.metrics_csv_path):
+        if path.name not in there:
+            path.unlink(missing_ok=True)
     if own and {path.name for path in folder.path.iterdir()} <= _EMPTY_RUN:
         shutil.rmtree(folder.path, ignore_errors=True)
 

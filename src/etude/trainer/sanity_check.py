@@ -29,6 +29,7 @@ from etude.data.foreign import ForeignLoader
 from etude.distributed import World, is_empty
 from etude.engine.buffers import BufferGuard
 from etude.engine.evaluation import eval_mode
+from etude.engine.misfit import explained
 from etude.engine.precision import Precision
 from etude.losses import LossStrategy
 from etude.metrics import Meter
@@ -65,12 +66,13 @@ def check_validation(
             stack.enter_context(_unchanged_buffers(one))
 
         def attempt() -> None:
-            with _explained(), explain:
+            with _explained(together=world.size > 1), explain:
                 _try(model, trial, source, num_batches, precision, world)
 
         world.attempt(attempt)
 
 
+@explained
 def _try(model: nn.Module, task: Task, loader: Loader, num_batches: int, precision: Precision, world: World) -> None:
     batches = loader.iterate(epoch=0)
     sums: dict[str, Tensor | float] = {}
@@ -95,8 +97,8 @@ def _try(model: nn.Module, task: Task, loader: Loader, num_batches: int, precisi
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """Let any error be one of etude, so that all ranks fail together, and say where it comes from."""
+def _explained(*, together: bool) -> Iterator[None]:
+    """Say where an error comes from; let any error be one of etude if all ranks have to fail together."""
     place = "in validation, tried before the first step"
     try:
         yield
@@ -105,6 +107,9 @@ def _explained() -> Iterator[None]:
     except EtudeError:
         raise
     except Exception as error:
+        if not together:  # a mistake in somebody's code, which needs its traceback
+            error.add_note(place)
+            raise
         text = " ".join(str(error).split()) or "no message"
         raise DataError(f"{place}: {type(error).__name__}: {text}") from error
 

@@ -1,0 +1,158 @@
+"""Sizes and types that do not fit: which layer, or which loss, was given what. Costs nothing until a step fails.
+
+What counts as a misfit: torch itself refuses the input of one of its layers or losses, or says of any other code in a
+forward pass or a loss that sizes, types or devices of tensors differ. Everything else, such as a KeyError in a model's
+own code, stays as it is, with its traceback.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from etude.core import DataError, EtudeError
+from etude.core.calling import targets_of
+from etude.losses import LossStrategy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_TORCH_NN = str(Path(nn.__file__).parent)
+_CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
+_KINDS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+_SIZES = re.compile(
+    r"shapes cannot be multiplied|must match|is invalid for input of size|expected scalar type|same dtype|same device"
+    r"|[Ee]xpected .* (dim|size|type|shape|to be|to have|to match|but got)|size mismatch|inconsistent|equal size"
+    r"|Input type .* and weight type|out of (range|bounds)|must have the same|reduction dim|must be the same"
+    r"|dimension.*(mismatch|exceeds|out of range|specified)|too many indices|not broadcastable|cannot be broadcast"
+)
+"""What torch says of tensors that do not fit each other."""
+_TYPES = re.compile(r"dtype|scalar type|Tensor\b|must be Tensor")
+_OTHERS = re.compile(r"out of memory|allocate memory|CUDA error|more than 1 value per channel")
+"""Errors that are explained elsewhere, or that name the wrong place."""
+_MAX_TENSORS = 4
+
+
+def explained(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function that runs a model raise DataError for tensors that do not fit; other errors stay as they are."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except _KINDS as error:
+            if isinstance(error, EtudeError) or (text := explain_misfit(error)) is None:
+                raise
+            raise DataError(text) from error
+
+    return run
+
+
+def explain_misfit(error: BaseException) -> str | None:
+    """Return in one line which layer or loss was given what, or None if the error is of another kind."""
+    frames = list(_frames(error.__traceback__))
+    if isinstance(error, torch.OutOfMemoryError) or _OTHERS.search(str(error)) or not frames:
+        return None
+    by_layer = _is_in_torch_nn(frames[-1])
+    if not by_layer and not (isinstance(error, (RuntimeError, IndexError)) and _SIZES.search(str(error))):
+        return None
+    who = _loss(frames) or _layer(frames)
+    if who is None:
+        return None
+    said = _first_line(error).rstrip(".") + ("" if by_layer else _place(error.__traceback__))
+    remedy = "convert the data" if _TYPES.search(said) else "change the sizes of the model, or the data"
+    return f"{who}: {said}; {remedy}"
+
+
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _is_in_torch_nn(frame: FrameType) -> bool:
+    """Return whether this is code of one of torch's layers or losses; the call of a module is its user's."""
+    code = frame.f_code
+    return code.co_filename.startswith(_TORCH_NN) and not code.co_filename.endswith("/module.py")
+
+
+def _layer(frames: list[FrameType]) -> str | None:
+    """Describe the innermost module that was running and its input."""
+    calls = [frame.f_locals for frame in frames if frame.f_code in _CALLS]
+    if not calls:
+        return None
+    root, inner = calls[0]["self"], calls[-1]["self"]
+    name = next((name for name, module in root.named_modules() if module is inner), "").removeprefix("module.")
+    inputs = _shapes([*calls[-1].get("args", ()), *calls[-1].get("kwargs", {}).values()])
+    layer = f"layer '{name}', {_summary(inner)}," if name else f"the model, {_summary(inner)},"
+    return f"{layer} does not take its input {inputs}"
+
+
+def _loss(frames: list[FrameType]) -> str | None:
+    """Describe the loss that was running, its predictions and labels."""
+    for frame in frames:
+        found = frame.f_locals
+        if frame.f_code.co_name == "terms" and isinstance(strategy := found.get("self"), LossStrategy):
+            labels = targets_of(found["batch"])[0] if "batch" in found else None
+            name = getattr(strategy, "name", type(strategy).__name__)
+            return _given(name, found.get("output"), labels)
+        if frame.f_code.co_name == "__call__" and {"predictions", "labels"} <= found.keys():  # of plain functions
+            function = getattr(found.get("self"), "compute_loss", None)
+            return _given(
+                getattr(function, "__name__", type(function).__name__), found["predictions"], found["labels"]
+            )
+    return None
+
+
+def _given(name: Any, predictions: Any, labels: Any) -> str:
+    return f"loss {name} does not take predictions {_shapes([predictions])} with labels {_shapes([labels])}"
+
+
+def _summary(module: nn.Module) -> str:
+    """Return the class with its sizes: as it shows them itself, else the shapes of its own parameters."""
+    shown = " ".join(module.extra_repr().split())
+    if not shown:
+        parameters = [f"{name} {tuple(one.shape)}" for name, one in module.named_parameters(recurse=False)]
+        shown = ", ".join(parameters[:_MAX_TENSORS])
+    return f"{type(module).__name__}({shown})" if len(shown) < 200 else type(module).__name__
+
+
+def _shapes(values: list[Any]) -> str:
+    shown = [_shape(one) for value in values for one in _tensors(value)]
+    more = ["…"] if len(shown) > _MAX_TENSORS else []
+    return " and ".join(shown[:_MAX_TENSORS] + more) or ", ".join(type(value).__name__ for value in values) or "none"
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (one for one in value.values() if isinstance(one, Tensor))
+    elif isinstance(value, (list, tuple)):
+        yield from (one for one in value if isinstance(one, Tensor))
+
+
+def _shape(tensor: Tensor) -> str:
+    text = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    if tensor.is_floating_point() or tensor.is_complex() or not tensor.is_cpu or not tensor.numel():
+        return text  # after an error a device may not answer
+    return f"{text} from {int(tensor.min())} to {int(tensor.max())}"
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Name the line of the model's or the loss's own code."""
+    assert trace is not None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= 300 else f"{text[:299]}…"
