@@ -5,13 +5,15 @@ import shutil
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from etude import Callback, DataLoader, EarlyStopping, Trainer
-from etude.core import RunFolderError
+from etude import Callback, DataLoader, EarlyStopping, Trainer, TrainerConfig
+from etude.checkpoint import read_checkpoint, write_checkpoint
+from etude.core import CheckpointError, RunFolderError
 from etude.optim import SGD, AdamW, RMSprop, warmup_cosine
 
 EPOCHS, SAMPLES, BATCH = 3, 50, 8
@@ -249,6 +251,28 @@ def test_a_copied_run_goes_on_to_the_same_bytes(tmp_path, from_):
     assert weights(copy) == weights(straight(tmp_path))
     links = {path.name for path in (copy / "checkpoints").iterdir() if path.is_symlink()}
     assert links == {"last", "best"}
+
+
+def test_a_checkpoint_says_what_it_is_of(tmp_path):
+    first = trainer(tmp_path / "run", log_interval=3)
+    first.train(num_epochs=1)
+    moved = shutil.copytree(tmp_path / "run" / "checkpoints" / "last", tmp_path / "elsewhere")
+    told = yaml.safe_load(read_checkpoint(moved).config)
+    assert TrainerConfig(**told["training"]) == first.config
+    (moved / "config.yaml").write_text("training: {}")
+    with pytest.raises(CheckpointError, match=r"config\.yaml"):
+        read_checkpoint(moved)
+
+
+def test_a_checkpoint_without_a_config_loads(tmp_path):
+    first = trainer(tmp_path / "run")
+    first.train(num_epochs=1)
+    model_state, rest = first.state.capture()
+    write_checkpoint(tmp_path / "old" / "step-00000007", model_state, rest, {"step": 7})
+    second = trainer(None)
+    second.load_checkpoint(tmp_path / "old")
+    assert second.state.clock.step == STEPS_PER_EPOCH
+    assert not (tmp_path / "old" / "step-00000007" / "config.yaml").exists()
 
 
 def test_checkpoint_opens_with_safetensors_alone(tmp_path):

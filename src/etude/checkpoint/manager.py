@@ -74,6 +74,7 @@ class CheckpointManager:
         state: Any,
         metrics: Mapping[str, float] | None = None,
         meta: Mapping[str, Any] | None = None,
+        config: str = "",
     ) -> Path:
         """Write the checkpoint of `step`, then delete those no longer kept; return its folder.
 
@@ -86,7 +87,7 @@ class CheckpointManager:
         numbers = _numbers(metrics or {})
         try:
             self._clean()
-            write_checkpoint(path, model_state, state, {**(meta or {}), "step": step, "metrics": numbers})
+            write_checkpoint(path, model_state, state, {**(meta or {}), "step": step, "metrics": numbers}, config)
             self._tidy(step)
         except OSError as error:
             raise cannot_save(path, error) from error

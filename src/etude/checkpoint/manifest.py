@@ -17,7 +17,10 @@ MANIFEST, META, STATE, MODEL_TENSORS, STATE_TENSORS = (
     "state.safetensors",
 )
 FILES = (MODEL_TENSORS, STATE_TENSORS, STATE, META)
-"""What a checkpoint consists of, besides the manifest."""
+"""What every checkpoint consists of, besides the manifest."""
+
+CONFIG = "config.yaml"
+"""The config of its run, if it has one."""
 
 FORMAT = 1
 """Version of the layout; a reader refuses a later one."""
@@ -32,7 +35,10 @@ class FileRecord(NamedTuple):
 
 def render_manifest(files: Mapping[str, FileRecord]) -> bytes:
     """Return the one and only text of a manifest for these files."""
-    content: dict[str, Any] = {"format": FORMAT, "files": {name: files[name]._asdict() for name in FILES}}
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "files": {name: files[name]._asdict() for name in (*FILES, CONFIG) if name in files},
+    }
     content["sha256"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return (json.dumps(content, indent=2) + "\n").encode()
 
@@ -50,7 +56,8 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     try:
         content = json.loads(text)
         version = int(content["format"])
-        files = {name: FileRecord(**content["files"][name]) for name in FILES} if version == FORMAT else {}
+        names = [*FILES, CONFIG] if version == FORMAT and CONFIG in content["files"] else FILES
+        files = {name: FileRecord(**content["files"][name]) for name in names} if version == FORMAT else {}
         if any(type(one.size) is not int or type(one.sha256) is not str for one in files.values()):
             raise TypeError
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):

@@ -19,6 +19,7 @@ from torch import Tensor
 from etude.checkpoint.durable import HashedFile, follow, new_folder
 from etude.checkpoint.format import pack, unpack
 from etude.checkpoint.manifest import (
+    CONFIG,
     FILES,
     FORMAT,
     MANIFEST,
@@ -49,6 +50,8 @@ class Checkpoint:
     """Everything else, as it was given."""
     meta: dict[str, Any]
     """The contents of meta.json, for people."""
+    config: str = ""
+    """The config of the run as YAML, all of it; empty if it was saved without one."""
     warnings: tuple[str, ...] = ()
     """One line for every newer or better checkpoint that was damaged and passed over."""
 
@@ -59,10 +62,13 @@ class Checkpoint:
             return {name: float(value) for name, value in self.meta.get("metrics", {}).items()}
 
 
-def write_checkpoint(folder: Path, model_state: Mapping[str, Any], state: Any, meta: Mapping[str, Any]) -> None:
+def write_checkpoint(
+    folder: Path, model_state: Mapping[str, Any], state: Any, meta: Mapping[str, Any], config: str = ""
+) -> None:
     """Write a checkpoint; when this returns it is on the disk, and until then there is nothing under its name.
 
-    `meta` is for people: step, epoch, metrics, a summary of the config; versions, time and shapes are added.
+    `meta` is for people: step, epoch, metrics; versions, time and shapes are added. `config` is the text of the run's
+    config file: with it, a checkpoint that was moved elsewhere says what it is.
     A checkpoint of the same name is replaced. Raises CheckpointError if `state` holds anything that is not data
     or if the disk refuses; earlier checkpoints are untouched either way.
     """
@@ -72,7 +78,8 @@ def write_checkpoint(folder: Path, model_state: Mapping[str, Any], state: Any, m
     try:
         with new_folder(folder) as temporary, ExitStack() as stack:
             files = {}
-            for name in (*FILES, MANIFEST):
+            names = [*FILES, CONFIG] if config else FILES
+            for name in (*names, MANIFEST):
                 files[name] = HashedFile(temporary / name)
                 stack.callback(files[name].close)
             for name, tensors in ((MODEL_TENSORS, model_tensors), (STATE_TENSORS, state_tensors)):
@@ -80,7 +87,9 @@ def write_checkpoint(folder: Path, model_state: Mapping[str, Any], state: Any, m
                     files[name].write(piece)
             files[STATE].write(json.dumps(structure, separators=(",", ":"), allow_nan=False).encode())
             files[META].write(_render_meta(meta, model_state))
-            records = {name: FileRecord(files[name].size, files[name].sha256) for name in FILES}
+            if config:
+                files[CONFIG].write(config.encode("utf-8", "backslashreplace"))
+            records = {name: FileRecord(files[name].size, files[name].sha256) for name in names}
             files[MANIFEST].write(render_manifest(records))
             # Synced only after the last write, so that the file system can commit them together.
             for file in files.values():
@@ -93,9 +102,9 @@ def verify_checkpoint(folder: Path) -> None:
     """Raise CheckpointError, saying which file and how, unless every byte is as it was written."""
     folder = follow(folder)
     records = read_manifest(folder)
-    for name in FILES:
+    for name in records:
         check_size(folder, name, records[name])
-    for name in FILES:
+    for name in records:
         check_contents(folder, name, records[name])
 
 
@@ -114,7 +123,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             raise damaged(folder, f"{part} in {STATE}: {error}") from error
     if not isinstance(parts["model"], dict) or not all(isinstance(name, str) for name in parts["model"]):
         raise damaged(folder, f"model in {STATE} is not tensors by name")
-    return Checkpoint(folder, parts["model"], parts["state"], _read_json(folder, META))
+    config = _read_text(folder, CONFIG) if CONFIG in read_manifest(folder) else ""
+    return Checkpoint(folder, parts["model"], parts["state"], _read_json(folder, META), config)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -180,6 +190,13 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise damaged(folder, f"{name} is not a JSON object")
     return content
+
+
+def _read_text(folder: Path, name: str) -> str:
+    try:
+        return (folder / name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {folder / name}: {error}") from error
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

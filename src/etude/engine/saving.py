@@ -18,11 +18,17 @@ class Saver:
         meta: Mapping[str, Any] | None = None,
         *,
         resumed: Mapping[str, float] | None = None,
+        config: str = "",
     ) -> None:
-        """`resumed` holds the metrics of the checkpoint that the state comes from, if it is one of this run."""
+        """Make a saver.
+
+        `resumed` holds the metrics of the checkpoint that the state comes from, if it is of this run; `config` is the
+        run's config as text, kept in every checkpoint.
+        """
         self.manager = manager
         self._state = state
         self._meta = dict(meta or {})
+        self._config = config
         self._resumed_at = None if resumed is None else self._moment()
         self._saved_at, self._has_metrics = self._resumed_at, bool(resumed)
 
@@ -40,7 +46,12 @@ class Saver:
         meta = {**self._meta, "epoch": clock.epoch, "position": clock.position}
         world.attempt(
             lambda: self.manager.save(
-                clock.step, model_state=model_state, state=rest, metrics=dict(metrics), meta=meta
+                clock.step,
+                model_state=model_state,
+                state=rest,
+                metrics=dict(metrics),
+                meta=meta,
+                config=self._config,
             ),
             here=world.is_main,
         )

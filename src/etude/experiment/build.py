@@ -145,6 +145,7 @@ def build_trainer(
         progress=progress,
         name=config.name,
         world=world,
+        whole_config=config.to_dict(),
         meta={"experiment": config.name, **({} if vocabulary is None else vocabulary.describe())},
     )
 

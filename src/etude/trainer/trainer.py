@@ -91,6 +91,7 @@ class Trainer:
         name: str = "run",
         world: World | None = None,
         meta: Mapping[str, Any] | None = None,
+        whole_config: Mapping[str, Any] | None = None,
         **modalities: Unpack[Modalities],
     ) -> None:
         """Put a run together; nothing is trained and nothing written yet.
@@ -121,6 +122,7 @@ class Trainer:
             name: shown in the display.
             world: the processes of the run; found from torchrun's variables by default.
             meta: facts to keep in every checkpoint's `meta.json`.
+            whole_config: what every checkpoint keeps as `config.yaml`; the trainer's own config by default.
             modalities: for tokens of several modalities, instead of `loss`: `vocab`, a `VocabSpec`, and `codebooks` by
                 modality (or `image_codebook`, `spectrum_codebook`, `scalar_centers`) make the loss `MeaningfulLoss`,
                 with the settings of `config.meaningful_loss`; `edges` are those of the bins of scalars, by modality;
@@ -210,6 +212,7 @@ class Trainer:
             config.seed,
         )
         self.meta = {**(meta or {}), **vocabulary_of(self.task)}
+        self._whole_config = whole_config
         self._resumed = False
         self._restored_from: Path | None = None
         self._restored_metrics: dict[str, float] = {}
@@ -341,7 +344,13 @@ class Trainer:
         manager = self.output.manager(self.config.keep_best)
         if manager is None or not self.config.save_checkpoints:
             return None
-        return Saver(manager, self.state, self.meta, resumed=resumed)
+        return Saver(manager, self.state, self.meta, resumed=resumed, config=self._config_text())
+
+    def _config_text(self) -> str:
+        from etude.config import dump_yaml, plain
+
+        own = {"name": self.name, "training": plain(self.config)}
+        return dump_yaml(dict(self._whole_config) if self._whole_config is not None else own)
 
     def _is_saved(self) -> bool:
         """Whether the state is, unchanged, that of a checkpoint in the run folder."""
