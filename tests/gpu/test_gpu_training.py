@@ -74,7 +74,7 @@ class OddBuffers(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(32, 10)
-        self.register_buffer("wide", torch.ones(1).expand(10))
+        self.register_buffer("wide", torch.ones(1, device="cuda").expand(10))  # moving it would make it dense
         self.register_buffer("seen", torch.zeros(10))
         self.register_buffer("absent", None)
 

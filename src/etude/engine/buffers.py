@@ -47,14 +47,15 @@ class BufferGuard:
         for place, before in zip(self._places, self._before, strict=True):
             module, name = place
             now = module._buffers[name]
-            if before is None or now is None or now is before or not _is_alike(before, now):
+            if before is None or now is None or now is before or not _fits(now, before, skipped.device):
                 if now is not None or before is not None:
                     changed.append((place, before))
             elif _overlaps(now):  # an expanded buffer has no memory of its own for each element
                 module._buffers[name] = torch.where(bad, before, now)
             else:
                 torch.where(bad, before, now, out=now)
-        # Buffers made, dropped or resized in this step: only the host can choose, so it waits for the device.
+        # Buffers made, dropped, resized or moved in this step, or on another device than the update: only the host can
+        # choose, so it waits for the device.
         if changed and bad.item():
             for place, before in changed:
                 _put(place, before)
@@ -74,8 +75,8 @@ def _put(place: Place, before: Tensor | None) -> None:
         module._buffers[name] = before
 
 
-def _is_alike(before: Tensor, now: Tensor) -> bool:
-    return before.shape == now.shape and before.dtype == now.dtype and before.device == now.device
+def _fits(now: Tensor, before: Tensor, device: torch.device) -> bool:
+    return now.shape == before.shape and now.dtype == before.dtype and now.device == before.device == device
 
 
 def _overlaps(tensor: Tensor) -> bool:
