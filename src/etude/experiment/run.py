@@ -151,7 +151,7 @@ def _return_to_phase(trainer: Trainer, checkpoint: Checkpoint) -> None:
 def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:
     metrics = trainer.train()
     clock, reason = trainer.state.clock, trainer.callbacks.control.reason
-    interrupted = reason.startswith(("SIG", "signal"))
+    interrupted = bool(metrics.pop("interrupted", 0.0))
     outcome = RunOutcome(folder.path, "interrupted" if interrupted else "finished", clock.step, clock.epoch)
     outcome.reason, outcome.is_main = reason, trainer.world.is_main
     outcome.resume_command = _resume_command(folder, trainer.world)

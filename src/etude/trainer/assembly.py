@@ -17,6 +17,7 @@ from etude.engine.accumulation import GradientAccumulator
 from etude.engine.schedule import LearningRate
 from etude.losses import MultiTask
 from etude.optim import AdamW, Schedule
+from etude.trainer.arguments import check_optimizer, check_scheduler, optimizer_factory
 from etude.trainer.config import TRAINING_ALIASES, ActivationCheckpointing, TrainerConfig
 from etude.trainer.feeding import DeviceLoader
 
@@ -53,6 +54,11 @@ def as_config(
     compile_model: bool | None,
 ) -> TrainerConfig:
     """Return the config as a `TrainerConfig`, with what the `Trainer` was given beside it."""
+    if config is not None and not isinstance(config, (TrainerConfig, Mapping)):
+        raise ConfigError(
+            f"config must be a TrainerConfig or a mapping of its keys, found {type(config).__name__}; "
+            f"load_config reads a file, and its `.training` is one"
+        )
     if not isinstance(config, TrainerConfig):
         data = canonical_keys(dict(config or {}), TRAINING_ALIASES, "training", None)
         config = validate_section(TrainerConfig, data, path="training", document=None)
@@ -76,7 +82,7 @@ def blocks_to_recompute(setting: bool | str | ActivationCheckpointing) -> dict[s
 
 
 def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
-    """Return the optimizer itself, one made by a function of the parameters, or AdamW."""
+    """Return the optimizer itself, one made by a name, a class or a function of the parameters, or AdamW."""
     params = [param for param in model.parameters() if param.requires_grad]
     if not params:
         raise ConfigError("the model has no parameters that require gradients: there is nothing to train")
@@ -86,6 +92,7 @@ def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> t
             raise TrainingError(
                 "the optimizer holds none of the model's parameters: build it from model.parameters()"
             )
+        check_optimizer(optimizer)
         _check_settings(optimizer, config)
         return optimizer
     groups: Any = params
@@ -95,7 +102,8 @@ def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> t
     given: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
     if optimizer is None:
         return AdamW(groups, **given)
-    made: torch.optim.Optimizer = optimizer(groups, **given) if isinstance(optimizer, type) else optimizer(groups)
+    made = optimizer_factory(optimizer, given)(groups)
+    check_optimizer(made)
     _check_settings(made, config)
     return made
 
@@ -144,16 +152,19 @@ class PlannedSchedule:
 
 
 def plan_schedule(
-    scheduler: Schedule | TorchScheduler | PlannedSchedule | None, config: TrainerConfig
+    scheduler: Schedule | TorchScheduler | PlannedSchedule | str | Mapping[str, Any] | None, config: TrainerConfig
 ) -> PlannedSchedule | None:
     """Return the schedule that is made from the plan of a run; None if there is none, or if its length is fixed.
 
     It is the one that `scheduler_type` names, `warmup_cosine` where only `use_scheduler` or `warmup_steps` ask for one.
     Raises ConfigError if that name is unknown, or needs more than a name.
     """
+    if isinstance(scheduler, (str, Mapping)):
+        return _named_schedule(scheduler)
     if isinstance(scheduler, PlannedSchedule):
         return scheduler
     if scheduler is not None:
+        check_scheduler(scheduler)
         if config.use_scheduler is False:
             raise ConfigError("a scheduler is given, but training.use_scheduler is false; leave one of them out")
         return None
@@ -164,12 +175,16 @@ def plan_schedule(
     if config.warmup_steps is not None:
         section["warmup_steps"] = config.warmup_steps
     try:
-        selection = select_component("scheduler", section, provided=("total_steps", "steps_per_epoch"))
+        return _named_schedule(section)
     except ConfigError as error:
         raise ConfigError(
             f"training.scheduler_type '{section['name']}' cannot be used: {error}; "
             f"give the Trainer scheduler=…, a function of the step, for more than a name and warmup_steps"
         ) from error
+
+
+def _named_schedule(section: str | Mapping[str, Any]) -> PlannedSchedule:
+    selection = select_component("scheduler", section, provided=("total_steps", "steps_per_epoch"))
 
     def make(plan: dict[str, int]) -> Schedule:
         if "total_steps" not in plan and "total_steps" in parameters_of(selection.component.factory)[0]:

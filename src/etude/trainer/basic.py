@@ -13,6 +13,7 @@ from etude.engine.callback import Callback, Logs
 from etude.losses import LossStrategy, as_strategy, mean_of
 from etude.metrics import LossTracker, Tally, TrainingMetrics
 from etude.optim import Schedule
+from etude.trainer.arguments import as_callbacks, as_loss
 from etude.trainer.config import TrainerConfig
 from etude.trainer.trainer import Trainer
 
@@ -48,7 +49,7 @@ class BasicTrainingLoop:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.metrics = list(metrics)
-        self.callbacks = list(callbacks)
+        self.callbacks = as_callbacks(callbacks)
         self.loss = loss
         self.config = config
         self.progress = progress
@@ -67,7 +68,7 @@ class BasicTrainingLoop:
         `epochs` takes the place of `config.epochs`; a schedule of the config is as long as that.
         """
         callbacks: list[Callback] = []
-        loss = as_strategy(self.loss)
+        loss = as_strategy(as_loss(self.loss))
         if self.metrics:
             loss = _Observed(loss, self.metrics)
             callbacks.append(_KeepMetrics(loss, self.metrics))

@@ -30,6 +30,7 @@ from etude.engine.update import Updater
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
 from etude.metrics import LossTracker, TrainingMetrics
 from etude.optim import Schedule
+from etude.trainer.arguments import as_callbacks
 from etude.trainer.callback_checks import check_callbacks, check_rates, check_validation
 from etude.trainer.config import TrainerConfig
 from etude.trainer.device import resolve_device
@@ -92,7 +93,7 @@ class TrainingLoop:
         self.task: Task = task if task is not None else SupervisedTask(as_strategy(loss_strategy))
         self.accumulator = gradient_accumulator if gradient_accumulator is not None else GradientAccumulator()
         self.gradient_monitor = gradient_monitor
-        self.callbacks = (*callbacks, *([] if gradient_monitor is None else [gradient_monitor]))
+        self.callbacks = (*as_callbacks(callbacks), *([] if gradient_monitor is None else [gradient_monitor]))
         self.given_device = None if device is None else resolve_device(device)
         self.device = self.given_device if self.given_device is not None else torch.device("cpu")
         self.precision = Precision("bf16" if use_amp else "fp32", self.device)

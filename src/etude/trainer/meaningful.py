@@ -13,6 +13,7 @@ from etude.config.spelling import did_you_mean
 from etude.core import CheckpointError, ConfigError, Task, VocabSpec
 from etude.losses import MeaningfulLoss, SupervisedTask, as_strategy
 from etude.losses.meaningful.by_hand import CODEBOOK_NAMES, join_codebooks
+from etude.trainer.arguments import as_loss, check_task
 from etude.trainer.config import MeaningfulLossConfig
 
 Values = Tensor | np.ndarray[Any, Any]
@@ -50,6 +51,9 @@ def make_task(
     Raises ConfigError if what is given contradicts, TypeError for arguments that the class `of` does not have.
     """
     _refuse_unknown(modalities, of)
+    check_task(task)
+    if loss is not None and task is not None:
+        raise ConfigError("loss= and task= both say what is learned; keep one of them")
     if any(isinstance(one, VocabSpec) for one in loaders):
         raise ConfigError(
             "a vocabulary is given by name: write vocab=vocab; by position come model, train_loader and val_loader"
@@ -57,7 +61,7 @@ def make_task(
     vocab = modalities.get("vocab")
     if vocab is None:
         _refuse_without_vocabulary(settings, modalities, chosen=loss is not None or task is not None)
-        return task if task is not None else SupervisedTask(as_strategy(loss))
+        return task if task is not None else SupervisedTask(as_strategy(as_loss(loss)))
     if loss is not None or task is not None:
         given = "loss" if loss is not None else "task"
         raise ConfigError(

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from etude.callbacks import LRSchedule, ProgressDisplay, RunRecorder
-from etude.checkpoint import Checkpoint, explained, locate_checkpoint, read_checkpoint
-from etude.core import Clock, ConfigError, DataError, Loader, Task
+from etude.checkpoint import Checkpoint, explained, folder_name, locate_checkpoint, read_checkpoint
+from etude.core import Clock, ConfigError, DataError, Loader, Task, TrainingError
 from etude.core.terms import SeveralTasks
 from etude.curriculum import Curriculum, Phase
 from etude.distributed import World, join_world, wrap_data_parallel
@@ -38,6 +38,7 @@ from etude.engine.update import Updater
 from etude.losses import LossStrategy
 from etude.monitor import RunFolder
 from etude.optim import Schedule
+from etude.trainer.arguments import Section, as_callbacks, as_epochs, as_tensors, check_model, check_names
 from etude.trainer.assembly import (
     PlannedSchedule,
     TorchScheduler,
@@ -75,12 +76,15 @@ class Trainer:
         val_loader: Any = None,
         *,
         config: TrainerConfig | Mapping[str, Any] | None = None,
-        optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-        scheduler: Schedule | TorchScheduler | PlannedSchedule | None = None,
-        loss: LossStrategy | nn.Module | Callable[..., Any] | None = None,
+        optimizer: torch.optim.Optimizer
+        | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+        | Section
+        | None = None,
+        scheduler: Schedule | TorchScheduler | PlannedSchedule | Section | None = None,
+        loss: LossStrategy | nn.Module | Callable[..., Any] | Section | None = None,
         task: Task | None = None,
         curriculum: Curriculum | Sequence[Phase] | None = None,
-        callbacks: Iterable[Callback] = (),
+        callbacks: Callback | Section | Iterable[Callback | Section] = (),
         device: str | torch.device | None = None,
         output_dir: str | Path | RunFolder | None = None,
         overwrite: bool = False,
@@ -98,11 +102,12 @@ class Trainer:
 
         Args:
             model: any module; it is moved to the device.
-            train_loader: an etude or torch DataLoader, a Dataset, a tensor or pair of tensors, or any iterable
-                of batches.
+            train_loader: an etude or torch DataLoader, a Dataset, a tensor or pair of tensors or NumPy arrays, or any
+                iterable of batches.
             val_loader: the same, for validation.
             config: a `TrainerConfig`, or its keys as a mapping.
-            optimizer: an optimizer, or a function of the parameters; AdamW by default.
+            optimizer: an optimizer, a function of the parameters, or the name of one; AdamW by default. Optimizer,
+                scheduler, loss and callbacks may be named as in a config file: "sgd", {"name": "sgd", "lr": 0.1}.
             scheduler: a function of the step that gives a factor of the learning rate, or a torch scheduler
                 (stepped once per optimizer step; use the `LRSchedule` callback to step it per epoch). Without one,
                 `warmup_steps`, `scheduler_type` and `use_scheduler` of the config make one as long as the run.
@@ -110,7 +115,7 @@ class Trainer:
                 the first batch if left out.
             task: replaces `loss` by full control over how model and batch become loss terms.
             curriculum: phases that switch the tasks of `task`, a `MultiTask`, on and off as the run goes on.
-            callbacks: called in this order.
+            callbacks: one, or several, called in this order.
             device: overrides `config.device`.
             output_dir: the run folder; without one, nothing is written. One folder is one run: `train` refuses a
                 folder that holds another one.
@@ -128,6 +133,8 @@ class Trainer:
                 with the settings of `config.meaningful_loss`; `edges` are those of the bins of scalars, by modality;
                 `use_ce=False` leaves out its cross entropy.
         """
+        check_model(model)
+        check_names(name, meta)
         self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
         config = self.config
         if config.num_threads is not None:
@@ -180,11 +187,11 @@ class Trainer:
             flops=ForwardFlops(self.model, self.task.outputs if isinstance(self.task, SeveralTasks) else None),
         )
         self._schedule = plan_schedule(scheduler, config)
-        fixed = None if isinstance(scheduler, (TorchScheduler, PlannedSchedule)) else scheduler
+        fixed = None if isinstance(scheduler, (TorchScheduler, PlannedSchedule, str, Mapping)) else scheduler
         self.learning_rate = LearningRate(self.optimizer, fixed)
         if train_loader is not None and (scheduler is not None or self.total_steps is None):
             self._follow_plan()  # what cannot be made is refused now
-        listed = [*callbacks]
+        listed = as_callbacks(callbacks)
         if isinstance(scheduler, TorchScheduler):
             listed.append(LRSchedule(scheduler, interval="step"))
         if curriculum is not None:
@@ -216,6 +223,7 @@ class Trainer:
         self._resumed = False
         self._restored_from: Path | None = None
         self._restored_metrics: dict[str, float] = {}
+        self._is_training = False
         if resume and self.output.has_checkpoints():
             assert self.output.path is not None
             self.load_checkpoint(self.output.path)
@@ -226,13 +234,16 @@ class Trainer:
         """Train to the end of the plan, from the loaded checkpoint if there is one; return the last numbers.
 
         `num_epochs` counts from the start of the run, not from the checkpoint. It takes the place of `config.epochs`: a
-        schedule of the config is stretched to the new length. After Ctrl-C the run is saved and `control.reason` names
-        the signal.
+        schedule of the config is stretched to the new length. If nothing is left to train, these are the numbers that
+        the run has ended with. After Ctrl-C the run is saved, the result has an entry `interrupted` and
+        `callbacks.control.reason` names the signal.
         """
+        if self._is_training:
+            raise TrainingError("train() was called inside train(), by a callback; wait until it has returned")
         if self.train_loader is None:
             raise ConfigError("there is nothing to train on: give the Trainer a train_loader")
         if num_epochs is not None:
-            self.config = self.config.model_copy(update={"epochs": num_epochs})
+            self.config = self.config.model_copy(update={"epochs": as_epochs(num_epochs)})
         control = self.callbacks.control
         control.stop, control.reason = False, ""
         config = self.config
@@ -252,6 +263,7 @@ class Trainer:
         ):
             loop = self._loop(interrupts)
             self.model.train()
+            self._is_training = True
             try:
                 self.callbacks.on_train_begin(self._info())
                 self._try_validation()
@@ -260,8 +272,17 @@ class Trainer:
             except BaseException as error:
                 self.callbacks.on_exception(error)
                 raise
-        self._resumed, self._restored_from = True, None
-        return result
+            finally:
+                self._is_training = False
+        # The loop has saved its end: if nothing is left to train, that is not saved again.
+        saved = None if loop.saver is None else loop.saver.manager.root / folder_name(self.state.clock.step)
+        self._resumed, self._restored_from, self._restored_metrics = True, saved, dict(result)
+        return {**result, "interrupted": 1.0} if self.was_interrupted else dict(result)
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether a signal, such as Ctrl-C, ended the last training early."""
+        return self.callbacks.control.reason.startswith(("SIG", "signal"))
 
     def evaluate(self, loader: Any = None) -> dict[str, float]:
         """Return the mean loss and metrics over a loader (the validation loader by default)."""
@@ -336,9 +357,10 @@ class Trainer:
         if source is None:
             return None
         try:
+            source = as_tensors(source, self.model)
             return make_loader(source, self.config, self.device, self.world, training=training)
         except (ConfigError, DataError) as error:
-            raise type(error)(f"the {'training' if training else 'validation'} data: {error}") from error
+            raise type(error)(f"{'train_loader' if training else 'val_loader'}: {error}") from error
 
     def _saver(self, *, resumed: Mapping[str, float] | None = None) -> Saver | None:
         manager = self.output.manager(self.config.keep_best)
@@ -397,8 +419,7 @@ class Trainer:
             saver=self._saver(resumed=self._restored_metrics if self._is_saved() else None),
             interrupts=interrupts,
         )
-        if self._restored_from is not None:
-            loop.logs = self._restored_metrics  # what the run has come to, if nothing is left to train
+        loop.logs = dict(self._restored_metrics)  # the result if nothing is left to train
         return loop
 
     def _info(self) -> RunInfo:
