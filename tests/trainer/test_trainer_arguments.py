@@ -36,6 +36,9 @@ def trained(**options):
     options = {"train_loader": (X, Y), "config": {"epochs": 2, "batch_size": 8, "device": "cpu"}, **options}
     if isinstance(options.get("optimizer"), list):  # made from the parameters of the model
         options["optimizer"] = options["optimizer"][0](model.parameters())
+    if isinstance(options.get("scheduler"), type):
+        options["optimizer"] = AdamW(model.parameters())
+        options["scheduler"] = options["scheduler"](options["optimizer"], 2)
     Trainer(model, progress=False, **options).train()
     return model.weight.detach()
 
@@ -51,6 +54,7 @@ SAME = [
     ({"optimizer": torch.optim.Adagrad, "config": CONFIG}, {"optimizer": [lambda p: torch.optim.Adagrad(p, 0.05)]}),
     ({"scheduler": "cosine"}, {"scheduler": cosine(total_steps=6)}),
     ({"scheduler": {"name": "cosine", "min_lr_ratio": 0.5}}, {"scheduler": cosine(total_steps=6, min_lr_ratio=0.5)}),
+    ({"scheduler": torch.optim.lr_scheduler.StepLR}, {"scheduler": lambda step: 0.1 ** (step // 2)}),
     ({"loss": "cross_entropy"}, {"loss": ClassificationLoss()}),
     ({"loss": {"name": "cross_entropy", "label_smoothing": 0.1}}, {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}),
     ({"callbacks": None}, {}),

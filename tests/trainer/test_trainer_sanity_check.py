@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_found_before_the_first_step(tmp_path, name):
     watch = Watch()
     with pytest.raises((DataError, TrainingError)) as caught:
         trainer(tmp_path, BAD[name], model=net(), callbacks=[watch]).train()
-    assert "validation" in str(caught.value)
+    assert "val" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert watch.steps == 0
     trainer(tmp_path, (X, Y), model=net()).train()  # the folder is free for the corrected run

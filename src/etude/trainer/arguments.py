@@ -119,6 +119,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def check_scheduler(scheduler: Any) -> None:
     """Raise ConfigError for a scheduler that is neither a function of the step nor one of torch."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        return
     _refuse_class("scheduler", scheduler)
     if callable(getattr(scheduler, "step_update", None)):
         raise ConfigError(
