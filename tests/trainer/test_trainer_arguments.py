@@ -194,9 +194,9 @@ def test_a_misuse_is_one_line_that_names_the_argument(tmp_path, monkeypatch, nam
 
 def test_float64_is_explained_by_the_loops_too():
     loader = DataLoader(X.double(), Y, 8)
-    with pytest.raises(TrainingError, match="float64"):
+    with pytest.raises(DataError, match="float64"):
         TrainingLoop().train_epoch(model := net(), loader, AdamW(model.parameters()))
-    with pytest.raises(TrainingError, match="float64"):
+    with pytest.raises(DataError, match="float64"):
         Trainer(net(), device="cpu", progress=False).evaluate(loader)
 
 
