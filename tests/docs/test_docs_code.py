@@ -1,6 +1,7 @@
 """The pages say what is true: their code runs, their messages are real, their tables and links are complete."""
 
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -148,3 +149,28 @@ def test_table_of_commands_in_the_readme_is_complete():
         names += [name] if inner is None else [f"{name} {one}" for one in inner]
     table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Commands\n")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `etude ([a-z ]+[a-z])", table, re.MULTILINE) == names
+
+
+@pytest.mark.parametrize("kind", ["weighting", "head"])
+def test_every_argument_of_weightings_and_heads_is_in_the_guide(kind):
+    """With its default, as the signature has it."""
+    text = (ROOT / "docs" / "guides" / "multitask.md").read_text(encoding="utf-8")
+    heading = {"weighting": "| weighting | argument | default |", "head": "| head | of (B, D) |"}[kind]
+    lines = text.partition(heading)[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    name, said = "", dict[str, str]()
+    for row in rows:
+        name = row[0].strip("`") or name
+        said[name] = f"{said.get(name, '')} {' '.join(row[1:])}"
+    supplied = {"tasks", "in_features"}
+    own = {name for name, one in registry._COMPONENTS[kind].items() if one.factory.__module__.startswith("etude.")}
+    assert set(said) == own
+    for name in own:
+        for argument, parameter in inspect.signature(registry.lookup(kind, name).factory).parameters.items():
+            if argument in supplied:
+                continue
+            written = {None: "null", (): "[]"}.get(parameter.default, str(parameter.default).lower())
+            empty = kind == "weighting" and "Mapping" in str(parameter.annotation)
+            default = "" if parameter.default is parameter.empty else "{}" if empty else written
+            assert f"`{argument}" in said[name], (name, argument)
+            assert default in said[name], (name, argument, default)

@@ -98,6 +98,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.fc = nn.Linear(6, 6)
+        self.spare = nn.Linear(6, 6)
         self.convs = nn.Sequential(nn.Conv1d(1, 1, 3, padding=1), nn.Dropout(0.3), nn.Conv1d(1, 1, 3, padding=1))
 
     def forward(self, input):
@@ -157,6 +158,13 @@ def test_a_resumed_run_takes_the_same_layer(tmp_path):
     assert notices.layers == ["trunk.fc"]
     assert all(torch.equal(*pair) for pair in zip(whole.model.parameters(), again.model.parameters(), strict=True))
     assert torch.equal(whole.task.weighting.weights, again.task.weighting.weights)
+
+
+def test_a_layer_that_the_features_are_not_made_with_is_found_in_the_first_step():
+    run, _ = gradnorm_run("spare")
+    with pytest.raises(ConfigError, match="'spare'"):
+        run.train()
+    assert run.state.clock.step == 0
 
 
 def test_a_layer_that_is_not_there_is_found_out_at_the_start():

@@ -100,7 +100,7 @@ class GradNormBalance(Balance):
         super().__init__(weighting, task, model, world)
         self._layer: str | None = weighting.layer
         self._params = [] if self._layer is None else shares(model).layer_parameters(self._layer)
-        self._began = False
+        self._began = self._reached = False
         self._precision = precision
         self._rows = TaskRows(self._params, world, precision)
 
@@ -141,7 +141,14 @@ class GradNormBalance(Balance):
         descend(terms)
 
     def finish(self, sums: Mapping[str, Tensor], totals: Counts, step: int) -> None:  # noqa: ARG002
-        """Let the weighting see the gradients of the whole step."""
+        """Let the weighting see the gradients of the whole step; the first one shows whether the layer has any."""
+        if not self._reached:
+            self._reached = bool(self.world.host_max([max(self._rows.reached)])[0])
+            if not self._reached:
+                raise ConfigError(
+                    f"no task has a gradient of the layer '{self._layer}', which {type(self.weighting).__name__} is to "
+                    f"look at; name one that the features are made with"
+                )
         losses, scale = self.losses(sums, totals)
         self.weighting.observe(losses, self._rows.matrix(self.names), scale)
 

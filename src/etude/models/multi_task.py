@@ -171,7 +171,9 @@ def order_of_use(result: Tensor) -> dict[int, int]:
     while waiting:
         node = waiting.pop()
         for child, _ in node.next_functions:
-            if isinstance(leaf := getattr(child, "variable", None), Tensor):  # where a parameter enters
+            if (
+                isinstance(leaf := getattr(child, "variable", None), Tensor) and leaf.is_leaf
+            ):  # where a parameter enters
                 used[id(leaf)] = max(used.get(id(leaf), -1), node._sequence_nr())
             elif child is not None and child not in seen:
                 seen.add(child)
