@@ -156,3 +156,13 @@ def test_numbers_come_in_the_order_of_the_tasks():
     assert numbers == [f"{name}/loss" for name in TASKS]
     backwards = {"mid/loss": 1.0, "alpha/loss": 2.0, "loss": 3.0, "zeta/f1": 4.0, "zeta/loss": 5.0}
     assert list(in_order(task, backwards)) == ["loss", "zeta/f1", "zeta/loss", "alpha/loss", "mid/loss"]
+
+
+def test_the_trial_of_the_first_batches_warns_of_no_task_that_comes_later(caplog):
+    """Validation goes through one stream after the other: its first batches hold the tasks of the first one only."""
+    model, task, given = make(None)
+    specs = {name: replace(spec, stream=name) for name, spec in task.tasks.items()}
+    streams = {name: {"input": given.data["input"], name: given.data[name]} for name in TASKS}
+    loaders = StreamLoader(streams, BATCH), StreamLoader(streams, 2, training=False)
+    Trainer(model, *loaders, task=MultiTask(specs), config={"epochs": 1}, progress=False).train()
+    assert not caplog.records

@@ -89,7 +89,8 @@ def _try(model: nn.Module, task: Task, loader: Loader, num_batches: int, precisi
                     counts[name] = counts.get(name, 0.0) + term.count
             if not sums and world.size == 1 and not isinstance(task, SeveralTasks):
                 raise DataError("the validation loader gave no batch: its data is empty, or drop_last dropped it all")
-            derive(task, {name: float(sums[name]) / (float(counts[name]) or math.nan) for name in sums})
+            if not isinstance(task, SeveralTasks):  # tasks that these few batches lack would be warned of
+                derive(task, {name: float(sums[name]) / (float(counts[name]) or math.nan) for name in sums})
             if isinstance(task, Measures):
                 task.measured(lambda found: found)
     finally:
