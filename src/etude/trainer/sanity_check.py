@@ -5,16 +5,13 @@ that a run with and without this check ends with the same bytes.
 """
 
 import copy
-import io
 import math
-import pickle
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -31,8 +28,6 @@ from etude.engine.buffers import BufferGuard
 from etude.engine.evaluation import eval_mode
 from etude.engine.misfit import explained
 from etude.engine.precision import Precision
-from etude.losses import LossStrategy
-from etude.metrics import Meter
 from etude.trainer.feeding import DeviceLoader
 
 _SMALL = 1 << 20
@@ -51,17 +46,14 @@ def check_validation(
     """Evaluate the first `num_batches` batches and forget the result; raise DataError if they do not fit.
 
     Left out where trying could change the run: a loader that may be read only once, a model whose first batch shapes
-    its layers, a task that cannot be copied. With several ranks each tries its own share, and all of them fail if one
+    its layers. With several ranks each tries its own share, and all of them fail if one
     does. `explain` is a context that explains errors, such as memory that runs out.
     """
     source, model = repeatable(loader), unwrap(model)
     if source is None or any(is_lazy(one) for one in (*model.parameters(), *model.buffers())):
         return
     with ExitStack() as stack:
-        try:
-            trial, modules = copy_apart(task)
-        except Exception:  # code of any kind: what cannot be copied is left alone
-            return
+        trial, modules = copy_apart(task)
         for one in (model, *modules):
             stack.enter_context(_unchanged_buffers(one))
 
@@ -164,51 +156,32 @@ def _eagerly() -> AbstractContextManager[Any]:
 
 
 def copy_apart(task: Task) -> tuple[Task, list[nn.Module]]:
-    """Return a copy of a task that shares nothing it may change, and the modules it does share.
+    """Return a copy of a task, and the modules that the copy shares with it.
 
-    Copied are the task, losses, metrics, and the containers and small tensors in them. Modules, functions, large
-    tensors and objects of other kinds are shared.
+    What the trial changes in losses and metrics stays in the copy. Modules and large tensors, such as a teacher's, are
+    shared. A task that holds something that cannot be copied is returned itself.
     """
-    shared: list[Any] = []
-    buffer = io.BytesIO()
-    _Apart(buffer, shared, task).dump(task)
-    buffer.seek(0)
-    return _Joined(buffer, shared).load(), [one for one in shared if isinstance(one, nn.Module)]
+    shared = list(_too_large(task, set()))
+    modules = [one for one in shared if isinstance(one, nn.Module)]
+    try:
+        return copy.deepcopy(task, {id(one): one for one in shared}), modules
+    except Exception:  # objects of any kind: a lock, a generator, an open file
+        return task, modules
 
 
-class _Apart(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, shared: list[Any], root: Any) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._shared, self._root = shared, root
-        self._places: dict[int, int] = {}
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if _is_copied(obj) or (obj is self._root and not isinstance(obj, nn.Module)):
-            return None
-        if id(obj) not in self._places:
-            self._places[id(obj)] = len(self._shared)
-            self._shared.append(_small_copy(obj))
-        return self._places[id(obj)]
-
-
-class _Joined(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, shared: list[Any]) -> None:
-        super().__init__(file)
-        self._shared = shared
-
-    def persistent_load(self, pid: int) -> Any:
-        return self._shared[pid]
-
-
-def _is_copied(obj: Any) -> bool:
-    if isinstance(obj, (nn.Module, Tensor, type)):
-        return False
-    plain = type(obj) in (dict, list, tuple, set, frozenset, str, bytes, int, float, bool, type(None))
-    home = type(obj).__module__.partition(".")[0]
-    return plain or home in ("etude", "collections") or isinstance(obj, (LossStrategy, Meter))
-
-
-def _small_copy(obj: Any) -> Any:
-    if isinstance(obj, Tensor) and not obj.requires_grad and obj.numel() <= _SMALL:
-        return obj.clone()
-    return obj.copy() if isinstance(obj, np.ndarray) and obj.size <= _SMALL else obj
+def _too_large(tree: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield the modules and large tensors among the attributes and containers of an object."""
+    if id(tree) in seen:
+        return
+    seen.add(id(tree))
+    if isinstance(tree, nn.Module) or (isinstance(tree, Tensor) and (tree.requires_grad or tree.numel() > _SMALL)):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in (*tree.keys(), *tree.values()):
+            yield from _too_large(value, seen)
+    elif isinstance(tree, (list, tuple, set, frozenset)):
+        for value in tree:
+            yield from _too_large(value, seen)
+    elif not isinstance(tree, (type, Tensor)):
+        yield from _too_large(getattr(tree, "__dict__", {}), seen)
+        yield from _too_large(getattr(tree, "__self__", None), seen)  # of a bound method
