@@ -25,8 +25,9 @@ from task_parts import (
     trainer,
     whole,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from etude import Callback
 from etude.core import ConfigError, TrainingError
@@ -323,3 +324,51 @@ def test_a_run_stopped_after_any_step_ends_with_the_same_bytes(tmp_path, name, a
         found = left_behind(folder)
         assert found[0] == weights, stop
         assert found[1] == records, stop
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+class LargeTensors(TorchDispatchMode):
+    """Counts the results of operations that are new memory of at least so many elements, outside of autograd's own."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.count = numel, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor) and one.numel() >= self.numel:
+                self.count += one.untyped_storage().data_ptr() not in given
+        return result
+
+
+@pytest.mark.parametrize("name", ["pcgrad", "gradnorm", "static"])
+@pytest.mark.parametrize("parts", [(8,), (3, 5)])
+def test_a_step_makes_no_copies_of_all_gradients_of_the_tasks(name, parts):
+    """A matrix of them, new in each step, costs page faults: it is made once and written over."""
+    model = make_model(make_weighting(name), torch.float32)
+    step = make_step(model, make_task(model.weighting), AdamW(model.parameters(), lr=0.01))
+    look_at(step)
+    step(cut(make_batch(8, 0, dtype=torch.float32), *parts))
+    shared = sum(param.numel() for param in model.shared_parameters())
+    with LargeTensors(len(TASKS) * shared) as large:
+        step(cut(make_batch(8, 1, dtype=torch.float32), *parts))
+    assert large.count == 0
+
+
+def test_rows_of_a_step_know_nothing_of_the_step_before():
+    """The memory is the same: a task that is missing, a parameter that is not used and a NaN leave nothing there."""
+    for name in ("pcgrad", "gradnorm"):
+        models = [make_model(make_weighting(name), torch.float32) for _ in range(2)]
+        steps = [make_step(m, make_task(m.weighting), torch.optim.SGD(m.parameters(), lr=0.1)) for m in models]
+        bad = make_batch(8, 5, dtype=torch.float32)
+        bad["input"][1, 2] = NAN
+        assert float(steps[1]([bad]).skipped) == 1.0
+        for step in steps:
+            step.task.activate({"kind": 1.0, "flags": 0.5})
+            step([make_batch(8, 1, dtype=torch.float32)])
+        for mine, theirs in zip(*(m.state_dict().values() for m in models), strict=True):
+            assert torch.equal(mine, theirs), name

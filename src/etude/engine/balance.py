@@ -102,13 +102,14 @@ class GradNormBalance(Balance):
         self._params = [] if self._layer is None else shares(model).layer_parameters(self._layer)
         self._began = self._reached = False
         self._precision = precision
-        self._rows = TaskRows(self._params, world, precision)
+        self._rows = TaskRows(self.names, self._params, world, precision)
 
     def prepare(self, micro_batches: Sequence[Batch], totals: Counts | None) -> None:  # noqa: ARG002
         """Begin with no gradients; the first step finds the layer and says which it is."""
         if not self._began:
             self._begin(micro_batches)
-        self._rows = TaskRows(self._params, self.world, self._precision)
+            self._rows = TaskRows(self.names, self._params, self.world, self._precision)
+        self._rows.begin()
 
     def _begin(self, micro_batches: Sequence[Batch]) -> None:
         model = shares(self.model)
@@ -150,7 +151,7 @@ class GradNormBalance(Balance):
                     f"look at; name one that the features are made with"
                 )
         losses, scale = self.losses(sums, totals)
-        self.weighting.observe(losses, self._rows.matrix(self.names), scale)
+        self.weighting.observe(losses, self._rows.matrix(), scale)
 
 
 class CombiningBalance(Balance):
@@ -173,12 +174,12 @@ class CombiningBalance(Balance):
         self._own = [param for param in params if id(param) not in shared]
         self._size = sum(param.numel() for param in self._shared)
         self._precision = precision
-        self._rows = TaskRows([], world, precision)
+        self._rows = TaskRows(self.names, [*self._shared, *self._own], world, precision)
         self._reached: dict[tuple[tuple[str, str | None], ...], list[int]] = {}
 
     def prepare(self, micro_batches: Sequence[Batch], totals: Counts | None) -> None:  # noqa: ARG002
         """Begin with no gradients."""
-        self._rows = TaskRows([*self._shared, *self._own], self.world, self._precision)
+        self._rows.begin()
 
     def backward(self, terms: Terms, totals: Counts, descend: Descend) -> None:  # noqa: ARG002
         """Keep each task's gradient apart."""
@@ -187,14 +188,15 @@ class CombiningBalance(Balance):
     def finish(self, sums: Mapping[str, Tensor], totals: Counts, step: int) -> None:
         """Make one gradient of them all."""
         _, scale = self.losses(sums, totals)
-        rows = self._rows.matrix(self.names)
+        rows = self._rows.matrix()
         shared, own = rows[:, : self._size], rows[:, self._size :]
-        merged = self.weighting.combine(shared, step=step, scale=scale)
         # As backward passes of several ranks leave them: scaled like the loss, and averaged over ranks.
         factor = self._precision.unscale(1.0) / self.world.size
-        assign_gradients(merged * factor, self._shared)
         if self._own:
-            assign_gradients((scale.to(own.dtype) @ own) * factor, self._own)
+            assign_gradients((scale.to(own.dtype) @ own).mul_(factor), self._own)
+        # Weighed in place: a copy of all gradients takes longer than the rest of the method.
+        shared.masked_fill_(scale[:, None] <= 0, 0.0).mul_(scale[:, None])
+        assign_gradients(self.weighting.combine(shared, step=step, scale=None).mul_(factor), self._shared)
         for param, reached in zip(self._rows.params, self._params_reached(), strict=True):
             if not reached:
                 param.grad = None  # as a backward pass leaves it: the heads of tasks that rest are not to decay
@@ -203,7 +205,7 @@ class CombiningBalance(Balance):
         """Return 1 for every parameter that one of the tasks of this step uses on any rank."""
         if self.world.size == 1:
             return self._rows.reached
-        key = tuple((task, self.task.head_of(task)) for task in self._rows.rows)
+        key = tuple((task, self.task.head_of(task)) for task in self._rows.found)
         if key not in self._reached:  # once for the same tasks and heads: ranks talk about it through their hosts
             self._reached[key] = self.world.host_max(self._rows.reached)
         return self._reached[key]

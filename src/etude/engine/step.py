@@ -72,6 +72,7 @@ class Step:
         self._flops = flops
         self._counted = 0  # the version of the tasks for which FLOPs were counted
         self._balance: Balance | None = None
+        self._look: GradientLook | None = None
         if isinstance(task, MultiTask):
             self._balance = make_balance(task, model, self.world, precision, updater.params, self.task)
 
@@ -144,7 +145,10 @@ class Step:
         step = self.clock.step
         if not any(wants(step) for wants, _ in self.task_watchers) or self._balance is None:
             return None
-        return GradientLook(self.model, self.world, self.precision)
+        if self._look is None:
+            self._look = GradientLook(self._balance.names, self.model, self.world, self.precision)
+        self._look.begin()
+        return self._look
 
     def _tell(self, looks: GradientLook) -> None:
         if not looks.has_any:

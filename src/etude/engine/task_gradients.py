@@ -1,6 +1,7 @@
 """Each task's own gradient of the parameters that tasks share."""
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -35,47 +36,95 @@ class SharesParameters(Protocol):
 
 
 class TaskRows:
-    """The gradients of the tasks' mean losses, added up over the micro-batches of a step: a row for each task."""
+    """The gradients of the tasks' mean losses, added up over the micro-batches of a step: a row for each task.
 
-    def __init__(self, params: Sequence[nn.Parameter], world: World, precision: Precision) -> None:
-        self.params = params
+    The rows are parts of one matrix that serves every step: memory of this size, asked for again in every step, is new
+    to the process each time, and touching it for the first time takes longer than the arithmetic.
+    """
+
+    def __init__(
+        self, tasks: Sequence[str], params: Sequence[nn.Parameter], world: World, precision: Precision
+    ) -> None:
+        self.tasks, self.params = tuple(tasks), params
         self._world, self._precision = world, precision
-        self.rows: dict[str, Tensor] = {}
-        self.reached = [0] * len(params)
+        self._matrix: Tensor | None = None
+        self._parts: dict[str, list[Tensor]] = {}
+        """Of every task's row, the views that have the shapes of the parameters."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step, without gradients."""
+        self.found: dict[str, None] = {}
+        """The tasks that had terms in this step, in the order in which they came."""
+        self.reached = [0] * len(self.params)
         """1 for every parameter that a task here uses."""
 
     def add(self, terms: Terms, totals: Counts) -> None:
         """Add the gradients of these terms, one backward pass for each task; the graph is kept."""
         for name, term in terms.items():
-            if not name.endswith(LOSS):
-                continue
-            task = name.removesuffix(LOSS)
-            row = self._gradient(term.sum / totals[name])
-            self.rows[task] = row if task not in self.rows else self.rows[task] + row
+            if name.endswith(LOSS):
+                self._add(name.removesuffix(LOSS), term.sum / totals[name])
 
-    def matrix(self, tasks: Sequence[str]) -> Tensor:
-        """Return the rows of all tasks over all ranks, (tasks, elements); zeros for a task that took no part."""
-        nothing = next(iter(self.rows.values())).new_zeros(()).expand_as(next(iter(self.rows.values())))
-        rows = torch.stack([self.rows.get(task, nothing) for task in tasks])
-        return self._world.sum(rows / self._precision.unscale(1.0))
+    def matrix(self) -> Tensor:
+        """Return the rows of all tasks over all ranks, (tasks, elements); zeros for a task that took no part.
 
-    def _gradient(self, loss: Tensor) -> Tensor:
+        The next step writes over them.
+        """
+        rows = self._rows()
+        for place, task in enumerate(self.tasks):
+            if task not in self.found:
+                rows[place].zero_()
+        if self._precision.scaler is not None:
+            rows.div_(self._precision.unscale(1.0))
+        return self._world.sum(rows)
+
+    def _rows(self) -> Tensor:
+        if self._matrix is None:
+            first, sizes = self.params[0], [param.numel() for param in self.params]
+            dtype = reduce(torch.promote_types, (param.dtype for param in self.params))
+            self._matrix = torch.zeros(len(self.tasks), sum(sizes), dtype=dtype, device=first.device)
+            for task, row in zip(self.tasks, self._matrix, strict=True):
+                pieces = zip(row.split(sizes), self.params, strict=True)
+                self._parts[task] = [piece.view(param.shape) for piece, param in pieces]
+        return self._matrix
+
+    def _add(self, task: str, loss: Tensor) -> None:
+        """Add one gradient to the task's row, or begin the row with it."""
+        self._rows()
+        places, gradients = self._gradients(loss)
+        parts = self._parts[task]
+        if task in self.found:
+            if places:
+                torch._foreach_add_([parts[place] for place in places], gradients)
+            return
+        self.found[task] = None
+        if len(places) < len(parts):
+            unused = set(range(len(parts))).difference(places)
+            torch._foreach_zero_([parts[place] for place in unused])
+        if places:
+            torch._foreach_copy_([parts[place] for place in places], gradients)
+
+    def _gradients(self, loss: Tensor) -> tuple[list[int], list[Tensor]]:
+        """Return the numbers of the parameters that the loss reaches, and their gradients."""
         scaled = self._precision.scale(loss)
         if not scaled.requires_grad:  # a task without any labels here may be a plain 0
-            return torch.cat([torch.zeros_like(param).reshape(-1) for param in self.params])
+            return [], []
         found = torch.autograd.grad(scaled, list(self.params), retain_graph=True, allow_unused=True)
-        parts = []
-        for place, (param, gradient) in enumerate(zip(self.params, found, strict=True)):
-            self.reached[place] |= gradient is not None
-            parts.append((torch.zeros_like(param) if gradient is None else gradient).reshape(-1))
-        return torch.cat(parts)
+        places = [place for place, gradient in enumerate(found) if gradient is not None]
+        for place in places:
+            self.reached[place] = 1
+        return places, [found[place] for place in places]
 
 
 class GradientLook:
-    """Each task's gradient of all shared parameters, for callbacks that asked for this step."""
+    """Each task's gradient of all shared parameters, for callbacks that ask for some of the steps."""
 
-    def __init__(self, model: nn.Module, world: World, precision: Precision) -> None:
-        self._rows = TaskRows(shares(model).shared_parameters(), world, precision)
+    def __init__(self, tasks: Sequence[str], model: nn.Module, world: World, precision: Precision) -> None:
+        self._rows = TaskRows(tasks, shares(model).shared_parameters(), world, precision)
+
+    def begin(self) -> None:
+        """Begin a step that is looked at."""
+        self._rows.begin()
 
     def add(self, terms: Terms, totals: Counts) -> None:
         """Look at one micro-batch, before its backward pass, which this does not change."""
@@ -84,13 +133,17 @@ class GradientLook:
     @property
     def has_any(self) -> bool:
         """Whether a task had a gradient in this step."""
-        return bool(self._rows.rows)
+        return bool(self._rows.found)
 
     def gradients(self, step: int) -> TaskGradients:
         """Return the products of the tasks' gradients with each other."""
-        tasks = tuple(self._rows.rows)
-        rows = self._rows.matrix(tasks).float()
-        return TaskGradients(tasks, rows @ rows.T, step)
+        tasks = tuple(self._rows.found)
+        rows = self._rows.matrix().float()
+        products = rows @ rows.T
+        if tasks != self._rows.tasks:  # without a list of indices, whose copy to a device would make the host wait
+            places = [self._rows.tasks.index(task) for task in tasks]
+            products = torch.stack([torch.stack([products[one, other] for other in places]) for one in places])
+        return TaskGradients(tasks, products, step)
 
 
 def shares(model: nn.Module) -> SharesParameters:

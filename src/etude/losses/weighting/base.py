@@ -123,7 +123,10 @@ class CombinesGradients(Protocol):
     """A weighting that makes the gradient of shared parameters itself."""
 
     def combine(self, gradients: Tensor, *, step: int, scale: Tensor | None = None) -> Tensor:
-        """Return one gradient (elements,) made of the tasks' gradients (tasks, elements)."""
+        """Return one gradient (elements,) of its own, made of the tasks' gradients (tasks, elements), which stay.
+
+        A scale of None says that the gradients are scaled already; those of tasks that take no part are zeros.
+        """
         ...
 
 
