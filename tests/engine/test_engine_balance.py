@@ -365,7 +365,7 @@ def test_rows_of_a_step_know_nothing_of_the_step_before():
         models = [make_model(make_weighting(name), torch.float32) for _ in range(2)]
         steps = [make_step(m, make_task(m.weighting), torch.optim.SGD(m.parameters(), lr=0.1)) for m in models]
         bad = make_batch(8, 5, dtype=torch.float32)
-        bad["input"][1, 2] = NAN
+        bad["input"][:] = NAN
         assert float(steps[1]([bad]).skipped) == 1.0
         for step in steps:
             step.task.activate({"kind": 1.0, "flags": 0.5})
