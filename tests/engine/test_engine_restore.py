@@ -98,9 +98,9 @@ def rewrite(folder: Path, change: Callable[[Path], None]) -> None:
         data = (folder / name).read_bytes()
         files[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     content: dict[str, Any] = {"format": 1, "files": files}
-    if (folder / "config.yaml").exists():
-        data = (folder / "config.yaml").read_bytes()
-        files["config.yaml"] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    if (folder / "run-config.yaml").exists():
+        data = (folder / "run-config.yaml").read_bytes()
+        files["run-config.yaml"] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     content["sha256"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(content, indent=2) + "\n")
 

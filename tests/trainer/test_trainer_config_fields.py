@@ -121,6 +121,7 @@ PROBES = {
     "validate_every_steps": (3, lambda f: len(f["watch"].validated)),
     "sanity_val_batches": (0, lambda f: f["model"].blocks[0].calls),
     "save_checkpoints": (False, checkpoints),
+    "checkpoint_dir": ("weights", checkpoints),
     "checkpoint_interval": (0, lambda f: f["watch"].saved),
     "save_every_steps": (3, lambda f: f["watch"].saved),
     "keep_best": (0, checkpoints),

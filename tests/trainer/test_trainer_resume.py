@@ -259,8 +259,8 @@ def test_a_checkpoint_says_what_it_is_of(tmp_path):
     moved = shutil.copytree(tmp_path / "run" / "checkpoints" / "last", tmp_path / "elsewhere")
     told = yaml.safe_load(read_checkpoint(moved).config)
     assert TrainerConfig(**told["training"]) == first.config
-    (moved / "config.yaml").write_text("training: {}")
-    with pytest.raises(CheckpointError, match=r"config\.yaml"):
+    (moved / "run-config.yaml").write_text("training: {}")
+    with pytest.raises(CheckpointError, match=r"run-config\.yaml"):
         read_checkpoint(moved)
 
 
@@ -272,7 +272,7 @@ def test_a_checkpoint_without_a_config_loads(tmp_path):
     second = trainer(None)
     second.load_checkpoint(tmp_path / "old")
     assert second.state.clock.step == STEPS_PER_EPOCH
-    assert not (tmp_path / "old" / "step-00000007" / "config.yaml").exists()
+    assert not (tmp_path / "old" / "step-00000007" / "run-config.yaml").exists()
 
 
 def test_checkpoint_opens_with_safetensors_alone(tmp_path):

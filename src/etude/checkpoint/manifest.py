@@ -19,8 +19,8 @@ MANIFEST, META, STATE, MODEL_TENSORS, STATE_TENSORS = (
 FILES = (MODEL_TENSORS, STATE_TENSORS, STATE, META)
 """What every checkpoint consists of, besides the manifest."""
 
-CONFIG = "config.yaml"
-"""The config of its run, if it has one."""
+CONFIG = "run-config.yaml"
+"""The config of its run, if it has one. Not `config.yaml`: a folder with that file is a run."""
 
 FORMAT = 1
 """Version of the layout; a reader refuses a later one."""

@@ -100,6 +100,8 @@ def build_trainer(
     """
     # Loss, optimizer and scheduler are built from their sections, below, and from nothing else.
     training = config.training.model_copy(update=dict.fromkeys((*MOVED_KEYS, "meaningful_loss")))
+    if folder is None:  # nothing is written
+        training = training.model_copy(update={"checkpoint_dir": None})
     world = world if world is not None else World()
     selection = config.require("model")
     data = data if data is not None else build_data(config, world)

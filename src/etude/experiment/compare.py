@@ -216,6 +216,7 @@ def _check_splits(config: ExperimentConfig, splits: DataSplits) -> None:
 def _trained(config: ExperimentConfig, path: Path, progress: bool) -> RunFolder:
     """Return the folder of a finished run: train it, go on with it, or find it there."""
     folder = RunFolder(path)
+    folder.place_checkpoints(config.training.checkpoint_dir)
     if not folder.holds_run:
         outcome = train_experiment(config, run_dir=path, progress=progress)
     else:

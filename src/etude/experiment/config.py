@@ -68,7 +68,7 @@ SECTIONS: dict[str, SectionSpec] = {
 }
 
 _COMPONENT_ROOMS = ("callbacks", "data", "losses", "losses.weighting", "metrics", "models", "optim")
-_OPTIONAL_KEYS = ("use_mixed_precision", "precision_dtype", "meaningful_loss", "num_threads")
+_OPTIONAL_KEYS = ("use_mixed_precision", "precision_dtype", "meaningful_loss", "num_threads", "checkpoint_dir")
 
 
 @dataclass(slots=True)

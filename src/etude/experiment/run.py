@@ -13,6 +13,7 @@ from etude.checkpoint import (
     Checkpoint,
     CheckpointManager,
     explained,
+    find_checkpoints,
     folder_name,
     load_model_state,
     newest_intact,
@@ -70,6 +71,7 @@ def train_experiment(
         )
     with _world(config) as world:
         folder = _made_by_main(world, lambda: _new_folder(config, run_dir, overwrite))
+        folder.place_checkpoints(config.training.checkpoint_dir)
         with _held(folder, world):
             there = {path.name for path in folder.path.iterdir()}
             trainer: Trainer | None = None
@@ -95,7 +97,10 @@ def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: 
     with before_joining():
         folder = RunFolder.open(run_dir)
         config = load_config(folder.config_path, overrides=overrides)
+    before = folder.checkpoints_path
+    folder.place_checkpoints(config.training.checkpoint_dir)
     with _world(config) as world, _held(folder, world):
+        world.attempt(lambda: _take_checkpoints(folder, before), here=world.is_main)
         trainer = build_trainer(config, folder=folder, world=world, progress=progress)
         found = world.attempt(lambda: _newest_checkpoint(folder), here=world.is_main)
         if path := world.share_text(str(found or "")):
@@ -179,7 +184,18 @@ def _world(config: ExperimentConfig) -> Iterator[World]:
 
 
 def _new_folder(config: ExperimentConfig, run_dir: str | Path | None, overwrite: bool) -> RunFolder:
-    return RunFolder.create(run_dir if run_dir is not None else default_run_dir(config.name), overwrite=overwrite)
+    path = run_dir if run_dir is not None else default_run_dir(config.name)
+    return RunFolder.create(path, overwrite=overwrite, checkpoint_dir=config.training.checkpoint_dir)
+
+
+def _take_checkpoints(folder: RunFolder, before: Path) -> None:
+    """See that the checkpoints are where the config says now, and no other run's."""
+    if not find_checkpoints(folder.checkpoints_path) and find_checkpoints(before):
+        raise RunFolderError(
+            f"{folder.checkpoints_path} holds no checkpoint, those of the run are in {before}; "
+            f"move them there to go on with another training.checkpoint_dir"
+        )
+    folder.claim_checkpoints(new=False)
 
 
 def _made_by_main(world: World, make: Callable[[], RunFolder]) -> RunFolder:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from etude.core import RunFolderError
+from etude.monitor.checkpoint_folder import checkpoint_folder, claim, is_owned, setting_in
 from etude.monitor.environment import collect_environment
 from etude.monitor.files import replacing, write_text
 from etude.monitor.lock import FolderLock
@@ -65,14 +66,17 @@ class RunFolder:
         return f"RunFolder({str(self.path)!r})"
 
     @classmethod
-    def create(cls, path: str | Path, *, overwrite: bool = False) -> "RunFolder":
+    def create(cls, path: str | Path, *, overwrite: bool = False, checkpoint_dir: str | None = None) -> "RunFolder":
         """Make a folder for a new run; `overwrite` removes the run that is there, checkpoints included.
 
         Raises RunFolderError if it cannot be written, holds a run, or is in use.
         """
-        folder = cls.ensure(path)
+        folder = cls.ensure(path, checkpoint_dir)
         with folder.lock():
+            folder.claim_checkpoints(new=True)
             if overwrite:
+                if folder.holds_run:  # it may have kept its checkpoints elsewhere
+                    cls.open(path).remove_run()
                 folder.remove_run()
             elif folder.holds_run:
                 raise RunFolderError(
@@ -87,14 +91,16 @@ class RunFolder:
         return folder
 
     @classmethod
-    def ensure(cls, path: str | Path) -> "RunFolder":
+    def ensure(cls, path: str | Path, checkpoint_dir: str | None = None) -> "RunFolder":
         """Make a folder if there is none, whatever it holds; raises RunFolderError if it cannot be written.
 
         For a `Trainer` made in Python, which asks `is_used` before it writes; every process of a run may call it.
         """
         folder = cls(path)
+        folder.place_checkpoints(checkpoint_dir)
         try:
             str(path).encode()  # checkpoints are written under names in UTF-8 only
+            folder.path.mkdir(parents=True, exist_ok=True)
             folder.checkpoints_path.mkdir(parents=True, exist_ok=True)
             folder.lock_path.touch()  # shows that files can be written here
         except (OSError, ValueError) as error:
@@ -108,6 +114,7 @@ class RunFolder:
         """Open the folder of an earlier run; raises RunFolderError if there is none."""
         folder = cls(path)
         if folder.holds_run:
+            folder.place_checkpoints(setting_in(folder.config_path))
             return folder
         if not _exists(folder.path):
             raise RunFolderError(f"there is no run folder {folder.path}; give a folder made by `etude train`")
@@ -115,6 +122,17 @@ class RunFolder:
         if inside := newest_run(folder.path):
             hint = f"; did you mean {inside.path}?"
         raise RunFolderError(f"{folder.path} is not a run folder: it has no config.yaml{hint}")
+
+    def place_checkpoints(self, setting: str | None) -> None:
+        """Let `checkpoints_path` be what `training.checkpoint_dir` names; raises ConfigError if it cannot be."""
+        self.checkpoints_path = checkpoint_folder(self.path, setting, OWN_FILES)
+
+    def claim_checkpoints(self, *, new: bool) -> None:
+        """Note that the checkpoints are this run's; raises RunFolderError if another run keeps its own there.
+
+        `new` says that the run begins, so that no checkpoint there is its own. Hold the lock meanwhile.
+        """
+        claim(self.checkpoints_path, self.path, new=new)
 
     @property
     def holds_run(self) -> bool:
@@ -208,7 +226,7 @@ class RunFolder:
 
     def _made_in_checkpoints(self) -> list[str]:
         """Return the names in the folder of checkpoints that a run has made."""
-        if not self.checkpoints_path.is_dir():
+        if not self.checkpoints_path.is_dir() or not is_owned(self.checkpoints_path, self.path):
             return []
         return sorted(path.name for path in self.checkpoints_path.iterdir() if _MADE.fullmatch(path.name))
 

@@ -115,6 +115,8 @@ class TrainerConfig(SectionModel):
     """Also validate after every so many steps."""
     save_checkpoints: bool = True
     """Write checkpoints into the run folder."""
+    checkpoint_dir: str | None = None
+    """Folder of the checkpoints, `checkpoints` by default. A relative one lies in the run folder."""
     checkpoint_interval: CountFrom0 = 1
     """Epochs between checkpoints; 0 leaves only the one at the end."""
     save_every_steps: Count | None = None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from etude.checkpoint import CheckpointManager, find_checkpoints, verify_checkpoint
+from etude.checkpoint import CheckpointManager, find_checkpoints, locate_checkpoint, verify_checkpoint
 from etude.core import CheckpointError, Clock, ConfigError, RunFolderError
 from etude.distributed import World
 from etude.monitor import RunFolder
@@ -22,7 +22,13 @@ class Output:
     """
 
     def __init__(
-        self, output_dir: str | Path | RunFolder | None, *, overwrite: bool, resume: bool, world: World
+        self,
+        output_dir: str | Path | RunFolder | None,
+        *,
+        overwrite: bool,
+        resume: bool,
+        world: World,
+        checkpoint_dir: str | None = None,
     ) -> None:
         if overwrite and resume:
             raise ConfigError(
@@ -30,7 +36,9 @@ class Output:
             )
         if output_dir is None and (overwrite or resume):
             raise ConfigError(f"{'overwrite' if overwrite else 'resume'}=True needs an output_dir")
-        self.folder = _as_folder(output_dir)
+        if output_dir is None and checkpoint_dir is not None:
+            raise ConfigError("training.checkpoint_dir needs a run folder: give the Trainer an output_dir")
+        self.folder = _as_folder(output_dir, checkpoint_dir)
         self._world = world
         self._overwrite = overwrite
         self._goes_on = resume
@@ -54,6 +62,16 @@ class Output:
     def holds(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint lies in this folder."""
         return self.folder is not None and checkpoint.resolve().parent == self.folder.checkpoints_path.resolve()
+
+    def locate(self, path: Path) -> Path:
+        """Return the checkpoint that a path stands for: itself, or the newest intact one of a run or of a folder."""
+        if self.folder is not None and path.resolve() == self.folder.path.resolve():
+            path = self.folder.checkpoints_path
+        elif (run := RunFolder(path)).holds_run:
+            path = RunFolder.open(path).checkpoints_path
+        elif run.checkpoints_path.is_dir():
+            path = run.checkpoints_path
+        return locate_checkpoint(path)
 
     def loaded(self, checkpoint: Path) -> None:
         """Note that the trainer goes on from a checkpoint: if it is one of this folder, so does the folder's run."""
@@ -80,6 +98,7 @@ class Output:
         if self.folder.is_held:
             return
         before = stack.enter_context(self.folder.lock(self._name))
+        self.folder.claim_checkpoints(new=not self._goes_on)
         if self._goes_on:
             if before and self._last_holder is not None and self._last_holder not in before:
                 raise RunFolderError(
@@ -106,12 +125,12 @@ class Output:
                 )
 
 
-def _as_folder(output_dir: Any) -> RunFolder | None:
+def _as_folder(output_dir: Any, checkpoint_dir: str | None) -> RunFolder | None:
     if output_dir is None or isinstance(output_dir, RunFolder):
         return output_dir
     if not isinstance(output_dir, (str, os.PathLike)):
         raise ConfigError(f"output_dir must be a path, found {type(output_dir).__name__}")
-    return RunFolder.ensure(Path(output_dir))
+    return RunFolder.ensure(Path(output_dir), checkpoint_dir)
 
 
 def _is_intact(checkpoint: Path) -> bool:

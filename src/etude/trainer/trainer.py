@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from etude.callbacks import LRSchedule, ProgressDisplay, RunRecorder
-from etude.checkpoint import Checkpoint, explained, folder_name, locate_checkpoint, read_checkpoint
+from etude.checkpoint import Checkpoint, explained, folder_name, read_checkpoint
 from etude.core import Clock, ConfigError, DataError, Loader, Task, TrainingError
 from etude.core.terms import SeveralTasks
 from etude.curriculum import Curriculum, Phase
@@ -127,7 +127,7 @@ class Trainer:
             name: shown in the display.
             world: the processes of the run; found from torchrun's variables by default.
             meta: facts to keep in every checkpoint's `meta.json`.
-            whole_config: what every checkpoint keeps as `config.yaml`; the trainer's own config by default.
+            whole_config: what every checkpoint keeps as `run-config.yaml`; the trainer's own config by default.
             modalities: for tokens of several modalities, instead of `loss`: `vocab`, a `VocabSpec`, and `codebooks` by
                 modality (or `image_codebook`, `spectrum_codebook`, `scalar_centers`) make the loss `MeaningfulLoss`,
                 with the settings of `config.meaningful_loss`; `edges` are those of the bins of scalars, by modality;
@@ -201,7 +201,9 @@ class Trainer:
         check_callbacks(self.callbacks, self.task, self.model)
         if self._schedule is not None or fixed is not None:
             check_rates(self.callbacks)
-        self.output = Output(output_dir, overwrite=overwrite, resume=resume, world=world)
+        self.output = Output(
+            output_dir, overwrite=overwrite, resume=resume, world=world, checkpoint_dir=config.checkpoint_dir
+        )
         self._display = ProgressDisplay() if progress and world.is_main else None
         if world.is_main:
             if self.output.folder is not None:
@@ -297,7 +299,7 @@ class Trainer:
 
         `keep_hyperparameters` keeps learning rate, weight decay and so on as the optimizer has them now.
         """
-        found = self.world.attempt(lambda: _find_checkpoint(Path(path)), here=self.world.is_main)
+        found = self.world.attempt(lambda: self.output.locate(Path(path)), here=self.world.is_main)
         path = Path(self.world.share_text(str(found)))  # all ranks load the same one
         mine = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         rates = [(one, one.base_rates) for one in self.callbacks if isinstance(one, LRSchedule)]
@@ -442,8 +444,3 @@ class Trainer:
             self._display.note(sentence)
         elif self.world.is_main:
             logger.warning(sentence)
-
-
-def _find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint folder itself, or the newest intact one of a run folder or a folder of checkpoints."""
-    return locate_checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)

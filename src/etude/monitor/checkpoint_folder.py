@@ -1,0 +1,93 @@
+"""The folder of a run's checkpoints, where a setting names it: where it lies, and that one folder is one run's."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from etude.core import ConfigError, RunFolderError
+from etude.monitor.files import write_text
+
+OWNER = ".run"
+"""File in a folder of checkpoints outside of the run folder: it names the run folder."""
+
+_CHECKPOINT = re.compile(r"step-\d{8,}")
+
+
+def checkpoint_folder(run: Path, setting: str | None, own_files: frozenset[str]) -> Path:
+    """Return the folder that `training.checkpoint_dir` names; a relative one lies in the run folder.
+
+    Raises ConfigError if it is the run folder itself, contains it, or is one of its files.
+    """
+    if setting is None:
+        return run / "checkpoints"
+    path = run / Path(setting).expanduser()
+    real, base = Path(os.path.realpath(path)), Path(os.path.realpath(run))
+    inside = real.relative_to(base).parts[0].casefold() if base in real.parents else ""
+    if not setting.strip() or real == base or real in base.parents or inside in own_files:
+        raise ConfigError(
+            f"training.checkpoint_dir is {setting!r}, which would mix checkpoints with the run's other files; "
+            f"name a folder of its own, such as weights or /scratch/weights"
+        )
+    return path
+
+
+def setting_in(config: Path) -> str | None:
+    """Return `training.checkpoint_dir` of a config file; None if it has none or cannot be read."""
+    from etude.config import read_config
+
+    try:
+        training: Any = read_config(config).data.get("training")
+    except (ConfigError, OSError):
+        return None  # whoever loads it says what is wrong
+    setting = training.get("checkpoint_dir") if isinstance(training, dict) else None
+    return setting if isinstance(setting, str) else None
+
+
+def claim(folder: Path, run: Path, *, new: bool) -> None:
+    """Make sure that no other run keeps its checkpoints in `folder`, and note that `run` does.
+
+    A folder whose run is gone goes to a run that is resumed: it was moved. Raises RunFolderError if the folder is
+    another run's, or if the run is `new` and the folder holds checkpoints of nobody known.
+    """
+    if is_owned(folder, run):
+        return
+    mine = os.path.realpath(run)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        owner = _owner(folder)
+        taken = owner is not None and Path(owner).is_dir()
+        if taken or (new and any(_CHECKPOINT.fullmatch(path.name) for path in folder.iterdir())):
+            whose = f"those of the run {owner}" if owner is not None else "checkpoints"
+            raise RunFolderError(f"{folder} already holds {whose}; give this run another training.checkpoint_dir")
+        if owner is not None:
+            write_text(folder / OWNER, f"{mine}\n")
+        elif not _create(folder / OWNER, mine) and _owner(folder) != mine:
+            raise RunFolderError(f"{folder} was taken by another run just now; give another training.checkpoint_dir")
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot write {folder}: {error.strerror or error}; choose a training.checkpoint_dir that can be written"
+        ) from error
+
+
+def is_owned(folder: Path, run: Path) -> bool:
+    """Return whether a folder is known to be the run's: it lies in the run folder, or says so."""
+    real = os.path.realpath(run)
+    return Path(real) in Path(os.path.realpath(folder)).parents or _owner(folder) == real
+
+
+def _owner(folder: Path) -> str | None:
+    try:
+        return (folder / OWNER).read_text(encoding="utf-8").strip() or None
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+
+
+def _create(path: Path, text: str) -> bool:
+    """Write a file that must not be there; of two processes that do so at once, one fails."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+    except FileExistsError:
+        return False
+    return True
