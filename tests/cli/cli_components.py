@@ -58,6 +58,42 @@ class Broken(Net):
         return super().forward(x) if self.good_steps >= 0 else {}["missing"]
 
 
+@register("model", "cli_choosy")
+class Choosy(Net):
+    """A network that takes some widths only."""
+
+    def __init__(self, width: int = 8) -> None:
+        if width % 2:
+            raise ValueError(f"the width {width} is odd")
+        super().__init__(width)
+
+
+@register("model", "cli_frozen")
+class Frozen(Net):
+    """A network that cannot learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+@register("model", "cli_reads_its_weights")
+class ReadsItsWeights(Net):
+    """A network that looks at values while it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = float(self[0].weight.detach().abs().max())
+
+
+@register("optimizer", "cli_choosy")
+def choosy(params, groups: int = 1) -> torch.optim.Optimizer:
+    """An optimizer that takes one group only."""
+    if groups != 1:
+        raise ValueError(f"{groups} groups are too many")
+    return torch.optim.SGD(params, 0.1)
+
+
 @register("optimizer", "cli_sign_descent")
 class SignDescent(torch.optim.Optimizer):
     """p ← p - lr·sign(g)."""

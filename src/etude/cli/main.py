@@ -137,10 +137,11 @@ def config_show(experiment: Experiment, overrides: Overrides = None) -> None:
 
 @config_app.command("check")
 def config_check(experiment: Experiment, overrides: Overrides = None) -> None:
-    """Check a config; every mistake is one line."""
-    from etude.experiment import load_experiment_config
+    """Check a config as far as that goes without its data; every mistake is one line."""
+    from etude.experiment import check_experiment, load_experiment_config
 
     config = load_experiment_config(experiment, overrides=overrides or [])
+    check_experiment(config)
     print(f"{config.path}: fine")
 
 

@@ -1,6 +1,7 @@
 """Experiments: the sections of a config file, building them into a Trainer, and whole runs in a run folder."""
 
 from etude.experiment.build import build_data, build_trainer
+from etude.experiment.check import check_experiment
 from etude.experiment.compare import compare_tasks
 from etude.experiment.comparison import Comparison
 from etude.experiment.config import (
@@ -24,6 +25,7 @@ __all__ = [
     "RunOutcome",
     "build_data",
     "build_trainer",
+    "check_experiment",
     "compare_tasks",
     "create_model_config",
     "create_trainer_config",

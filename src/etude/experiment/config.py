@@ -22,6 +22,7 @@ from etude.config import (
 )
 from etude.core import ConfigError
 from etude.curriculum import Phase
+from etude.experiment.data_checks import settle_data
 from etude.experiment.dialects import MOVED_KEYS, moved_settings, trainer_settings, unify_dialects
 from etude.experiment.meaningful import LOSS_PROVIDED
 from etude.experiment.meaningful_dialect import meaningful_settings
@@ -180,6 +181,7 @@ def validate_experiment(document: Document, *, overrides: Sequence[str] = ()) ->
     settle_tasks(sections, document)
     settle_vocabulary(sections, document)
     settle_outputs(sections, document)
+    settle_data(sections, document)
     sections["training"] = sections["training"].model_copy(update=trainer_settings(sections))
     name = sections.get("name") or _name_of(document.path)
     return ExperimentConfig(name, document.path, document, sections)

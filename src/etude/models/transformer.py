@@ -5,7 +5,7 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Le, Lt
 from torch import Tensor, nn
 
 from etude.config.registry import register
@@ -39,7 +39,7 @@ class CausalTransformerLM(nn.Module):
         vocab_size: Size,
         n_types: Annotated[int, Ge(0)] = 0,
         d_model: Size = 768,
-        n_layers: Size = 12,
+        n_layers: Annotated[int, Ge(1), Le(10_000)] = 12,
         n_heads: Size = 12,
         d_ff: Size | None = None,
         dropout: Annotated[float, Ge(0), Lt(1)] = 0.1,

@@ -1,0 +1,57 @@
+"""What a config says of its streams and of how data is read, checked before any data is."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from etude.config import Document, Problem, Selection, config_error
+from etude.config.spelling import listed
+from etude.core import DataError
+from etude.data.parts import check_stream_name, check_weights
+from etude.experiment.task_sections import all_forms
+
+
+def settle_data(sections: Mapping[str, Any], document: Document) -> None:
+    """Raise ConfigError for streams and weights that cannot be, and for settings that streams do not have."""
+    found: list[tuple[str, Selection]] = [("data", data)] if (data := sections.get("data")) is not None else []
+    forms = [form for form in all_forms(sections.get("tasks") or {}) if "data" in form.own]
+    found += [(form.path("data"), form.data) for form in forms if isinstance(form.data, Selection)]
+    problems = [problem for path, selection in found for problem in _selection(path, selection)]
+    has_streams = any(path != "data" or one.component.name == "streams" for path, one in found)
+    if has_streams and (workers := sections["training"].num_workers):
+        text = (
+            f"is {workers}, but streams are read in the process that trains; set it to 0, and prefetch to read ahead"
+        )
+        problems.append(Problem("training.num_workers", text))
+    if problems:
+        raise config_error(problems, document)
+
+
+def _selection(path: str, data: Selection) -> Iterator[Problem]:
+    weights = data.arguments.get("weights")
+    if data.component.name == "streams" and isinstance(streams := data.arguments.get("streams"), Mapping):
+        yield from _streams(path, streams)
+        if isinstance(weights, Mapping) and streams:
+            try:
+                check_weights(weights, streams)
+            except DataError as error:
+                yield Problem(f"{path}.weights", str(error))
+    elif data.component.name == "token_mixture" and isinstance(roots := data.arguments.get("roots"), Mapping):
+        if not roots:
+            yield Problem(f"{path}.roots", "a mixture needs at least one source")
+        elif isinstance(weights, Mapping) and set(weights) != set(roots):
+            text = (
+                f"there are weights for {listed(weights)}, but the sources are {listed(roots)}; give each one weight"
+            )
+            yield Problem(f"{path}.weights", text)
+
+
+def _streams(path: str, streams: Mapping[str, Any]) -> Iterator[Problem]:
+    if not streams:
+        yield Problem(f"{path}.streams", "there are no streams; name at least one data set")
+    for name, one in streams.items():
+        try:
+            check_stream_name(name)
+        except DataError as error:
+            yield Problem(f"{path}.streams.{name}", str(error))
+        if isinstance(one, Selection) and one.component.name == "streams":
+            yield Problem(f"{path}.streams.{name}", "is made of streams itself; list them side by side")
