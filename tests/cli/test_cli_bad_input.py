@@ -341,7 +341,7 @@ def test_a_failure_after_steps_leaves_the_run(etude, config, tmp_path):
 def test_unwritable_run_folder(etude, config, tmp_path, below):
     (tmp_path / "file").write_text("mine")
     line = etude("train", config(), "--run-dir", tmp_path / below).error
-    assert f"cannot write run folder {tmp_path / below}: Not a directory; choose a writable --run-dir" in line
+    assert f"cannot write run folder {tmp_path / below}: " in line
     assert (tmp_path / "file").read_text() == "mine"
 
 
