@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_leaves
 from etude import Callback
 from etude.core import ConfigError, TrainingError
 from etude.core.batch import JointBatch
+from etude.core.buffers import BufferGuard
 from etude.engine.balance import make_balance
-from etude.engine.buffers import BufferGuard
 from etude.engine.precision import Precision
 from etude.losses.weighting import FAMO, GradNorm, UncertaintyWeighting
 from etude.optim import AdamW

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from etude.core import Batch, ConfigError, Task, Terms
 from etude.core.batch import JointBatch
+from etude.core.buffers import BufferGuard
 from etude.core.calling import unwrap
 from etude.core.terms import LossTerm
 from etude.distributed import World, is_empty
-from etude.engine.buffers import BufferGuard
 from etude.engine.precision import Precision
 from etude.engine.replay import Replay
 from etude.engine.task_gradients import LOSS, Counts, SharesParameters, TaskRows, shares

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from etude.core import Batch, Clock, LossTerm, StepReport, Task, Terms, TrainingError, num_samples
 from etude.core.batch import STREAM, JointBatch
+from etude.core.buffers import BufferGuard
 from etude.core.terms import CountsAhead, SeveralTasks
 from etude.core.tokens import count_tokens, token_ids
 from etude.distributed import RankTask, World, check_gradients, idle_output, local_gradients
 from etude.engine.balance import Balance, make_balance
-from etude.engine.buffers import BufferGuard
 from etude.engine.callback import Gradients, TaskGradients
 from etude.engine.flops import ForwardFlops
 from etude.engine.misfit import explained

@@ -6,13 +6,11 @@ that a run with and without this check ends with the same bytes.
 
 import copy
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -20,12 +18,11 @@ from torch.utils.data import IterableDataset
 
 from etude.core import Batch, ConfigError, DataError, EtudeError, Loader, Task, TrainingError
 from etude.core.calling import unwrap
+from etude.core.probe import probing
 from etude.core.random import aside
 from etude.core.terms import Measures, SeveralTasks, derive
 from etude.data.foreign import ForeignLoader
 from etude.distributed import World, is_empty
-from etude.engine.buffers import BufferGuard
-from etude.engine.evaluation import eval_mode
 from etude.engine.misfit import explained
 from etude.engine.precision import Precision
 from etude.trainer.feeding import DeviceLoader
@@ -55,7 +52,7 @@ def check_validation(
     with ExitStack() as stack:
         trial, modules = copy_apart(task)
         for one in (model, *modules):
-            stack.enter_context(_unchanged_buffers(one))
+            stack.enter_context(probing(one, training=False))
 
         def attempt() -> None:
             with _explained(together=world.size > 1), explain:
@@ -70,7 +67,7 @@ def _try(model: nn.Module, task: Task, loader: Loader, num_batches: int, precisi
     sums: dict[str, Tensor | float] = {}
     counts: dict[str, Tensor | float] = {}
     try:
-        with eval_mode(model), torch.no_grad(), aside(0), _eagerly():
+        with aside(0):
             if isinstance(task, Measures):
                 task.start_measuring()
             for batch in _first(batches, num_batches):
@@ -136,23 +133,6 @@ def repeatable(loader: Loader) -> Loader | None:
 
 
 # ------------------------------------------------------------------------------------------------ leaving no trace
-
-
-@contextmanager
-def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Give the buffers that a checkpoint holds their values back afterwards; others are caches."""
-    guard = BufferGuard(model)
-    guard.remember()
-    try:
-        yield
-    finally:
-        device = next((buffer.device for buffer in model.buffers()), None)
-        guard.put_back(torch.ones((), device=device))
-
-
-def _eagerly() -> AbstractContextManager[Any]:
-    """Run compiled models as they are written: what is compiled here would be compiled for shapes of validation."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def copy_apart(task: Task) -> tuple[Task, list[nn.Module]]:

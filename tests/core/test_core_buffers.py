@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from etude import Trainer
-from etude.engine.buffers import BufferGuard
+from etude.core.buffers import BufferGuard
 
 
 class Plain(nn.Module):

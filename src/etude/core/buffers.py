@@ -15,6 +15,8 @@ Place = tuple[nn.Module, str]
 class BufferGuard:
     """Remembers the buffers of a model that a checkpoint holds; costs nothing for a model without any.
 
+    With `caches` also those that it does not hold.
+
     >>> norm = nn.BatchNorm1d(2)
     >>> guard = BufferGuard(norm)
     >>> guard.remember()
@@ -24,12 +26,12 @@ class BufferGuard:
     (tensor([0., 0.]), tensor(0))
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, caches: bool = False) -> None:
         self._places: list[Place] = [
             (module, name)
             for module in model.modules()
             for name in module._buffers
-            if name not in module._non_persistent_buffers_set
+            if caches or name not in module._non_persistent_buffers_set
         ]
         self._before: list[Tensor | None] = []
 
@@ -38,19 +40,29 @@ class BufferGuard:
         if self._places:
             self._before = [_copy(module._buffers[name]) for module, name in self._places]
 
+    def restore(self) -> None:
+        """Give the buffers their former values."""
+        for place, before in zip(self._places, self._before, strict=True):
+            _put(place, before)
+
     def put_back(self, skipped: Tensor) -> None:
         """Give the buffers their former values if `skipped` is 1; on a device, without the host knowing."""
-        if not self._places or (skipped.is_cpu and not skipped.item()):
+        if not self._places:
+            return
+        if skipped.is_cpu:
+            if skipped.item():
+                self.restore()
             return
         bad = skipped.bool()
         changed: list[tuple[Place, Tensor | None]] = []
         for place, before in zip(self._places, self._before, strict=True):
             module, name = place
             now = module._buffers[name]
-            if before is None or now is None or now is before or not _fits(now, before, skipped.device):
-                if now is not None or before is not None:
-                    changed.append((place, before))
-            elif _overlaps(now):  # an expanded buffer has no memory of its own for each element
+            if now is None and before is None:
+                continue
+            if now is None or before is None or not _are_alike(now, before) or now.device != skipped.device:
+                changed.append((place, before))
+            elif _overlaps(now):
                 module._buffers[name] = torch.where(bad, before, now)
             else:
                 torch.where(bad, before, now, out=now)
@@ -68,16 +80,22 @@ def _copy(buffer: Tensor | None) -> Tensor | None:
 
 def _put(place: Place, before: Tensor | None) -> None:
     module, name = place
-    if before is not None and before is module._buffers[name]:  # it was lazy, and was shaped in this step
-        if isinstance(module, _NormBase):
+    now = module._buffers[name]
+    if now is before:
+        if now is not None and isinstance(module, _NormBase):  # it was lazy, and was shaped in this step
             module.reset_running_stats()
+    elif now is not None and before is not None and _are_alike(now, before) and not _overlaps(now):
+        now.copy_(before)
     else:
         module._buffers[name] = before
 
 
-def _fits(now: Tensor, before: Tensor, device: torch.device) -> bool:
-    return now.shape == before.shape and now.dtype == before.dtype and now.device == before.device == device
+def _are_alike(now: Tensor, before: Tensor) -> bool:
+    if now is before:  # lazy
+        return False
+    return now.shape == before.shape and now.dtype == before.dtype and now.device == before.device
 
 
 def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements share memory, as in an expanded tensor: it cannot be written element by element."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
