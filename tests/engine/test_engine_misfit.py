@@ -49,7 +49,6 @@ def deep(layer: nn.Module) -> nn.Module:
         (nn.MultiheadAttention(8, 2), X, ["MultiheadAttention"]),
         (nn.Embedding(5, 3), X, ["Embedding(5, 3)", "float32", "convert the data"]),
     ],
-    ids=str,
 )
 def test_layer_and_shape_are_named(layer, data, words):
     model = deep(layer) if not isinstance(layer, nn.MultiheadAttention) else deep(Attention(layer))

@@ -63,7 +63,7 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize(("short", "long"), SAME, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("short", "long"), SAME)
 def test_names_classes_and_arrays_stand_for_what_they_mean(short, long):
     torch.testing.assert_close(trained(**short), trained(**long))
 
@@ -89,7 +89,7 @@ def test_arrays_of_numpy_take_the_format_of_the_model():
         ["gradient_monitor", EarlyStopping(monitor="loss"), {"name": "early_stopping", "monitor": "loss"}],
         (one for one in [EarlyStopping(monitor="loss")]),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=["one", "name", "mapping", "list", "generator"],
 )
 def test_callbacks_single_or_named(callbacks):
     config = {"epochs": 1, "device": "cpu"}
