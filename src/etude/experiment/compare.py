@@ -221,7 +221,7 @@ def _trained(config: ExperimentConfig, path: Path, progress: bool) -> RunFolder:
         outcome = train_experiment(config, run_dir=path, progress=progress)
     else:
         as_written = validate_experiment(Document(config.to_dict()))
-        if load_config(folder.config_path).to_dict() != as_written.to_dict():
+        if load_config(folder.config_path, announce=True).to_dict() != as_written.to_dict():
             raise RunFolderError(f"{path} holds a run of another configuration; choose another --out, or remove it")
         if folder.is_finished:
             return folder

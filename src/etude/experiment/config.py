@@ -162,19 +162,26 @@ def load_experiment_config(
     return load_config(find_config(str(experiment), config), overrides=overrides)
 
 
-def load_config(path: str | Path = "config.yaml", *, overrides: Sequence[str] = ()) -> ExperimentConfig:
+def load_config(
+    path: str | Path = "config.yaml", *, overrides: Sequence[str] = (), announce: bool = False
+) -> ExperimentConfig:
     """Load and validate a YAML or JSON file; raise ConfigError with one line for every mistake."""
-    return validate_experiment(read_config(Path(path)), overrides=overrides)
+    return validate_experiment(read_config(Path(path)), overrides=overrides, announce=announce)
 
 
-def validate_experiment(document: Document, *, overrides: Sequence[str] = ()) -> ExperimentConfig:
-    """Validate a document: import the user's modules, apply overrides, unify dialects, fill in companions."""
+def validate_experiment(
+    document: Document, *, overrides: Sequence[str] = (), announce: bool = False
+) -> ExperimentConfig:
+    """Validate a document: import the user's modules, apply overrides, unify dialects, fill in companions.
+
+    With `announce`, a line names the code of every module under `imports:` before it is run.
+    """
     load_components()
     document = apply_overrides(document, overrides)
     base = document.path.parent if document.path else Path.cwd()
     imports = document.data.get("imports")
     if isinstance(imports, list) and all(isinstance(one, str) for one in imports):
-        import_user_modules(imports, base, document=document)
+        import_user_modules(imports, base, document=document, announce=announce)
     unify_dialects(document)
     _add_companions(document)
     sections = validate_document(document, SECTIONS)

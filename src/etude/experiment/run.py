@@ -96,7 +96,7 @@ def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: 
     """
     with before_joining():
         folder = RunFolder.open(run_dir)
-        config = load_config(folder.config_path, overrides=overrides)
+        config = load_config(folder.config_path, overrides=overrides, announce=True)
     before = folder.checkpoints_path
     folder.place_checkpoints(config.training.checkpoint_dir)
     with _world(config) as world, _held(folder, world):
@@ -121,7 +121,7 @@ def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best
     """Evaluate a checkpoint of a run (`best`, `last` or a step number) on a split; return its path and the numbers."""
     with before_joining():
         folder = RunFolder.open(run_dir)
-        config = load_config(folder.config_path)
+        config = load_config(folder.config_path, announce=True)
     with _world(config) as world:
         found = world.attempt(lambda: _read_checkpoint(folder, which), here=world.is_main)
         path = Path(world.share_text("" if found is None else str(found.path)))

@@ -73,7 +73,7 @@ def _git(folder: Path) -> dict[str, Any] | None:
 def _ask_git(folder: Path, *arguments: str) -> str | None:
     try:
         answer = subprocess.run(
-            ["git", *arguments],
+            ["git", "-c", "core.fsmonitor=false", *arguments],  # a repository may name a program there
             cwd=folder,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # look without taking the repository's index lock
             stdin=subprocess.DEVNULL,
