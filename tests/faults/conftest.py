@@ -61,11 +61,14 @@ def assert_same_run(reference):
 
 @pytest.fixture
 def resume(etude):
-    """Resumes a run until it is finished, and returns what was said on the way."""
+    """Resumes a run until it is finished, and returns what was said on the way, besides of the code that it imports."""
 
     def call(folder: Path) -> str:
         code, process = etude.run("resume", folder)
         assert code == 0, process.err
-        return process.err
+        first, *others = process.err.splitlines(keepends=True)
+        assert first.startswith("etude: running ")
+        assert "faults_components.py" in first
+        return "".join(others)
 
     return call
