@@ -61,14 +61,11 @@ def assert_same_run(reference):
 
 @pytest.fixture
 def resume(etude):
-    """Resumes a run until it is finished, and returns what was said on the way, besides of the code that it imports."""
+    """Resumes a run until it is finished, and returns what was said on the way."""
 
     def call(folder: Path) -> str:
         code, process = etude.run("resume", folder)
         assert code == 0, process.err
-        first, *others = process.err.splitlines(keepends=True)
-        assert first.startswith("etude: running ")
-        assert "faults_components.py" in first
-        return "".join(others)
+        return process.err
 
     return call

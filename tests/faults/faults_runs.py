@@ -40,7 +40,9 @@ class Process:
 
     @property
     def err(self) -> str:
-        return self.err_path.read_text()
+        """What was said on stderr, but for the modules that a resumed run imports."""
+        lines = self.err_path.read_text().splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("etude: running /"))
 
 
 class Server:
