@@ -28,7 +28,7 @@ READ_TIMEOUT_S = 10.0
 """How long a download may stall."""
 TOTAL_TIMEOUT_S = 120.0
 """How long one mirror may take for all files."""
-NPM_TIMEOUT_S = PIP_TIMEOUT_S = 30.0
+NPM_TIMEOUT_S = PIP_TIMEOUT_S = 60.0
 """How long a package manager may take; what it waits for cannot be seen from outside."""
 
 
