@@ -33,13 +33,13 @@ class Plain(nn.Module):
         return {"logits": self.model(input_ids)}
 
 
-def run(tmp_path, model, callback, reason="", **life):
+def run(tmp_path, model, callback, reason="", by_signal=False, **life):
     life = Life(tmp_path, **life)
     life.model = model
     callbacks = CallbackList([callback])
     callbacks.on_train_begin(life.run_info())
     if reason:
-        callbacks.control.request_stop(reason)
+        callbacks.control.request_stop(reason, by_signal=by_signal)
     callbacks.on_train_end({})
     path = tmp_path / "samples.txt"
     return path.read_text(encoding="utf-8") if path.exists() else None
@@ -99,7 +99,7 @@ def test_nothing_that_a_terminal_obeys_is_written(tmp_path, monkeypatch):
 def test_other_processes_and_interrupted_runs_write_nothing(tmp_path):
     callback = TextSamples(tokenizer=tokenizer_file())
     assert run(tmp_path, make(), callback, is_main=False) is None
-    assert run(tmp_path, make(), TextSamples(tokenizer=tokenizer_file()), reason="SIGTERM") is None
+    assert run(tmp_path, make(), TextSamples(tokenizer=tokenizer_file()), reason="SIGTERM", by_signal=True) is None
     assert run(tmp_path, make(), TextSamples(tokenizer=tokenizer_file()), reason="no better for 3 epochs") is not None
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from etude import Trainer
+from etude.core.probe import probing
 from etude.core.random import RunRandom, aside, rng_state, set_seed
-from etude.engine.callback import HOOKS, Callback
+from etude.engine.callback import HOOKS, Callback, CallbackList
 
 STEP_HOOKS = {"on_step_begin", "on_gradients", "on_task_gradients", "on_step_end"}
 OTHER_HOOKS = sorted(set(HOOKS) - STEP_HOOKS)
@@ -177,3 +178,45 @@ def test_a_running_run_tells_the_state_of_this_moment():
         with run.running():
             assert draw() == expected
     assert set(rng_state()) == set(state)
+
+
+def test_drawing_aside_seeds_no_more_than_it_restores(monkeypatch):
+    """torch.manual_seed would seed every device, also those that somebody else draws from."""
+    seeded = []
+    monkeypatch.setattr(torch, "manual_seed", seeded.append)
+    with aside(3):
+        draw()
+    assert seeded == []
+
+
+def test_a_probe_puts_back_every_generator():
+    class Drawing(nn.Linear):
+        def forward(self, x):
+            draw()
+            return super().forward(x)
+
+    model = Drawing(2, 2)
+    set_seed(5)
+    expected = draw()
+    set_seed(5)
+    with probing(model, training=True):
+        model(torch.ones(1, 2))
+    assert draw() == expected
+
+
+def test_numbers_cost_nothing_where_no_callback_gives_any():
+    callbacks = CallbackList([StopsWithWords()])
+    callbacks.around = lambda _: pytest.fail("nobody is called")
+    assert callbacks.numbers() == {}
+
+
+class StopsWithWords(Callback):
+    def on_step_end(self, report):
+        self.control.request_stop("signal-to-noise ratio too low")
+
+
+def test_a_callbacks_reason_is_not_taken_for_a_signal():
+    data = torch.randn(8, 2), torch.randint(0, 2, (8,))
+    one = Trainer(nn.Linear(2, 2), data, config={"epochs": 1}, callbacks=[StopsWithWords()], progress=False)
+    assert "interrupted" not in one.train()
+    assert not one.was_interrupted

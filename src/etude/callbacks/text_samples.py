@@ -66,8 +66,7 @@ class TextSamples(Callback):
 
     def on_train_end(self, result: Logs) -> None:
         """Sample, and write the file."""
-        interrupted = self.control.reason.startswith(("SIG", "signal"))
-        if self._run is None or not self._run.is_main or interrupted:
+        if self._run is None or not self._run.is_main or self.control.interrupted:
             return
         try:
             texts = self.sample(self._run.model)

@@ -14,11 +14,17 @@ class Control:
     validate: bool = False
     """Run validation after this step."""
     reload: bool = False
-    """Ask the loader for the batches from here on anew, before the next step: which ones come next has changed."""
+    """Ask the loader for the batches from here on again, before the next step: which ones come next has changed."""
     reason: str = ""
     """Why `stop` was set, in words for people."""
+    interrupted: bool = False
+    """Whether a signal, such as Ctrl-C, set `stop`."""
 
-    def request_stop(self, reason: str) -> None:
+    def begin(self) -> None:
+        """Forget why the training before has stopped."""
+        self.stop, self.reason, self.interrupted = False, "", False
+
+    def request_stop(self, reason: str, *, by_signal: bool = False) -> None:
         """Ask the loop to stop; the first reason given is kept."""
         if not self.stop:
-            self.stop, self.reason = True, reason
+            self.stop, self.reason, self.interrupted = True, reason, by_signal

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from etude.core.buffers import BufferGuard
+from etude.core.random import aside
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def probing(model: nn.Module, *, training: bool) -> Iterator[None]:
     # Whoever has compiled something has imported this; otherwise it would take a second.
     eagerly = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
-        with torch.no_grad(), torch.random.fork_rng(list(devices)), eagerly:
+        with torch.no_grad(), aside(0), torch.random.fork_rng(list(devices)), eagerly:
             yield
     finally:
         for module, mode in modes:

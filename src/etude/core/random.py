@@ -52,23 +52,36 @@ def set_rng_state(state: dict[str, Any]) -> None:
 def aside(seed: int) -> Iterator[None]:
     """Draw from generators seeded by `seed`; afterwards all of them are as they were (about 60 µs).
 
+    All of them: those of Python, NumPy and torch on the CPU and on the current device. Other devices are not touched.
+
     >>> set_seed(7); expected = torch.rand(1); set_seed(7)
     >>> with aside(1):
     ...     _ = torch.rand(1), random.random(), np.random.rand()
     >>> bool(torch.rand(1) == expected)
     True
     """
+    devices = _devices()
     python, numpy, tensor = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    set_seed(seed)
+    before = [device.get_rng_state() for device in devices]
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # not torch's function, which takes 1 ms where CUDA is not in use
+    for device in devices:
+        device.manual_seed(seed)
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(tensor)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+        for device, state in zip(devices, before, strict=True):
+            device.set_rng_state(state)
+
+
+def _devices() -> list[Any]:
+    """Return the modules of torch with a generator that is in use, besides the CPU's: that of the current device."""
+    cuda = [torch.cuda] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return [*cuda, torch.mps] if torch.backends.mps.is_available() else cuda
 
 
 class RunRandom:

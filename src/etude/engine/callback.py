@@ -196,6 +196,12 @@ class Callback:
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
+def implements(callback: Callback, method: str) -> bool:
+    """Return whether a callback overrides a method."""
+    own = getattr(callback, method)
+    return getattr(own, "__func__", own) is not getattr(Callback, method)
+
+
 class CallbackList:
     """Calls each hook of each callback in the listed order; usable by hand in a loop of your own.
 
@@ -223,9 +229,8 @@ class CallbackList:
         callback._siblings = self
         self._callbacks.append(callback)
         for name in HOOKS:
-            hook = getattr(callback, name)
-            if getattr(hook, "__func__", hook) is not getattr(Callback, name):
-                self._hooks[name].append(hook)
+            if implements(callback, name):
+                self._hooks[name].append(getattr(callback, name))
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._callbacks)
@@ -313,8 +318,10 @@ class CallbackList:
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers that callbacks add to the record of a log point."""
+        if not (givers := [callback for callback in self._callbacks if implements(callback, "numbers")]):
+            return {}
         with self.around("numbers"):
-            return {name: value for callback in self._callbacks for name, value in callback.numbers().items()}
+            return {name: value for callback in givers for name, value in callback.numbers().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each callback, by class name and its place among those of its class."""

@@ -155,7 +155,7 @@ class Loop:
             position = {"step": step, "epoch": self.clock.epoch, "samples": self.clock.samples, **self._phase()}
             self.callbacks.on_log({**position, **record, "lr": self.step.updater.lr, **self.callbacks.numbers()})
         if asked := self.stop_poll.asked(step):
-            control.request_stop(asked)
+            control.request_stop(asked, by_signal=True)
         if control.validate or _every(plan.validate_every_steps, step):
             control.validate = False
             self._set_logs(self._validate())

@@ -15,7 +15,7 @@ from etude.callbacks import (
     TextSamples,
 )
 from etude.core import ConfigError, Task
-from etude.engine.callback import Callback
+from etude.engine.callback import Callback, implements
 from etude.losses import MultiTask
 
 
@@ -62,9 +62,3 @@ def check_rates(callbacks: Iterable[Callback]) -> None:
             "both LRSchedule and a schedule set the learning rate, and the latter wins; leave one of them out "
             "(training.warmup_steps, use_scheduler and scheduler_type make a schedule)"
         )
-
-
-def implements(callback: Callback, hook: str) -> bool:
-    """Return whether a callback overrides a hook."""
-    method = getattr(callback, hook)
-    return getattr(method, "__func__", method) is not getattr(Callback, hook)

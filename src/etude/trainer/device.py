@@ -1,6 +1,7 @@
 """Choosing and preparing the device: cpu or cuda, threads, TF32 and attention kernels, determinism."""
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -32,6 +33,11 @@ def resolve_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     elif device.type not in ("cpu", "mps"):
         raise ConfigError(f"device '{name}' cannot train; use cpu, cuda or cuda:N")
     return device
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which a CUDA device is the current one: its random generator is the run's."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def configure_cuda_performance() -> None:

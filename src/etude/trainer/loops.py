@@ -345,7 +345,7 @@ class TrainingLoop:
             clock.epoch, clock.position = epoch, 0
             ledger.window, ledger.epoch = Tally(), Tally()
         resumed, self._is_restored = self._is_restored, False
-        self.control.stop, self.control.reason = False, ""
+        self.control.begin()
         # Nothing is saved here, so that functions without a known optimizer can be trained too.
         parts: Any = (step.model, optimizer, step.precision, clock, ledger, callbacks, World(), self.seed)
         state = TrainState(*parts)

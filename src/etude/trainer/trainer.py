@@ -52,7 +52,7 @@ from etude.trainer.assembly import (
 )
 from etude.trainer.callback_checks import check_callbacks, check_rates
 from etude.trainer.config import TrainerConfig
-from etude.trainer.device import configure_cuda_performance, make_deterministic, resolve_device
+from etude.trainer.device import configure_cuda_performance, make_deterministic, on_device, resolve_device
 from etude.trainer.feeding import make_loader
 from etude.trainer.meaningful import Modalities, check_vocabulary, make_task, vocabulary_of
 from etude.trainer.output import Output
@@ -246,12 +246,12 @@ class Trainer:
             raise ConfigError("there is nothing to train on: give the Trainer a train_loader")
         if num_epochs is not None:
             self.config = self.config.model_copy(update={"epochs": as_epochs(num_epochs)})
-        control = self.callbacks.control
-        control.stop, control.reason = False, ""
+        self.callbacks.control.begin()
         config = self.config
         self._follow_plan()
         with (
             self.output.held(self.state.clock),
+            on_device(self.device),
             self.state.random.running(),
             Interrupts(self._say) as interrupts,
             explain_single_sample(),
@@ -284,14 +284,14 @@ class Trainer:
     @property
     def was_interrupted(self) -> bool:
         """Whether a signal, such as Ctrl-C, ended the last training early."""
-        return self.callbacks.control.reason.startswith(("SIG", "signal"))
+        return self.callbacks.control.interrupted
 
     def evaluate(self, loader: Any = None) -> dict[str, float]:
         """Return the mean loss and metrics over a loader (the validation loader by default)."""
         source = self.val_loader if loader is None else self._loader(loader, training=False)
         if source is None:
             raise ConfigError("there is nothing to evaluate on: give a loader")
-        with self._explain_memory_in_validation():
+        with on_device(self.device), self._explain_memory_in_validation():
             return evaluate(self.model, self.task, source, precision=self.precision, world=self.world)
 
     def load_checkpoint(self, path: str | Path, *, keep_hyperparameters: bool = False) -> None:

@@ -11,12 +11,12 @@ from etude.core import Batch, CheckpointError, Clock, ConfigError, Control, Task
 from etude.core.calling import unwrap
 from etude.core.tokens import count_tokens, token_ids
 from etude.distributed import World
-from etude.engine.callback import Callback, CallbackList, RunInfo
+from etude.engine.callback import Callback, CallbackList, RunInfo, implements
 from etude.engine.evaluation import evaluate
 from etude.engine.precision import Precision
 from etude.engine.recovery import explain_out_of_memory_in_validation
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
-from etude.trainer.callback_checks import check_callbacks, implements
+from etude.trainer.callback_checks import check_callbacks
 from etude.trainer.config import TrainerConfig
 from etude.trainer.device import resolve_device
 from etude.trainer.epoch_progress import ProgressLine, wants_progress
@@ -68,7 +68,7 @@ class ValidationLoop:
         counting = _Counting(loader, self._line, f"validation {epoch + 1}")
         callbacks = self._listed()
         check_callbacks(callbacks, self.task, model)
-        self.control.stop, self.control.reason = False, ""
+        self.control.begin()
         self.clock.epoch = epoch
         start = time.perf_counter()
         try:
