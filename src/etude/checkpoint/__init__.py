@@ -13,7 +13,14 @@ from etude.checkpoint.match import (
 )
 from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state, remember_optimizer
 from etude.checkpoint.retention import Entry, to_delete
-from etude.checkpoint.store import Checkpoint, read_checkpoint, read_meta, verify_checkpoint, write_checkpoint
+from etude.checkpoint.store import (
+    Checkpoint,
+    is_intact,
+    read_checkpoint,
+    read_meta,
+    verify_checkpoint,
+    write_checkpoint,
+)
 from etude.checkpoint.trust import Undo, check_kind, check_tensor, copied, explained, record_of
 
 __all__ = [
@@ -33,6 +40,7 @@ __all__ = [
     "explained",
     "find_checkpoints",
     "folder_name",
+    "is_intact",
     "load_model_state",
     "load_optimizer_state",
     "locate_checkpoint",

@@ -72,6 +72,11 @@ def _unpack(tensors: Mapping[str, Tensor], structure: Structure, depth: int) -> 
             return {_key(node): _unpack(tensors, item, depth + 1) for node, item in content}
         case "tuple":
             return tuple(_unpack(tensors, node, depth + 1) for node in content)
+    return _leaf(tensors, kind, content)
+
+
+def _leaf(tensors: Mapping[str, Tensor], kind: Any, content: Any) -> Any:
+    match kind:
         case "tensor":
             return tensors[content]
         case "complex":

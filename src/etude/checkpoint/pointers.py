@@ -6,8 +6,7 @@ from pathlib import Path
 from etude.checkpoint.durable import TEMPORARY, beside, delete_folder, put_in_place
 from etude.checkpoint.find import BEST, LAST, folder_name, step_of_copy
 from etude.checkpoint.manifest import MANIFEST
-from etude.checkpoint.store import verify_checkpoint
-from etude.core.errors import CheckpointError
+from etude.checkpoint.store import is_intact
 
 _log = logging.getLogger(__name__)
 
@@ -48,21 +47,13 @@ def adopt_copies(root: Path) -> None:
         own = None if step is None else root / folder_name(step)
         if own is not None and not own.exists():
             path.rename(own)
-        elif own is not None and _is_intact(own) and _same(path, own):
+        elif own is not None and is_intact(own) and _same(path, own):
             delete_folder(path)
-        elif own is not None and _is_intact(path) and not _is_intact(own):
+        elif own is not None and is_intact(path) and not is_intact(own):
             put_in_place(path, own)
         else:
             aside = path.rename(_free_name(root, f"copy-of-{path.name}"))
             _log.warning("%s is a folder of its own, not a link to a checkpoint: renamed to %s", path, aside.name)
-
-
-def _is_intact(folder: Path) -> bool:
-    try:
-        verify_checkpoint(folder)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _same(folder: Path, other: Path) -> bool:

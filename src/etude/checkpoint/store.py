@@ -108,6 +108,15 @@ def verify_checkpoint(folder: Path) -> None:
         check_contents(folder, name, records[name])
 
 
+def is_intact(folder: Path) -> bool:
+    """Return whether every byte of a checkpoint is as it was written."""
+    try:
+        verify_checkpoint(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Verify a checkpoint and read it; nothing in it can run code. Raises CheckpointError if it is damaged."""
     folder = follow(folder)

@@ -6,7 +6,8 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 
-_LEAVES = ("int", "float", "bool", "str")
+_LEAVES: dict[Any, dict[str, Any]] = {"int": {}, "float": {"allow_inf_nan": False}, "bool": {}, "str": {}}
+"""The types of single values, with the settings that a field may change."""
 _NOT_SCHEMAS = ("default", "metadata", "expected", "serialization", "config", "cls", "function", "keys_schema")
 """Keys of a core schema that hold no values to make strict; keys of mappings may be numbers written as text."""
 
@@ -23,9 +24,7 @@ def _make_strict(node: Any, handler: GetCoreSchemaHandler, seen: set[str]) -> No
         if not isinstance(kind, str) or key not in _NOT_SCHEMAS:
             _make_strict(value, handler, seen)
     if kind in _LEAVES:
-        node["strict"] = True
-        if kind == "float":
-            node.setdefault("allow_inf_nan", False)
+        node |= {**_LEAVES[kind], **node, "strict": True}
     elif kind == "definition-ref" and node["schema_ref"] not in seen:
         seen.add(node["schema_ref"])
         try:

@@ -15,6 +15,7 @@ from etude.metrics import LossTracker, Tally, TrainingMetrics
 from etude.optim import Schedule
 from etude.trainer.arguments import as_callbacks, as_loss
 from etude.trainer.config import TrainerConfig
+from etude.trainer.epoch_loop import check_keys
 from etude.trainer.trainer import Trainer
 
 MetricObject = LossTracker | Tally | TrainingMetrics
@@ -101,8 +102,7 @@ class BasicTrainingLoop:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next `fit` go on from `state_dict`, to `epochs` counted from the start."""
-        if missing := [name for name in _STATE if name not in state]:
-            raise CheckpointError(f"this is not the state of a BasicTrainingLoop: it has no {', '.join(missing)}")
+        check_keys(state, _STATE, "BasicTrainingLoop")
         self._restored = dict(state)
 
 

@@ -38,6 +38,14 @@ def make_loader(source: Any, config: TrainerConfig, device: torch.device, world:
     return DeviceLoader(loader, device)
 
 
+def num_batches(loader: Loader) -> int | None:
+    """Return the batches of an epoch; None if the loader does not know."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
 def _is_tensor_pair(source: Any) -> bool:
     return isinstance(source, tuple) and len(source) == 2 and all(isinstance(one, Tensor) for one in source)
 

@@ -3,13 +3,13 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from etude.callbacks import GradientMonitor, LRSchedule
-from etude.core import CheckpointError, Clock, ConfigError, Control, DataBatch, Loader, Task
+from etude.core import Clock, ConfigError, DataBatch, Loader, Task
 from etude.core.calling import unwrap
 from etude.core.random import rng_state, set_rng_state
 from etude.data import DataLoader
@@ -34,8 +34,9 @@ from etude.trainer.arguments import as_callbacks
 from etude.trainer.callback_checks import check_callbacks, check_rates, check_validation
 from etude.trainer.config import TrainerConfig
 from etude.trainer.device import resolve_device
+from etude.trainer.epoch_loop import EpochLoop, check_keys
 from etude.trainer.epoch_progress import EpochProgress, wants_progress
-from etude.trainer.feeding import make_loader
+from etude.trainer.feeding import make_loader, num_batches
 from etude.trainer.functions import Action, ComputeLoss, FollowMetrics, Forward, FunctionTask, function_step
 from etude.trainer.results import EpochResult, cross_entropy_of, epoch_result
 
@@ -44,7 +45,7 @@ logger = logging.getLogger("etude")
 MAX_SKIPPED_STEPS = 20
 
 
-class TrainingLoop:
+class TrainingLoop(EpochLoop):
     """Training by epochs, with objects (`train_epoch`) or with plain functions (`run_epoch`, `run`).
 
     The callbacks' `on_train_begin` comes with the first epoch of a model, `on_train_end` with `finish()`, or at the end
@@ -83,6 +84,7 @@ class TrainingLoop:
             seed: of the order of data that is no loader yet.
             progress: show a line for the epoch under way; by default on a terminal only.
         """
+        super().__init__()
         if log_interval < 1:
             raise ConfigError(f"log_interval must be at least 1, got {log_interval}")
         if loss_strategy is not None and task is not None:
@@ -100,7 +102,6 @@ class TrainingLoop:
         self.seed = seed
         self.clock = Clock()
         self.ledger = Ledger()
-        self.control = Control()
         self._progress = [EpochProgress(progress)] if wants_progress(progress, self.callbacks) else []
         self._trains: object = None  # the model, or the function in place of one, of the run under way
         self._has_begun = self._is_restored = False
@@ -118,11 +119,6 @@ class TrainingLoop:
     def tokens(self) -> float:
         """Tokens seen since the start."""
         return self.ledger.tokens
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether a callback asked to stop, as `EarlyStopping` does; the reason is in `control.reason`."""
-        return self.control.stop
 
     # ------------------------------------------------------------------------------------------------ objects
 
@@ -304,8 +300,7 @@ class TrainingLoop:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`: the next epoch is the one that was under way, from the step where it stood."""
-        if missing := [key for key in ("clock", "ledger", "precision", "callbacks", "rng") if key not in state]:
-            raise CheckpointError(f"this is not the state of a TrainingLoop: it has no {', '.join(missing)}")
+        check_keys(state, ("clock", "ledger", "precision", "callbacks", "rng"), "TrainingLoop")
         self.clock.load_state_dict(state["clock"])
         self.ledger.load_state_dict(state["ledger"])
         self.precision.load_state_dict(state["precision"])
@@ -318,13 +313,6 @@ class TrainingLoop:
         if self._has_begun:
             self._has_begun = False
             self._listed().on_train_end(self._logs)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.finish()
 
     # ------------------------------------------------------------------------------------------------ parts
 
@@ -368,7 +356,8 @@ class TrainingLoop:
             )
             try:
                 if not self._has_begun:
-                    per_epoch = _length(loader, accumulated)
+                    batches = num_batches(loader)
+                    per_epoch = None if batches is None else -(-batches // accumulated)
                     info = RunInfo("train", step.model, optimizer, clock, device, total_epochs, None, per_epoch, None)
                     info.resumed = resumed
                     callbacks.on_train_begin(info)
@@ -413,11 +402,3 @@ class TrainingLoop:
     def _check_accumulator(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self.accumulator.optimizer is not None and self.accumulator.optimizer is not optimizer:
             raise ConfigError("the gradient accumulator was made for another optimizer than the one given")
-
-
-def _length(loader: Loader, accumulated: int) -> int | None:
-    """Return the steps of an epoch; None if the loader does not know."""
-    try:
-        return -(-len(loader) // accumulated)
-    except TypeError:
-        return None

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from etude.checkpoint import CheckpointManager, find_checkpoints, locate_checkpoint, verify_checkpoint
-from etude.core import CheckpointError, Clock, ConfigError, RunFolderError
+from etude.checkpoint import CheckpointManager, find_checkpoints, is_intact, locate_checkpoint
+from etude.core import Clock, ConfigError, RunFolderError
 from etude.distributed import World
 from etude.monitor import RunFolder
 
@@ -118,7 +118,7 @@ class Output:
     def _refuse_newer(self, step: int) -> None:
         """Raise RunFolderError if the run has got further than `step`: its checkpoints would mix with new ones."""
         for newer, path in self._checkpoints().items():
-            if newer > step and _is_intact(path):
+            if newer > step and is_intact(path):
                 raise RunFolderError(
                     f"{self.path} holds a checkpoint of step {newer}, and training is to go on from step {step}; "
                     f"load the newest one, or give another output_dir to branch off"
@@ -131,11 +131,3 @@ def _as_folder(output_dir: Any, checkpoint_dir: str | None) -> RunFolder | None:
     if not isinstance(output_dir, (str, os.PathLike)):
         raise ConfigError(f"output_dir must be a path, found {type(output_dir).__name__}")
     return RunFolder.ensure(Path(output_dir), checkpoint_dir)
-
-
-def _is_intact(checkpoint: Path) -> bool:
-    try:
-        verify_checkpoint(checkpoint)
-    except CheckpointError:
-        return False
-    return True

@@ -53,7 +53,7 @@ from etude.trainer.assembly import (
 from etude.trainer.callback_checks import check_callbacks, check_rates
 from etude.trainer.config import TrainerConfig
 from etude.trainer.device import configure_cuda_performance, make_deterministic, on_device, resolve_device
-from etude.trainer.feeding import make_loader
+from etude.trainer.feeding import make_loader, num_batches
 from etude.trainer.meaningful import Modalities, check_vocabulary, make_task, vocabulary_of
 from etude.trainer.output import Output
 from etude.trainer.sanity_check import check_validation
@@ -303,7 +303,8 @@ class Trainer:
         path = Path(self.world.share_text(str(found)))  # all ranks load the same one
         mine = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         rates = [(one, one.base_rates) for one in self.callbacks if isinstance(one, LRSchedule)]
-        checkpoint, metrics = self._read(path)
+        checkpoint = self._read(path)
+        metrics = checkpoint.metrics  # before anything changes: they may not be numbers
         self.state.restore(checkpoint)
         self.output.loaded(checkpoint.path)
         self._restored_from = checkpoint.path
@@ -316,13 +317,13 @@ class Trainer:
                 schedule.rebase(base)
         self._resumed = True
 
-    def _read(self, path: Path) -> tuple[Checkpoint, dict[str, float]]:
-        """Read a checkpoint and its numbers on every rank; raise CheckpointError if it is of another vocabulary."""
+    def _read(self, path: Path) -> Checkpoint:
+        """Read a checkpoint on every rank; raise CheckpointError if it is of another vocabulary."""
         checkpoint = self.world.attempt(lambda: read_checkpoint(path))
         assert checkpoint is not None
         with explained(path, "vocabulary"):
             check_vocabulary(checkpoint.meta, self.meta, checkpoint.path)
-        return checkpoint, checkpoint.metrics
+        return checkpoint
 
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> Path | None:
         """Write a checkpoint of this moment into the run folder and return its path."""
@@ -350,10 +351,7 @@ class Trainer:
             self.learning_rate.schedule = self._schedule.for_plan(self.total_steps, self._steps_per_epoch)
 
     def _num_batches(self) -> int | None:
-        try:
-            return None if self.train_loader is None else len(self.train_loader)
-        except TypeError:
-            return None
+        return None if self.train_loader is None else num_batches(self.train_loader)
 
     def _loader(self, source: Any, *, training: bool) -> Loader | None:
         if source is None:

@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor, nn
 
 from etude.callbacks import CurriculumCallback, FindNonfinite, LRSchedule
-from etude.core import Batch, CheckpointError, Clock, ConfigError, Control, Task
+from etude.core import Batch, Clock, ConfigError, Task
 from etude.core.calling import unwrap
 from etude.core.tokens import count_tokens, token_ids
 from etude.distributed import World
@@ -19,12 +19,13 @@ from etude.losses import LossStrategy, SupervisedTask, as_strategy
 from etude.trainer.callback_checks import check_callbacks
 from etude.trainer.config import TrainerConfig
 from etude.trainer.device import resolve_device
+from etude.trainer.epoch_loop import EpochLoop, check_keys
 from etude.trainer.epoch_progress import ProgressLine, wants_progress
-from etude.trainer.feeding import make_loader
+from etude.trainer.feeding import make_loader, num_batches
 from etude.trainer.results import EpochResult, cross_entropy_of, epoch_result
 
 
-class ValidationLoop:
+class ValidationLoop(EpochLoop):
     """Evaluation by epochs: eval mode, no gradients.
 
     Callbacks receive the numbers by `on_validation_end` and `on_epoch_end` (`val_loss` …), so that `EarlyStopping` and
@@ -43,6 +44,7 @@ class ValidationLoop:
         progress: bool | None = None,
     ) -> None:
         """Set what every epoch has in common; `progress` shows a line for it, by default on a terminal only."""
+        super().__init__()
         if loss_strategy is not None and task is not None:
             raise ConfigError("loss_strategy and task both say what is measured; keep one of them")
         self.task: Task = task if task is not None else SupervisedTask(as_strategy(loss_strategy))
@@ -50,16 +52,10 @@ class ValidationLoop:
         self.precision = Precision("bf16" if use_amp else "fp32", self.device)
         self.callbacks = tuple(callbacks)
         _check_watchers(self.callbacks)
-        self.control = Control()
         self.clock = Clock()
         self._line = ProgressLine(progress) if wants_progress(progress, self.callbacks) else None
         self._measures: nn.Module | None = None
         self._logs: dict[str, float] = {}
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether a callback asked to stop; the reason is in `control.reason`."""
-        return self.control.stop
 
     def validate_epoch(self, model: nn.Module, dataloader: Any, epoch: int = 0) -> EpochResult:
         """Return the numbers of one pass over the loader."""
@@ -95,8 +91,7 @@ class ValidationLoop:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
-        if missing := [key for key in ("clock", "callbacks") if key not in state]:
-            raise CheckpointError(f"this is not the state of a ValidationLoop: it has no {', '.join(missing)}")
+        check_keys(state, ("clock", "callbacks"), "ValidationLoop")
         self.clock.load_state_dict(state["clock"])
         self._listed().load_state_dict(state["callbacks"])
 
@@ -105,13 +100,6 @@ class ValidationLoop:
         if self._measures is not None:
             self._measures = None
             self._listed().on_train_end(self._logs)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.finish()
 
     def _listed(self) -> CallbackList:
         return CallbackList(self.callbacks, self.control)
@@ -159,10 +147,7 @@ class _Counting:
     def _counted(self) -> Iterator[Batch]:
         line = self._line
         if line is not None:
-            try:
-                line.begin(self._label, len(self.loader))
-            except TypeError:
-                line.begin(self._label, None)
+            line.begin(self._label, num_batches(self.loader))
         try:
             for batch in self.batches:
                 if (ids := token_ids(batch)) is not None:
