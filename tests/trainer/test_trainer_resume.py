@@ -170,6 +170,32 @@ def test_resume_is_byte_identical_in_every_variant(tmp_path, variant):
         assert weights(folder) == weights(reference), f"stopped after step {step}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_resume_is_byte_identical_for_weights_of_every_type(tmp_path, dtype, momentum):
+    """An optimizer without state does not show that it has stepped before."""
+
+    def run(folder, stop=None):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+        x, y = data()
+        Trainer(
+            net,
+            (x.to(dtype), y),
+            config={"epochs": 1, "batch_size": BATCH, "gradient_clip_norm": 0.01, "device": "cpu"},
+            optimizer=lambda p: SGD(p, lr=0.5, momentum=momentum),
+            callbacks=[StopAt(stop)] if stop else [],
+            output_dir=folder,
+            resume=True,
+            progress=False,
+        ).train()
+
+    run(tmp_path / "a")
+    for stop in (1, 2, 3, 4, None):
+        run(tmp_path / "b", stop)
+    assert weights(tmp_path / "b") == weights(tmp_path / "a")
+
+
 def test_resume_of_a_channels_last_model_is_byte_identical(tmp_path):
     """Its weights and momenta are not contiguous, and must not be laid out anew by a checkpoint."""
 

@@ -70,9 +70,7 @@ class Updater:
         if not (self._has_stepped or self.optimizer.state):
             # Once: kernels that create their state in the first update would leave it half-made if skipped.
             if not skipped.item():
-                self._divide_and_step(grads, divisor)
-                self._has_stepped = True
-                self._meet()
+                self._first_step(grads, divisor, skipped, norm)
         elif self._kernel_divides:
             self._fused_step(divisor, skipped, norm)
         elif norm.is_cpu or not _can_undo(self.optimizer):
@@ -82,6 +80,15 @@ class Updater:
             self._guarded_step(grads, divisor, skipped)
         self.precision.update(skipped)
         return norm, skipped
+
+    def _first_step(self, grads: list[Tensor], divisor: Tensor | float, skipped: Tensor, norm: Tensor) -> None:
+        """Step with the arithmetic of all other steps: without any state, as SGD, a resumed run is here again."""
+        if self._kernel_divides:
+            self._fused_step(divisor, skipped, norm)
+        else:
+            self._divide_and_step(grads, divisor)
+        self._has_stepped = True
+        self._meet()
 
     def _fused_step(self, divisor: Tensor | float, skipped: Tensor, norm: Tensor) -> None:
         optimizer: Any = self.optimizer
