@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from etude.core.batch import Batch, map_tensors, to_device
+from etude.core.device import as_device
 from etude.core.errors import DataError
 from etude.data.delivery import BatchTransform, EpochIterator, deliver
 from etude.data.memory import TensorSource, is_in_memory
@@ -80,7 +81,7 @@ class DataLoader:
             data = TokenDocuments(open_tokens(data))
         self.data, self.labels = data, labels
         self.batch_size, self.shuffle, self.prefetch = batch_size, shuffle, prefetch
-        self.transform, self.device = transform, None if device is None else torch.device(device)
+        self.transform, self.device = transform, None if device is None else as_device(device)
         self._to_cuda = self.device is not None and self.device.type == "cuda"
         pin = (self._to_cuda if pin_memory is None else pin_memory) and torch.cuda.is_available()
         # A batch for another device is pinned before its copy, one that stays is pinned after the transform.

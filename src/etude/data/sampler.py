@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from etude.core.errors import DataError
+from etude.core.whole import as_whole
 from etude.data.order import Order, SequentialOrder, ShuffledOrder
 from etude.data.permutation import Indices
 
@@ -41,8 +42,7 @@ class BatchSampler:
             num_samples = order.size
         if num_samples < 1:
             raise DataError("the data is empty: there is no sample to make a batch of")
-        if batch_size < 1:
-            raise DataError(f"batch_size is {batch_size}; it must be at least 1")
+        batch_size = as_whole("batch_size", batch_size, least=1, error=DataError)
         if world_size < 1 or not 0 <= rank < world_size:
             raise DataError(f"rank {rank} of world_size {world_size}: rank must be in 0 … world_size-1")
         if drop_last and batch_size > num_samples:

@@ -8,6 +8,7 @@ import torch
 
 from etude.config.spelling import listed
 from etude.core.batch import Batch, JointBatch
+from etude.core.device import as_device
 from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data.delivery import EpochIterator, deliver
@@ -83,7 +84,7 @@ class StreamLoader:
         shuffle = training if shuffle is None else shuffle
         self.batch_size, self.shuffle, self.training, self.drop_last = batch_size, shuffle, training, drop_last
         self.prefetch, self.seed = prefetch, seed
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else as_device(device)
         to_cuda = self.device is not None and self.device.type == "cuda"
         self._pin = (to_cuda if pin_memory is None else pin_memory) and torch.cuda.is_available()
         self.epoch = 0

@@ -5,6 +5,7 @@ from itertools import islice
 from typing import Any
 
 from etude.core import Batch, ConfigError
+from etude.core.whole import as_whole
 
 
 class GradientAccumulator:
@@ -21,13 +22,12 @@ class GradientAccumulator:
 
     def __init__(self, optimizer: Any = None, accumulation_steps: int | Mapping[int, int] = 1) -> None:
         """Set the number of micro-batches. `optimizer` is accepted for readability of call sites; the step owns it."""
-        schedule = {0: accumulation_steps} if isinstance(accumulation_steps, int) else dict(accumulation_steps)
+        schedule = dict(accumulation_steps) if isinstance(accumulation_steps, Mapping) else {0: accumulation_steps}
         if 0 not in schedule or any(epoch < 0 for epoch in schedule):
             raise ConfigError(
                 f"an accumulation schedule must start at epoch 0, got epochs {sorted(schedule)}; write {{0: 1, 5: 4}}"
             )
-        if any(steps < 1 for steps in schedule.values()):
-            raise ConfigError(f"accumulation steps must be at least 1, got {min(schedule.values())}")
+        schedule = {epoch: as_whole("accumulation_steps", steps, least=1) for epoch, steps in schedule.items()}
         self.optimizer = optimizer
         self.most = max(schedule.values())
         """The largest number of micro-batches per step."""

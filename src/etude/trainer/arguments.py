@@ -1,7 +1,7 @@
 """What users give a `Trainer`: names and mappings become parts, and what cannot be used is refused in one line."""
 
+import functools
 import inspect
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import ConfigError, DataError
+from etude.core.whole import as_whole
 from etude.engine.callback import Callback
 from etude.losses import LossStrategy
 
@@ -107,8 +108,11 @@ def optimizer_factory(optimizer: Any, settings: Mapping[str, Any]) -> Callable[[
     return make
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer whose step cannot be taken without computing the loss again."""
+def check_optimizer(optimizer: Any) -> None:
+    """Raise ConfigError for what is no optimizer, and for one whose step computes the loss again."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        _refuse_class("optimizer", optimizer)
+        raise ConfigError(f"optimizer must be a torch optimizer, found {_kind(optimizer)}")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
         raise ConfigError(
@@ -121,7 +125,7 @@ def check_scheduler(scheduler: Any) -> None:
     """Raise ConfigError for a scheduler that is neither a function of the step nor one of torch."""
     if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         return
-    _refuse_class("scheduler", scheduler)
+    _refuse_class("scheduler", scheduler.func if isinstance(scheduler, functools.partial) else scheduler)
     if callable(getattr(scheduler, "step_update", None)):
         raise ConfigError(
             f"scheduler {type(scheduler).__name__} has the interface of timm, which is driven by hand; give a function "
@@ -134,15 +138,17 @@ def check_scheduler(scheduler: Any) -> None:
         )
 
 
+def check_functions(**functions: Any) -> None:
+    """Raise ConfigError for a function that cannot be called."""
+    for name, function in functions.items():
+        _refuse_class(name, function)
+        if not callable(function):
+            raise ConfigError(f"{name} must be a function, found {_kind(function)}")
+
+
 def as_epochs(num_epochs: Any) -> int:
     """Return a number of epochs; raise ConfigError unless it is a whole number of at least 1."""
-    try:
-        count = 0 if isinstance(num_epochs, bool) else operator.index(num_epochs)
-    except TypeError:
-        count = 0
-    if count < 1:
-        raise ConfigError(f"num_epochs must be a whole number of at least 1, found {num_epochs!r}")
-    return count
+    return as_whole("num_epochs", num_epochs, least=1)
 
 
 def as_tensors(source: Any, model: nn.Module) -> Any:

@@ -49,7 +49,7 @@ class BasicTrainingLoop:
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.metrics = list(metrics)
+        self.metrics = [metrics] if isinstance(metrics, MetricObject) else list(metrics or ())
         self.callbacks = as_callbacks(callbacks)
         self.loss = loss
         self.config = config

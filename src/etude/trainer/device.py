@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from etude.config.spelling import shorten
 from etude.core import ConfigError
+from etude.core.device import as_device
 
 
 def resolve_device(name: str = "auto", local_rank: int = 0) -> torch.device:
@@ -17,12 +17,7 @@ def resolve_device(name: str = "auto", local_rank: int = 0) -> torch.device:
 
     Raises ConfigError if the device does not exist here.
     """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except (RuntimeError, ValueError) as error:  # an index that is no number of 8 bits is a ValueError
-        raise ConfigError(f"device {shorten(name)!r} is not known to torch; use cpu, cuda or cuda:N") from error
+    device = as_device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count()
         device = torch.device("cuda", local_rank if device.index is None else device.index)

@@ -1,18 +1,28 @@
 """Training from plain functions: a forward, a loss, an update, and no base class. The same step runs them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from etude.core import Batch, ConfigError, DataBatch, LossTerm, StepReport, Terms
+from etude.core import (
+    Batch,
+    ConfigError,
+    DataBatch,
+    DataError,
+    LossTerm,
+    StepReport,
+    Terms,
+    TrainingError,
+    num_samples,
+)
 from etude.engine.callback import Callback, Logs
 from etude.engine.precision import Precision
 from etude.engine.step import Step
 from etude.engine.update import Updater
-from etude.losses.functional import accuracy_term
+from etude.losses.functional import IGNORE_INDEX, accuracy_term, count_labels
 from etude.metrics import TrainingMetrics
 from etude.optim import clip_to_norm, global_norm
 
@@ -108,13 +118,19 @@ class FunctionTask:
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:  # noqa: ARG002 - task protocol
         """Return the loss, and accuracy if the labels are class numbers."""
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise DataError(f"plain functions are given batches of (data, labels), found {_form(batch)}")
         data, labels = batch
         self.batches += 1
         predictions = self.model_forward(data)
-        loss, count = self.compute_loss(predictions, labels), float(len(data))
+        loss, count = self.compute_loss(predictions, labels), float(num_samples(batch))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"values of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise TrainingError(f"compute_loss returned {found}; it must return a tensor of one number, the loss")
         terms = {"loss": LossTerm(loss * count, count) if self.by_samples else LossTerm(loss, 1.0)}
-        if metrics and not labels.is_floating_point() and predictions.dim() == labels.dim() + 1:
-            terms["accuracy"] = accuracy_term(predictions, labels, float(labels.numel()), class_dim=1)
+        if metrics and (class_dim := _class_dim(predictions, labels)) is not None:
+            labelled = count_labels(labels, IGNORE_INDEX)
+            terms["accuracy"] = accuracy_term(predictions, labels, labelled, class_dim=class_dim)
         return terms
 
 
@@ -184,6 +200,21 @@ class FunctionUpdater:
         if not skipped.item():  # the function is host code, so the host decides
             self.optimizer_step()
         return norm, skipped
+
+
+def _class_dim(predictions: Any, labels: Any) -> int | None:
+    """Return the dimension of the classes; None if these are not numbers for classes and the classes themselves."""
+    if not (isinstance(predictions, Tensor) and isinstance(labels, Tensor)) or labels.is_floating_point():
+        return None
+    shape = predictions.shape
+    if len(shape) < 2:
+        return None
+    return 1 if labels.shape == shape[:1] + shape[2:] else -1 if labels.shape == shape[:-1] else None
+
+
+def _form(batch: Any) -> str:
+    size = f" of {len(batch)}" if isinstance(batch, (tuple, list, Mapping)) else ""
+    return f"a {type(batch).__name__}{size}"
 
 
 def _module_of(function: Callable[..., Any]) -> nn.Module | None:

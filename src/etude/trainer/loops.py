@@ -12,6 +12,7 @@ from etude.callbacks import GradientMonitor, LRSchedule
 from etude.core import Clock, ConfigError, DataBatch, Loader, Task
 from etude.core.calling import unwrap
 from etude.core.random import rng_state, set_rng_state
+from etude.core.whole import as_whole
 from etude.data import DataLoader
 from etude.distributed import World
 from etude.engine.accumulation import GradientAccumulator
@@ -30,7 +31,17 @@ from etude.engine.update import Updater
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
 from etude.metrics import LossTracker, TrainingMetrics
 from etude.optim import Schedule
-from etude.trainer.arguments import as_callbacks
+from etude.trainer.arguments import (
+    as_callbacks,
+    as_epochs,
+    as_loss,
+    as_tensors,
+    check_functions,
+    check_model,
+    check_optimizer,
+    check_scheduler,
+    check_task,
+)
 from etude.trainer.callback_checks import check_callbacks, check_rates, check_validation
 from etude.trainer.config import TrainerConfig
 from etude.trainer.device import resolve_device
@@ -85,21 +96,24 @@ class TrainingLoop(EpochLoop):
             progress: show a line for the epoch under way; by default on a terminal only.
         """
         super().__init__()
-        if log_interval < 1:
-            raise ConfigError(f"log_interval must be at least 1, got {log_interval}")
         if loss_strategy is not None and task is not None:
             raise ConfigError("loss_strategy and task both say what is trained; keep one of them")
-        self.log_interval = log_interval
+        check_task(task)
+        if not isinstance(gradient_accumulator, GradientAccumulator | None):
+            raise ConfigError(
+                f"gradient_accumulator must be a GradientAccumulator(optimizer, steps), found {gradient_accumulator!r}"
+            )
+        self.log_interval = as_whole("log_interval", log_interval, least=1)
         self.clip_gradients = clip_gradients
         self.max_grad_norm = max_grad_norm
-        self.task: Task = task if task is not None else SupervisedTask(as_strategy(loss_strategy))
+        self.task: Task = task if task is not None else SupervisedTask(as_strategy(as_loss(loss_strategy)))
         self.accumulator = gradient_accumulator if gradient_accumulator is not None else GradientAccumulator()
         self.gradient_monitor = gradient_monitor
-        self.callbacks = (*as_callbacks(callbacks), *([] if gradient_monitor is None else [gradient_monitor]))
+        self.callbacks = (*as_callbacks(callbacks), *as_callbacks(gradient_monitor))
         self.given_device = None if device is None else resolve_device(device)
         self.device = self.given_device if self.given_device is not None else torch.device("cpu")
         self.precision = Precision("bf16" if use_amp else "fp32", self.device)
-        self.seed = seed
+        self.seed = as_whole("seed", seed, least=0)
         self.clock = Clock()
         self.ledger = Ledger()
         self._progress = [EpochProgress(progress)] if wants_progress(progress, self.callbacks) else []
@@ -139,6 +153,11 @@ class TrainingLoop(EpochLoop):
         Raises DataError if the loader is empty, TrainingError if numbers stay non-finite or memory runs out, and
         KeyboardInterrupt after the current step if a signal asked to stop.
         """
+        check_model(model)
+        check_optimizer(optimizer)
+        if scheduler is not None:
+            check_scheduler(scheduler)
+        epoch = as_whole("epoch", epoch, least=0)
         self._check_accumulator(optimizer)
         self._take(unwrap(model))
         model.to(self.device)
@@ -160,11 +179,13 @@ class TrainingLoop(EpochLoop):
         start, samples, tokens = time.perf_counter(), self.clock.samples, self.tokens
         logs = self._run(
             step,
-            self._loader(dataloader, self.device, training=True),
+            self._loader(as_tensors(dataloader, model), self.device, training=True),
             callbacks,
             epoch,
             rate=LearningRate(optimizer, schedule),
-            validate=self._validation(val_dataloader, model, self.task, self.precision, self.device),
+            validate=self._validation(
+                as_tensors(val_dataloader, model), model, self.task, self.precision, self.device
+            ),
         )
         duration_s = time.perf_counter() - start
         samples, tokens = self.clock.samples - samples, self.tokens - tokens
@@ -191,6 +212,8 @@ class TrainingLoop(EpochLoop):
         pass a module, its method, or the `step` method of an optimizer. With accumulation `compute_loss` is taken for a
         mean over samples. The epoch is `metrics.current_epoch`, or the next one if that has been trained already.
         """
+        check_functions(model_forward=model_forward, compute_loss=compute_loss)
+        check_functions(optimizer_step=optimizer_step, zero_gradients=zero_gradients)
         device = self.given_device
         step = function_step(
             model_forward,
@@ -241,7 +264,7 @@ class TrainingLoop(EpochLoop):
         functions = (model_forward, compute_loss, optimizer_step, zero_gradients)
         if not self._is_restored:
             self._forget()
-        for epoch in range(self.clock.epoch, num_epochs):
+        for epoch in range(self.clock.epoch, as_epochs(num_epochs)):
             metrics.current_epoch = epoch
             self.run_epoch(*functions, train_loader, metrics, val_loader, total_epochs=num_epochs)
             if self.should_stop:

@@ -16,6 +16,7 @@ from etude.engine.evaluation import evaluate
 from etude.engine.precision import Precision
 from etude.engine.recovery import explain_out_of_memory_in_validation
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
+from etude.trainer.arguments import as_callbacks, as_loss, as_tensors, check_model, check_task
 from etude.trainer.callback_checks import check_callbacks
 from etude.trainer.config import TrainerConfig
 from etude.trainer.device import resolve_device
@@ -47,10 +48,11 @@ class ValidationLoop(EpochLoop):
         super().__init__()
         if loss_strategy is not None and task is not None:
             raise ConfigError("loss_strategy and task both say what is measured; keep one of them")
-        self.task: Task = task if task is not None else SupervisedTask(as_strategy(loss_strategy))
+        check_task(task)
+        self.task: Task = task if task is not None else SupervisedTask(as_strategy(as_loss(loss_strategy)))
         self.device = resolve_device(device)
         self.precision = Precision("bf16" if use_amp else "fp32", self.device)
-        self.callbacks = tuple(callbacks)
+        self.callbacks = tuple(as_callbacks(callbacks))
         _check_watchers(self.callbacks)
         self.clock = Clock()
         self._line = ProgressLine(progress) if wants_progress(progress, self.callbacks) else None
@@ -59,8 +61,8 @@ class ValidationLoop(EpochLoop):
 
     def validate_epoch(self, model: nn.Module, dataloader: Any, epoch: int = 0) -> EpochResult:
         """Return the numbers of one pass over the loader."""
-        model.to(self.device)
-        loader = make_loader(dataloader, TrainerConfig(), self.device, World(), training=False)
+        check_model(model).to(self.device)
+        loader = make_loader(as_tensors(dataloader, model), TrainerConfig(), self.device, World(), training=False)
         counting = _Counting(loader, self._line, f"validation {epoch + 1}")
         callbacks = self._listed()
         check_callbacks(callbacks, self.task, model)
