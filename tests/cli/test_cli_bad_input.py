@@ -276,8 +276,9 @@ def test_after_a_mistake_the_same_command_works(etude, config, tmp_path):
     assert "labels out of range" in etude("train", bad, "--run-dir", folder).error
     assert "is not a run folder" in etude("resume", folder).error
     assert etude("train", config(), "--run-dir", folder, "-q").code == 0
-    assert "data is empty" in etude("train", config(), "data.samples=0").error
-    assert not list((tmp_path / "runs").glob("*/*"))
+    for setting in ("save_checkpoints=true", "checkpoint_dir=weights", "checkpoint_dir=deep/weights"):
+        assert "data is empty" in etude("train", config(), "data.samples=0", f"training.{setting}").error
+        assert not list((tmp_path / "runs").glob("*/*"))
 
 
 # ------------------------------------------------------------------------------------------------ sizes

@@ -141,8 +141,7 @@ def test_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
     task = {"do": "scan", "number": 0, "sources": [], "options": {}}
     reply = answer(task | {"spool": str(tmp_path / "s"), "result": str(tmp_path / "r.npz")})
     assert (
-        "r.npz cannot be written (No space left on device); mend this and run the command again"
-        in reply["unfinished"]
+        "r.npz cannot be written (No space left on device); fix this and run the command again" in reply["unfinished"]
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -20,7 +20,7 @@ _STATE = record_of("CSVLogger", {"rows": Annotated[int, Ge(0)] | None})
 class CSVLogger(Callback):
     """Writes the numbers of every epoch as a row of `filename`; a new number becomes a new column.
 
-    A file that is there is begun anew, unless `append` is set. A resumed run goes on in its own file: rows of epochs
+    A file that is there is replaced, unless `append` is set. A resumed run goes on in its own file: rows of epochs
     that are trained again are replaced. A relative path lies in the run folder, if there is one.
     """
 

@@ -68,7 +68,7 @@ class CurriculumCallback(Callback):
     # --- hooks
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """See that every phase can be followed to the letter; begin anew if the run does."""
+        """See that every phase can be followed to the letter; start over if the run does."""
         self._clock, self._is_main = run.clock, run.is_main
         if not run.resumed:
             self.state, self._measured, self._missed = CurriculumState(), {}, set()

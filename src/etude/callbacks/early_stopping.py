@@ -51,7 +51,7 @@ class EarlyStopping(Callback):
             self.monitored.reset()
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
-        """Begin anew: numbers of different phases do not compare."""
+        """Start over: numbers of different phases do not compare."""
         self.wait = 0
         self.monitored.begin_phase(facts)
 

@@ -61,7 +61,7 @@ class LRSchedule(Callback):
             )
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
-        """Let a scheduler that waits for improvement begin anew: numbers of different phases do not compare."""
+        """Let a scheduler that waits for improvement start over: numbers of different phases do not compare."""
         if self.monitored is not None:
             self.monitored.begin_phase(facts)
             self.scheduler.best, self.scheduler.num_bad_epochs = self.scheduler.mode_worse, 0

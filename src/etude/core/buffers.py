@@ -98,4 +98,6 @@ def _are_alike(now: Tensor, before: Tensor) -> bool:
 
 def _overlaps(tensor: Tensor) -> bool:
     """Whether elements share memory, as in an expanded tensor: it cannot be written element by element."""
+    if tensor.is_contiguous():  # as nearly all are: asked in every step
+        return False
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

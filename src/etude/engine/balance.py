@@ -66,12 +66,12 @@ class Balance:
         """Look at what the update did."""
 
     def end_epoch(self, means: Mapping[str, float]) -> None:
-        """Take in the mean losses of an epoch; tell of a task that had no labels in all of it."""
+        """Take in the mean losses of an epoch; warn of a task that had no labels in all of it."""
         for task, weight in self.task.weights.items():
             if weight and f"{task}{LOSS}" not in means:
                 logger.warning(
                     "the task '%s' had no labels in a whole epoch, so it learned nothing and the sum of the losses is "
-                    "not told; look at its labels and at its share of the data",
+                    "not reported; look at its labels and at its share of the data",
                     task,
                 )
         weighting = self.weighting

@@ -63,7 +63,7 @@ class ForwardFlops:
         return known * rows
 
     def forget(self) -> None:
-        """Count anew: the model is run in another way from now on, with other heads for one."""
+        """Count again: the model is run in another way from now on, for example with other heads."""
         self._streams.clear()
 
     def _find(self, batch: Batch, length: int, per_row: dict[int, float]) -> float:
@@ -87,7 +87,7 @@ def count_forward(model: nn.Module, batch: Batch, run: Run | None = None) -> int
     """Return the FLOPs of a forward pass over the first row of `batch`, without data, and without touching the model.
 
     An output layer that the model leaves to the loss counts too. Raises whatever the model raises: one that looks at
-    values, of a mask for one, cannot run without them.
+    values, such as those of a mask, cannot run without them.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode

@@ -11,7 +11,7 @@ from typing import Any
 from etude.distributed import World
 
 POLL_S = 0.5
-"""How often ranks ask each other whether one of them was told to stop."""
+"""How often ranks ask each other whether one of them was asked to stop."""
 
 
 class Interrupts:

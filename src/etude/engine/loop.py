@@ -110,7 +110,7 @@ class Loop:
                 for before in on_step_begin:
                     before(clock.step)
                 if control.reload:
-                    self.ledger.flush()  # the steps so far with their time, which is measured anew from here
+                    self.ledger.flush()  # the steps so far with their time, which is measured again from here
                     return True
                 self.learning_rate.set(clock.step)
                 report = self.step(micro_batches)

@@ -8,6 +8,7 @@ from etude.config.signature import parameters_of
 from etude.experiment.meaningful_dialect import meaningful_settings, move_meaningful_loss
 from etude.experiment.moving import put_setting
 from etude.trainer import TRAINING_ALIASES
+from etude.trainer.assembly import DEFAULT_SCHEDULE
 
 _MOVES = {
     "learning_rate": ("optimizer", "lr", ("lr", "learning_rate")),
@@ -20,7 +21,7 @@ _MOVES = {
 MOVED_KEYS = (*_MOVES, "use_scheduler")
 """Keys of `training` that are kept in other sections."""
 
-DEFAULT_NAMES = {"optimizer": "adamw", "scheduler": "warmup_cosine"}
+DEFAULT_NAMES = {"optimizer": "adamw", "scheduler": DEFAULT_SCHEDULE}
 """The component of an optimizer section without a name, or of one that only a key of `training` speaks of."""
 
 

@@ -32,9 +32,6 @@ from etude.trainer.meaningful import check_vocabulary
 
 logger = logging.getLogger("etude")
 
-_EMPTY_RUN = {".lock", "checkpoints"}
-"""What lies in the folder of a run that has recorded nothing."""
-
 
 @dataclass(slots=True)
 class RunOutcome:
@@ -139,7 +136,7 @@ def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best
 
 
 def _return_to_phase(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Follow the curriculum to the phase of a checkpoint: its tasks, in their form of then, are what is measured."""
+    """Evaluate with the tasks and variants of the checkpoint's phase."""
     saved = callbacks_in(checkpoint)
     kind = f"{CurriculumCallback.__name__}."
     trainer.callbacks.load_state_dict({key: state for key, state in saved.items() if key.startswith(kind)})
@@ -246,7 +243,8 @@ def _undo(folder: RunFolder, there: Collection[str], *, own: bool) -> None:
     for path in (*written, folder.metrics_path, folder.metrics_csv_path):
         if path.name not in there:
             path.unlink(missing_ok=True)
-    if own and {path.name for path in folder.path.iterdir()} <= _EMPTY_RUN:
+    files = [path for path in folder.path.rglob("*") if not path.is_dir()]
+    if own and set(files) <= {folder.lock_path}:
         shutil.rmtree(folder.path, ignore_errors=True)
 
 

@@ -82,7 +82,7 @@ def find_vocabulary(section: VocabSection, splits: DataSplits, document: Documen
     if said is not None and splits.vocab is not None:
         _refuse([Problem("vocab", text) for text in _disagreement(said, splits.vocab)], document)
     if splits.vocab is None and splits.vocab_size is not None and splits.vocab_size > vocab.vocab_size:
-        text = f"the data has {splits.vocab_size} tokens, the vocabulary only {vocab.vocab_size}; mend the sizes"
+        text = f"the data has {splits.vocab_size} tokens, the vocabulary only {vocab.vocab_size}; enlarge it"
         _refuse([Problem("vocab", text)], document)
     return Vocabulary(vocab, splits.codebooks, splits.edges)
 

@@ -66,7 +66,7 @@ class CausalTransformerLM(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all weights anew.
+        """Draw all weights again.
 
         As in GPT-2: all of them are small, and what is added to the residual stream starts smaller in deep models. The
         first loss is then near that of guessing, log(vocab_size).

@@ -26,7 +26,7 @@ logger = logging.getLogger("etude")
 TorchScheduler = torch.optim.lr_scheduler.LRScheduler
 
 DEFAULT_SCHEDULE = "warmup_cosine"
-"""The schedule of a config that asks for one without naming it."""
+"""The schedule of a config that asks for one without naming it, in a file or in Python."""
 
 
 @runtime_checkable

@@ -19,7 +19,6 @@ from torch.utils.data import IterableDataset
 from etude.core import Batch, ConfigError, DataError, EtudeError, Loader, Task, TrainingError
 from etude.core.calling import unwrap
 from etude.core.probe import probing
-from etude.core.random import aside
 from etude.core.terms import Measures, SeveralTasks, derive
 from etude.data.foreign import ForeignLoader
 from etude.distributed import World, is_empty
@@ -43,8 +42,8 @@ def check_validation(
     """Evaluate the first `num_batches` batches and forget the result; raise DataError if they do not fit.
 
     Left out where trying could change the run: a loader that may be read only once, a model whose first batch shapes
-    its layers. With several ranks each tries its own share, and all of them fail if one
-    does. `explain` is a context that explains errors, such as memory that runs out.
+    its layers. With several ranks each tries its own share, and all of them fail if one does. `explain` is a context
+    that explains errors, such as memory that runs out.
     """
     source, model = repeatable(loader), unwrap(model)
     if source is None or any(is_lazy(one) for one in (*model.parameters(), *model.buffers())):
@@ -67,21 +66,20 @@ def _try(model: nn.Module, task: Task, loader: Loader, num_batches: int, precisi
     sums: dict[str, Tensor | float] = {}
     counts: dict[str, Tensor | float] = {}
     try:
-        with aside(0):
-            if isinstance(task, Measures):
-                task.start_measuring()
-            for batch in _first(batches, num_batches):
-                with precision.autocast():
-                    terms = task(model, batch, metrics=True)
-                for name, term in terms.items():
-                    sums[name] = sums.get(name, 0.0) + term.sum
-                    counts[name] = counts.get(name, 0.0) + term.count
-            if not sums and world.size == 1 and not isinstance(task, SeveralTasks):
-                raise DataError("the validation loader gave no batch: its data is empty, or drop_last dropped it all")
-            if not isinstance(task, SeveralTasks):  # tasks that these few batches lack would be warned of
-                derive(task, {name: float(sums[name]) / (float(counts[name]) or math.nan) for name in sums})
-            if isinstance(task, Measures):
-                task.measured(lambda found: found)
+        if isinstance(task, Measures):
+            task.start_measuring()
+        for batch in _first(batches, num_batches):
+            with precision.autocast():
+                terms = task(model, batch, metrics=True)
+            for name, term in terms.items():
+                sums[name] = sums.get(name, 0.0) + term.sum
+                counts[name] = counts.get(name, 0.0) + term.count
+        if not sums and world.size == 1 and not isinstance(task, SeveralTasks):
+            raise DataError("the validation loader gave no batch: its data is empty, or drop_last dropped it all")
+        if not isinstance(task, SeveralTasks):  # tasks that these few batches lack would be warned of
+            derive(task, {name: float(sums[name]) / (float(counts[name]) or math.nan) for name in sums})
+        if isinstance(task, Measures):
+            task.measured(lambda found: found)
     finally:
         batches.close()
 

@@ -112,7 +112,7 @@ class Job:
 
     def _start(self) -> None:
         if not self.work.exists() and any(self.out.glob(f"{WORK}*")):
-            logger.warning("inputs or options are not those of the run that was stopped; beginning anew")
+            logger.warning("inputs or options are not those of the run that was stopped; starting over")
             self._clean()
         self.work.mkdir(exist_ok=True)
         sources = [(source.path, source.kind) for source in self.found.files]

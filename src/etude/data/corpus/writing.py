@@ -83,4 +83,4 @@ def _read_part(path: Path) -> tuple[Any, Any]:
             return part["ids"], part["lengths"]
     except (ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
         path.unlink(missing_ok=True)
-        raise Unfinished(f"{path} is damaged ({error}); run the command again, which makes it anew") from error
+        raise Unfinished(f"{path} is damaged ({error}); run the command again, which makes it again") from error

@@ -95,7 +95,7 @@ def check_values(values: Tensor) -> None:
         raise DataError(f"values of tokens are floating numbers (V,) or vectors (V, D), found {values.dtype} {shape}")
     if not bool(values.isfinite().all()):
         place = int((~values.isfinite()).reshape(shape[0], -1).any(1).nonzero()[0])
-        raise DataError(f"the value of code {place} is not finite (NaN or infinite); mend the codebook")
+        raise DataError(f"the value of code {place} is not finite (NaN or infinite); fix the codebook")
 
 
 def is_positive(number: Any) -> bool:

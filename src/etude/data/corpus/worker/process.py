@@ -21,7 +21,7 @@ def answer(task: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(problem)}
     except OSError as error:
         what = f"{error.filename or task['result']} cannot be written ({error.strerror or error})"
-        return {"unfinished": f"{what}; mend this and run the command again, which goes on where it stopped"}
+        return {"unfinished": f"{what}; fix this and run the command again, which goes on where it stopped"}
     except MemoryError:
         return {"unfinished": "not enough memory; use fewer --workers, or cut long documents with --cut-chars"}
     except BaseException:
