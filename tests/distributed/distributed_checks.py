@@ -14,7 +14,11 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from etude import DataLoader, Trainer
 from etude.core import CheckpointError, ConfigError, DataError
+from etude.core.terms import LossTerm
+from etude.data import as_loader
 from etude.distributed import join_world, leave_world, share_buffers
+from etude.engine.evaluation import evaluate
+from etude.engine.interrupt import Interrupted, Interrupts
 
 __all__ = ["many_tasks"]
 
@@ -156,3 +160,22 @@ def evaluated_by_hand(made: Trainer, validation) -> float:
     with torch.no_grad():
         losses = [nn.functional.cross_entropy(made.model(x), y, reduction="sum") for x, y in validation]
     return float(torch.stack(losses).sum()) / len(validation.dataset)
+
+
+def interrupted_validation() -> None:
+    """A signal to one rank ends the validation of all, though they have different numbers of batches."""
+    with world() as w:
+        x, y = torch.randn(3, 4), torch.tensor([0, 1, 0])
+        loader = as_loader([(x, y)] * (w.rank + 2))
+
+        def task(model, batch, *, metrics):
+            losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+            return {"loss": LossTerm(losses.sum(), len(losses))}
+
+        interrupts = Interrupts()
+        interrupts.may_cut_off = True
+        assert "loss" in evaluate(nn.Linear(4, 2), task, loader, world=w, interrupts=interrupts)
+        interrupts.requested = "SIGTERM" if w.rank == 1 else ""
+        with pytest.raises(Interrupted):
+            evaluate(nn.Linear(4, 2), task, loader, world=w, interrupts=interrupts)
+        w.barrier()

@@ -7,7 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from faults_runs import HERE, wait_for
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset
+
+from etude import Callback, DataLoader, Trainer
+from etude.core import DataError
 
 LIMIT_S = 120
 
@@ -76,3 +82,60 @@ def test_workers_end_when_the_program_is_killed(program, kind, method, number):
     process.send_signal(number)
     assert process.wait(LIMIT_S) == -number
     wait_for(lambda: not any(is_running(pid) for pid in workers))
+
+
+class Fragile(Dataset):
+    """While the file is there, a worker that is to read sample 5 is killed, or fails."""
+
+    def __init__(self, flag, kills):
+        self.flag, self.kills = flag, kills
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        if index == 5 and self.flag.exists():
+            if self.kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyError("no picture 5")
+        return torch.full((4,), float(index)), index % 2
+
+
+class Touch(Callback):
+    def __init__(self, flag):
+        super().__init__()
+        self.flag = flag
+
+    def on_epoch_end(self, epoch, logs):
+        self.flag.touch()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("kind", [DataLoader, TorchLoader])
+@pytest.mark.parametrize(
+    ("kills", "words"),
+    [(True, "out-of-memory killer.*num_workers.*prefetch_factor"), (False, "no picture 5.*test_faults_workers.py:")],
+)
+def test_a_worker_that_is_killed_or_fails_is_one_line_and_the_run_resumes(tmp_path, kind, kills, words):
+    def make(name, flag, callbacks=()):
+        torch.manual_seed(0)
+        loader = kind(Fragile(flag, kills), batch_size=4, num_workers=2, shuffle=True)
+        config = {"epochs": 2, "device": "cpu"}
+        folder = tmp_path / name
+        model = torch.nn.Linear(4, 2)
+        return Trainer(
+            model, loader, config=config, callbacks=callbacks, output_dir=folder, resume=True, progress=False
+        )
+
+    straight = make("straight", tmp_path / "never")
+    straight.train()
+    flag = tmp_path / "flag"
+    with pytest.raises(DataError, match=words) as error:
+        make("run", flag, [Touch(flag)]).train()
+    assert "\n" not in str(error.value)
+    flag.unlink()
+    resumed = make("run", flag)
+    assert resumed.state.clock.epoch == 1
+    resumed.train()
+    assert torch.equal(resumed.model.weight, straight.model.weight)

@@ -152,6 +152,10 @@ class ProgressDisplay(Callback):
         else:
             self._draw()
 
+    def on_validation_cut_off(self, epoch: int) -> None:
+        """Go back to training, which is about to end."""
+        self._view.validating = False
+
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Add a row to the table."""
         seconds = time.perf_counter() - self._epoch_began

@@ -22,6 +22,8 @@ class Clock:
     """Samples consumed since the start, over all ranks."""
     phase: int = 0
     """The phase of the curriculum, counted from 1; 0 without a curriculum."""
+    validation_due: int = 0
+    """1 if the validation after this step was cut off by a signal: a resumed run begins with it."""
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters as plain integers."""
@@ -32,3 +34,4 @@ class Clock:
         self.step, self.epoch = state["step"], state["epoch"]
         self.position, self.samples = state["position"], state["samples"]
         self.phase = state.get("phase", 0)  # checkpoints of runs before there were curricula have none
+        self.validation_due = state.get("validation_due", 0)

@@ -45,6 +45,7 @@ from etude.data.tokens import (
     open_tokens,
     read_dataset,
 )
+from etude.data.worker_process import explain_worker_failure
 
 __all__ = [
     "BatchSampler",
@@ -80,6 +81,7 @@ __all__ = [
     "collate",
     "combine_streams",
     "document_mask",
+    "explain_worker_failure",
     "fetch_mnist",
     "find_split",
     "load_codebook",

@@ -12,7 +12,7 @@ A run calls the hooks in this order; within a hook, callbacks run in the order i
             on_step_end(report)                     # nothing has been read from the device yet
             numbers() · on_log(record)              # every `log_interval` steps: plain numbers
             [on_validation_begin · on_validation_end] [on_checkpoint]   # if asked for, or every N steps
-        on_validation_begin(epoch) · on_validation_end(epoch, metrics)
+        on_validation_begin(epoch) · on_validation_end(epoch, metrics) or on_validation_cut_off(epoch)
         on_epoch_end(epoch, logs)                   # training and validation numbers of the epoch
         on_checkpoint(path)
     on_exception(error)                             # instead of what follows the error
@@ -145,6 +145,13 @@ class Callback:
     def on_validation_end(self, epoch: int, metrics: Logs) -> None:
         """Called after validation; names start with `val_`."""
 
+    def on_validation_cut_off(self, epoch: int) -> None:
+        """Called instead of `on_validation_end` when a signal cut the validation off; a resumed run repeats it.
+
+        A callback that overrides `on_validation_begin` undoes here what it did there. If it does not override this
+        hook, validations are not cut off: the run stops when they are done.
+        """
+
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Called after an epoch and its validation."""
 
@@ -242,6 +249,10 @@ class CallbackList:
         """Return the overridden methods of one hook: empty if no callback implements it."""
         return self._hooks[name]
 
+    def owners(self, name: str) -> set[int]:
+        """Return the identities of the callbacks that override a hook."""
+        return {id(one) for one in self._callbacks if getattr(one, name) in self._hooks[name]}
+
     def task_watchers(self) -> list[tuple[Callable[[int], bool], Callable[[TaskGradients], None]]]:
         """Return, for callbacks that look at the tasks' gradients, when they want to and what they do."""
         lookers = [
@@ -289,6 +300,10 @@ class CallbackList:
     def on_validation_end(self, epoch: int, metrics: Logs) -> None:
         """Call the hook of every callback."""
         self._call("on_validation_end", epoch, metrics)
+
+    def on_validation_cut_off(self, epoch: int) -> None:
+        """Call the hook of every callback."""
+        self._call("on_validation_cut_off", epoch)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Call the hook of every callback."""

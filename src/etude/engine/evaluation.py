@@ -13,6 +13,7 @@ from etude.core.calling import unwrap
 from etude.core.random import aside
 from etude.core.terms import Measures, SeveralTasks, derive, in_order
 from etude.distributed import World, is_empty, share_buffers
+from etude.engine.interrupt import Interrupted, Interrupts
 from etude.engine.misfit import explained
 from etude.engine.precision import Precision
 
@@ -27,6 +28,7 @@ def evaluate(
     *,
     precision: Precision | None = None,
     world: World | None = None,
+    interrupts: Interrupts | None = None,
 ) -> dict[str, float]:
     """Return the mean of every term over one epoch of `loader`, metrics and derived numbers included.
 
@@ -34,6 +36,7 @@ def evaluate(
     Raises DataError if the loader gives no batch at all; of several tasks those that are active may have no data here,
     and there are no numbers then. The host reads the device once, at the end. With several
     ranks each evaluates its share of the data, with the buffers of rank 0; every rank must call this together.
+    With `interrupts` that allow it a signal ends it between two batches: Interrupted is raised on every rank.
     """
     precision = precision if precision is not None else Precision("fp32")
     world = world if world is not None else World()
@@ -43,11 +46,14 @@ def evaluate(
     sums: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
     batches = loader.iterate(epoch=0)
+    cut_off, pollable = False, interrupts if interrupts is not None and interrupts.may_cut_off else None
     if isinstance(task, Measures):
         task.start_measuring()
     with eval_mode(model), torch.no_grad(), aside(0):
         try:
             for batch in batches:
+                if cut_off := pollable is not None and bool(pollable.requested):
+                    break
                 if world.size > 1 and is_empty(batch):
                     continue  # the last batch may leave a rank without samples
                 with precision.autocast():
@@ -62,6 +68,8 @@ def evaluate(
             raise
         finally:
             batches.close()
+    if pollable is not None:
+        _check_cut_off(task, world, cut_off)
     names = world.union(list(sums))
     if not names and several:
         if isinstance(task, Measures):
@@ -79,6 +87,14 @@ def evaluate(
     if isinstance(task, Measures):
         numbers |= task.measured(lambda counts: world.sum(counts if device is None else counts.to(device)))
     return in_order(task, numbers)
+
+
+def _check_cut_off(task: Task, world: World, here: bool) -> None:
+    """Raise Interrupted if any rank was cut off. They ask here, once: their numbers of batches may differ."""
+    if world.host_max([int(here)])[0]:
+        if isinstance(task, Measures):
+            task.stop_measuring()
+        raise Interrupted("the validation was cut off by a signal")
 
 
 @contextmanager

@@ -10,8 +10,15 @@ from typing import Any
 
 from etude.distributed import World
 
+AFTER_STEP = "after this step"
+IN_VALIDATION = "now: this validation is repeated when the run is resumed"
+OTHER_PROCESS = "signal to another process"
 POLL_S = 0.5
 """How often ranks ask each other whether one of them was asked to stop."""
+
+
+class Interrupted(Exception):
+    """A validation was cut off by a signal, on all ranks."""
 
 
 class Interrupts:
@@ -30,6 +37,8 @@ class Interrupts:
         """`say` receives one sentence for the person at the keyboard when the first signal arrives."""
         self.requested = ""
         """Name of the first signal received, or nothing."""
+        self.may_cut_off = False
+        """Whether a validation is under way that a signal may cut off."""
         self._say = say
         self._process = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
@@ -54,14 +63,29 @@ class Interrupts:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
+        if self.requested == "SIGHUP":
+            _leave_terminal()
         if self._say is not None:
-            self._say("stopping after this step; press Ctrl-C again to stop at once")
+            self._say(
+                f"stopping {IN_VALIDATION if self.may_cut_off else AFTER_STEP}; press Ctrl-C again to stop at once"
+            )
 
     def _in_forked(self, number: int) -> None:
         """Do in a process forked from the run what a signal did before: Ctrl-C and a hang-up are left to the run."""
         if number == signal.SIGTERM:  # by which the run ends its children
             signal.signal(number, self._previous[signal.SIGTERM])
             os.kill(os.getpid(), number)
+
+
+def _leave_terminal() -> None:
+    """Send output nowhere if its terminal is gone: every line written there would be an error."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            os.close(null)
 
 
 class StopPoll:
@@ -87,4 +111,4 @@ class StopPoll:
         gap = max(1, min(2 * done, int(done / max(now - then, 1e-9) * POLL_S)))
         anyone, shortest = self._world.host_max([int(bool(mine)), -gap])
         self.due, self._last = step - shortest, (now, step)
-        return (mine or "signal to another process") if anyone else ""
+        return (mine or OTHER_PROCESS) if anyone else ""

@@ -9,7 +9,7 @@ from etude.core import Batch, Control, DataError, Loader
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import CallbackList
 from etude.engine.finite import FiniteCheck
-from etude.engine.interrupt import Interrupts, StopPoll
+from etude.engine.interrupt import OTHER_PROCESS, Interrupted, Interrupts, StopPoll
 from etude.engine.numbers import Numbers
 from etude.engine.saving import Saver
 from etude.engine.schedule import LearningRate
@@ -78,6 +78,9 @@ class Loop:
         self._logs_at = -1  # the step they belong to: a checkpoint carries only numbers of its own step
         self._val_logs: dict[str, float] = {}
         self._validated_at = -1
+        begin, cut_off = (self.callbacks.owners(f"on_validation_{name}") for name in ("begin", "cut_off"))
+        self._may_cut_off = begin <= cut_off  # else what a callback did before a validation would not be undone
+        self._cut_off = False
 
     def run(self) -> dict[str, float]:
         """Train until the plan is fulfilled or a stop is asked for; save; return the last numbers."""
@@ -86,7 +89,9 @@ class Loop:
         if self.clock.position and not self.control.stop:  # max_steps ended the run inside an epoch
             self.ledger.flush()
             self._warn(self.finite.epoch(self.ledger.epoch, self.clock.epoch + 1))
-            self._set_logs(self.numbers.of(self.ledger.epoch) | self._validate())
+            logs = self.numbers.of(self.ledger.epoch) | self._validate()
+            if not self._cut_off:
+                self._set_logs(logs)
         if not self.control.stop:
             self.finite.run(self.clock.step)
         self._save()
@@ -94,6 +99,10 @@ class Loop:
 
     def _run_epoch(self) -> None:
         self.callbacks.on_epoch_begin(self.clock.epoch)
+        if self.clock.validation_due:
+            self._validate_and_save()
+            if self._cut_off:
+                return
         while self._run_batches():
             pass  # other batches were asked for: the epoch goes on from the same position with those
 
@@ -137,11 +146,14 @@ class Loop:
         tally = self.ledger.take_epoch()
         self.finite.streak(clock.step)
         self._warn(self.finite.epoch(tally, epoch + 1))
+        due = _every(plan.validate_interval, epoch + 1) or epoch + 1 == plan.epochs
+        validation = self._validate() if due else {}
+        if self._cut_off:
+            self.ledger.epoch = tally  # nothing of the epoch's end has happened yet: a resumed run does it all
+            return
         self.step.end_epoch(tally.means())
         logs = self.numbers.of(tally) | {"lr": self.step.updater.lr, "epoch_s": tally.seconds} | self._phase()
-        if _every(plan.validate_interval, epoch + 1) or epoch + 1 == plan.epochs:
-            logs |= self._validate()
-        self._set_logs(logs)
+        self._set_logs(logs | validation)
         self.callbacks.on_epoch_end(epoch, self.logs)
         clock.epoch, clock.position = epoch + 1, 0
         if _every(plan.checkpoint_interval, epoch + 1) or self.control.save:
@@ -156,9 +168,16 @@ class Loop:
             self.callbacks.on_log({**position, **record, "lr": self.step.updater.lr, **self.callbacks.numbers()})
         if asked := self.stop_poll.asked(step):
             control.request_stop(asked, by_signal=True)
-        if control.validate or _every(plan.validate_every_steps, step):
+        self._validate_and_save()
+
+    def _validate_and_save(self) -> None:
+        plan, control, step = self.plan, self.control, self.clock.step
+        if control.validate or self.clock.validation_due or _every(plan.validate_every_steps, step):
             control.validate = False
-            self._set_logs(self._validate())
+            logs = self._validate()
+            self.clock.validation_due = int(self._cut_off)
+            if not self._cut_off:
+                self._set_logs(logs)
         if _every(plan.save_every_steps, step) or control.save:
             self._save()
 
@@ -168,11 +187,21 @@ class Loop:
         if self._validated_at != self.clock.step:  # once, even where an epoch or the run ends at such a step
             self.ledger.flush()
             self.callbacks.on_validation_begin(self.clock.epoch)
-            self._val_logs = {f"val_{name}": value for name, value in self.validate().items()} | self._phase()
+            self.interrupts.may_cut_off = self._may_cut_off
+            try:
+                numbers = self.validate()
+            except Interrupted:
+                self._cut_off = True
+                self.callbacks.on_validation_cut_off(self.clock.epoch)
+                self.control.request_stop(self.interrupts.requested or OTHER_PROCESS, by_signal=True)
+                return {}
+            finally:
+                self.interrupts.may_cut_off = False
+            self._val_logs = {f"val_{name}": value for name, value in numbers.items()} | self._phase()
             self.callbacks.on_validation_end(self.clock.epoch, self._val_logs)
             if not math.isfinite(self._val_logs.get("val_loss", 0.0)):
                 self._warn("the validation loss is not finite: look for NaN in the validation data or the weights")
-            self._validated_at = self.clock.step
+            self._validated_at, self.clock.validation_due = self.clock.step, 0
             self.ledger.restart_timer()
         return self._val_logs
 

@@ -40,9 +40,11 @@ from etude.engine.precision import Precision
 logger = logging.getLogger("etude")
 
 Count = Annotated[int, Ge(0), Lt(2**63)]
+ADDED = ("phase", "validation_due")
+"""Counters that older checkpoints do not have."""
 CLOCK = record_of(
     "Clock",
-    {one.name: NotRequired[Count] if one.name == "phase" else Count for one in fields(Clock)},  # once without phases
+    {one.name: NotRequired[Count] if one.name in ADDED else Count for one in fields(Clock)},
 )
 TALLY = record_of("Tally", get_type_hints(Tally), total=False)
 LEDGER = record_of(

@@ -196,6 +196,9 @@ class _KeepMetrics(Callback):
         for metric in self._observed.validation:
             metric.reset()
 
+    def on_validation_cut_off(self, epoch: int) -> None:
+        """Nothing to undo: the next validation begins with a reset."""
+
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:  # noqa: ARG002 - hook signature
         for summary in self._summaries:
             summary.update_train_metrics(logs["loss"], logs.get("accuracy", float("nan")))

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from etude.core import Clock, ConfigError, DataBatch, Loader, Task
 from etude.core.calling import unwrap
 from etude.core.random import rng_state, set_rng_state
 from etude.core.whole import as_whole
-from etude.data import DataLoader
+from etude.data import DataLoader, explain_worker_failure
 from etude.distributed import World
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import Callback, CallbackList, RunInfo
@@ -347,7 +348,7 @@ class TrainingLoop(EpochLoop):
         epoch: int,
         *,
         rate: LearningRate,
-        validate: Callable[[], dict[str, float]] | None,
+        validate: Callable[..., dict[str, float]] | None,
         total_epochs: int | None = None,
     ) -> dict[str, float]:
         """Run one epoch of the engine's loop and return its numbers."""
@@ -365,7 +366,7 @@ class TrainingLoop(EpochLoop):
         memory = explain_out_of_memory(
             batch_size=None, grad_accum_steps=accumulated, precision=step.precision.name, device=device
         )
-        with Interrupts(logger.warning) as interrupts, explain_single_sample(), memory:
+        with Interrupts(logger.warning) as interrupts, explain_worker_failure(), explain_single_sample(), memory:
             loop = Loop(
                 state,
                 step,
@@ -374,7 +375,7 @@ class TrainingLoop(EpochLoop):
                 learning_rate=rate,
                 accumulator=self.accumulator,
                 callbacks=callbacks,
-                validate=validate,
+                validate=None if validate is None else partial(validate, interrupts=interrupts),
                 interrupts=interrupts,
             )
             try:
@@ -416,11 +417,11 @@ class TrainingLoop(EpochLoop):
 
     def _validation(
         self, source: Any, model: nn.Module, task: Task, precision: Precision, device: torch.device
-    ) -> Callable[[], dict[str, float]] | None:
+    ) -> Callable[..., dict[str, float]] | None:
         if source is None:
             return None
         loader = self._loader(source, device, training=False)
-        return lambda: evaluate(model, task, loader, precision=precision)
+        return partial(evaluate, model, task, loader, precision=precision)
 
     def _check_accumulator(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self.accumulator.optimizer is not None and self.accumulator.optimizer is not optimizer:

@@ -14,6 +14,7 @@ from etude.checkpoint import Checkpoint, explained, folder_name, read_checkpoint
 from etude.core import Clock, ConfigError, DataError, Loader, Task, TrainingError
 from etude.core.terms import SeveralTasks
 from etude.curriculum import Curriculum, Phase
+from etude.data import explain_worker_failure
 from etude.distributed import World, join_world, wrap_data_parallel
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import Callback, CallbackList, RunInfo
@@ -223,6 +224,7 @@ class Trainer:
         self.meta = {**(meta or {}), **vocabulary_of(self.task)}
         self._whole_config = whole_config
         self._resumed = False
+        self._interrupts: Interrupts | None = None  # those of the training under way or last
         self._restored_from: Path | None = None
         self._restored_metrics: dict[str, float] = {}
         self._is_training = False
@@ -254,6 +256,7 @@ class Trainer:
             on_device(self.device),
             self.state.random.running(),
             Interrupts(self._say) as interrupts,
+            explain_worker_failure(),
             explain_single_sample(),
             explain_out_of_memory(
                 batch_size=config.batch_size,
@@ -263,6 +266,7 @@ class Trainer:
                 can_recompute=config.activation_checkpointing is False and bool(repeated_blocks(self.model)),
             ),
         ):
+            self._interrupts = interrupts
             loop = self._loop(interrupts)
             self.model.train()
             self._is_training = True
@@ -291,8 +295,15 @@ class Trainer:
         source = self.val_loader if loader is None else self._loader(loader, training=False)
         if source is None:
             raise ConfigError("there is nothing to evaluate on: give a loader")
-        with on_device(self.device), self._explain_memory_in_validation():
-            return evaluate(self.model, self.task, source, precision=self.precision, world=self.world)
+        with on_device(self.device), explain_worker_failure(), self._explain_memory_in_validation():
+            return evaluate(
+                self.model,
+                self.task,
+                source,
+                precision=self.precision,
+                world=self.world,
+                interrupts=self._interrupts,
+            )
 
     def load_checkpoint(self, path: str | Path, *, keep_hyperparameters: bool = False) -> None:
         """Restore a checkpoint folder, or the newest intact checkpoint of a run folder; `train` goes on from it.
