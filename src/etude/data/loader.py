@@ -44,7 +44,8 @@ class DataLoader:
             `device`. One that draws random numbers takes a keyword `generator`, seeded for each batch.
         device: where batches are delivered; to CUDA they travel from pinned memory without waiting.
         pin_memory: deliver batches in pinned memory; by default if `device` is CUDA. No effect without CUDA.
-        num_workers, persistent_workers, prefetch_factor: as in torch, for datasets; all else needs no workers.
+        num_workers, persistent_workers, prefetch_factor: as in torch, for datasets. Without effect for all else,
+            which is faster without workers.
         collate_fn: makes a batch of the samples of a dataset.
 
     A dataset's random augmentations are seeded by (seed, epoch, index), so batches do not depend on the number of

@@ -23,12 +23,19 @@ Request = tuple[int, Indices]
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """How samples are fetched; with no workers the other settings have no effect."""
+    """How samples are fetched. Raises DataError for settings of workers where there are none."""
 
     num_workers: int = 0
     pin_memory: bool = False
     persistent_workers: bool = False
     prefetch_factor: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefetch_factor is not None and self.prefetch_factor < 1:
+            raise DataError(f"prefetch_factor is {self.prefetch_factor}; a worker loads at least 1 batch ahead")
+        given = {"persistent_workers": self.persistent_workers, "prefetch_factor": self.prefetch_factor}
+        if self.num_workers == 0 and (names := [name for name, value in given.items() if value]):
+            raise DataError(f"{' and '.join(names)} need worker processes; set num_workers, or leave them out")
 
 
 class SeededSamples(Dataset[Batch]):
