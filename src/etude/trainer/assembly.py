@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader as TorchDataLoader
 
 from etude.callbacks import CurriculumCallback
 from etude.config import build_selection, canonical_keys, select_component, validate_section
@@ -13,6 +14,7 @@ from etude.config.signature import parameters_of
 from etude.core import ConfigError, Loader, Task, TrainingError
 from etude.core.terms import SwitchesTasks
 from etude.curriculum import Curriculum, Phase
+from etude.distributed import World
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.schedule import LearningRate
 from etude.losses import MultiTask
@@ -120,10 +122,14 @@ def _check_settings(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> 
             )
 
 
-def warn_of_loader(source: Any, config: TrainerConfig) -> None:
+def warn_of_loader(source: Any, config: TrainerConfig, world: World) -> None:
     """Warn of settings that say other than a loader that is made already: they cannot change it."""
+    if not world.is_main:
+        return
     for name in ("batch_size", "drop_last", "num_workers"):
         value, found = getattr(config, name), getattr(source, name, None)
+        if name == "batch_size" and isinstance(source, TorchDataLoader) and found is not None:
+            found *= world.size  # it gives the batches of one process
         if name in config.model_fields_set and found is not None and found != value:
             logger.warning(
                 "training.%s is %s, but the loader that is given has %s, and keeps it; "

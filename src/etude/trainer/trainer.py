@@ -164,8 +164,8 @@ class Trainer:
             wrapped = wrap_data_parallel(
                 self.model, self.optimizer, world, self.device, find_unused_parameters=unused
             )
-        warn_of_loader(train_loader, config)
         self.train_loader = self._loader(train_loader, training=True)
+        warn_of_loader(train_loader, config, world)
         self.val_loader = self._loader(val_loader, training=False)
         self.accumulator = GradientAccumulator(self.optimizer, config.grad_accum_steps)
         check_data(self.task, self.train_loader, self.accumulator)
