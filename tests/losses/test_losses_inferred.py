@@ -1,5 +1,7 @@
 """Without a loss, the shapes of the first batch choose one; what fits none is listed."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,6 +44,41 @@ def test_regression():
     chosen = choose(output, (None, labels))
     assert isinstance(chosen, FunctionLoss)
     torch.testing.assert_close(chosen.compute_loss(output, (None, labels)), F.mse_loss(output, labels))
+
+
+@pytest.mark.parametrize(
+    ("output", "batch"),
+    [
+        (torch.randn(4, 3), (None, torch.tensor([0, 1, 2, 0]))),
+        (torch.randn(2, 3, 4, 5), (None, torch.zeros(2, 4, 5, dtype=torch.long))),
+        (torch.randn(5, 2), (None, torch.randn(5, 2))),
+        (TEXT, {"input_ids": IDS}),
+        (TEXT, {"input_ids": IDS, "labels": IDS}),
+        (TEXT, {"input_ids": IDS, "labels": IDS.flip(1)}),
+        (TEXT, {"input_ids": IDS, "labels": torch.full_like(IDS, -100)}),
+    ],
+)
+def test_another_that_takes_over_the_decisions_is_the_same_without_a_batch(output, batch):
+    one, other = InferredLoss(-100), InferredLoss(-100)
+    assert one.decisions() == {}
+    one.terms(output, batch, metrics=False)
+    decisions = json.loads(json.dumps(one.decisions()))
+    other.decide(decisions)
+    assert type(other.chosen) is type(one.chosen)
+    shared = vars(one.chosen).keys() - {"_finds_shift", "function", "_options"}
+    assert all(vars(one.chosen)[name] == vars(other.chosen)[name] for name in shared)
+    assert other.derived({"loss": 1.5}) == one.derived({"loss": 1.5})
+    assert other.decisions() == one.decisions()
+    other.decide({})
+    assert other.chosen is None
+
+
+def test_a_shift_that_was_given_is_not_decided_by_others():
+    given, asking = LanguageModelingLoss(shift=False), LanguageModelingLoss()
+    for loss in (given, asking):
+        loss.decide({"shift": True})
+    assert (given.shift, given.decisions()) == (False, {})
+    assert (asking.shift, asking.decisions()) == (True, {"shift": True})
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from etude import Callback, DataLoader, EarlyStopping, Trainer, TrainerConfig
 from etude.checkpoint import read_checkpoint, write_checkpoint
 from etude.core import CheckpointError, RunFolderError
+from etude.losses import MultiTask, TaskSpec
+from etude.models import LinearHead, MultiTaskModel
 from etude.optim import SGD, AdamW, RMSprop, warmup_cosine
 
 EPOCHS, SAMPLES, BATCH = 3, 50, 8
@@ -172,7 +174,8 @@ def test_resume_is_byte_identical_in_every_variant(tmp_path, variant):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_resume_is_byte_identical_for_weights_of_every_type(tmp_path, dtype, momentum):
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_resume_is_byte_identical_for_weights_of_every_type(tmp_path, dtype, momentum, precision):
     """An optimizer without state does not show that it has stepped before."""
 
     def run(folder, stop=None):
@@ -182,7 +185,14 @@ def test_resume_is_byte_identical_for_weights_of_every_type(tmp_path, dtype, mom
         Trainer(
             net,
             (x.to(dtype), y),
-            config={"epochs": 1, "batch_size": BATCH, "gradient_clip_norm": 0.01, "device": "cpu"},
+            config={
+                "epochs": 1,
+                "batch_size": BATCH,
+                "gradient_clip_norm": 0.01,
+                "precision": precision,
+                "loss_scale": 128.0,
+                "device": "cpu",
+            },
             optimizer=lambda p: SGD(p, lr=0.5, momentum=momentum),
             callbacks=[StopAt(stop)] if stop else [],
             output_dir=folder,
@@ -194,6 +204,35 @@ def test_resume_is_byte_identical_for_weights_of_every_type(tmp_path, dtype, mom
     for stop in (1, 2, 3, 4, None):
         run(tmp_path / "b", stop)
     assert weights(tmp_path / "b") == weights(tmp_path / "a")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_the_loss_decided_by_the_first_batch_holds_after_a_resume(tmp_path, several):
+    """In every second batch labels that repeat the inputs look like next tokens; an epoch's end sees no batch."""
+    rows = torch.randint(1, 9, (3, 2, 6), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": ids, "labels": ids} for row in rows for ids in (row, row[:, :1].expand(2, 6).clone())]
+
+    def run(folder, stop=None):
+        torch.manual_seed(0)
+        trunk = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+        model = MultiTaskModel(trunk, {"text": LinearHead(9, in_features=9)}) if several else trunk
+        Trainer(
+            model,
+            batches,
+            task=MultiTask({"text": TaskSpec("text", labels="labels")}) if several else None,
+            config={"epochs": 2, "log_interval": 1, "learning_rate": 0.1, "device": "cpu"},
+            callbacks=[StopAt(stop)] if stop else [],
+            output_dir=folder,
+            resume=True,
+            progress=False,
+        ).train()
+
+    run(tmp_path / "a")
+    for stop in (*range(1, 12), None):
+        run(tmp_path / "b", stop)
+    assert weights(tmp_path / "b") == weights(tmp_path / "a")
+    assert records(tmp_path / "b") == records(tmp_path / "a")
+    assert any(name.endswith("perplexity") for name in records(tmp_path / "a")[-1])
 
 
 def test_resume_of_a_channels_last_model_is_byte_identical(tmp_path):

@@ -67,6 +67,19 @@ class Derives(Protocol):
 
 
 @runtime_checkable
+class Decides(Protocol):
+    """A task that decides something by its first batches, such as the loss; a resumed run does not do so again."""
+
+    def decisions(self) -> dict[str, Any]:
+        """Return what has been decided as plain data; nothing if nothing has."""
+        ...
+
+    def decide(self, decisions: Mapping[str, Any]) -> None:
+        """Replace all decisions by those that `decisions` returned."""
+        ...
+
+
+@runtime_checkable
 class SeveralTasks(Protocol):
     """A task that is several: its terms are called `<task>/…`, and not every batch has all of them."""
 

@@ -27,7 +27,7 @@ class LossScaler:
 
     def update(self, skipped: Tensor) -> None:
         """Grow or shrink the scale after an update."""
-        torch._amp_update_scale_(self.scale, self._growth, skipped, 2.0, 0.5, self.growth_interval)
+        torch._amp_update_scale_(self.scale, self._growth, skipped.float(), 2.0, 0.5, self.growth_interval)
 
     def state_dict(self) -> dict[str, Any]:
         """Return scale and growth counter."""

@@ -32,6 +32,7 @@ from etude.checkpoint import (
 )
 from etude.core import CheckpointError, Clock
 from etude.core.random import RunRandom, aside, check_rng_state, mix
+from etude.core.terms import Decides
 from etude.distributed import World
 from etude.engine.callback import Callback, CallbackList
 from etude.engine.ledger import Ledger, Tally
@@ -60,6 +61,7 @@ STATE = record_of(
         "callbacks": dict[str, dict[str | int, Any]],
         "rng": Annotated[list[Tensor], MinLen(1)],
         "seed": int,
+        "loss": NotRequired[dict[str, Any]],  # only if it has decided something
     },
 )
 """What `TrainState.capture` returns beside the model."""
@@ -80,6 +82,8 @@ class TrainState:
     callbacks: CallbackList
     world: World
     seed: int = 0
+    task: Any = None
+    """What it has decided by its first batches is kept, if it tells."""
     random: RunRandom = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,6 +104,7 @@ class TrainState:
             "callbacks": self.callbacks.state_dict(),
             "rng": self.world.gather_bytes(_encode(self.random.state())),
             "seed": self.seed,
+            **({"loss": found} if (found := self._decisions()) else {}),
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -159,18 +164,26 @@ class TrainState:
                 undo.add(_remember_callback(callback))
                 with explained(checkpoint.path, f"callbacks.{key}"):
                     callback.load_state_dict(saved)
+        if isinstance(self.task, Decides):
+            with explained(checkpoint.path, "loss"):
+                self.task.decide(state.get("loss", {}))
         if random is not None:
             self.random.load(random)
         else:  # begin new streams, the same at every resume
             self.random = RunRandom(mix(self.seed, self.clock.step, self.world.rank))
 
+    def _decisions(self) -> dict[str, Any]:
+        return self.task.decisions() if isinstance(self.task, Decides) else {}
+
     def _remember(self) -> Callable[[], object]:
         """Return what puts all but the model and the callbacks back as it is now."""
         optimizer, clock = remember_optimizer(self.optimizer), self.clock.state_dict()
         precision, ledger = copied(self.precision.state_dict()), self.ledger.remember()
-        random, random_state = self.random, self.random.state()
+        random, random_state, decisions = self.random, self.random.state(), self._decisions()
 
         def put_back() -> None:
+            if isinstance(self.task, Decides):
+                self.task.decide(decisions)
             optimizer()
             self.clock.load_state_dict(clock)
             self.precision.load_state_dict(precision)

@@ -1,18 +1,26 @@
 """Choosing a loss: from what the user gave, or from the shapes of the first batch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from etude.core.batch import Batch
 from etude.core.calling import inputs_of, targets_of
-from etude.core.errors import TrainingError
+from etude.core.errors import CheckpointError, TrainingError
 from etude.core.terms import Terms
-from etude.losses.language import LanguageModelingLoss, is_encoder_decoder
+from etude.losses.language import LanguageModelingLoss, is_encoder_decoder, shift_in
 from etude.losses.outputs import shape_of
 from etude.losses.strategies import ClassificationLoss, LossStrategy, SegmentationLoss
 from etude.losses.wrapped import FunctionLoss, LossFunction, mean_squared_error
+
+KINDS: Mapping[str, Callable[[int | None], LossStrategy]] = {
+    "classification": lambda ignore_index: ClassificationLoss(ignore_index=ignore_index),
+    "language_modeling": lambda _: LanguageModelingLoss(),
+    "segmentation": lambda _: SegmentationLoss(),
+    "mse": lambda _: mean_squared_error(),
+}
+"""What can be chosen, by the names under which checkpoints keep it."""
 
 
 class InferredLoss(LossStrategy):
@@ -38,6 +46,23 @@ class InferredLoss(LossStrategy):
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
         """Return the counts of the chosen strategy; None before there is one."""
         return None if self.chosen is None else self.chosen.counts(batch)
+
+    def decisions(self) -> dict[str, Any]:
+        """Return the kind of the chosen strategy, and whether a language model's labels are shifted."""
+        kind = next((name for name, one in KINDS.items() if type(self.chosen) is type(one(None))), None)
+        if kind is None:
+            return {}
+        shift = {"shift": self.chosen.shift} if isinstance(self.chosen, LanguageModelingLoss) else {}
+        return {"kind": kind, **shift}
+
+    def decide(self, decisions: Mapping[str, Any]) -> None:
+        """Choose as saved decisions say; not yet, if they do not."""
+        kind = decisions.get("kind")
+        if kind is not None and kind not in KINDS:
+            raise CheckpointError(f"kind: found {kind!r:.60}, expected one of {', '.join(KINDS)}")
+        self.chosen = None if kind is None else KINDS[kind](self._ignore_index)
+        if isinstance(self.chosen, LanguageModelingLoss):
+            self.chosen.shift = shift_in(decisions)
 
     def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return what metrics compare, as the chosen strategy sees it."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from etude.config.registry import register
 from etude.core.batch import Batch
 from etude.core.calling import ModelCall, inputs_of, padding_mask_of, targets_of, unwrap
-from etude.core.errors import TrainingError
+from etude.core.errors import CheckpointError, TrainingError
 from etude.core.head import HeadOutput
 from etude.core.terms import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, accuracy_term, cross_entropy_term, mask_labels
@@ -43,6 +43,7 @@ class LanguageModelingLoss(LossStrategy):
         fused_head: bool | str = False,
     ) -> None:
         self.shift = shift
+        self._finds_shift = shift is None
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.fused_head = fused_head
@@ -100,6 +101,15 @@ class LanguageModelingLoss(LossStrategy):
         """Return the number of tokens to predict."""
         targets, count = self._targets(batch, masked=True)
         return {"loss": targets.ne(self.ignore_index).sum() if count is None else count}
+
+    def decisions(self) -> dict[str, Any]:
+        """Return whether labels are shifted, if batches have told it."""
+        return {"shift": self.shift} if self._finds_shift and self.shift is not None else {}
+
+    def decide(self, decisions: Mapping[str, Any]) -> None:
+        """Take over whether labels are shifted, unless that was given."""
+        if self._finds_shift:
+            self.shift = shift_in(decisions)
 
     def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return all logits, and the tokens that they are to predict."""
@@ -189,6 +199,14 @@ def repeats_inputs(labels: Tensor, batch: Batch, ignore_index: int = IGNORE_INDE
     if bool(others):
         return False
     return True if bool(not_next) else None
+
+
+def shift_in(decisions: Mapping[str, Any]) -> bool | None:
+    """Return what saved decisions say of the shift; raise CheckpointError if that is neither true nor false."""
+    shift = decisions.get("shift")
+    if shift is not None and not isinstance(shift, bool):
+        raise CheckpointError(f"shift: found {shift!r:.60}, expected true or false")
+    return shift
 
 
 def token_predictions(output: Any, targets: Tensor) -> HeadOutput | Tensor:

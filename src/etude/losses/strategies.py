@@ -49,6 +49,13 @@ class LossStrategy(ABC):
         """Return the mean cross entropy in nats per label, from the averages; None if they do not tell it."""
         return None
 
+    def decisions(self) -> dict[str, Any]:
+        """Return what the first batches have decided, as plain data; a resumed run takes it over by `decide`."""
+        return {}
+
+    def decide(self, decisions: Mapping[str, Any]) -> None:  # noqa: B027
+        """Replace all decisions by those that `decisions` returned."""
+
     def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return predictions and the labels that line up with them, -100 where there is none: what metrics compare."""
         logits, labels = logits_of(output), required_labels(batch, "a metric")

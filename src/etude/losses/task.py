@@ -1,6 +1,7 @@
 """The supervised task: call the model with the batch, hand its output to a loss strategy."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -45,6 +46,14 @@ class SupervisedTask:
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return the numbers that the strategy derives from averages."""
         return self.strategy.derived(means)
+
+    def decisions(self) -> dict[str, Any]:
+        """Return what the strategy has decided by its first batches."""
+        return self.strategy.decisions()
+
+    def decide(self, decisions: Mapping[str, Any]) -> None:
+        """Give the strategy these decisions."""
+        self.strategy.decide(decisions)
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
         """Return the count of every weighted term from the batch alone, or None if the strategy cannot know it."""

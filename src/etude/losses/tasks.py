@@ -245,6 +245,21 @@ class MultiTask:
             }
         return self._plans[plan]
 
+    # ---------------------------------------------------------------------------------------- resuming
+
+    def decisions(self) -> dict[str, Any]:
+        """Return what the losses have decided by their first batches, by task and form."""
+        found: dict[str, Any] = {}
+        for (task, variant), shown in self._forms.items():
+            if decided := shown.strategy.decisions():
+                found.setdefault(task, {})[variant or ""] = decided
+        return found
+
+    def decide(self, decisions: Mapping[str, Any]) -> None:
+        """Give the losses these decisions."""
+        for (task, variant), shown in self._forms.items():
+            shown.strategy.decide(decisions.get(task, {}).get(variant or "", {}))
+
     # ---------------------------------------------------------------------------------------- numbers for people
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:

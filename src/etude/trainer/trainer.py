@@ -220,6 +220,7 @@ class Trainer:
             self.callbacks,
             world,
             config.seed,
+            self.task,
         )
         self.meta = {**(meta or {}), **vocabulary_of(self.task)}
         self._whole_config = whole_config
