@@ -1,6 +1,7 @@
 """Whatever is wrong with the input: exit code 2 and one line that says what was found and what to do, no traceback."""
 
 import json
+import os
 import shutil
 import struct
 
@@ -33,6 +34,7 @@ def complaint(etude, config):
         ({"model": {"name": "cli_net", "widht": 3}}, "model.widht: unknown key; did you mean 'width'?"),
         ({"training": {**TRAINING, "epochs": "ten"}}, "training.epochs: expected an integer, got 'ten'"),
         ({"training": {**TRAINING, "epochs": "3"}}, "got '3'; write 3 without quotes"),
+        ({"optimizer": {"name": "adamw", "lr": "nan"}}, "optimizer.lr: expected a number, got 'nan'\n"),
         ({"training": {**TRAINING, "epochs": 2.0}}, "training.epochs: expected an integer, got 2.0; write 2"),
         ({"training": [1]}, "training: expected a mapping, got [1]"),
         ({"model": [1]}, "model: expected the name of a model, or a mapping with 'name:' (known: "),
@@ -55,7 +57,7 @@ def complaint(etude, config):
     ids=str,
 )
 def test_mistake_in_a_config(complaint, sections, words):
-    assert words in complaint(**sections)
+    assert words in complaint(**sections) + "\n"
 
 
 def test_unknown_key_far_from_any_other(etude, config):
@@ -133,6 +135,31 @@ def test_missing_file(etude, config, name, words):
     config("toy.yaml")
     config("experiments/mynet/configs/baseline.yaml")
     assert words in etude("train", name).error
+
+
+@pytest.mark.parametrize("name", ["line\nbreak.yaml", "\x1b[31mred.yaml"])
+def test_a_name_stays_in_its_line(etude, name):
+    assert ascii(name)[1:-1] in etude("train", name).error
+
+
+def test_what_is_no_file_is_not_read_for_ever(etude, config, tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    path = config(extends="pipe.yaml")
+    assert "toy.yaml:14: extends: 'pipe.yaml' is no regular file" in etude("train", path).error
+    assert "no file 'pipe.yaml'" in etude("train", "pipe.yaml").error
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / "config.yaml")
+    for command in ("resume", "evaluate"):
+        assert "run/config.yaml' is no regular file" in etude(command, "run").error
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_files_that_extend_ever_more_files(etude, tmp_path, times):
+    for number in range(300):
+        parents = [f"{number + 1}.yaml"] * times
+        (tmp_path / f"{number}.yaml").write_text(yaml.safe_dump({"extends": parents}))
+    (tmp_path / "300.yaml").write_text("model: mlp")
+    assert "more than 200 files" in etude("config", "check", "0.yaml").error
 
 
 def test_missing_file_under_extends(etude, config):
@@ -402,10 +429,14 @@ def test_evaluate_on_an_unknown_split(etude, run):
     assert "has no split 'num_classes'" in etude("evaluate", run, "--split", "num_classes").error
 
 
-@pytest.mark.parametrize("which", ["7", "bset", "-1"])
+@pytest.mark.parametrize("which", ["7", "bset", "-1", "²", ""])
 def test_evaluate_an_unknown_checkpoint(etude, run, which):
     line = etude("evaluate", run, "--checkpoint", which).error
     assert f"has no checkpoint '{which}' (steps there are: 5, 10; or best, last)" in line
+
+
+def test_evaluate_a_checkpoint_of_a_huge_step(etude, run):
+    assert "has no checkpoint '999" in etude("evaluate", run, "--checkpoint", "9" * 5000).error
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints

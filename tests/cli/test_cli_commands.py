@@ -64,6 +64,14 @@ def test_the_same_config_gives_the_same_weights_and_another_seed_others(etude, c
     assert weights(tmp_path / "a") == weights(tmp_path / "b") != weights(tmp_path / "c")
 
 
+def test_only_samples_of_text_are_shown(etude, config):
+    path = config(callbacks=[{"name": "csv_logger", "filename": "samples.txt"}])
+    outcome = etude("train", path, "--run-dir", "runs/1")
+    assert outcome.code == 0
+    assert "epoch_s" not in outcome.out
+    assert "what the model writes" not in outcome.out
+
+
 def test_overwrite_starts_anew(etude, config, run):
     before = weights(run)
     assert etude("train", config(), "--run-dir", run, "--overwrite", "-q", "training.seed=1").code == 0

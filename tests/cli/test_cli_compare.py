@@ -262,6 +262,8 @@ def test_stopped_it_says_how_to_go_on(etude, experiment, monkeypatch):
             {"tasks": None, "curriculum": None, "weighting": None},
             "toy.yaml:19: tasks: there must be two tasks or more to compare a model of all with models of each",
         ),
+        (["--seeds", "0,²"], {}, "--seeds 0,²: give whole numbers separated by commas"),
+        (["--seeds", "9" * 5000], {}, "give whole numbers separated by commas"),
         (
             ["training.save_checkpoints=false"],
             {},

@@ -12,10 +12,11 @@ from etude.core.errors import ConfigError
 
 NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True)
 PATHS = st.lists(NAMES, min_size=1, max_size=4).map(".".join)
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20)
+CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0")  # the others are refused
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(CHARACTERS, max_size=20)
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(CHARACTERS, max_size=5), inner, max_size=3),
     max_leaves=8,
 )
 
@@ -89,6 +90,8 @@ def test_values(text: str, value: Any) -> None:
         ("a.b={x: 1, x: 2}", "a.b: key 'x' is given twice"),
         ("seed.x=1", "seed is 3, not a section"),
         ("callbacks.2.k=1", "callbacks is a list; number its element (0 to 1)"),
+        ("callbacks.²=1", "callbacks is a list; number its element (0 to 1)"),
+        ("callbacks." + "9" * 5000 + "=1", "callbacks is a list; number its element (0 to 1)"),
         ("callbacks.first.k=1", "callbacks is a list; number its element (0 to 1)"),
     ],
 )

@@ -1,5 +1,6 @@
 """No callback writes over a file of the run or of another callback: refused at the start, in one line."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ def trainer(folder: Path | None, *callbacks: Any) -> Trainer:
     return Trainer(nn.Linear(4, 2), data, data, config=config, callbacks=callbacks, output_dir=folder, progress=False)
 
 
+def write(folder: Path, callbacks: str) -> Path:
+    (folder / "x.yaml").write_text(CONFIG.format(callbacks=callbacks))
+    return folder / "x.yaml"
+
+
 def spellings(name: str, folder: Path) -> list[str]:
     return [name, name.upper(), f"./{name}", f"x/../{name}", f"../{folder.name}/{name}", str(folder / name)]
 
@@ -47,6 +53,29 @@ def test_a_link_to_a_file_of_the_run_is_seen_through(tmp_path: Path) -> None:
     for name in ("log.csv", str(tmp_path / "elsewhere" / "metrics.jsonl")):
         with pytest.raises(ConfigError, match="the run's own"):
             trainer(folder, CSVLogger(name)).train()
+
+
+@pytest.mark.parametrize("through_link", [False, True])
+@pytest.mark.parametrize("append", [False, True])
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, append: bool, through_link: bool) -> None:
+    there = [tmp_path / "pipe", tmp_path / "folder"]
+    os.mkfifo(there[0])
+    there[1].mkdir()
+    kinds = [path.stat().st_mode for path in there]
+    for path in there:
+        name = path
+        if through_link:
+            name = path.with_suffix(".link")
+            name.symlink_to(path)
+        with pytest.raises(ConfigError, match=f"CSVLogger: .*{name.name} .* no regular file"):
+            trainer(tmp_path / "run", CSVLogger(str(name), append=append)).train()
+        with pytest.raises(ConfigError, match=rf"callbacks\.0: .*{name.name} .* no regular file"):
+            load_config(write(tmp_path, f"[{{name: csv_logger, filename: {name}, append: {str(append).lower()}}}]"))
+    assert [path.stat().st_mode for path in there] == kinds
+    pipe = tmp_path / "weights.safetensors"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match=r"ModelCheckpoint: .* no regular file"):
+        trainer(tmp_path / "run", ModelCheckpoint(pipe)).train()
 
 
 @pytest.mark.parametrize(
@@ -76,6 +105,7 @@ def test_two_callbacks_do_not_share_a_file(
     [
         ("[{name: csv_logger, filename: config.yaml}]", "callbacks.0"),
         ("[{name: csv_logger, filename: ./METRICS.csv}]", "callbacks.0"),
+        ("[{name: csv_logger, filename: ''}]", "callbacks.0: ''"),
         ("[{name: csv_logger, filename: a.csv}, {name: csv_logger, filename: a.csv}]", "callbacks.1"),
         ("[{name: csv_logger, filename: 'a\\0b'}, {name: csv_logger, filename: '.lock'}]", "callbacks.1"),
         ("[{name: model_checkpoint, filepath: checkpoints/best}]", "callbacks.0"),

@@ -77,6 +77,18 @@ def test_unwritable_path_is_one_line_with_a_remedy(tmp_path):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("setting", [None, "weights", "/elsewhere"])
+def test_a_file_in_the_place_of_the_checkpoints_is_named(tmp_path, setting):
+    setting = setting and setting.replace("/elsewhere", f"{tmp_path}/elsewhere")
+    place = tmp_path / "run" / (setting or "checkpoints")
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("precious")
+    remedy = "--run-dir" if setting is None else "training.checkpoint_dir"
+    with pytest.raises(RunFolderError, match=rf"{place}: .* another {remedy}"):
+        RunFolder.create(tmp_path / "run", checkpoint_dir=setting)
+    assert place.read_text() == "precious"
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_read_only_folder(tmp_path):
     (tmp_path / "run").mkdir(mode=0o555)

@@ -1,5 +1,6 @@
 """`etude compare`: one model for all tasks against one model for each."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -57,10 +58,11 @@ def _numbers(text: str | None) -> list[int] | None:
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() for word in words):
+    if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
+        from etude.config.spelling import shorten
         from etude.core import ConfigError
 
-        raise ConfigError(f"--seeds {text}: give whole numbers separated by commas, such as 0,1,2")
+        raise ConfigError(f"--seeds {shorten(text)}: give whole numbers separated by commas, such as 0,1,2")
     seeds = [int(word) for word in words]
     if len(set(seeds)) < len(seeds):
         from etude.core import ConfigError

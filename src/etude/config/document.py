@@ -1,6 +1,7 @@
 """A config as read: plain data, and for every value the file and line it came from."""
 
 import copy
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,7 +92,7 @@ def display(path: Path) -> str:
         shown = str(path.resolve().relative_to(Path.cwd()))
     except (ValueError, OSError, RuntimeError):  # elsewhere; or no name that a system has
         shown = str(path)
-    return shorten(shown, _MAX_FILE)
+    return shorten("".join(one if one.isprintable() else ascii(one)[1:-1] for one in shown), _MAX_FILE)
 
 
 def is_file(path: Path) -> bool:
@@ -100,6 +101,15 @@ def is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:
         return False
+
+
+def is_endless(path: Path) -> bool:
+    """Return whether this is a device or a pipe, of which reading may never come to an end."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def merge(base: Document, top: Document) -> Document:

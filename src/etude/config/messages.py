@@ -1,5 +1,6 @@
 """What is wrong with one value, in words: a phrase for each kind of error that pydantic reports."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -134,9 +135,11 @@ def _remedy(nouns: Sequence[str], value: Any) -> str:
     wants_number = bool({"an integer", "a number"} & set(nouns))
     if wants_number and isinstance(value, str):
         try:
-            float(value)
+            finite = math.isfinite(float(value))
         except ValueError:
             return ""
+        if not finite:
+            return ""  # it is text as it stands, and as a number it would be refused too
         return f"; write {value} without quotes"
     if "true or false" in nouns and isinstance(value, str) and value.lower() in _SWITCHES:
         return f"; write {_SWITCHES[value.lower()]}"

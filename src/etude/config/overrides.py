@@ -12,6 +12,7 @@ from etude.config.spelling import shorten
 from etude.core.errors import ConfigError
 
 _PATH = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
+_INDEX = re.compile(r"[0-9]{1,18}")
 
 
 def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
@@ -89,10 +90,10 @@ def _assign(document: Document, keys: list[str], value: Any, text: str) -> None:
 def _slot(target: Any, key: str, path: str, text: str) -> Any:
     """Return the key of a mapping as it stands there, or the index of a list."""
     if isinstance(target, dict):
-        if key not in target and key.isdigit() and int(key) in target:
+        if key not in target and _INDEX.fullmatch(key) and int(key) in target:
             return int(key)
         return key
-    if not key.isdigit() or int(key) >= len(target):
+    if not _INDEX.fullmatch(key) or int(key) >= len(target):
         last = f"0 to {len(target) - 1}" if target else "none: the list is empty"
         raise ConfigError(
             f"{COMMAND_LINE}: '{shorten(text)}': {shorten(path)} is a list; number its element ({last})"

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from etude.config.dialect import MAX_DEPTH, MAX_DIGITS, parse_yaml, text_problem, too_many_digits
-from etude.config.document import Document, Location, display, merge
+from etude.config.document import Document, Location, display, is_endless, is_file, merge
 from etude.config.messages import show
 from etude.config.spelling import listed, nearest, shorten
 from etude.core.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".json")
+MAX_FILES = 200
+"""Files that a config may consist of; one that extends a few twice, and so on, would never be read."""
 
 
 def read_config(path: str | os.PathLike[str]) -> Document:
@@ -22,20 +24,22 @@ def read_config(path: str | os.PathLike[str]) -> Document:
     `extends: base.yaml` (or a list of files, later ones win) names files relative to the one that says it.
     Raises ConfigError in one line if a file is missing, empty, not valid, or extends itself.
     """
-    return _load(Path(path), (), itertools.count(), "")
+    return _load(Path(path), (), itertools.count(), itertools.count(), "")
 
 
-def _load(path: Path, chain: tuple[Path, ...], layers: Iterator[int], said_at: str) -> Document:
+def _load(path: Path, chain: tuple[Path, ...], layers: Iterator[int], files: Iterator[int], said_at: str) -> Document:
     own = _parse(path, said_at)
     real = path.resolve()  # of a file that was read: other names may not be ones that a system has
     if real in chain:
         circle = " → ".join(display(step) for step in (*chain[chain.index(real) :], real))
         raise ConfigError(f"{said_at}files extend each other in a circle: {circle}")
+    if next(files) >= MAX_FILES:
+        raise ConfigError(f"{said_at}more than {MAX_FILES} files extend each other; put some of them together")
     parents = own.data.pop("extends", None)
     result: Document | None = None
     for number, name in enumerate(_parent_names(parents, own)):
         key = "extends" if isinstance(parents, str) else f"extends.{number}"
-        parent = _load(path.parent / name, (*chain, real), layers, f"{own.place(key)}: ")
+        parent = _load(path.parent / name, (*chain, real), layers, files, f"{own.place(key)}: ")
         result = parent if result is None else merge(result, parent)
     own.forget("extends")
     layer = next(layers)
@@ -67,6 +71,8 @@ def _parse(path: Path, said_at: str) -> Document:
 
 
 def _read_text(path: Path, said_at: str) -> str:
+    if is_endless(path):
+        raise ConfigError(f"{said_at}'{display(path)}' is no regular file; write the config into one")
     try:
         return path.read_bytes().decode("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
@@ -89,10 +95,14 @@ def missing_file(path: Path) -> str:
         is_folder = False
     if not is_folder:
         return f"no file '{display(path)}': its folder does not exist"
-    there = sorted(file.name for file in folder.iterdir() if file.suffix in (*SUFFIXES, path.suffix))
+    there = sorted(file.name for file in folder.iterdir() if _offers(file, path.suffix))
     close = nearest(path.name, there)
     hint = f"; did you mean '{close}'?" if close else ""
     return f"no file '{display(path)}'{hint} (in {display(folder)}: {listed(there, shorten=close is not None)})"
+
+
+def _offers(file: Path, suffix: str) -> bool:
+    return file.suffix in (*SUFFIXES, suffix) and is_file(file)
 
 
 def _parse_json(text: str, file: str) -> tuple[Any, dict[str, int]]:

@@ -1,4 +1,4 @@
-"""Files that callbacks write: none may be one of the run's own files, or that of another callback."""
+"""Files that callbacks write: none may be one of the run's own files, that of another callback, or a device."""
 
 import os
 import re
@@ -24,12 +24,15 @@ def output_problems(outputs: Iterable[tuple[str, str | Path]], run_dir: Path | N
     found: list[tuple[str, str]] = []
     writers: dict[tuple[str, ...], str] = {}
     for writer, name in outputs:
-        path = _parts((run_dir or Path()) / name)
+        target = (run_dir or Path()) / name
+        path = _parts(target)
         inside = path[len(base) :] if base is not None and path[: len(base)] == base else None
         if inside is not None and _is_own(inside):
-            found.append((writer, f"{name} is the run's own file"))
+            found.append((writer, f"{name or repr('')} is the run's own file"))
         elif path in writers:
             found.append((writer, f"{name} is written by {writers[path]} too"))
+        elif _is_special(target):
+            found.append((writer, f"{name} is there and is no regular file"))
         writers.setdefault(path, writer)
     return found
 
@@ -39,6 +42,14 @@ def _is_own(inside: tuple[str, ...]) -> bool:
     if not inside or inside[0] in OWN_FILES or (inside[0].startswith(".") and inside[0].endswith(".tmp")):
         return True
     return inside[0] == OWN_FOLDER and (len(inside) == 1 or _CHECKPOINTS.fullmatch(inside[1]) is not None)
+
+
+def _is_special(path: Path) -> bool:
+    """Whether there is a folder, a device or a pipe of that name: replacing it would destroy it."""
+    try:
+        return path.exists() and not path.is_file()
+    except (OSError, ValueError):  # no file can have such a name; opening it says so
+        return False
 
 
 def _parts(path: Path) -> tuple[str, ...]:

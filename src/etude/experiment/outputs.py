@@ -1,4 +1,4 @@
-"""The files that the callbacks of a config write, checked before a run has a folder."""
+"""The files that a run and the callbacks of a config write, checked before a run has a folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,16 +8,22 @@ from etude.config import Document, Problem, Selection, config_error
 from etude.core import ConfigError
 from etude.engine.callback import Callback
 from etude.engine.outputs import output_problems
+from etude.monitor import RunFolder
 
 _RUN_FOLDER = Path("a-run-folder")
 """Stands for the folder to be: relative names are the same in all of them."""
 
 
 def settle_outputs(sections: Mapping[str, Any], document: Document) -> None:
-    """Raise ConfigError if a callback would write over a file of the run, or over that of another callback."""
+    """Raise ConfigError if checkpoints or a callback would write over a file of the run, or of another callback."""
     selections: list[Selection] = sections.get("callbacks") or []
     outputs = []
     problems: list[Problem] = []
+    try:
+        RunFolder(_RUN_FOLDER).place_checkpoints(sections["training"].checkpoint_dir)
+    except ConfigError as error:
+        key = "training.checkpoint_dir"
+        problems.append(Problem(key, str(error).removeprefix(f"{key} ")))
     for count, one in enumerate(selections):
         factory = one.component.factory
         if isinstance(factory, type) and issubclass(factory, Callback):

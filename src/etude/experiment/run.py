@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from etude.callbacks.curriculum import CurriculumCallback
+from etude.callbacks import CurriculumCallback, TextSamples
 from etude.checkpoint import (
     Checkpoint,
     CheckpointManager,
@@ -19,6 +19,7 @@ from etude.checkpoint import (
     newest_intact,
     read_checkpoint,
 )
+from etude.config.spelling import shorten
 from etude.core import CheckpointError, ConfigError, DataError, RunFolderError
 from etude.distributed import World, before_joining, failing_together, join_world, launcher, leave_world
 from etude.engine.state import callbacks_in
@@ -161,7 +162,8 @@ def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:
     result = {"status": "finished", "reason": reason, "step": clock.step, "epoch": clock.epoch, "metrics": metrics}
     if count := next((one for one in trainer.callbacks if isinstance(one, SampleCount)), None):
         result["samples"] = count.samples
-    if outcome.is_main and not interrupted and folder.samples_path.exists():
+    sampled = any(isinstance(one, TextSamples) for one in trainer.callbacks)
+    if outcome.is_main and not interrupted and sampled and folder.samples_path.exists():
         outcome.samples = folder.samples_path.read_text(encoding="utf-8")
     # Also where nothing is written: no process may end while another is still at work, its launcher would end both.
     trainer.world.attempt(lambda: folder.write_result(result), here=trainer.world.is_main and not interrupted)
@@ -264,8 +266,11 @@ def _read_checkpoint(folder: RunFolder, which: str) -> Checkpoint:
     manager = CheckpointManager(folder.checkpoints_path)
     if which in ("best", "last"):
         return manager.load(which if manager.best() is not None else "last")
-    steps = [entry.step for entry in manager.all()]
-    if not which.isdigit() or int(which) not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise CheckpointError(f"{folder.path} has no checkpoint '{which}' (steps there are: {there}; or best, last)")
-    return manager.load(folder_name(int(which)))
+    steps = {str(entry.step): entry.step for entry in manager.all()}
+    step = steps.get(which.lstrip("0") or "0")
+    if step is None:
+        there = ", ".join(steps) or "none"
+        raise CheckpointError(
+            f"{folder.path} has no checkpoint '{shorten(which)}' (steps there are: {there}; or best, last)"
+        )
+    return manager.load(folder_name(step))

@@ -101,12 +101,18 @@ class RunFolder:
         try:
             str(path).encode()  # checkpoints are written under names in UTF-8 only
             folder.path.mkdir(parents=True, exist_ok=True)
-            folder.checkpoints_path.mkdir(parents=True, exist_ok=True)
             folder.lock_path.touch()  # shows that files can be written here
         except (OSError, ValueError) as error:
             why = "its name is not UTF-8" if isinstance(error, UnicodeError) else getattr(error, "strerror", error)
             shown = str(folder.path).encode(errors="backslashreplace").decode()
             raise RunFolderError(f"cannot write run folder {shown}: {why}; choose a writable --run-dir") from error
+        try:
+            folder.checkpoints_path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            remedy = "--run-dir" if checkpoint_dir is None else "training.checkpoint_dir"
+            raise RunFolderError(
+                f"cannot make the folder {folder.checkpoints_path}: {error.strerror or error}; choose another {remedy}"
+            ) from error
         return folder
 
     @classmethod
