@@ -34,42 +34,28 @@ def evaluate(
 
     What model or data draw is the same in every evaluation, and leaves the caller's generators as they were.
     Raises DataError if the loader gives no batch at all; of several tasks those that are active may have no data here,
-    and there are no numbers then. The host reads the device once, at the end. With several
-    ranks each evaluates its share of the data, with the buffers of rank 0; every rank must call this together.
-    With `interrupts` that allow it a signal ends it between two batches: Interrupted is raised on every rank.
+    and there are no numbers then. The host reads the device once, at the end. With several ranks each evaluates its
+    share of the data, with the buffers of rank 0; every rank must call this together. With
+    `interrupts` that allow it a signal ends it between two batches: Interrupted is raised on every rank.
     """
     precision = precision if precision is not None else Precision("fp32")
     world = world if world is not None else World()
     model = unwrap(model)  # ranks may have different numbers of batches, so none may wait for another inside
     share_buffers(model, world)
     several = isinstance(task, SeveralTasks)  # of which those without any labels here have no numbers
-    sums: dict[str, Tensor] = {}
-    counts: dict[str, Tensor] = {}
-    batches = loader.iterate(epoch=0)
-    cut_off, pollable = False, interrupts if interrupts is not None and interrupts.may_cut_off else None
+    pollable = interrupts if interrupts is not None and interrupts.may_cut_off else None
     if isinstance(task, Measures):
         task.start_measuring()
-    with eval_mode(model), torch.no_grad(), aside(0):
-        try:
-            for batch in batches:
-                if cut_off := pollable is not None and bool(pollable.requested):
-                    break
-                if world.size > 1 and is_empty(batch):
-                    continue  # the last batch may leave a rank without samples
-                with precision.autocast():
-                    terms = task(model, batch, metrics=True)
-                for name, term in terms.items():
-                    zero = torch.zeros((), dtype=torch.float64, device=term.sum.device)
-                    sums[name] = sums.get(name, zero) + term.sum
-                    counts[name] = counts.get(name, zero) + term.count
-        except BaseException:
-            if isinstance(task, Measures):
-                task.stop_measuring()  # training may go on, and is not to be measured
-            raise
-        finally:
-            batches.close()
-    if pollable is not None:
-        _check_cut_off(task, world, cut_off)
+    try:
+        with eval_mode(model), torch.no_grad(), aside(0):
+            sums, counts, is_cut_off = _add_up(model, task, loader, precision, world, pollable)
+        if pollable is not None and world.host_max([int(is_cut_off)])[0]:
+            # Ranks ask each other here, once: their numbers of batches may differ.
+            raise Interrupted("the validation was cut off by a signal")
+    except BaseException:
+        if isinstance(task, Measures):
+            task.stop_measuring()  # training may go on, and is not to be measured
+        raise
     names = world.union(list(sums))
     if not names and several:
         if isinstance(task, Measures):
@@ -89,12 +75,28 @@ def evaluate(
     return in_order(task, numbers)
 
 
-def _check_cut_off(task: Task, world: World, here: bool) -> None:
-    """Raise Interrupted if any rank was cut off. They ask here, once: their numbers of batches may differ."""
-    if world.host_max([int(here)])[0]:
-        if isinstance(task, Measures):
-            task.stop_measuring()
-        raise Interrupted("the validation was cut off by a signal")
+def _add_up(
+    model: nn.Module, task: Task, loader: Loader, precision: Precision, world: World, pollable: Interrupts | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    """Return sums and counts of all terms over this rank's batches, and whether a signal cut them off."""
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}
+    batches = loader.iterate(epoch=0)
+    try:
+        for batch in batches:
+            if pollable is not None and pollable.requested:
+                return sums, counts, True
+            if world.size > 1 and is_empty(batch):
+                continue  # the last batch may leave a rank without samples
+            with precision.autocast():
+                terms = task(model, batch, metrics=True)
+            for name, term in terms.items():
+                zero = torch.zeros((), dtype=torch.float64, device=term.sum.device)
+                sums[name] = sums.get(name, zero) + term.sum
+                counts[name] = counts.get(name, zero) + term.count
+    finally:
+        batches.close()
+    return sums, counts, False
 
 
 @contextmanager
