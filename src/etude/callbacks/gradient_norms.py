@@ -71,7 +71,8 @@ class Measuring:
 
 
 def _with_gradient(params: list[nn.Parameter], divisor: Tensor | float) -> Tensor:
-    grads = [param.grad for param in params if param.grad is not None]
+    found = [param.grad for param in params if param.grad is not None]
+    grads = [grad.coalesce()._values() if grad.is_sparse else grad for grad in found]
     norms = tensor_norms(grads)
     nonzero = torch.stack([torch.count_nonzero(grad) for grad in grads])
     if isinstance(divisor, Tensor):

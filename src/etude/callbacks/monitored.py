@@ -54,7 +54,7 @@ class Monitored:
         """Forget every value."""
         self.best: float | None = None
         self.best_epoch: int | None = None
-        self._seen = False
+        self._seen = self._has_asked = False
         self._may_come = False
 
     def begin_phase(self, facts: Mapping[str, Any]) -> None:
@@ -70,6 +70,7 @@ class Monitored:
 
         Raises TrainingError if nothing of that name has ever been reported.
         """
+        self._has_asked = True
         name = self.name if self.name in logs else _OTHER_NAMES.get(self.name, self.name)
         if name in logs:
             self._seen = True
@@ -97,8 +98,11 @@ class Monitored:
         return True
 
     def warn_if_never_seen(self) -> None:
-        """Say at the end of a run that the number never came: the callback has done nothing."""
-        if not self._seen:
+        """Say at the end of a run that the number never came: the callback has done nothing.
+
+        A run that was stopped in its first epoch has said nothing about that.
+        """
+        if self._has_asked and not self._seen:
             logger.warning(
                 f"{self._owner} did nothing: '{self.name}' was never reported, because there was no validation; "
                 f"give validation data or monitor a training number"

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from etude.core.batch import Batch
+from etude.core.errors import TrainingError
 
 
 @dataclass(slots=True)
@@ -30,6 +31,20 @@ class LossTerm:
 
 Terms = dict[str, LossTerm]
 """Terms by name. The objective is Σ weight·sum/count; the term of a single-task loss is called "loss"."""
+
+
+def check_terms(terms: Any) -> None:
+    """Raise TrainingError unless this is what a task returns.
+
+    >>> check_terms({"loss": LossTerm(Tensor([2.0]).sum(), 1)})
+    """
+    found = list(terms.values()) if isinstance(terms, dict) else [terms]
+    if not isinstance(terms, dict) or not all(isinstance(term, LossTerm) for term in found):
+        wrong = next((type(term).__name__ for term in found if not isinstance(term, LossTerm)), "LossTerm")
+        raise TrainingError(
+            f"a task, and `terms` of a loss strategy, returns a dict of LossTerm(sum, count), such as "
+            f'{{"loss": LossTerm(loss_sum, len(labels))}}, found {"a dict of " * isinstance(terms, dict)}{wrong}'
+        )
 
 
 @runtime_checkable

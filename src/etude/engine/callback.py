@@ -314,8 +314,13 @@ class CallbackList:
         self._call("on_checkpoint", path)
 
     def on_exception(self, error: BaseException) -> None:
-        """Call the hook of every callback."""
-        self._call("on_exception", error)
+        """Call the hook of every callback, also if the one before it fails: files are closed, and `error` is raised."""
+        for hook in self._hooks["on_exception"]:
+            try:
+                with self.around("on_exception"):
+                    hook(error)
+            except Exception:
+                logger.exception("on_exception of a callback failed, after %s: %s", type(error).__name__, error)
 
     def on_train_end(self, result: Logs) -> None:
         """Call the hook of every callback."""
@@ -340,7 +345,8 @@ class CallbackList:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each callback, by class name and its place among those of its class."""
-        return {key: callback.state_dict() for key, callback in self.by_key().items()}
+        with self.around("state_dict"):
+            return {key: callback.state_dict() for key, callback in self.by_key().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the callbacks that were there when the state was saved; new ones start fresh."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from etude.core import DataError, Loader, Task
 from etude.core.calling import unwrap
 from etude.core.random import aside
-from etude.core.terms import Measures, SeveralTasks, derive, in_order
+from etude.core.terms import Measures, SeveralTasks, check_terms, derive, in_order
 from etude.distributed import World, is_empty, share_buffers
 from etude.engine.interrupt import Interrupted, Interrupts
 from etude.engine.misfit import explained
@@ -90,6 +90,7 @@ def _add_up(
                 continue  # the last batch may leave a rank without samples
             with precision.autocast():
                 terms = task(model, batch, metrics=True)
+            check_terms(terms)
             for name, term in terms.items():
                 zero = torch.zeros((), dtype=torch.float64, device=term.sum.device)
                 sums[name] = sums.get(name, zero) + term.sum

@@ -1,10 +1,8 @@
 """Updates that were not finite: a warning for each epoch that had some, an error when nothing can be learned."""
 
-from torch import Tensor
-
 from etude.core import TrainingError
 from etude.engine.ledger import Ledger, Tally
-from etude.engine.precision import Precision
+from etude.engine.step import Step
 
 REMEDIES = "To go on, lower the learning rate, clip by training.gradient_clip_norm, or look for NaN in the data"
 FINDER = "the callback find_nonfinite names the samples and the first layer"
@@ -15,10 +13,10 @@ USUAL_SHARE = 0.1
 class FiniteCheck:
     """Judges the skipped updates of a run at the moments when its ledger has been read."""
 
-    def __init__(self, ledger: Ledger, params: list[Tensor], precision: Precision, max_skipped_steps: int) -> None:
+    def __init__(self, ledger: Ledger, step: Step, max_skipped_steps: int) -> None:
         self._ledger = ledger
-        self._params = params
-        self._is_scaled = precision.scaler is not None
+        self._step = step
+        self._is_scaled = step.precision.scaler is not None
         self._limit = max_skipped_steps
 
     def streak(self, step: int) -> None:
@@ -59,9 +57,15 @@ class FiniteCheck:
         )
 
     def _weights(self) -> str:
-        if all(bool(param.isfinite().all()) for param in self._params):
+        weights = dict(self._step.model.named_parameters())  # frozen ones too
+        known = {id(param) for param in weights.values()}
+        others = [param for param in self._step.updater.params if id(param) not in known]
+        weights |= {f"parameter {place} of the optimizer": param for place, param in enumerate(others)}
+        bad = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
+        if not bad:
             return "the updates were skipped, so the weights are intact"
-        return "the weights themselves are not finite since an earlier update, so go back to an earlier checkpoint"
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        return f"weights themselves are not finite ({bad[0]}{more}), so go back to an earlier checkpoint or model"
 
 
 def _of_losses(tally: Tally, epoch: int) -> str:

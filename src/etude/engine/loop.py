@@ -56,7 +56,7 @@ class Loop:
         self.clock = state.clock
         self.ledger = state.ledger
         self.numbers = Numbers(step, state.ledger)
-        self.finite = FiniteCheck(state.ledger, [*step.updater.params], step.precision, plan.max_skipped_steps)
+        self.finite = FiniteCheck(state.ledger, step, plan.max_skipped_steps)
         self.step = step
         self.loader = loader
         self.plan = plan

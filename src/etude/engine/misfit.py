@@ -58,6 +58,8 @@ def explain_misfit(error: BaseException) -> str | None:
     frames = list(_frames(error.__traceback__))
     if isinstance(error, torch.OutOfMemoryError) or _OTHERS.search(str(error)) or not frames:
         return None
+    if isinstance(error, TypeError) and "forward()" in str(error):
+        return _wrong_inputs(error, frames)
     by_layer = _is_in_torch_nn(frames[-1])
     if not by_layer and not (isinstance(error, (RuntimeError, IndexError)) and _SIZES.search(str(error))):
         return None
@@ -67,6 +69,16 @@ def explain_misfit(error: BaseException) -> str | None:
     said = _first_line(error).rstrip(".") + ("" if by_layer else _place(error.__traceback__))
     remedy = "convert the data" if _TYPES.search(said) else "change the sizes of the model, or the data"
     return f"{who}: {said}; {remedy}"
+
+
+def _wrong_inputs(error: TypeError, frames: list[FrameType]) -> str | None:
+    """Return what to say of a batch with more or fewer inputs than the model takes."""
+    if frames[-1].f_code not in _CALLS or sum(frame.f_code is nn.Module._call_impl.__code__ for frame in frames) > 1:
+        return None  # a call by the model's own code
+    said = _first_line(error)
+    if (loss := _loss(frames)) is not None:
+        return f"{loss}: {said}; wrap it in a function of (predictions, labels)"
+    return f"{_layer(frames)}: {said}; of a batch (a, b, …, labels) the model is given all but the last"
 
 
 def _frames(trace: TracebackType | None) -> Iterator[FrameType]:

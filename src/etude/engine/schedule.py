@@ -1,10 +1,12 @@
 """Applies a schedule to an optimizer: the learning rate of a step is a pure function of its number."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from etude.core import TrainingError
 from etude.optim.schedules import Schedule
 
 
@@ -29,7 +31,12 @@ class LearningRate:
         """Set the rate of the step about to be taken."""
         if self.optimizer is None or (self.schedule is None and self.scale is None):
             return
-        factor = 1.0 if self.schedule is None else self.schedule(step)
+        factor: Any = 1.0 if self.schedule is None else self.schedule(step)
+        if not (isinstance(factor, Tensor) or _is_factor(factor)):  # reading a tensor would make the host wait
+            raise TrainingError(
+                f"the schedule gave {factor!r:.60} for step {step}; it must give a factor of the learning rate, a "
+                f"finite number of at least 0, for every step from 0 to the end of the run"
+            )
         factor *= 1.0 if self.scale is None else self.scale
         for place, group in enumerate(self.optimizer.param_groups):
             rate, base = group["lr"], self._base(place, group)
@@ -45,3 +52,10 @@ class LearningRate:
             group["initial_lr"] = self._made[place] if place < len(self._made) else float(group["lr"])
         base: Tensor | float = group["initial_lr"]
         return base
+
+
+def _is_factor(value: Any) -> bool:
+    try:
+        return bool(0 <= value < math.inf)
+    except TypeError:
+        return False

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from etude.core import Batch, Clock, LossTerm, StepReport, Task, Terms, TrainingError, num_samples
 from etude.core.batch import STREAM, JointBatch
 from etude.core.buffers import BufferGuard
-from etude.core.terms import CountsAhead, SeveralTasks
+from etude.core.terms import CountsAhead, SeveralTasks, check_terms
 from etude.core.tokens import count_tokens, token_ids
 from etude.distributed import RankTask, World, check_gradients, idle_output, local_gradients
 from etude.engine.balance import Balance, make_balance
@@ -70,6 +70,7 @@ class Step:
         self._count_ahead = task.counts if isinstance(task, CountsAhead) else None
         self._buffers = BufferGuard(model)
         self._flops = flops
+        self._is_checked = False  # once is enough: what a task returns
         self._counted = 0  # the version of the tasks for which FLOPs were counted
         self._balance: Balance | None = None
         self._look: GradientLook | None = None
@@ -94,6 +95,9 @@ class Step:
             with nullcontext() if meets else local_gradients(self.model):
                 with self.precision.autocast():
                     terms = self.task(self.model, batch, metrics=self.metrics)
+                if not self._is_checked:
+                    check_terms(terms)
+                    self._is_checked = True
                 weighted = {name: term for name, term in terms.items() if _has_weight(term)}
                 learns = learns or bool(weighted)
                 if totals is None and (balance is not None or len(weighted) != 1):
@@ -138,7 +142,13 @@ class Step:
             self._balance.end_epoch(means)
 
     def _descend(self, weighted: Terms, totals: Counts | None) -> None:
-        self.precision.scale(_objective(weighted, totals)).backward()  # type: ignore[no-untyped-call]
+        objective = _objective(weighted, totals)
+        if not objective.requires_grad:
+            raise TrainingError(
+                "the loss does not depend on any parameter that is trained: look for .detach(), .item(), argmax, "
+                "torch.no_grad() or frozen layers between the parameters and the loss"
+            )
+        self.precision.scale(objective).backward()  # type: ignore[no-untyped-call]
 
     def _looks(self) -> GradientLook | None:
         """Return what looks at the tasks' gradients in this step, if somebody wants them."""

@@ -4,14 +4,18 @@ All of it stays on the device. A fused kernel divides and skips by itself, so th
 division by the loss scale and the clipping are one number handed to it: no pass over the gradients is spent.
 """
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from etude.core import TrainingError
 from etude.engine.precision import Precision
 from etude.optim.clipping import global_norm
+
+_IS_SPARSE = operator.attrgetter("is_sparse")
 
 
 class Updater:
@@ -61,6 +65,8 @@ class Updater:
         grads = [param.grad for param in self.params if param.grad is not None]
         if not grads:  # all tasks of this step are only watched
             return torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        if any(map(_IS_SPARSE, grads)):
+            grads = self._values()
         norm = global_norm(grads)
         skipped = norm.mul(0.0).ne_(0.0)  # inf·0 and nan·0 are nan, which differs from 0
         if self.clip_norm is not None:
@@ -80,6 +86,15 @@ class Updater:
             self._guarded_step(grads, divisor, skipped)
         self.precision.update(skipped)
         return norm, skipped
+
+    def _values(self) -> list[Tensor]:
+        """Return the gradients; of sparse ones their values, as views, after entries that occur twice are added up."""
+        self._kernel_divides = False  # fused kernels take none of them
+        for param in self.params:
+            if param.grad is not None and param.grad.is_sparse:
+                param.grad = param.grad.coalesce()
+        found = (param.grad for param in self.params if param.grad is not None)
+        return [grad._values() if grad.is_sparse else grad for grad in found]
 
     def _first_step(self, grads: list[Tensor], divisor: Tensor | float, skipped: Tensor, norm: Tensor) -> None:
         """Step with the arithmetic of all other steps: without any state, as SGD, a resumed run is here again."""
@@ -105,7 +120,15 @@ class Updater:
         if self.clip_value is not None:
             torch._foreach_clamp_min_(grads, -self.clip_value)
             torch._foreach_clamp_max_(grads, self.clip_value)
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except RuntimeError as error:
+            if "sparse" not in str(error).lower():
+                raise
+            raise TrainingError(
+                f"{type(self.optimizer).__name__} takes no sparse gradients ({error}); make the embedding with "
+                f"sparse=False, or use torch's SGD, Adagrad or SparseAdam with fused=False and no weight decay"
+            ) from error
 
     def _guarded_step(self, grads: list[Tensor], divisor: Tensor | float, skipped: Tensor) -> None:
         """Step an optimizer that cannot skip by itself on a device that must not wait: step, then undo if bad."""

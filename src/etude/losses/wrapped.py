@@ -5,6 +5,7 @@ with their exact counts; of any other function the mean is taken to run over the
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -67,6 +68,7 @@ class FunctionLoss(LossStrategy):
         """Wrap a function, a module or a partial of one; raise ConfigError if it cannot be called or asks for a sum."""
         if not callable(function):
             raise ConfigError(f"a loss is a function of (predictions, labels), found a {type(function).__name__}")
+        check_loss_arguments(function)
         self.function = function
         if _reduction(function) == "sum":
             raise ConfigError(
@@ -146,6 +148,26 @@ class FunctionLoss(LossStrategy):
             return LossTerm(value.sum(), value.numel())
         samples = num_samples(labels)
         return LossTerm(value.reshape(()) * samples, samples)
+
+
+def check_loss_arguments(function: Callable[..., Any]) -> None:
+    """Raise ConfigError for a function that cannot be called with predictions and labels.
+
+    >>> check_loss_arguments(nn.CrossEntropyLoss())
+    """
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # built in, and silent about its arguments
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ConfigError(
+            f"the loss {name}{signature} cannot be called with (predictions, labels): {error}; wrap it in a function "
+            f"of these two, or write a LossStrategy"
+        ) from error
 
 
 @register("loss", "mse")

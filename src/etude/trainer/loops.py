@@ -30,6 +30,7 @@ from etude.engine.state import TrainState
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
+from etude.losses.wrapped import check_loss_arguments
 from etude.metrics import LossTracker, TrainingMetrics
 from etude.optim import Schedule
 from etude.trainer.arguments import (
@@ -214,6 +215,7 @@ class TrainingLoop(EpochLoop):
         mean over samples. The epoch is `metrics.current_epoch`, or the next one if that has been trained already.
         """
         check_functions(model_forward=model_forward, compute_loss=compute_loss)
+        check_loss_arguments(compute_loss)
         check_functions(optimizer_step=optimizer_step, zero_gradients=zero_gradients)
         device = self.given_device
         step = function_step(

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from etude.core import Batch, ConfigError, DataError, EtudeError, Loader, Task, TrainingError
 from etude.core.calling import unwrap
 from etude.core.probe import probing
-from etude.core.terms import Measures, SeveralTasks, derive
+from etude.core.terms import Measures, SeveralTasks, check_terms, derive
 from etude.data.foreign import ForeignLoader
 from etude.distributed import World, is_empty
 from etude.engine.misfit import explained
@@ -71,6 +71,7 @@ def _try(model: nn.Module, task: Task, loader: Loader, num_batches: int, precisi
         for batch in _first(batches, num_batches):
             with precision.autocast():
                 terms = task(model, batch, metrics=True)
+            check_terms(terms)
             for name, term in terms.items():
                 sums[name] = sums.get(name, 0.0) + term.sum
                 counts[name] = counts.get(name, 0.0) + term.count

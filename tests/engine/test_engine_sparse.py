@@ -1,0 +1,76 @@
+"""Sparse gradients, as of nn.Embedding(sparse=True): the update of a loop by hand."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from etude import DataLoader, EtudeError, GradientMonitor, Trainer
+
+ids = torch.randint(0, 20, (30, 5), generator=torch.Generator().manual_seed(0))
+labels = ids.sum(1) % 2
+
+
+class Bag(nn.Module):
+    def __init__(self, sparse=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(20, 6, sparse=sparse)
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, ids):
+        return self.out(self.embed(ids).mean(1))
+
+
+def by_hand(model, optimizer, accumulate, clip):
+    batches = list(zip(ids.split(7), labels.split(7), strict=True))
+    for start in range(0, len(batches), accumulate):
+        group = batches[start : start + accumulate]
+        optimizer.zero_grad()
+        for data, target in group:
+            loss = F.cross_entropy(model(data), target, reduction="sum") / sum(len(one) for _, one in group)
+            loss.backward()
+        if clip:
+            for param in model.parameters():
+                param.grad = param.grad.to_dense()
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant")  # torch's own, of its Adagrad
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_sparse_gradients_train_as_by_hand(kind, clip, accumulate):
+    model, plain = Bag(), Bag()
+    by_hand(plain, kind(plain.parameters(), lr=0.5), accumulate, clip)
+    config = {"epochs": 1, "device": "cpu", "grad_accum_steps": accumulate, "gradient_clip_norm": clip}
+    loader = DataLoader(ids, labels, 7, shuffle=False)
+    optimizer = kind(model.parameters(), lr=0.5)
+    result = Trainer(
+        model, loader, config=config, optimizer=optimizer, callbacks=GradientMonitor(), progress=False
+    ).train()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert result["grad_norm"] > 0
+
+
+def test_a_sparse_gradient_that_is_not_finite_is_skipped():
+    model = Bag()
+    before = model.embed.weight.detach().clone()
+    bad = [(ids[:7], labels[:7]), (ids[7:14], labels[7:14])]
+    calls = iter([1.0, float("nan")])
+
+    def loss(output, labels):
+        return F.cross_entropy(output, labels) * next(calls)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    result = Trainer(model, bad, config={"epochs": 1}, optimizer=optimizer, loss=loss, progress=False).train()
+    assert result["skipped"] == 1
+    assert model.embed.weight.isfinite().all()
+    assert not torch.equal(model.embed.weight, before)
+
+
+def test_an_optimizer_that_takes_none_is_named_with_the_remedy():
+    with pytest.raises(EtudeError, match=r"AdamW takes no sparse gradients.*sparse=False"):
+        Trainer(Bag(), (ids, labels), config={"epochs": 1}, progress=False).train()
