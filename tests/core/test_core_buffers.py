@@ -88,17 +88,22 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("skipped", [False, True])
-def test_buffers_are_put_back_if_and_only_if_the_update_is_skipped(make, skipped):
-    model = nn.Sequential(make())
+@pytest.mark.parametrize("way", ["put_back", "choose"])  # the second is that of other devices
+def test_buffers_are_put_back_if_and_only_if_the_update_is_skipped(make, skipped, way):
+    model = nn.Sequential(make(), nn.BatchNorm1d(4), nn.BatchNorm2d(2).double())
     guard = BufferGuard(model)
     for value in (1.0, 2.0):  # some of these change their kind of buffer in the first step
         model[0](value)
         before = state(model[0])
         guard.remember()
         model[0](math.nan)
-        after = state(model[0])
-        guard.put_back(torch.tensor(float(skipped)))
+        model[1](torch.full((3, 4), math.nan))
+        after, norms = state(model[0]), [state(model[1]), state(model[2])]
+        getattr(guard, way)(torch.tensor(float(skipped)))
         assert_same(state(model[0]), before if skipped else after)
+        assert_same(state(model[1]), nn.BatchNorm1d(4)._buffers if skipped else norms[0])
+        assert_same(state(model[2]), norms[1])
+        model[1].reset_running_stats()
 
 
 def test_a_buffer_that_the_first_batch_shapes_begins_fresh_after_a_skipped_one():

@@ -33,13 +33,28 @@ class BufferGuard:
             for name in module._buffers
             if caches or name not in module._non_persistent_buffers_set
         ]
-        self._before: list[Tensor | None] = []
+        self._before: list[Tensor | None] = [None] * len(self._places)
 
     def remember(self) -> None:
         """Copy the buffers, before the forward pass."""
         if self._places:
-            self._before = [_copy(module._buffers[name]) for module, name in self._places]
+            self._copy()
 
+    @torch.no_grad()
+    def _copy(self) -> None:
+        """Copy the buffers into memory that is kept from step to step."""
+        before, now = [], []
+        for index, (module, name) in enumerate(self._places):
+            buffer, copy = module._buffers[name], self._before[index]
+            if buffer is not None and copy is not None and not is_lazy(buffer) and _are_alike(buffer, copy):
+                before.append(copy)
+                now.append(buffer)
+            else:
+                self._before[index] = _copy_of(buffer)
+        if before:
+            torch._foreach_copy_(before, now)
+
+    @torch.no_grad()
     def restore(self) -> None:
         """Give the buffers their former values."""
         for place, before in zip(self._places, self._before, strict=True):
@@ -49,11 +64,16 @@ class BufferGuard:
         """Give the buffers their former values if `skipped` is 1; on a device, without the host knowing."""
         if not self._places:
             return
-        if skipped.is_cpu:
-            if skipped.item():
-                self.restore()
-            return
+        if not skipped.is_cpu:
+            self.choose(skipped)
+        elif skipped.item():
+            self.restore()
+
+    @torch.no_grad()
+    def choose(self, skipped: Tensor) -> None:
+        """Do what `put_back` does on the device of `skipped`, in few kernels for any number of buffers."""
         bad = skipped.bool()
+        usual: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         changed: list[tuple[Place, Tensor | None]] = []
         for place, before in zip(self._places, self._before, strict=True):
             module, name = place
@@ -62,10 +82,16 @@ class BufferGuard:
                 continue
             if now is None or before is None or not _are_alike(now, before) or now.device != skipped.device:
                 changed.append((place, before))
+            elif now.is_contiguous() and before.is_contiguous():
+                usual.setdefault(now.dtype, []).append((now.view(-1), before.view(-1)))
             elif _overlaps(now):
                 module._buffers[name] = torch.where(bad, before, now)
             else:
                 torch.where(bad, before, now, out=now)
+        for pairs in usual.values():
+            nows, befores = (list(tensors) for tensors in zip(*pairs, strict=True))
+            chosen = torch.where(bad, torch.cat(befores), torch.cat(nows))
+            torch._foreach_copy_(nows, torch.split_with_sizes(chosen, [one.numel() for one in nows]))
         # Buffers made, dropped, resized or moved in this step, or on another device than the update: only the host can
         # choose, so it waits for the device.
         if changed and bad.item():
@@ -73,9 +99,9 @@ class BufferGuard:
                 _put(place, before)
 
 
-def _copy(buffer: Tensor | None) -> Tensor | None:
+def _copy_of(buffer: Tensor | None) -> Tensor | None:
     """Return a copy; a buffer that the first batch is to shape stays itself, as it has no values yet."""
-    return buffer if buffer is None or is_lazy(buffer) else buffer.clone()
+    return buffer if buffer is None or is_lazy(buffer) else buffer.detach().clone()
 
 
 def _put(place: Place, before: Tensor | None) -> None:
@@ -87,7 +113,7 @@ def _put(place: Place, before: Tensor | None) -> None:
     elif now is not None and before is not None and _are_alike(now, before) and not _overlaps(now):
         now.copy_(before)
     else:
-        module._buffers[name] = before
+        module._buffers[name] = None if before is None else before.clone()
 
 
 def _are_alike(now: Tensor, before: Tensor) -> bool:
@@ -98,6 +124,4 @@ def _are_alike(now: Tensor, before: Tensor) -> bool:
 
 def _overlaps(tensor: Tensor) -> bool:
     """Whether elements share memory, as in an expanded tensor: it cannot be written element by element."""
-    if tensor.is_contiguous():  # as nearly all are: asked in every step
-        return False
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -54,7 +54,7 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._process:
