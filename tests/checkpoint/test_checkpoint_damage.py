@@ -81,6 +81,16 @@ def test_a_missing_file_is_named(folder: Path, name: str) -> None:
         aside.rename(folder / name)
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "step-00000007"
+    write_filled(folder, 7)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name} is not a file"):
+        verify_checkpoint(folder)
+
+
 def test_the_message_names_file_and_checksums(folder: Path) -> None:
     contents = bytearray((folder / "state.safetensors").read_bytes())
     contents[-1] ^= 1

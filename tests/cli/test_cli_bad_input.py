@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import struct
 
@@ -403,6 +405,16 @@ def test_resume_of_a_finished_run(etude, run):
     assert json.loads((run / "result.json").read_text())["epoch"] == 7
 
 
+def test_commands_to_paste_are_quoted(etude, config, tmp_path):
+    path = config()
+    folder = tmp_path / "two words; 'quoted'"
+    assert etude("train", path, "--run-dir", folder, "-q").code == 0
+    for line in (etude("train", path, "--run-dir", folder).error, etude("resume", folder).error):
+        command = re.search(r"`(etude resume .*?)( training\S+)?`", line)
+        assert command is not None
+        assert shlex.split(command[1]) == ["etude", "resume", str(folder)]
+
+
 def test_resume_of_a_finished_run_with_a_nearer_end(etude, run):
     assert "is finished" in etude("resume", run, "training.epochs=1").error
     assert "is finished" in etude("resume", run, "training.log_interval=3").error
@@ -429,10 +441,10 @@ def test_evaluate_on_an_unknown_split(etude, run):
     assert "has no split 'num_classes'" in etude("evaluate", run, "--split", "num_classes").error
 
 
-@pytest.mark.parametrize("which", ["7", "bset", "-1", "²", ""])
+@pytest.mark.parametrize("which", ["7", "bset", "-1", "²", "", "5\n"])
 def test_evaluate_an_unknown_checkpoint(etude, run, which):
     line = etude("evaluate", run, "--checkpoint", which).error
-    assert f"has no checkpoint '{which}' (steps there are: 5, 10; or best, last)" in line
+    assert f"has no checkpoint {which!r} (steps there are: 5, 10; or best, last)" in line
 
 
 def test_evaluate_a_checkpoint_of_a_huge_step(etude, run):

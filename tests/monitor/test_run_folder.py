@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from etude.core import RunFolderError
 from etude.monitor import FINISHED, CsvSink, EventLog, JsonlSink, RunFolder, default_run_dir, newest_run
+from etude.monitor.run_folder import OWN_FILES
 
 
 def holding_a_run(path: Path) -> RunFolder:
@@ -89,6 +90,18 @@ def test_a_file_in_the_place_of_the_checkpoints_is_named(tmp_path, setting):
     assert place.read_text() == "precious"
 
 
+@pytest.mark.parametrize("name", sorted(OWN_FILES))
+@pytest.mark.parametrize(
+    "make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path)], ids=["dir", "fifo", "loop"]
+)
+def test_what_lies_in_the_way_of_a_file_is_named(tmp_path, name, make):
+    folder = holding_a_run(tmp_path / "run")
+    (folder.path / name).unlink(missing_ok=True)
+    make(folder.path / name)
+    with pytest.raises(RunFolderError, match=f"{folder.path / name} is in the way"), folder.lock():
+        pass
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_read_only_folder(tmp_path):
     (tmp_path / "run").mkdir(mode=0o555)
@@ -127,8 +140,10 @@ def test_write_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunFolderError, match="No space left on device; free disk space"):
+    with pytest.raises(RunFolderError, match=r"No space left on device; free disk space.*`etude resume "):
         folder.write_result({"status": FINISHED})
+    with pytest.raises(RunFolderError, match="free disk space or permissions there, then try again"):
+        RunFolder.create(tmp_path / "new").write_config({})
     assert folder.read_result() == {"status": "stopped"}
     assert not list(folder.path.glob(".*.tmp"))
 

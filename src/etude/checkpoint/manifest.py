@@ -47,6 +47,8 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return the records of a checkpoint's files; raise CheckpointError if the manifest is missing or damaged."""
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint {folder}; give a folder such as checkpoints/step-00000100")
+    if (folder / MANIFEST).exists() and not (folder / MANIFEST).is_file():  # reading it might never end
+        raise damaged(folder, f"{MANIFEST} is not a file")
     try:
         text = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:

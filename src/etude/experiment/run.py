@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 from etude.callbacks import CurriculumCallback, TextSamples
 from etude.checkpoint import (
@@ -109,7 +110,7 @@ def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: 
         if folder.is_finished and (end is None or clock.step >= end):
             raise RunFolderError(
                 f"run {folder.path} is finished ({clock.epoch} epochs, {clock.step} steps); to train longer, give a "
-                f"new end: `etude resume {folder.path} training.epochs={clock.epoch + 5}`"
+                f"new end: `etude resume {quote(str(folder.path))} training.epochs={clock.epoch + 5}`"
             )
         world.attempt(lambda: _reopen(folder, clock.step, config if overrides else None), here=world.is_main)
         return _run(trainer, folder)
@@ -127,7 +128,7 @@ def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best
         data = build_data(config, world)
         loader = data.loader(split)
         if loader is None:
-            raise ConfigError(f"the data of this run has no split '{split}' (there are: {', '.join(data.names)})")
+            raise ConfigError(f"the data of this run has no split {split!r} (there are: {', '.join(data.names)})")
         trainer = build_trainer(config, data=data, world=world, progress=False)
         with explained(checkpoint.path):
             check_vocabulary(checkpoint.meta, trainer.meta, checkpoint.path)
@@ -216,7 +217,7 @@ def _held(folder: RunFolder, world: World) -> Iterator[None]:
 
 
 def _resume_command(folder: RunFolder, world: World) -> str:
-    return f"{launcher(world) or _folder_of_command()}etude resume {folder.path}"
+    return f"{launcher(world) or _folder_of_command()}etude resume {quote(str(folder.path))}"
 
 
 def _folder_of_command() -> str:
@@ -224,7 +225,7 @@ def _folder_of_command() -> str:
     command = Path(sys.argv[0])
     if command.name != "etude" or command.parent == Path() or shutil.which("etude"):
         return ""
-    return f"{command.parent}/"
+    return f"{quote(str(command.parent))}/"
 
 
 def _reopen(folder: RunFolder, step: int, config: ExperimentConfig | None) -> None:
@@ -271,6 +272,6 @@ def _read_checkpoint(folder: RunFolder, which: str) -> Checkpoint:
     if step is None:
         there = ", ".join(steps) or "none"
         raise CheckpointError(
-            f"{folder.path} has no checkpoint '{shorten(which)}' (steps there are: {there}; or best, last)"
+            f"{folder.path} has no checkpoint {shorten(which)!r} (steps there are: {there}; or best, last)"
         )
     return manager.load(folder_name(step))

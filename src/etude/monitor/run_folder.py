@@ -15,10 +15,12 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -80,8 +82,8 @@ class RunFolder:
                 folder.remove_run()
             elif folder.holds_run:
                 raise RunFolderError(
-                    f"{folder.path} already holds a run; use `etude resume {folder.path}` or another --run-dir "
-                    f"(--overwrite removes the run)"
+                    f"{folder.path} already holds a run; use `etude resume {quote(str(folder.path))}` "
+                    f"or another --run-dir (--overwrite removes the run)"
                 )
             elif folder.is_used:
                 raise RunFolderError(
@@ -159,11 +161,14 @@ class RunFolder:
 
     @contextmanager
     def lock(self, owner: str = "") -> Iterator[str]:
-        """Hold the folder for this process; raises RunFolderError if another one has it.
+        """Hold the folder for this process; raises RunFolderError if another one has it, or it cannot be written.
 
         Yields who held it last, process and `owner`. The lock is freed when the block ends or the process dies, also
         by `kill -9`.
         """
+        for name in sorted(OWN_FILES):
+            if problem := _problem_of(self.path / name):
+                raise RunFolderError(f"{self.path / name} is in the way: {problem}; remove it, or move it elsewhere")
         with FolderLock(self.lock_path, owner) as lock:
             self.is_held = True
             try:
@@ -243,9 +248,10 @@ class RunFolder:
             raise self._cannot_write(error) from error
 
     def _cannot_write(self, error: OSError) -> RunFolderError:
+        again = f"`etude resume {quote(str(self.path))}`" if self.is_used else "try again"
         return RunFolderError(
             f"cannot write in run folder {self.path}: {error.strerror or error}; "
-            f"free disk space or permissions there, then `etude resume {self.path}`"
+            f"free disk space or permissions there, then {again}"
         )
 
 
@@ -289,6 +295,16 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except OSError:
         return False
+
+
+def _problem_of(path: Path) -> str:
+    """Return why a file of the run cannot be one: a folder, a pipe, a link to itself; nothing if it can."""
+    try:
+        return "" if stat.S_ISREG(path.stat().st_mode) else "it is no regular file"
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return str(error.strerror or error)
 
 
 def _trim_jsonl(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
