@@ -200,7 +200,11 @@ def test_nothing_is_loaded_unless_everything_fits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [({"keep_best": -1}, "keep_best is -1"), ({"mode": "least"}, "mode is 'least'; allowed are 'min' and 'max'")],
+    [
+        ({"keep_best": -1}, "keep_best is -1"),
+        ({"keep_best": "a"}, "keep_best is 'a'"),
+        ({"mode": "least"}, "mode is 'least'; allowed are 'min' and 'max'"),
+    ],
 )
 def test_wrong_arguments(tmp_path: Path, arguments: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -209,8 +213,9 @@ def test_wrong_arguments(tmp_path: Path, arguments: dict, words: str) -> None:
 
 def test_wrong_steps_and_metrics(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
-    with pytest.raises(CheckpointError, match="cannot save step -1"):
-        save(manager, -1)
+    for step in (-1, "a", 1.5):
+        with pytest.raises(CheckpointError, match=f"step is {step!r}"):
+            manager.save(step, model_state={}, state={})
     with pytest.raises(CheckpointError, match="one number per name"):
         manager.save(1, model_state={}, state={}, metrics={"val_loss": torch.ones(2)})
     assert not list(tmp_path.iterdir())

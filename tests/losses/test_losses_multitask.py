@@ -254,3 +254,8 @@ def test_a_strategy_of_several_terms_is_refused():
 def test_exported():
     for name in ("multi_task_loss", "default_weights", "multi_label_bce", "binary_cross_entropy"):
         assert callable(getattr(etude, name))
+
+
+def test_a_task_that_is_no_pair_is_named() -> None:
+    with pytest.raises(TrainingError, match="'quality'"):
+        multi_task_loss({"quality": torch.zeros(())}, {"quality": 1.0})  # type: ignore[dict-item]

@@ -103,6 +103,12 @@ def test_frozen_weights_that_are_not_finite_are_named():
         make_trainer(model).train()
 
 
+@pytest.mark.parametrize("name", ["use_amp", "compile_model"])
+def test_switches_are_true_or_false(name):
+    with pytest.raises(ConfigError, match=name):
+        make_trainer(**{name: "no"})
+
+
 # ---------------------------------------------------------------------------------------------------- callbacks
 
 

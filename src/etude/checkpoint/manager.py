@@ -27,6 +27,7 @@ from etude.checkpoint.retention import Entry, Mode, best_first, to_delete
 from etude.checkpoint.store import Checkpoint, cannot_save, read_checkpoint, read_meta, write_checkpoint
 from etude.checkpoint.trust import Undo, check_kind, explained, record_of
 from etude.core.errors import CheckpointError, ConfigError
+from etude.core.whole import as_whole
 
 _log = logging.getLogger(__name__)
 
@@ -56,8 +57,7 @@ class CheckpointManager:
     def __init__(
         self, root: str | Path, *, keep_best: int = 3, monitor: str = "val_loss", mode: Mode = "min"
     ) -> None:
-        if keep_best < 0:
-            raise ConfigError(f"keep_best is {keep_best}; it has to be 0 (only the last) or more")
+        as_whole("keep_best", keep_best, least=0)
         if mode not in get_args(Mode):
             raise ConfigError(f"mode is {mode!r}; allowed are 'min' and 'max'")
         self.root = Path(root)
@@ -81,8 +81,7 @@ class CheckpointManager:
         When this returns the checkpoint is on the disk. Raises CheckpointError if it cannot be written; the earlier
         ones are then as they were.
         """
-        if step < 0:
-            raise CheckpointError(f"cannot save step {step}; steps count from 0")
+        step = as_whole("step", step, least=0, error=CheckpointError)
         path = self.root / folder_name(step)
         numbers = _numbers(metrics or {})
         try:

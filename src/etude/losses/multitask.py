@@ -118,6 +118,9 @@ def multi_task_terms(
     losses = losses or {}
     if not tasks:
         raise TrainingError("there are no tasks to compute a loss of: give {task: (prediction, target)}")
+    for task, pair in tasks.items():
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TrainingError(f"task '{task}' must have a (prediction, target), found a {type(pair).__name__}")
     check_weights(weights, tasks)
     _check_names("losses", losses, {**tasks, **weights})
     return {

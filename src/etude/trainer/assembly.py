@@ -64,6 +64,9 @@ def as_config(
     if not isinstance(config, TrainerConfig):
         data = canonical_keys(dict(config or {}), TRAINING_ALIASES, "training", None)
         config = validate_section(TrainerConfig, data, path="training", document=None)
+    for name, value in (("use_amp", use_amp), ("compile_model", compile_model)):
+        if not isinstance(value, bool | None):
+            raise ConfigError(f"{name} must be True, False or None, found {value!r}")
     changes: dict[str, Any] = {}
     if device is not None:
         changes["device"] = str(device)
