@@ -229,3 +229,14 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, root: str) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         CheckpointManager(tmp_path / root).load()
     assert CheckpointManager(tmp_path / root).latest() is None
+
+
+def test_a_second_run_in_one_folder_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 2)
+    first, second = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
+    for step in (100, 200):
+        first.save_modules(step, model=model)
+    assert not caplog.records
+    for step in (10, 20):
+        second.save_modules(step, model=model)
+    assert [record.message.count("step-00000200") for record in caplog.records] == [1]

@@ -64,7 +64,7 @@ class CheckpointManager:
         self.keep_best = keep_best
         self.monitor = monitor
         self.mode: Mode = mode
-        self._cleaned = False
+        self._cleaned = self._has_warned = False
 
     def save(
         self,
@@ -142,12 +142,23 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Path:
-        """Save a module, its optimizer and whatever else is data (`extra`), for loops written by hand."""
+        """Save a module, its optimizer and whatever else is data (`extra`), for loops written by hand.
+
+        Warns once if the folder holds a later step, as that of another run: the last checkpoint is the latest step.
+        """
         state = {
             "optimizer": None if optimizer is None else optimizer_state(optimizer, model),
             "extra": dict(extra or {}),
         }
-        return self.save(step, model_state=clean_state_dict(model), state=state, metrics=metrics)
+        path = self.save(step, model_state=clean_state_dict(model), state=state, metrics=metrics)
+        latest = max(find_checkpoints(self.root))
+        if latest > step and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                f"{path} was saved, but {folder_name(latest)} is in the same folder and will be loaded as the last; if "
+                f"it is of another run, take another folder or delete it"
+            )
+        return path
 
     def load_into(
         self, model: nn.Module, optimizer: Optimizer | None = None, which: str | Path | None = "last"
