@@ -143,6 +143,6 @@ def test_a_bad_batch_leaves_no_trace_in_any_kind_of_buffer(make):
         models[0](good[0][0])
     models.append(copy.deepcopy(models[0]))
     for model, batches in zip(models, (good, [*good[:2], bad, *good[2:]]), strict=True):
-        Trainer(model, batches, config={"epochs": 1}, progress=False).train()
+        Trainer(model, batches, config={"epochs": 1, "device": "cpu"}, progress=False).train()
     for mine, theirs in zip(*(model.state_dict().values() for model in models), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
