@@ -1,6 +1,7 @@
 """Each optimizer against torch's plain loop in float64; the kernels chosen; arguments refused; state restored."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -94,8 +95,13 @@ def test_a_skipped_first_step_leaves_fused_sgd_as_if_it_had_not_been(momentum):
         torch.testing.assert_close(mine, reference)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("optimizer_class", [SGD, Adam, AdamW])
+@pytest.mark.parametrize(
+    ("optimizer_class", "dtype"),
+    [
+        *itertools.product([SGD, Adam, AdamW], [torch.float32, torch.float64]),
+        *itertools.product([Adam, AdamW], [torch.bfloat16, torch.float16]),
+    ],
+)
 def test_fused_is_chosen_wherever_torch_has_it_on_the_cpu(optimizer_class, dtype):
     params = parameters(dtype)
     optimizer = optimizer_class(params)
@@ -103,6 +109,40 @@ def test_fused_is_chosen_wherever_torch_has_it_on_the_cpu(optimizer_class, dtype
     assert optimizer._step_supports_amp_scaling
     run(optimizer, params, range(2))
     assert all(torch.isfinite(param).all() for param in params)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("optimizer_class", "arguments"),
+    [
+        (SGD, {}),
+        (SGD, {"momentum": 0.9}),
+        (SGD, {"momentum": 0.9, "nesterov": True}),
+        (SGD, {"momentum": 0.9, "dampening": 0.5}),
+        (Adam, {"eps": 1e-3}),
+        (AdamW, {"eps": 1e-3}),
+        (RMSprop, {"eps": 1e-3}),
+    ],
+)
+@pytest.mark.parametrize("size", [5, 16, 48, 1000])
+def test_weights_of_16_bits_go_where_those_of_64_bits_go(optimizer_class, arguments, dtype, size):
+    start = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ends = []
+    for kind in (dtype, torch.float64):
+        weight, generator = nn.Parameter(start.to(kind, copy=True)), torch.Generator().manual_seed(1)
+        optimizer = optimizer_class([weight], lr=0.05, **arguments)
+        for _ in range(8):
+            weight.grad = (torch.randn(size, generator=generator) + 1).to(dtype).to(kind)
+            optimizer.step()
+        ends.append(weight.detach().double())
+    moved = (ends[1] - start.double()).norm()
+    assert (ends[0] - ends[1]).norm() < 0.05 * moved
+
+
+def test_fused_sgd_of_16_bits_is_refused_on_the_cpu():
+    """Torch's kernel is wrong there."""
+    with pytest.raises(ConfigError, match="SGD: kernel 'fused'"):
+        SGD(parameters(torch.bfloat16), kernel="fused")
 
 
 def test_rmsprop_takes_foreach_for_small_tensors_and_a_loop_for_large_ones():

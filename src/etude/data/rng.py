@@ -1,15 +1,26 @@
 """The global generators: seeded for a moment, preserved for the caller, or swapped for a stream of their own."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from etude.core.random import mix
 
 Accessors = tuple[Callable[[], Any], Callable[[Any], Any]]
 """How the state of one generator is read and written."""
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+CLOSED = (*GENERATORS, torch.Tensor, np.ndarray, str, bytes, type, ModuleType, _BaseDataLoaderIter)
+"""What is not looked into for generators."""
+DEPTH, SHORT = 8, 100
+"""How deep they are looked for, and in lists of which length: not among the samples of a dataset."""
 
 
 def seed_generators(seed: int) -> None:
@@ -61,8 +72,7 @@ class RandomStream:
         seed_generators(seed)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.manual_seed(seed)
-        for generator in owned:
-            seed_generator(generator, seed)
+        seed_owned(owned, seed)
         self._states = [read() for read, _ in generators]
         _write(generators, caller)
         self._generators = generators
@@ -83,17 +93,51 @@ class RandomStream:
 
 
 def owned_generators(*owners: Any) -> list[Any]:
-    """Return the generator objects that are attributes of these objects, each once.
+    """Return the generator objects that these objects keep, each once, the nearest first.
+
+    They are looked for in attributes, short lists, tuples and dicts, closures, partial functions and the objects of
+    methods, down to `DEPTH`: that of a dataset in a subset is found, and that of a transform in a list of them.
 
     >>> class Sampler:
     ...     rng = None
     >>> sampler = Sampler(); sampler.rng = random.Random(1)
-    >>> owned_generators(sampler, sampler) == [sampler.rng]
+    >>> owned_generators(sampler, [sampler]) == [sampler.rng]
     True
     """
-    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-    values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
-    return list({id(value): value for value in values if isinstance(value, kinds)}.values())
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    level = list(owners)
+    for _ in range(DEPTH):
+        level = [one for one in level if id(one) not in seen and not seen.add(id(one))]  # type: ignore[func-returns-value]
+        found |= {id(one): one for one in level if isinstance(one, GENERATORS)}
+        level = [part for one in level if not isinstance(one, CLOSED) for part in _parts_of(one)]
+    return list(found.values())
+
+
+def _parts_of(owner: Any) -> Iterator[Any]:
+    """Yield what an object directly holds, if it is short."""
+    if isinstance(owner, (list, tuple, dict)):
+        if len(owner) <= SHORT:
+            yield from owner.values() if isinstance(owner, dict) else owner
+        return
+    yield from getattr(owner, "__dict__", {}).values()
+    if isinstance(owner, FunctionType):
+        for cell in owner.__closure__ or ():
+            with suppress(ValueError):  # one that has no value yet
+                yield cell.cell_contents
+    if isinstance(owner, MethodType):
+        yield owner.__self__
+    if isinstance(owner, partial):
+        yield from (owner.func, *owner.args, *owner.keywords.values())
+
+
+def seed_owned(generators: Sequence[Any], seed: int) -> None:
+    """Seed generator objects by one seed; those of one kind draw different numbers."""
+    kinds = Counter[type]()
+    for generator in generators:
+        place = kinds[type(generator)]
+        seed_generator(generator, mix(seed, place) if place else seed)
+        kinds[type(generator)] += 1
 
 
 def _globals() -> list[Accessors]:

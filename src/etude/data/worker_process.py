@@ -19,7 +19,7 @@ from torch.utils.data import _DatasetKind
 
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data.rng import owned_generators, seed_generator, seed_generators
+from etude.data.rng import owned_generators, seed_generators, seed_owned
 
 ENDING, EPOCH, SEED, PIDS = 0, 1, 2, 3
 GROUP_SIGNALS = {signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
@@ -83,12 +83,11 @@ class WorkerStart:
             os._exit(0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _reseed(self, worker: int, dataset: Any) -> None:
+    def _reseed(self, worker: int, dataset: Any, collate: Any) -> None:
         seed = int(self._shared[SEED])
         seed_generators(mix(seed, worker))
         begin_epoch((dataset,), int(self._shared[EPOCH]))
-        for generator in owned_generators(dataset):
-            seed_generator(generator, seed)
+        seed_owned(owned_generators(dataset, collate), seed)
 
 
 _STARTS: weakref.WeakKeyDictionary[WorkerStart, int] = weakref.WeakKeyDictionary()
@@ -149,13 +148,13 @@ def starting_workers(loader: TorchLoader[Any]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _before_each_epoch(action: Callable[[Any], None]) -> None:
-    """Let this worker call `action` with its dataset before it begins an epoch: torch makes a new fetcher then."""
+def _before_each_epoch(action: Callable[[Any, Any], None]) -> None:
+    """Let this worker call `action` with dataset and collate_fn before each epoch: torch makes a new fetcher then."""
     create = _DatasetKind.create_fetcher
 
-    def begin(kind: Any, dataset: Any, *others: Any) -> Any:
-        action(dataset)
-        return create(kind, dataset, *others)  # type: ignore[no-untyped-call]
+    def begin(kind: Any, dataset: Any, auto_collation: Any, collate: Any, *others: Any) -> Any:
+        action(dataset, collate)
+        return create(kind, dataset, auto_collation, collate, *others)  # type: ignore[no-untyped-call]
 
     _DatasetKind.create_fetcher = begin  # type: ignore[method-assign]
 

@@ -12,7 +12,7 @@ from etude.core.batch import Batch, map_tensors
 from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data.permutation import Indices
-from etude.data.rng import preserved_rng, seed_generators
+from etude.data.rng import owned_generators, preserved_rng, seed_generators, seed_owned
 from etude.data.sampler import BatchSampler
 from etude.data.worker_process import WorkerStart, starting_workers
 
@@ -41,23 +41,30 @@ class WorkerSettings:
 class SeededSamples(Dataset[Batch]):
     """Whole batches of a map-style dataset, by (epoch, indices).
 
-    Before each sample the global generators of Python, NumPy and torch are seeded from (seed, epoch, index), so
-    random augmentations depend on nothing else: not on the worker, the rank or what was fetched before.
+    Before each sample the global generators of Python, NumPy and torch are seeded from (seed, epoch, index), and so are
+    those that dataset and collate function keep. Random augmentations then depend on nothing else: not on the worker,
+    the rank or what was fetched before.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
         self.collate: Collate = default_collate if collate is None else collate
+        self._owned: tuple[int, list[Any]] | None = None
 
     def __getitem__(self, request: Request) -> Batch:
         epoch, indices = request
+        if self._owned is None or self._owned[0] != epoch:
+            self._owned = epoch, owned_generators(self.dataset, self.collate)
         if len(indices) == 0:
             # This rank's share of a ragged last batch: the form of a batch, with no samples in it.
             return map_tensors(self.collate([self._sample(epoch, 0)]), lambda tensor: tensor[:0])
         return self.collate([self._sample(epoch, index) for index in indices.tolist()])
 
     def _sample(self, epoch: int, index: int) -> Any:
-        seed_generators(mix(self.seed, epoch, index))
+        seed = mix(self.seed, epoch, index)
+        seed_generators(seed)
+        if self._owned is not None:
+            seed_owned(self._owned[1], seed)
         return self.dataset[index]
 
 

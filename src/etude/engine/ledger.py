@@ -4,6 +4,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -98,13 +100,14 @@ class Ledger:
             return
         reports, self._pending = self._pending, []
         places, self._places = self._places, []
-        fresh = self._read(reports, places)
+        fresh, series = self._read(reports, places)
         now = time.perf_counter()
         fresh.seconds, fresh.waited = now - self._since, self._waited
         self._since, self._waited = now, 0.0
         self.tokens += fresh.tokens
         for tally in (self.window, self.epoch):
             _merge(tally, fresh)
+            series.add_to(tally)
 
     def take_window(self) -> Tally:
         """Flush, return the tally since the last log point, and begin a new window."""
@@ -146,7 +149,7 @@ class Ledger:
 
         return put_back
 
-    def _read(self, reports: list[StepReport], places: list[tuple[int, int, int]]) -> Tally:
+    def _read(self, reports: list[StepReport], places: list[tuple[int, int, int]]) -> "tuple[Tally, Series]":
         # Steps differ in their terms where tasks take turns; and of ranks, one without samples knows few.
         names = self.world.union(list(dict.fromkeys(name for report in reports for name in report.sums)))
         columns: list[Tensor] = []
@@ -164,7 +167,9 @@ class Ledger:
         rows = torch.cat([per_rank, shared]).cpu()  # the one transfer
         return self._summarise(names, rows, places)
 
-    def _summarise(self, names: list[str], rows: Tensor, places: list[tuple[int, int, int]]) -> Tally:
+    def _summarise(
+        self, names: list[str], rows: Tensor, places: list[tuple[int, int, int]]
+    ) -> "tuple[Tally, Series]":
         norms, divisors, skipped = rows[-3:]
         samples, tokens, flops = rows[-6:-3].sum(dim=1).tolist()
         tally = Tally(
@@ -173,19 +178,37 @@ class Ledger:
         tally.bad_losses = int((~rows[: 2 * len(names) : 2].isfinite()).any(dim=0).sum())
         if tally.skipped:
             tally.first_skipped = list(places[int(skipped.argmax())])
+        series = Series()
         for index, name in enumerate(names):
             sums, counts = rows[2 * index], rows[2 * index + 1]
             if "/" in name and not counts.any():  # a number of one of several tasks, which had no labels here
                 continue
             finite = torch.isfinite(sums)
-            tally.sums[name], tally.counts[name] = float(sums[finite].sum()), float(counts[finite].sum())
+            series.terms[name] = sums[finite].tolist(), counts[finite].tolist()
         good = (norms / divisors)[skipped == 0]
+        series.norms = good.tolist()
         if good.numel():
-            tally.norm_sum, tally.norm_count = float(good.sum()), good.numel()
+            tally.norm_count = good.numel()
             tally.norm_min, tally.norm_max = float(good.min()), float(good.max())
         for bad in skipped.tolist():
             self.bad_streak = self.bad_streak + 1 if bad else 0
-        return tally
+        return tally, series
+
+
+@dataclass(slots=True)
+class Series:
+    """Numbers of single steps. They are added one by one, so that no sum depends on when the host has read them."""
+
+    terms: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
+    """Sums and counts by name."""
+    norms: list[float] = field(default_factory=list)
+
+    def add_to(self, tally: Tally) -> None:
+        """Add all of them up in the order of the steps."""
+        for name, (sums, counts) in self.terms.items():
+            tally.sums[name] = reduce(add, sums, tally.sums.get(name, 0.0))  # the builtin `sum` would round otherwise
+            tally.counts[name] = reduce(add, counts, tally.counts.get(name, 0.0))
+        tally.norm_sum = reduce(add, self.norms, tally.norm_sum)
 
 
 def _column(values: list[Any]) -> Tensor:
@@ -199,10 +222,8 @@ def _column(values: list[Any]) -> Tensor:
 
 
 def _merge(total: Tally, fresh: Tally) -> None:
-    for name in fresh.sums:
-        total.sums[name] = total.sums.get(name, 0.0) + fresh.sums[name]
-        total.counts[name] = total.counts.get(name, 0.0) + fresh.counts[name]
-    counters = ("steps", "samples", "tokens", "forward_flops", "skipped", "bad_losses", "norm_sum", "norm_count")
+    """Add the numbers whose sums are exact."""
+    counters = ("steps", "samples", "tokens", "forward_flops", "skipped", "bad_losses", "norm_count")
     for key in (*counters, "seconds", "waited"):
         setattr(total, key, getattr(total, key) + getattr(fresh, key))
     total.first_skipped = total.first_skipped or fresh.first_skipped

@@ -108,7 +108,7 @@ class KernelOptimizer(torch.optim.Optimizer):
         if group.get("fused") is not None or group.get("foreach") is not None:
             return
         kernel = self._auto_kernel(group) if self._kernel == "auto" else self._kernel
-        if kernel == "fused" and not (self._has_fused and all(_fusable(param) for param in group["params"])):
+        if kernel == "fused" and not (self._can_fuse(group) and all(_fusable(param) for param in group["params"])):
             raise ConfigError(
                 f"{type(self).__name__}: kernel 'fused' does not exist for these parameters or this optimizer; "
                 f"use 'auto', 'foreach' or 'loop'"
@@ -120,7 +120,10 @@ class KernelOptimizer(torch.optim.Optimizer):
             self._step_supports_amp_scaling = all(each["fused"] for each in self.param_groups)
 
     def _auto_kernel(self, group: dict[str, Any]) -> Kernel:
-        return choose_kernel(group["params"], has_fused=self._has_fused)
+        return choose_kernel(group["params"], has_fused=self._can_fuse(group))
+
+    def _can_fuse(self, group: dict[str, Any]) -> bool:  # noqa: ARG002
+        return self._has_fused
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state and the hyperparameters; the kernel stays the one chosen for the live parameters."""
@@ -172,7 +175,11 @@ class SGD(KernelOptimizer, torch.optim.SGD):
     def _auto_kernel(self, group: dict[str, Any]) -> Kernel:
         # With dampening the first momentum is special, and the fused kernel knows one first step for all parameters.
         fusable = group["momentum"] == 0 or group["dampening"] == 0
-        return choose_kernel(group["params"], has_fused=fusable)
+        return choose_kernel(group["params"], has_fused=fusable and self._can_fuse(group))
+
+    def _can_fuse(self, group: dict[str, Any]) -> bool:
+        # Torch's kernel for the CPU (2.13) leaves most weights of 16 bits as they are, and their momentum undefined.
+        return not any(param.is_cpu and param.itemsize == 2 for param in group["params"])
 
     def _init_group(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], buffers: list[Tensor | None]
