@@ -43,6 +43,25 @@ def test_first_signal_finishes_the_step_saves_and_says_how_to_resume(gated, resu
     assert_same_run(folder)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_while_the_data_is_made(etude, experiment, tmp_path, number):
+    """Nothing is lost and nothing waits: one line, exit code 130, and the run can be begun."""
+    module, folder = tmp_path / "slow.py", tmp_path / "run"
+    module.write_text(
+        "import pathlib, time\nfrom etude import register\n"
+        "@register('data', 'slow_to_make')\ndef make():\n"
+        f"    pathlib.Path({str(tmp_path / 'reached')!r}).touch()\n"
+        "    while True:\n        time.sleep(0.01)\n"
+    )
+    imports = [*yaml.safe_load(experiment.read_text())["imports"], str(module)]
+    process = etude.start("train", experiment, "--run-dir", folder, f"imports={imports}", "data=slow_to_make")
+    wait_for((tmp_path / "reached").exists, process)
+    process.send(number)
+    assert process.wait() == 130
+    words = f"etude: stopped at once; what was saved before is intact, go on with: etude resume {folder}\n"
+    assert process.err == words
+
+
 def test_second_signal_stops_at_once(gated, resume, assert_same_run):
     process, folder, go_on = gated
     process.send(signal.SIGINT)

@@ -115,6 +115,14 @@ def test_labels_that_no_batch_has_are_found_in_the_first_one(kind, accumulation)
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
+def test_labels_by_name_need_batches_with_names():
+    model, task, given = make(None)
+    labels = {name: column for name, column in given.data.items() if name != "input"}
+    rows = [(given.data["input"][row], {name: column[row] for name, column in labels.items()}) for row in range(24)]
+    with pytest.raises(TrainingError, match=r"task '\w+' are '\w+', but a batch is a (list|tuple)"):
+        Trainer(model, DataLoader(rows, batch_size=4), task=task, progress=False).train()
+
+
 @pytest.mark.parametrize("metric", [F1(), ConfusionMatrix(), F1(num_classes=4), Accuracy()])
 def test_a_metric_that_does_not_fit_is_found_in_the_first_batch(metric):
     """Not in the first validation, after an epoch; it names what is missing."""

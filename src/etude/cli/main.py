@@ -5,7 +5,9 @@ import errno
 import io
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -251,6 +253,30 @@ class WatchedOutput:
 
 
 @contextlib.contextmanager
+def _signals_stop() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP stop as Ctrl-C does, with a line and exit code 130, also while data and model are made."""
+    process, before = os.getpid(), {}
+
+    def stop(number: int, _frame: Any) -> None:
+        if os.getpid() != process:  # in a process forked from this one, it does what it did
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        raise KeyboardInterrupt
+
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # else a launcher ends its processes so
+    for name in ("SIGTERM", "SIGHUP") if alone and threading.current_thread() is threading.main_thread() else ():
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # not where nohup ignores it
+            before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def _watched_output() -> Iterator[None]:
     """Say in one line that standard output cannot be written; to a reader that went away there is nothing to say."""
     if sys.stdout is None:  # closed from the start: Python prints nothing
@@ -280,7 +306,7 @@ def main() -> None:
     logger = logging.getLogger("etude")
     if not any(isinstance(handler, (WarningLines, logging.NullHandler)) for handler in logger.handlers):
         logger.addHandler(WarningLines(logging.WARNING) if _is_main() else logging.NullHandler())
-    with _watched_output():
+    with _watched_output(), _signals_stop():
         app()
 
 

@@ -113,6 +113,13 @@ def check_labels(tasks: Mapping[str, TaskSpec], batch: Batch) -> None:
     """
     if isinstance(batch, Mapping):
         _check_keys(tasks, [key for key in batch if key != STREAM], batch.get(STREAM))
+        return
+    for task, spec in tasks.items():
+        if spec.labels is not None and spec.weight:
+            raise TrainingError(
+                f"the labels of task '{task}' are '{spec.labels}', but a batch is a {type(batch).__name__}, in which "
+                f"nothing has a name; let the data give mappings, such as {{'x': …, '{spec.labels}': …}}"
+            )
 
 
 def check_streams(tasks: Mapping[str, TaskSpec], batches: Iterable[Mapping[str, Any]]) -> None:
