@@ -81,6 +81,21 @@ def test_a_validation_that_is_cut_off_is_repeated(tmp_path, plan):
         assert facts(folder) == expected
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_signal_before_the_first_step_stops_before_it(tmp_path, at):
+    make(tmp_path / "straight", Validation()).train()
+    validation = Validation(1, at=at)  # while validation is tried
+    trainer = make(tmp_path / "run", validation)
+    result = trainer.train()
+    assert result == {"interrupted": 1.0}
+    assert trainer.state.clock.step == 0
+    assert validation.seen == at + 1
+    make(tmp_path / "run", Validation()).train()
+    straight, run = facts(tmp_path / "straight"), facts(tmp_path / "run")
+    assert run[0] == straight[0]
+    assert run[2:] == straight[2:]
+
+
 @pytest.mark.parametrize("times", [2, 3])
 def test_it_may_be_cut_off_again_and_again(tmp_path, times):
     make(tmp_path / "straight", Validation(), validate_every_steps=3).train()

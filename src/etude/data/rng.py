@@ -116,10 +116,10 @@ def owned_generators(*owners: Any) -> list[Any]:
 
 def _parts_of(owner: Any) -> Iterator[Any]:
     """Yield what an object directly holds, if it is short."""
-    if isinstance(owner, (list, tuple, dict)):
-        if len(owner) <= SHORT:
-            yield from owner.values() if isinstance(owner, dict) else owner
-        return
+    # By the methods of the base class: those of a class derived from it may read data, or count who does.
+    for base in (list, tuple, dict):
+        if isinstance(owner, base) and base.__len__(owner) <= SHORT:
+            yield from dict.values(owner) if base is dict else base.__iter__(owner)
     yield from getattr(owner, "__dict__", {}).values()
     if isinstance(owner, FunctionType):
         for cell in owner.__closure__ or ():

@@ -84,6 +84,7 @@ class Loop:
 
     def run(self) -> dict[str, float]:
         """Train until the plan is fulfilled or a stop is asked for; save; return the last numbers."""
+        self._poll()
         while not self._finished():
             self._run_epoch()
         if self.clock.position and not self.control.stop:  # max_steps ended the run inside an epoch
@@ -160,15 +161,18 @@ class Loop:
             self._save()
 
     def _between_steps(self) -> None:
-        plan, control, step = self.plan, self.control, self.clock.step
+        plan, step = self.plan, self.clock.step
         if _every(plan.log_interval, step):
             record = self.numbers.of(self.ledger.take_window())
             self.finite.streak(step)
             position = {"step": step, "epoch": self.clock.epoch, "samples": self.clock.samples, **self._phase()}
             self.callbacks.on_log({**position, **record, "lr": self.step.updater.lr, **self.callbacks.numbers()})
-        if asked := self.stop_poll.asked(step):
-            control.request_stop(asked, by_signal=True)
+        self._poll()
         self._validate_and_save()
+
+    def _poll(self) -> None:
+        if asked := self.stop_poll.asked(self.clock.step):
+            self.control.request_stop(asked, by_signal=True)
 
     def _validate_and_save(self) -> None:
         plan, control, step = self.plan, self.control, self.clock.step

@@ -22,6 +22,7 @@ from etude.core.probe import probing
 from etude.core.terms import Measures, SeveralTasks, check_terms, derive
 from etude.data.foreign import ForeignLoader
 from etude.distributed import World, is_empty
+from etude.engine.interrupt import Interrupts
 from etude.engine.misfit import explained
 from etude.engine.precision import Precision
 from etude.trainer.feeding import DeviceLoader
@@ -38,6 +39,7 @@ def check_validation(
     precision: Precision,
     world: World,
     explain: AbstractContextManager[None],
+    interrupts: Interrupts,
 ) -> None:
     """Evaluate the first `num_batches` batches and forget the result; raise DataError if they do not fit.
 
@@ -55,13 +57,21 @@ def check_validation(
 
         def attempt() -> None:
             with _explained(together=world.size > 1), explain:
-                _try(model, trial, source, num_batches, precision, world)
+                _try(model, trial, source, num_batches, precision, world, interrupts)
 
         world.attempt(attempt)
 
 
 @explained
-def _try(model: nn.Module, task: Task, loader: Loader, num_batches: int, precision: Precision, world: World) -> None:
+def _try(
+    model: nn.Module,
+    task: Task,
+    loader: Loader,
+    num_batches: int,
+    precision: Precision,
+    world: World,
+    interrupts: Interrupts,
+) -> None:
     batches = loader.iterate(epoch=0)
     sums: dict[str, Tensor | float] = {}
     counts: dict[str, Tensor | float] = {}
@@ -69,6 +79,8 @@ def _try(model: nn.Module, task: Task, loader: Loader, num_batches: int, precisi
         if isinstance(task, Measures):
             task.start_measuring()
         for batch in _first(batches, num_batches):
+            if interrupts.requested:
+                return  # the loop asks next, and stops before its first step
             with precision.autocast():
                 terms = task(model, batch, metrics=True)
             check_terms(terms)

@@ -273,7 +273,7 @@ class Trainer:
             self._is_training = True
             try:
                 self.callbacks.on_train_begin(self._info())
-                self._try_validation()
+                self._try_validation(interrupts)
                 result = loop.run()
                 self.callbacks.on_train_end(result)
             except BaseException as error:
@@ -390,7 +390,7 @@ class Trainer:
         """Whether the state is, unchanged, that of a checkpoint in the run folder."""
         return self._restored_from is not None and self.output.holds(self._restored_from)
 
-    def _try_validation(self) -> None:
+    def _try_validation(self, interrupts: Interrupts) -> None:
         if self.val_loader is not None and self.config.sanity_val_batches:
             check_validation(
                 self.model,
@@ -400,6 +400,7 @@ class Trainer:
                 precision=self.precision,
                 world=self.world,
                 explain=self._explain_memory_in_validation(),
+                interrupts=interrupts,
             )
 
     def _explain_memory_in_validation(self) -> AbstractContextManager[None]:
