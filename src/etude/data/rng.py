@@ -117,7 +117,8 @@ def owned_generators(*owners: Any) -> list[Any]:
 def _parts_of(owner: Any) -> Iterator[Any]:
     """Yield what an object directly holds, if it is short."""
     # By the methods of the base class: those of a class derived from it may read data, or count who does.
-    for base in (list, tuple, dict):
+    bases: tuple[Any, ...] = (list, tuple, dict)
+    for base in bases:
         if isinstance(owner, base) and base.__len__(owner) <= SHORT:
             yield from dict.values(owner) if base is dict else base.__iter__(owner)
     yield from getattr(owner, "__dict__", {}).values()
