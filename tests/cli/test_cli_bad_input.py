@@ -405,9 +405,9 @@ def test_resume_of_a_finished_run(etude, run):
     assert json.loads((run / "result.json").read_text())["epoch"] == 7
 
 
-def test_commands_to_paste_are_quoted(etude, config, tmp_path):
+def test_commands_are_quoted(etude, config, tmp_path):
     path = config()
-    folder = tmp_path / "two words; 'quoted'"
+    folder = tmp_path / "a b; 'c'"
     assert etude("train", path, "--run-dir", folder, "-q").code == 0
     for line in (etude("train", path, "--run-dir", folder).error, etude("resume", folder).error):
         command = re.search(r"`(etude resume .*?)( training\S+)?`", line)

@@ -23,6 +23,8 @@ def _make_strict(node: Any, handler: GetCoreSchemaHandler, seen: set[str]) -> No
         # Without a type this is a mapping from field names to schemas, where no key is special.
         if not isinstance(kind, str) or key not in _NOT_SCHEMAS:
             _make_strict(value, handler, seen)
+    if not isinstance(kind, str):  # fields, one of which may be called "type"
+        return
     if kind in _LEAVES:
         node |= {**_LEAVES[kind], **node, "strict": True}
     elif kind == "definition-ref" and node["schema_ref"] not in seen:
