@@ -117,8 +117,10 @@ def accuracy_term(
     """
     if targets.is_floating_point():
         targets = targets.argmax(class_dim)
-    largest, predicted = logits.detach().max(class_dim)  # NaN if one of the logits is
-    correct = predicted.eq(targets) & ~largest.isnan()
+    largest, predicted = logits.detach().max(class_dim)
+    correct = predicted.eq(targets).logical_and_(
+        largest.eq(largest)
+    )  # NaN, the largest if it is there, equals nothing
     if ignore_index is not None and ignore_index >= 0:  # a negative one is no class: no prediction equals it
         correct = correct & targets.ne(ignore_index)
     return LossTerm(correct.count_nonzero(), count, 0.0)
