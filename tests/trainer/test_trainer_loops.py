@@ -426,3 +426,14 @@ def test_log_lines_of_functions_name_epoch_and_batch(caplog):
     with caplog.at_level(logging.INFO, logger="etude"):
         run(TrainingLoop(log_interval=3), model())
     assert "epoch 1 batch 6 loss" in caplog.text
+
+
+def test_a_loop_keeps_what_its_loss_has_decided():
+    """By the first batch the loss is cross entropy; by the others alone it could be that of something else."""
+    loop, other = TrainingLoop(), TrainingLoop()
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop.train_epoch(model, [(torch.randn(8, 4), torch.arange(8) % 3)], optimizer)
+    assert loop.task.decisions()
+    other.load_state_dict(loop.state_dict())
+    assert other.task.decisions() == loop.task.decisions()

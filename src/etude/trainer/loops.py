@@ -13,6 +13,7 @@ from etude.callbacks import GradientMonitor, LRSchedule
 from etude.core import Clock, ConfigError, DataBatch, Loader, Task
 from etude.core.calling import unwrap
 from etude.core.random import rng_state, set_rng_state
+from etude.core.terms import Decides
 from etude.core.whole import as_whole
 from etude.data import DataLoader, explain_worker_failure
 from etude.distributed import World
@@ -322,11 +323,14 @@ class TrainingLoop(EpochLoop):
             "precision": self.precision.state_dict(),
             "callbacks": self._listed().state_dict(),
             "rng": rng_state(),
+            "loss": self.task.decisions() if isinstance(self.task, Decides) else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`: the next epoch is the one that was under way, from the step where it stood."""
-        check_keys(state, ("clock", "ledger", "precision", "callbacks", "rng"), "TrainingLoop")
+        check_keys(state, ("clock", "ledger", "precision", "callbacks", "rng", "loss"), "TrainingLoop")
+        if isinstance(self.task, Decides):
+            self.task.decide(state["loss"])
         self.clock.load_state_dict(state["clock"])
         self.ledger.load_state_dict(state["ledger"])
         self.precision.load_state_dict(state["precision"])
