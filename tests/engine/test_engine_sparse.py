@@ -65,7 +65,8 @@ def test_a_sparse_gradient_that_is_not_finite_is_skipped():
         return F.cross_entropy(output, labels) * next(calls)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    result = Trainer(model, bad, config={"epochs": 1}, optimizer=optimizer, loss=loss, progress=False).train()
+    config = {"epochs": 1, "device": "cpu"}
+    result = Trainer(model, bad, config=config, optimizer=optimizer, loss=loss, progress=False).train()
     assert result["skipped"] == 1
     assert model.embed.weight.isfinite().all()
     assert not torch.equal(model.embed.weight, before)

@@ -223,3 +223,25 @@ def test_auto_is_bf16_on_cuda():
     trainer = Trainer(net(), data(), config={"epochs": 1}, progress=False)
     assert (trainer.device.type, trainer.precision.name) == ("cuda", "bf16")
     assert trainer.train()["loss"] < 2.4
+
+
+@pytest.mark.parametrize("kind", [AdamW, torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_loaded_before_the_model_is_moved_goes_along(kind):
+    """As after `torch.load` of both on the CPU."""
+    options = {"lr": 0.01, **({"momentum": 0.9} if kind is torch.optim.SGD else {})}
+    weights = []
+    for moved_first in (True, False):
+        model = net().cpu()
+        optimizer = kind(model.parameters(), **options)
+        model(torch.randn(8, 32, generator=torch.Generator().manual_seed(0))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        saved = optimizer.state_dict()
+        if moved_first:
+            model.cuda()
+        optimizer = kind(model.parameters(), **options)
+        optimizer.load_state_dict(saved)
+        config = {"epochs": 1, "device": "cuda", "precision": "fp32", "deterministic": True}
+        Trainer(model, data(128, "cpu"), config=config, optimizer=optimizer, progress=False).train()
+        weights.append([param.detach() for param in model.parameters()])
+    torch.testing.assert_close(*weights)

@@ -374,7 +374,9 @@ def test_every_metric_follows_training_and_validation(name):
     (x, y), one = data(), model()
     made = [METRICS[name]() for _ in range(3)]
     optimizer = torch.optim.SGD(one.parameters(), lr=0.0)  # the model stays, so that both can be computed after
-    loop = BasicTrainingLoop(one, optimizer, metrics=made[:2], config={"batch_size": 11}, progress=False)
+    loop = BasicTrainingLoop(
+        one, optimizer, metrics=made[:2], config={"batch_size": 11, "device": "cpu"}, progress=False
+    )
     loop.fit((x, y), (x[:20], y[:20]), epochs=2)
     for metric, count in ((made[0], 44), (made[1], 20)):
         made[2].reset()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from etude.callbacks import CurriculumCallback
@@ -99,6 +99,7 @@ def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> t
             )
         check_optimizer(optimizer)
         _check_settings(optimizer, config)
+        follow_parameters(optimizer)
         return optimizer
     groups: Any = params
     if isinstance(model, GroupsParameters) and len(found := model.parameter_groups()) > 1:
@@ -123,6 +124,18 @@ def _check_settings(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> 
                 f"training.{key} is {value:g}, but the optimizer that is given has {name} {made[-1]:g}; "
                 f"leave one of them out"
             )
+
+
+def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Move an optimizer's state, loaded before the model was moved, to the devices of its parameters."""
+    tensors = (
+        (param, value)
+        for param, state in optimizer.state.items()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim()
+    )
+    if any(value.device != param.device for param, value in tensors):
+        optimizer.load_state_dict(optimizer.state_dict())  # which moves what it loads
 
 
 def warn_of_loader(source: Any, config: TrainerConfig, world: World) -> None:

@@ -45,6 +45,7 @@ from etude.trainer.arguments import (
     check_scheduler,
     check_task,
 )
+from etude.trainer.assembly import follow_parameters
 from etude.trainer.callback_checks import check_callbacks, check_rates, check_validation
 from etude.trainer.config import TrainerConfig
 from etude.trainer.device import resolve_device
@@ -164,6 +165,7 @@ class TrainingLoop(EpochLoop):
         self._check_accumulator(optimizer)
         self._take(unwrap(model))
         model.to(self.device)
+        follow_parameters(optimizer)
         callbacks = self._listed()
         schedule = None
         if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
