@@ -110,10 +110,12 @@ def build_trainer(
     if vocabulary is not None:
         vocab_size = max(vocab_size or 0, vocabulary.vocab.vocab_size)  # the data may ask for room for more
     _check_vocabulary(config, selection, vocab_size)
-    told = {"vocab_size": vocab_size, "n_types": data.splits.num_types}
+    sizes = {"vocab_size": vocab_size, "n_types": data.splits.num_types}
     set_seed(training.seed)
     with explain_out_of_memory_of_model(torch.device("cpu")):
-        model = _build(config, "model", selection, **{key: value for key, value in told.items() if value is not None})
+        model = _build(
+            config, "model", selection, **{key: value for key, value in sizes.items() if value is not None}
+        )
     train_loader = data.loader("train")
     if train_loader is None:
         raise DataError(f"{data.place}: there is no train split (there are: {', '.join(data.names) or 'none'})")

@@ -103,7 +103,7 @@ class LanguageModelingLoss(LossStrategy):
         return {"loss": targets.ne(self.ignore_index).sum() if count is None else count}
 
     def decisions(self) -> dict[str, Any]:
-        """Return whether labels are shifted, if batches have told it."""
+        """Return whether labels are shifted, if a batch has shown it."""
         return {"shift": self.shift} if self._finds_shift and self.shift is not None else {}
 
     def decide(self, decisions: Mapping[str, Any]) -> None:
