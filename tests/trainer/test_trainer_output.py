@@ -259,3 +259,11 @@ def test_a_copied_run_can_be_overwritten(tmp_path):
     shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=False)  # `last` and `best` become folders
     trainer(tmp_path / "copy", lr=0.5, overwrite=True, config={"epochs": 1}).train()
     assert (tmp_path / "copy" / "checkpoints" / "last").resolve().name == f"step-{STEPS:08d}"
+
+
+@pytest.mark.parametrize("name", ["overwrite", "resume"])
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_switches_are_true_or_false(tmp_path, name, value):
+    """Text is true: "no" would remove a run."""
+    with pytest.raises(ConfigError, match=name):
+        Trainer(nn.Linear(2, 2), output_dir=tmp_path / "run", progress=False, **{name: value})

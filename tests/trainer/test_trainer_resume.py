@@ -322,8 +322,8 @@ def test_a_checkpoint_says_what_it_is_of(tmp_path):
     first = trainer(tmp_path / "run", log_interval=3)
     first.train(num_epochs=1)
     moved = shutil.copytree(tmp_path / "run" / "checkpoints" / "last", tmp_path / "elsewhere")
-    told = yaml.safe_load(read_checkpoint(moved).config)
-    assert TrainerConfig(**told["training"]) == first.config
+    saved_config = yaml.safe_load(read_checkpoint(moved).config)
+    assert TrainerConfig(**saved_config["training"]) == first.config
     (moved / "run-config.yaml").write_text("training: {}")
     with pytest.raises(CheckpointError, match=r"run-config\.yaml"):
         read_checkpoint(moved)

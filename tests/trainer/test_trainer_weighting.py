@@ -52,7 +52,7 @@ def test_they_are_trained_without_decay(way, inside, caplog):
     held = [
         group for group in run.optimizer.param_groups for p in group["params"] if p is task.weighting.log_variances
     ]
-    if (way, inside) == ("parameters", True):  # what somebody chose is left, and told
+    if (way, inside) == ("parameters", True):  # what somebody chose is left, and notice
         assert [group["weight_decay"] for group in held] == [0.5]
         assert "decays the parameters of UncertaintyWeighting" in caplog.text
     else:
@@ -134,13 +134,13 @@ def gradnorm_run(layer, **options):
 def test_gradnorm_takes_the_layer_that_is_used_last_and_says_so():
     chosen, notices = gradnorm_run(None)
     chosen.train()
-    named, told = gradnorm_run("fc")
+    named, notice = gradnorm_run("fc")
     named.train()
     assert notices.layers == ["trunk.fc"]
-    assert told.layers == ["fc"]
-    others, told = gradnorm_run("trunk.convs.2")
+    assert notice.layers == ["fc"]
+    others, notice = gradnorm_run("trunk.convs.2")
     others.train()
-    assert told.layers == ["trunk.convs.2"]
+    assert notice.layers == ["trunk.convs.2"]
     weights = [run.task.weighting.weights for run in (chosen, named, others)]
     assert torch.equal(weights[0], weights[1])  # the look at the first batch has left no trace
     assert not torch.equal(weights[0], weights[2])

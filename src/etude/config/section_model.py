@@ -29,12 +29,16 @@ def _make_strict(node: Any, handler: GetCoreSchemaHandler, seen: set[str]) -> No
         node |= {**_LEAVES[kind], **node, "strict": True}
     elif kind == "definition-ref" and node["schema_ref"] not in seen:
         seen.add(node["schema_ref"])
-        try:
-            target = handler.resolve_ref_schema(node)
-        except LookupError:  # a model that refers to itself is still being made
-            return
-        if target["type"] in ("dataclass", "typed-dict"):  # models are strict by their own base
-            _make_strict(target, handler, seen)
+        _make_target_strict(node, handler, seen)
+
+
+def _make_target_strict(node: Any, handler: GetCoreSchemaHandler, seen: set[str]) -> None:
+    try:
+        target = handler.resolve_ref_schema(node)
+    except LookupError:  # a model that refers to itself is still being made
+        return
+    if target["type"] in ("dataclass", "typed-dict"):  # models are strict by their own base
+        _make_strict(target, handler, seen)
 
 
 class SectionModel(BaseModel):

@@ -30,6 +30,9 @@ class Output:
         world: World,
         checkpoint_dir: str | None = None,
     ) -> None:
+        for name, value in (("overwrite", overwrite), ("resume", resume)):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name} is {value!r}; it must be True or False")
         if overwrite and resume:
             raise ConfigError(
                 "overwrite=True removes the run in output_dir and resume=True goes on with it: keep one"
