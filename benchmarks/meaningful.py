@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from benchmarks.memory import MB, in_own_process, memory, now, peak_memory
 from benchmarks.table import Row, Table, median, progress, publish, quartiles, read_options, take_device
-from etude.core import HeadOutput, build_vocab_spec
-from etude.losses import MeaningfulLoss, SupervisedTask
-from etude.losses.meaningful import Reconstruction, make_reconstruction
-from etude.losses.meaningful.fused import Part, expected_value_sums
+from etude.core import HeadOutput
+from etude.losses import SupervisedTask
 from etude.models import CausalTransformerLM
+from etude.multimodal import MeaningfulLoss, build_vocab_spec
+from etude.multimodal.loss import Reconstruction, make_reconstruction
+from etude.multimodal.loss.fused import Part, expected_value_sums
 
 POSITIONS, WIDTH, CODES, VALUES = 4096, 256, 8192, 64
 KINDS = ("mse", "huber", "wasserstein", "hl_gauss")

@@ -24,10 +24,13 @@ from benchmarks.table import (
 )
 from etude.engine.precision import Precision
 from etude.engine.step import Step
-from etude.engine.task_gradients import GradientLook
 from etude.engine.update import Updater
-from etude.losses import BinaryLoss, ClassificationLoss, LanguageModelingLoss, MultiLabelLoss, MultiTask, TaskSpec
-from etude.losses.weighting import (
+from etude.losses import BinaryLoss, ClassificationLoss, LanguageModelingLoss, MultiLabelLoss
+from etude.models import CausalTransformerLM
+from etude.multitask import MultiTask, MultiTaskModel, TaskSpec
+from etude.multitask.gradients import GradientLook
+from etude.multitask.heads import BinaryHead, LanguageModelHead, SequenceClassifier, TokenClassifier
+from etude.multitask.weighting import (
     FAMO,
     DynamicWeightAverage,
     GradNorm,
@@ -36,8 +39,6 @@ from etude.losses.weighting import (
     UncertaintyWeighting,
     Weighting,
 )
-from etude.models import CausalTransformerLM, MultiTaskModel
-from etude.models.heads import BinaryHead, LanguageModelHead, SequenceClassifier, TokenClassifier
 from etude.optim import AdamW
 
 VOCAB, CLASSES, LABELS = 1000, 12, 9

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from etude.core import VocabSpec, build_vocab_spec
+from etude.multimodal import VocabSpec, build_vocab_spec
 
 BINS, PLACES = 41, 32
 EDGES = torch.linspace(-2.05, 2.05, BINS + 1, dtype=torch.float64)

@@ -18,7 +18,7 @@ from picture import draw
 from torch import Tensor
 
 from etude import CausalTransformerLM, DataLoader, Trainer, set_seed
-from etude.losses.meaningful import MeaningfulLoss, combined_loss
+from etude.multimodal.loss import MeaningfulLoss, combined_loss
 from etude.optim import AdamW
 
 KINDS = ("mse", "huber", "hl_gauss", "wasserstein")

@@ -18,28 +18,14 @@ if TYPE_CHECKING:
     )
     from etude.checkpoint import CheckpointManager
     from etude.config import register
-    from etude.core import (
-        Batch,
-        Clock,
-        Control,
-        DataBatch,
-        EtudeError,
-        LossTerm,
-        StepReport,
-        VocabSpec,
-        build_vocab_spec,
-    )
+    from etude.core import Batch, Clock, Control, DataBatch, EtudeError, LossTerm, StepReport
     from etude.core.random import set_seed
     from etude.data import (
         BatchSampler,
         DataLoader,
         DataLoaderFactory,
-        ScalarTokenizer,
         TokenBlocks,
-        VectorTokenizer,
         collate,
-        load_codebook,
-        load_npz_key,
         prefetch_stream,
         read_dataset,
     )
@@ -56,19 +42,22 @@ if TYPE_CHECKING:
     from etude.losses import (
         LanguageModelingLoss,
         LossStrategy,
-        MeaningfulLoss,
         SegmentationLoss,
         TextClassificationLoss,
         VisionClassificationLoss,
         binary_cross_entropy,
-        combined_loss,
         cross_entropy,
-        default_weights,
         multi_label_bce,
-        multi_task_loss,
     )
     from etude.metrics import F1, Accuracy, ConfusionMatrix, LossTracker, Precision, Recall, TrainingMetrics
-    from etude.models import MLP, CausalTransformerLM, LeNet5, MultiTaskModel
+    from etude.models import MLP, CausalTransformerLM, LeNet5
+    from etude.multimodal.codebooks.loading import load_codebook, load_npz_key
+    from etude.multimodal.loss import MeaningfulLoss, combined_loss
+    from etude.multimodal.tokenizers.scalar import ScalarTokenizer
+    from etude.multimodal.tokenizers.vector import VectorTokenizer
+    from etude.multimodal.vocab import VocabSpec, build_vocab_spec
+    from etude.multitask.functional import default_weights, multi_task_loss
+    from etude.multitask.model import MultiTaskModel
     from etude.trainer import (
         BasicTrainingLoop,
         EpochResult,
@@ -99,20 +88,14 @@ _HOME = {
         "EtudeError",
         "LossTerm",
         "StepReport",
-        "VocabSpec",
-        "build_vocab_spec",
     ),
     "etude.core.random": ("set_seed",),
     "etude.data": (
         "BatchSampler",
         "DataLoader",
         "DataLoaderFactory",
-        "ScalarTokenizer",
         "TokenBlocks",
-        "VectorTokenizer",
         "collate",
-        "load_codebook",
-        "load_npz_key",
         "prefetch_stream",
         "read_dataset",
     ),
@@ -129,19 +112,19 @@ _HOME = {
     "etude.losses": (
         "LanguageModelingLoss",
         "LossStrategy",
-        "MeaningfulLoss",
         "SegmentationLoss",
         "TextClassificationLoss",
         "VisionClassificationLoss",
         "binary_cross_entropy",
-        "combined_loss",
         "cross_entropy",
-        "default_weights",
         "multi_label_bce",
-        "multi_task_loss",
     ),
     "etude.metrics": ("F1", "Accuracy", "ConfusionMatrix", "LossTracker", "Precision", "Recall", "TrainingMetrics"),
-    "etude.models": ("MLP", "CausalTransformerLM", "LeNet5", "MultiTaskModel"),
+    "etude.models": (
+        "MLP",
+        "CausalTransformerLM",
+        "LeNet5",
+    ),
     "etude.trainer": (
         "BasicTrainingLoop",
         "EpochResult",
@@ -151,6 +134,21 @@ _HOME = {
         "ValidationLoop",
         "configure_cuda_performance",
         "training_step",
+    ),
+    "etude.multitask": (
+        "MultiTaskModel",
+        "multi_task_loss",
+        "default_weights",
+    ),
+    "etude.multimodal": (
+        "VectorTokenizer",
+        "ScalarTokenizer",
+        "load_npz_key",
+        "load_codebook",
+        "build_vocab_spec",
+        "VocabSpec",
+        "combined_loss",
+        "MeaningfulLoss",
     ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

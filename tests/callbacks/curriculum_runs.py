@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from etude import Callback, Trainer
-from etude.curriculum import Phase, Ramp, Start
 from etude.data import StreamLoader
-from etude.losses import ClassificationLoss, MultiTask, TaskSpec
+from etude.losses import ClassificationLoss
+from etude.multitask import MultiTask, TaskSpec
+from etude.multitask.curriculum import Phase, Ramp, Start
 from etude.optim import AdamW
 
 VOCAB, LENGTH, SAMPLES, BATCH = 11, 6, 20, 4

@@ -13,12 +13,13 @@ import torch
 from callback_life import Life, report, tokenizer_file
 
 import etude.callbacks
-from etude.callbacks import CallbackList, CurriculumCallback, LRSchedule, ProgressDisplay, RunRecorder, TextSamples
+from etude.callbacks import CallbackList, LRSchedule, ProgressDisplay, RunRecorder, TextSamples
 from etude.config.registry import lookup, names
 from etude.core import Clock
-from etude.curriculum import Curriculum, Phase, Start
 from etude.engine.callback import HOOKS, Callback
 from etude.monitor import RunFolder
+from etude.multitask import CurriculumCallback
+from etude.multitask.curriculum import Curriculum, Phase, Start
 
 ARGUMENTS = {
     "filename": "log.csv",

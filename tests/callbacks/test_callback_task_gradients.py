@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from etude.callbacks import Callback, CallbackList, TaskGradientMonitor, TaskGradientReport
+from etude.callbacks import Callback, CallbackList
 from etude.core import ConfigError
 from etude.engine.callback import TaskGradients
+from etude.multitask import TaskGradientMonitor, TaskGradientReport
 
 NAMES = ("quality", "code", "security", "annotation")
 

@@ -18,10 +18,10 @@ from torch import nn
 from etude.callbacks import CallbackList, CSVLogger, ProgressDisplay, RunRecorder, progress
 from etude.callbacks.progress_view import Phase, Row, View, best_row, epoch_line, frame, keep_rows, log_line
 from etude.callbacks.progress_words import is_metric, of_task
-from etude.callbacks.task_table import Tasks, losses_line, task_table
 from etude.core import Clock
 from etude.engine.callback import RunInfo
 from etude.monitor import RunFolder
+from etude.multitask.table import Tasks, losses_line, task_table
 
 __all__ = ["terminal"]
 

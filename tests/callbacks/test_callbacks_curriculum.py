@@ -22,12 +22,13 @@ from curriculum_runs import (
 from torch import nn
 
 from etude import Callback, EarlyStopping, Trainer
-from etude.callbacks import CurriculumCallback, LRSchedule, ModelCheckpoint
+from etude.callbacks import LRSchedule, ModelCheckpoint
 from etude.checkpoint import read_meta
 from etude.core import CheckpointError, ConfigError, DataError, TrainingError
-from etude.curriculum import Curriculum, CurriculumState, Phase, Ramp, Start
 from etude.data import StreamLoader, Streams
 from etude.engine.callback import CallbackList
+from etude.multitask import CurriculumCallback
+from etude.multitask.curriculum import Curriculum, CurriculumState, Phase, Ramp, Start
 from etude.optim import SGD
 from etude.trainer.feeding import DeviceLoader
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from etude.core import build_vocab_spec
-from etude.data import MultimodalWriter, ScalarTokenizer, write_modalities
+from etude.multimodal import MultimodalWriter, ScalarTokenizer, build_vocab_spec, write_modalities
 
 CONFIG = """\
 model: {name: causal_transformer_lm, d_model: 16, n_layers: 1, n_heads: 2, max_len: 16}

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.core import ConfigError, DataError, Modality, VocabSpec, build_vocab_spec
-from etude.core.vocab import SPECIAL
+from etude.core import ConfigError, DataError
+from etude.multimodal import Modality, VocabSpec, build_vocab_spec
+from etude.multimodal.vocab import SPECIAL
 
 PLAIN = {"PAD": 0, "MISS": 1}
 SIZES = st.dictionaries(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.core.errors import ConfigError
-from etude.curriculum import Curriculum, CurriculumState, Phase, Ramp, Start
+from etude.multitask.curriculum import Curriculum, CurriculumState, Phase, Ramp, Start
 
 TASKS = ("a", "b", "c")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from etude.core.clock import Clock
 from etude.core.errors import CheckpointError, ConfigError
-from etude.curriculum import (
+from etude.multitask.curriculum import (
     ALL,
     DEFAULT_PHASES,
     DEFAULT_TASKS,

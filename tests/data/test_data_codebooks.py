@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 import etude
 from etude.core.errors import ConfigError, DataError, EtudeError
-from etude.data import array_files, load_codebook, load_npz_key
+from etude.multimodal import load_codebook, load_npz_key
+from etude.multimodal.codebooks import array_files
 
 CENTROIDS = np.random.default_rng(0).normal(size=(7, 3))
 quick = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

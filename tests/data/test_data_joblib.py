@@ -28,8 +28,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from etude.core.errors import DataError
-from etude.data import joblib_source, load_codebook, pickle_machine
-from etude.data.joblib_reader import joblib_entries
+from etude.multimodal import load_codebook
+from etude.multimodal.codebooks import joblib_source, pickle_machine
+from etude.multimodal.codebooks.joblib_reader import joblib_entries
 
 joblib = pytest.importorskip("joblib")
 

@@ -12,18 +12,16 @@ from hypothesis import strategies as st
 from etude import CausalTransformerLM, DataLoader, ScalarTokenizer, VectorTokenizer
 from etude.core.calling import ModelCall
 from etude.core.errors import ConfigError, DataError
-from etude.core.vocab import build_vocab_spec
 from etude.data import (
-    MultimodalWriter,
     TokenWriter,
     check_tokens,
     combine_streams,
     load_token_mixture,
     load_tokens,
     open_tokens,
-    read_modalities,
-    write_modalities,
 )
+from etude.multimodal import MultimodalWriter, read_modalities, write_modalities
+from etude.multimodal.vocab import build_vocab_spec
 
 VOCAB = build_vocab_spec(v_image=20, v_scalar=16, modalities={"class": 3})
 

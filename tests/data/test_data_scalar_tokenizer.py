@@ -15,7 +15,7 @@ from sklearn.preprocessing import KBinsDiscretizer
 
 from etude import ScalarTokenizer, VectorTokenizer
 from etude.core.errors import DataError
-from etude.data import load_tokenizer
+from etude.multimodal import load_tokenizer
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)

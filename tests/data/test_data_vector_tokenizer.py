@@ -14,8 +14,8 @@ from sklearn.datasets import load_digits, make_blobs
 
 from etude import ScalarTokenizer, VectorTokenizer
 from etude.core.errors import DataError
-from etude.data import load_tokenizer
-from etude.data.modal import kmeans
+from etude.multimodal import load_tokenizer
+from etude.multimodal.tokenizers import kmeans
 
 coordinates = st.floats(-1e6, 1e6, width=32)
 matrices = arrays.arrays(

@@ -9,9 +9,9 @@ from etude import Callback, DataLoader, Trainer
 from etude.config.registry import lookup
 from etude.data import StreamLoader, TensorData
 from etude.distributed import World, leave_world
-from etude.losses import ClassificationLoss, MultiLabelLoss, MultiTask, TaskSpec
+from etude.losses import ClassificationLoss, MultiLabelLoss
 from etude.metrics import F1
-from etude.models import LinearHead, MultiTaskModel
+from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
 
 TASKS = ("kind", "flags", "size")
 

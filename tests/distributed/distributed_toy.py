@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from etude.config import register
-from etude.core import DataError, LossTerm, build_vocab_spec
+from etude.core import DataError, LossTerm
 from etude.data import DataSplits, TensorData
 from etude.engine.callback import Callback
 from etude.losses import LossStrategy
+from etude.multimodal import build_vocab_spec
 
 VOCABULARY, LENGTH = 19, 12
 RANK = int(os.environ.get("RANK", "0"))

@@ -14,7 +14,7 @@ from docs_pages import PAGES, ROOT, Block, Reader, blocks_of, run_alone
 from etude.cli.main import app
 from etude.config import registry
 from etude.experiment import SECTIONS, load_components
-from etude.experiment.vocabulary import VocabSection
+from etude.multimodal.vocab_section import VocabSection
 from etude.trainer import TRAINING_ALIASES, MeaningfulLossConfig, TrainerConfig
 
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]

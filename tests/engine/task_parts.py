@@ -11,9 +11,9 @@ from etude.config.registry import lookup
 from etude.engine.precision import Precision
 from etude.engine.step import Step
 from etude.engine.update import Updater
-from etude.losses import ClassificationLoss, MultiLabelLoss, MultiTask, TaskSpec
+from etude.losses import ClassificationLoss, MultiLabelLoss
 from etude.metrics import F1
-from etude.models import LinearHead, MultiTaskModel
+from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
 
 NAN = float("nan")
 TASKS = ("kind", "flags", "size")

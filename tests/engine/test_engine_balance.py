@@ -33,9 +33,9 @@ from etude import Callback
 from etude.core import ConfigError, TrainingError
 from etude.core.batch import JointBatch
 from etude.core.buffers import BufferGuard
-from etude.engine.balance import make_balance
 from etude.engine.precision import Precision
-from etude.losses.weighting import FAMO, GradNorm, UncertaintyWeighting
+from etude.multitask.balance import make_balance
+from etude.multitask.weighting import FAMO, GradNorm, UncertaintyWeighting
 from etude.optim import AdamW
 
 

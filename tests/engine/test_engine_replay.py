@@ -7,9 +7,9 @@ from torch import nn
 from etude.engine.precision import Precision
 from etude.engine.step import Step
 from etude.engine.update import Updater
-from etude.losses import ClassificationLoss, MultiTask, TaskSpec
-from etude.losses.weighting import FAMO
-from etude.models import LinearHead, MultiTaskModel
+from etude.losses import ClassificationLoss
+from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
+from etude.multitask.weighting import FAMO
 
 TASKS = ("kind", "sign")
 

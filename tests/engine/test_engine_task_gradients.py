@@ -9,7 +9,7 @@ from torch import nn
 from etude.core.terms import LossTerm
 from etude.distributed import World
 from etude.engine.precision import Precision
-from etude.engine.task_gradients import LOSS, TaskRows
+from etude.multitask.gradients import LOSS, TaskRows
 
 TASKS = ("a", "b", "c")
 SHAPES = ((2, 3), (4,), (1, 2, 2))

@@ -7,10 +7,10 @@ from torch import nn
 from etude import Callback, Trainer
 from etude.config.registry import lookup
 from etude.core import TrainingError
-from etude.curriculum import Phase, Ramp
 from etude.data import StreamLoader, TensorData
-from etude.losses import ClassificationLoss, MultiTask, TaskSpec
-from etude.models import LinearHead, MultiTaskModel
+from etude.losses import ClassificationLoss
+from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
+from etude.multitask.curriculum import Phase, Ramp
 
 TASKS = ("kind", "size")
 

@@ -13,8 +13,8 @@ import torch
 from etude import Trainer
 from etude.checkpoint import CheckpointManager, read_checkpoint
 from etude.config import Document, build_selection
-from etude.core import CheckpointError, ConfigError, DataError, VocabSpec, build_vocab_spec
-from etude.data import MultimodalWriter, ScalarTokenizer, TokenWriter, VectorTokenizer, load_tokens, write_modalities
+from etude.core import CheckpointError, ConfigError, DataError
+from etude.data import TokenWriter, load_tokens
 from etude.experiment import (
     build_trainer,
     evaluate_run,
@@ -24,8 +24,16 @@ from etude.experiment import (
     train_experiment,
     validate_experiment,
 )
-from etude.losses import MeaningfulLoss
-from etude.losses.meaningful import make_reconstruction
+from etude.multimodal import (
+    MeaningfulLoss,
+    MultimodalWriter,
+    ScalarTokenizer,
+    VectorTokenizer,
+    VocabSpec,
+    build_vocab_spec,
+    write_modalities,
+)
+from etude.multimodal.loss import make_reconstruction
 
 IMAGE, SCALAR, CLASS = 9, 6, 3
 

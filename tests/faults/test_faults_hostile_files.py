@@ -21,12 +21,12 @@ from torch import nn
 from etude import Trainer
 from etude.checkpoint.manifest import FILES, FileRecord, render_manifest
 from etude.core.errors import EtudeError
-from etude.core.vocab import VocabSpec
-from etude.data import load_codebook, load_tokenizer
 from etude.data.corpus.tokenizer import load_tokenizer as load_text_tokenizer
 from etude.data.tokens import open_tokens, read_dataset
 from etude.experiment import evaluate_run, load_config, resume_run
 from etude.models import huggingface_causal_lm
+from etude.multimodal import load_codebook, load_tokenizer
+from etude.multimodal.vocab import VocabSpec
 
 ROOT = Path(__file__).parents[2]
 

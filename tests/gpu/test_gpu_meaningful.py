@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from etude.core import HeadOutput, build_vocab_spec
+from etude.core import HeadOutput
 from etude.engine.precision import Precision
 from etude.engine.step import Step
 from etude.engine.update import Updater
-from etude.losses import MeaningfulLoss, SupervisedTask
-from etude.losses.meaningful import combined_loss, make_reconstruction, meaningful_terms
-from etude.losses.meaningful.positions import choose_positions
+from etude.losses import SupervisedTask
+from etude.multimodal import MeaningfulLoss, build_vocab_spec
+from etude.multimodal.loss import combined_loss, make_reconstruction, meaningful_terms
+from etude.multimodal.loss.positions import choose_positions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 

@@ -12,13 +12,15 @@ from etude.core.batch import JointBatch
 from etude.engine.precision import Precision
 from etude.engine.step import Step
 from etude.engine.update import Updater
-from etude.losses import ClassificationLoss, LanguageModelingLoss, MultiLabelLoss, MultiTask, TaskSpec
+from etude.losses import ClassificationLoss, LanguageModelingLoss, MultiLabelLoss
 from etude.metrics import F1
-from etude.models import (
-    CausalTransformerLM,
+from etude.models import CausalTransformerLM
+from etude.multitask import (
     LanguageModelHead,
+    MultiTask,
     MultiTaskModel,
     SequenceClassifier,
+    TaskSpec,
     TokenClassifier,
 )
 from etude.optim import AdamW

@@ -6,8 +6,9 @@ from torch import nn
 
 from etude import DataLoader
 from etude.engine.evaluation import evaluate
-from etude.losses import ClassificationLoss, LanguageModelingLoss, MaskedLanguageModelingLoss, MultiTask, TaskSpec
+from etude.losses import ClassificationLoss, LanguageModelingLoss, MaskedLanguageModelingLoss
 from etude.metrics import Accuracy
+from etude.multitask import MultiTask, TaskSpec
 
 IDS = torch.randint(1, 6, (8, 10), generator=torch.Generator().manual_seed(0))
 MASK = (torch.arange(9) < torch.tensor([9, 7, 5, 9, 3, 1, 9, 8])[:, None]).long()

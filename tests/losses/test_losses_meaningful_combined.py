@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from etude.core import ConfigError, DataError, HeadOutput, TrainingError, build_vocab_spec
+from etude.core import ConfigError, DataError, HeadOutput, TrainingError
 from etude.losses import linear
 from etude.losses.chunked import chunked
-from etude.losses.meaningful import (
+from etude.multimodal import build_vocab_spec
+from etude.multimodal.loss import (
     bin_edges,
     combined_loss,
     make_reconstruction,
@@ -395,7 +396,7 @@ def test_edges_lie_halfway_and_as_far_out_as_in():
 
 def test_codebooks_are_looked_at_once_in_a_loop(monkeypatch):
     """Checking them waits for a device; other tensors, changed ones and other settings are looked at again."""
-    from etude.losses.meaningful import by_hand as combined
+    from etude.multimodal.loss import combined_loss as combined
 
     calls = []
     usual = combined.make_reconstructions

@@ -20,9 +20,9 @@ from meaningful_problem import (
 )
 
 from etude.core import HeadOutput, TrainingError
-from etude.losses.meaningful import fused, make_reconstruction, meaningful_terms
-from etude.losses.meaningful.blocks import logits_sums
-from etude.losses.meaningful.fused import chunked_expectation, expected_value_sums
+from etude.multimodal.loss import fused, make_reconstruction, meaningful_terms
+from etude.multimodal.loss.blocks import logits_sums
+from etude.multimodal.loss.fused import chunked_expectation, expected_value_sums
 
 # ------------------------------------------------------------------------------------------ values and gradients
 

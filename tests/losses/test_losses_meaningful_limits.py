@@ -22,9 +22,9 @@ from meaningful_problem import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from etude.core import HeadOutput
-from etude.losses.meaningful import fused, make_reconstruction, meaningful_terms
-from etude.losses.meaningful.blocks import logits_sums
-from etude.losses.meaningful.fused import ExpectationProblem, Part, chunked_expectation, expected_value_sums
+from etude.multimodal.loss import fused, make_reconstruction, meaningful_terms
+from etude.multimodal.loss.blocks import logits_sums
+from etude.multimodal.loss.fused import ExpectationProblem, Part, chunked_expectation, expected_value_sums
 
 # ------------------------------------------------------------------------------------------ large and small numbers
 

@@ -18,9 +18,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from etude.core import build_vocab_spec
-from etude.losses.meaningful import MeaningfulLoss, combined_loss
-from etude.losses.meaningful.kinds import HLGauss, make_reconstruction
+from etude.multimodal import build_vocab_spec
+from etude.multimodal.loss import MeaningfulLoss, combined_loss
+from etude.multimodal.loss.kinds import HLGauss, make_reconstruction
 
 DIGITS = np.arange(10.0)
 KINDS = ["mse", "huber", "hl_gauss", "wasserstein"]

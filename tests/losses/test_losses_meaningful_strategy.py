@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from etude.core import ConfigError, DataError, HeadOutput, TrainingError, build_vocab_spec
+from etude.core import ConfigError, DataError, HeadOutput, TrainingError
 from etude.core.terms import derive
 from etude.losses import LanguageModelingLoss, SupervisedTask
 from etude.losses.functional import mean_of
 from etude.losses.fused_head import FusedHead
-from etude.losses.meaningful import MeaningfulLoss
 from etude.models import CausalTransformerLM
+from etude.multimodal import build_vocab_spec
+from etude.multimodal.loss import MeaningfulLoss
 
 VOCAB = build_vocab_spec(v_image=6, v_scalar=5, modalities={"class": 3})
 IMAGE = torch.randn(6, 2, generator=torch.Generator().manual_seed(1))
@@ -296,7 +297,7 @@ def test_evaluation_looks_at_all_positions_and_draws_nothing(fused):
 
 
 def test_training_draws_k_positions_of_each_modality(monkeypatch):
-    from etude.losses.meaningful import terms as combined
+    from etude.multimodal.loss import terms as combined
 
     seen = []
     usual = combined.choose_positions
@@ -540,7 +541,7 @@ def test_a_modality_without_positions_has_no_part_in_the_total():
 
 
 def test_what_is_only_measured_computes_no_gradients_and_spoils_none(monkeypatch):
-    from etude.losses.meaningful import fused
+    from etude.multimodal.loss import fused
 
     wanted = []
     usual = fused.chunked_expectation

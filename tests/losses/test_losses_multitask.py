@@ -8,16 +8,9 @@ import torch.nn.functional as F
 
 import etude
 from etude.core.errors import ConfigError, TrainingError
-from etude.curriculum import active_tasks, current_phase, loss_weights
-from etude.losses import (
-    ClassificationLoss,
-    LossStrategy,
-    MultiLabelLoss,
-    TaskLosses,
-    default_weights,
-    multi_task_loss,
-    multi_task_terms,
-)
+from etude.losses import ClassificationLoss, LossStrategy, MultiLabelLoss
+from etude.multitask import TaskLosses, default_weights, multi_task_loss, multi_task_terms
+from etude.multitask.curriculum import active_tasks, current_phase, loss_weights
 
 NAN = math.nan
 

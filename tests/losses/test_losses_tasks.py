@@ -11,17 +11,12 @@ from torch import nn
 
 from etude.core.batch import DataBatch, JointBatch
 from etude.core.errors import ConfigError, DataError, TrainingError
-from etude.core.vocab import build_vocab_spec
-from etude.losses import (
-    BinaryLoss,
-    ClassificationLoss,
-    LanguageModelingLoss,
-    MeaningfulLoss,
-    MultiLabelLoss,
-    MultiTask,
-    TaskSpec,
-)
-from etude.losses.weighting import (
+from etude.losses import BinaryLoss, ClassificationLoss, LanguageModelingLoss, MultiLabelLoss
+from etude.models import CausalTransformerLM
+from etude.multimodal import MeaningfulLoss
+from etude.multimodal.vocab import build_vocab_spec
+from etude.multitask import LanguageModelHead, LinearHead, MultiTask, MultiTaskModel, SequenceClassifier, TaskSpec
+from etude.multitask.weighting import (
     FAMO,
     DynamicWeightAverage,
     GradNorm,
@@ -29,7 +24,6 @@ from etude.losses.weighting import (
     StaticWeights,
     UncertaintyWeighting,
 )
-from etude.models import CausalTransformerLM, LanguageModelHead, LinearHead, MultiTaskModel, SequenceClassifier
 
 NAN = float("nan")
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from etude.config.registry import lookup, names
 from etude.config.selection import component_model
 from etude.core.errors import ConfigError
-from etude.losses.weighting import (
+from etude.multitask.weighting import (
     FAMO,
     CombinesGradients,
     DynamicWeightAverage,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from etude.losses.weighting import FAMO, StaticWeights, UncertaintyWeighting, WatchesUpdates, Weighting
+from etude.multitask.weighting import FAMO, StaticWeights, UncertaintyWeighting, WatchesUpdates, Weighting
 
 TASKS = ["first", "second"]
 STARTS = [(-8.5, 7.5), (0.0, 0.0), (9.0, 9.0), (-7.5, -0.5), (9.0, -1.0)]

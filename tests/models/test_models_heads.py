@@ -14,7 +14,7 @@ from etude.core.errors import ConfigError, TrainingError
 from etude.core.head import HeadOutput
 from etude.losses import BinaryLoss
 from etude.models.features import Features, feature_dim, positions_of
-from etude.models.heads import (
+from etude.multitask.heads import (
     BinaryHead,
     LanguageModelHead,
     LinearHead,

@@ -15,21 +15,17 @@ from etude.core.head import HeadOutput
 from etude.engine.flops import count_forward
 from etude.engine.recompute import repeated_blocks
 from etude.losses import LanguageModelingLoss
-from etude.losses.weighting import UncertaintyWeighting
-from etude.models import (
-    MLP,
+from etude.models import MLP, CausalTransformerLM, LeNet5, Trunk, feature_dim
+from etude.models.huggingface_trunk import HuggingFaceTrunk
+from etude.multitask import (
     BinaryHead,
-    CausalTransformerLM,
     LanguageModelHead,
-    LeNet5,
     LinearHead,
     MultiTaskModel,
     SequenceClassifier,
     TokenClassifier,
-    Trunk,
-    feature_dim,
 )
-from etude.models.huggingface_trunk import HuggingFaceTrunk
+from etude.multitask.weighting import UncertaintyWeighting
 
 VOCAB, WIDTH = 31, 16
 

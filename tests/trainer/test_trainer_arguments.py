@@ -17,8 +17,9 @@ from etude import (
     TrainingLoop,
 )
 from etude.core import ConfigError, DataError, TrainingError
-from etude.curriculum import Phase
-from etude.losses import ClassificationLoss, MultiTask, TaskSpec
+from etude.losses import ClassificationLoss
+from etude.multitask import MultiTask, TaskSpec
+from etude.multitask.curriculum import Phase
 from etude.optim import SGD, AdamW, cosine
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))

@@ -24,20 +24,12 @@ from etude import (
     TrainingMetrics,
     ValidationLoop,
 )
-from etude.callbacks import (
-    Callback,
-    CurriculumCallback,
-    FindNonfinite,
-    ProgressDisplay,
-    RunRecorder,
-    TaskGradientMonitor,
-    TextSamples,
-)
+from etude.callbacks import Callback, FindNonfinite, ProgressDisplay, RunRecorder, TextSamples
 from etude.core import ConfigError
-from etude.curriculum import Curriculum, Phase, Start
-from etude.losses import ClassificationLoss, MultiTask, TaskSpec
-from etude.models import LinearHead, MultiTaskModel
+from etude.losses import ClassificationLoss
 from etude.monitor import RunFolder
+from etude.multitask import CurriculumCallback, LinearHead, MultiTask, MultiTaskModel, TaskGradientMonitor, TaskSpec
+from etude.multitask.curriculum import Curriculum, Phase, Start
 from etude.optim import SGD
 
 EPOCHS = 4

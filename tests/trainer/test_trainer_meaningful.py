@@ -24,8 +24,8 @@ from etude import (
 )
 from etude.checkpoint import CheckpointManager, read_checkpoint
 from etude.core import CheckpointError, ConfigError, DataError
-from etude.data import load_codebook, load_npz_key
 from etude.losses import LanguageModelingLoss
+from etude.multimodal import load_codebook, load_npz_key
 from etude.optim import cosine_schedule_with_warmup
 
 CONFIG = """\

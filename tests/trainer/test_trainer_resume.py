@@ -14,8 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from etude import Callback, DataLoader, EarlyStopping, Trainer, TrainerConfig
 from etude.checkpoint import read_checkpoint, write_checkpoint
 from etude.core import CheckpointError, RunFolderError
-from etude.losses import MultiTask, TaskSpec
-from etude.models import LinearHead, MultiTaskModel
+from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
 from etude.optim import SGD, AdamW, RMSprop, warmup_cosine
 
 EPOCHS, SAMPLES, BATCH = 3, 50, 8

@@ -12,10 +12,9 @@ from etude.core import DataError, TrainingError
 from etude.core.terms import in_order
 from etude.data import StreamLoader
 from etude.engine.callback import Callback
-from etude.losses import MultiTask, TaskSpec
-from etude.losses.weighting import DynamicWeightAverage, PCGrad
 from etude.metrics import F1, Accuracy, ConfusionMatrix
-from etude.models import LinearHead, MultiTaskModel
+from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
+from etude.multitask.weighting import DynamicWeightAverage, PCGrad
 
 TASKS = ("zeta", "alpha", "mid")
 SAMPLES, BATCH = 24, 8

@@ -7,9 +7,9 @@ from torch import nn
 from etude import Callback, DataLoader, Trainer
 from etude.core import ConfigError
 from etude.data import StreamLoader
-from etude.losses import BinaryLoss, ClassificationLoss, MultiTask, TaskSpec
-from etude.losses.weighting import GradNorm, PCGrad, UncertaintyWeighting
-from etude.models import LinearHead, MultiTaskModel
+from etude.losses import BinaryLoss, ClassificationLoss
+from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
+from etude.multitask.weighting import GradNorm, PCGrad, UncertaintyWeighting
 
 TASKS = ("kind", "sign")
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.errors import DataError
-from etude.core.vocab import VocabSpec, build_vocab_spec
 from etude.data.corpus.lock import folder_lock
 from etude.data.corpus.place import write_json
-from etude.data.modal import MultimodalWriter, ScalarTokenizer, Tokenizer, VectorTokenizer, write_modalities
+from etude.multimodal import MultimodalWriter, ScalarTokenizer, Tokenizer, VectorTokenizer, write_modalities
+from etude.multimodal.vocab import VocabSpec, build_vocab_spec
 from stars.catalogue import Catalogue, fetch, mend, read, take
 from stars.curves import PATCH_SIZE
 from stars.layout import COLUMNS, PLACES, SCALARS, Values, class_of, columns_of, place_of, values_of

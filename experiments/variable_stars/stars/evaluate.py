@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from etude.core.vocab import VocabSpec
-from etude.data.modal import Tokenizer, read_modalities
 from etude.data.tokens import open_tokens
+from etude.multimodal import Tokenizer, read_modalities
+from etude.multimodal.vocab import VocabSpec
 from stars.build import read_schema, read_truth
 from stars.curves import NUM_PATCHES, joined, read_off
 from stars.layout import COLUMNS, LENGTH, SCALARS, UNITS, columns_of

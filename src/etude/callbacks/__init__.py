@@ -1,7 +1,6 @@
 """Callbacks that come with the package; the protocol itself is in `etude.engine.callback`."""
 
 from etude.callbacks.csv_logger import CSVLogger
-from etude.callbacks.curriculum import CurriculumCallback
 from etude.callbacks.early_stopping import EarlyStopping
 from etude.callbacks.find_nonfinite import FindNonfinite
 from etude.callbacks.gradient_health import GradientHealth
@@ -10,7 +9,6 @@ from etude.callbacks.lr_schedule import LRSchedule
 from etude.callbacks.model_checkpoint import ModelCheckpoint
 from etude.callbacks.progress import ProgressDisplay
 from etude.callbacks.recorder import RunRecorder
-from etude.callbacks.task_gradients import TaskGradientMonitor, TaskGradientReport
 from etude.callbacks.text_samples import TextSamples
 from etude.engine.callback import Callback, CallbackList, RunInfo
 
@@ -18,7 +16,6 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "CallbackList",
-    "CurriculumCallback",
     "EarlyStopping",
     "FindNonfinite",
     "GradientHealth",
@@ -28,7 +25,5 @@ __all__ = [
     "ProgressDisplay",
     "RunInfo",
     "RunRecorder",
-    "TaskGradientMonitor",
-    "TaskGradientReport",
     "TextSamples",
 ]

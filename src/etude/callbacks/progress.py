@@ -23,10 +23,10 @@ from etude.callbacks.progress_view import (
     validation_line,
 )
 from etude.callbacks.progress_words import is_metric, to_ascii
-from etude.callbacks.task_table import Tasks
 from etude.checkpoint import check_kind, record_of
 from etude.core import Clock, StepReport
 from etude.engine.callback import Callback, Logs, RunInfo
+from etude.multitask.table import Tasks
 
 if TYPE_CHECKING:
     from etude.callbacks.terminal import LiveTerminal

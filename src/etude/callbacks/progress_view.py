@@ -20,7 +20,7 @@ from etude.callbacks.progress_words import (
     speed,
     to_ascii,
 )
-from etude.callbacks.task_table import Tasks, losses_line, task_names, task_table
+from etude.multitask.table import Tasks, losses_line, task_names, task_table
 
 MAX_ROWS = 10
 """Finished epochs in the table: the last ones, and the best one if it came earlier."""

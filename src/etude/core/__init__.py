@@ -15,7 +15,6 @@ from etude.core.head import HeadOutput
 from etude.core.loader import BatchIterator, Loader
 from etude.core.report import StepReport
 from etude.core.terms import LossTerm, Task, Terms
-from etude.core.vocab import Modality, VocabSpec, build_vocab_spec
 
 __all__ = [
     "Batch",
@@ -30,15 +29,12 @@ __all__ = [
     "HeadOutput",
     "Loader",
     "LossTerm",
-    "Modality",
     "RunFolderError",
     "StepReport",
     "Task",
     "Terms",
     "TrainingError",
-    "VocabSpec",
     "batch_labels",
-    "build_vocab_spec",
     "map_tensors",
     "num_samples",
     "to_device",

@@ -1,7 +1,6 @@
 """Data: orders and samplers, loaders, token files, prefetching and data sets."""
 
 from etude.data.blocks import TokenBlocks
-from etude.data.codebooks import load_codebook, load_npz_key
 from etude.data.delivery import EpochIterator
 from etude.data.factory import DataLoaderFactory
 from etude.data.foreign import ForeignLoader, as_loader
@@ -10,14 +9,6 @@ from etude.data.language import load_text_corpus, load_token_mixture, load_token
 from etude.data.loader import DataLoader
 from etude.data.mixture import TokenMixture
 from etude.data.mnist import fetch_mnist, load_mnist
-from etude.data.modal import (
-    MultimodalWriter,
-    ScalarTokenizer,
-    VectorTokenizer,
-    load_tokenizer,
-    read_modalities,
-    write_modalities,
-)
 from etude.data.normalize import Normalize
 from etude.data.parts import LoaderData, Streams, TensorData
 from etude.data.permutation import KeyedPermutation
@@ -58,13 +49,11 @@ __all__ = [
     "KeyedPermutation",
     "LoaderData",
     "MaskedTokens",
-    "MultimodalWriter",
     "Normalize",
     "PackedDocuments",
     "PrefetchStream",
     "ResizableSource",
     "Sample",
-    "ScalarTokenizer",
     "StreamLoader",
     "Streams",
     "TensorData",
@@ -74,7 +63,6 @@ __all__ = [
     "TokenMixture",
     "TokenReport",
     "TokenWriter",
-    "VectorTokenizer",
     "as_loader",
     "check_labels",
     "check_tokens",
@@ -84,13 +72,10 @@ __all__ = [
     "explain_worker_failure",
     "fetch_mnist",
     "find_split",
-    "load_codebook",
     "load_mnist",
-    "load_npz_key",
     "load_streams",
     "load_text_corpus",
     "load_token_mixture",
-    "load_tokenizer",
     "load_tokens",
     "make_loader",
     "mask_tokens",
@@ -98,6 +83,4 @@ __all__ = [
     "prefetch_stream",
     "read_dataset",
     "read_idx",
-    "read_modalities",
-    "write_modalities",
 ]

@@ -12,18 +12,18 @@ from annotated_types import Ge, Gt, Lt
 
 from etude.config.registry import register
 from etude.core.errors import DataError
-from etude.core.vocab import VocabSpec
 from etude.data.blocks import LABELS, TokenBlocks
 from etude.data.files import cache_folder, logger
 from etude.data.mixture import TokenMixture
-from etude.data.modal import has_vocabulary, read_modalities
-from etude.data.modal.fitting import modal_fields, shared_modalities
 from etude.data.parts import LoaderData
 from etude.data.reading import MaskedTokens, PackedDocuments, TokenDocuments
 from etude.data.source import BatchSource
 from etude.data.splits import DataSplits
 from etude.data.tokens import TokenFile, open_tokens
 from etude.data.tokens.places import exists
+from etude.multimodal.fitting import modal_fields, shared_modalities
+from etude.multimodal.folder import has_vocabulary, read_modalities
+from etude.multimodal.vocab import VocabSpec
 
 Way = Literal["blocks", "documents", "packed"]
 Length = Annotated[int, Ge(2)]

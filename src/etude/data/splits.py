@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import DataError
-from etude.core.vocab import VocabSpec
 from etude.data.loader import DataLoader
 from etude.data.parts import LoaderData, Streams, TensorData
 from etude.data.streams_loader import StreamLoader
+from etude.multimodal.vocab import VocabSpec
 
 __all__ = ["DataSplits", "LoaderData", "SplitName", "TensorData", "check_labels", "make_loader"]
 

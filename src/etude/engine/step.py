@@ -18,14 +18,14 @@ from etude.core.buffers import BufferGuard
 from etude.core.terms import CountsAhead, SeveralTasks, check_terms
 from etude.core.tokens import count_tokens, token_ids
 from etude.distributed import RankTask, World, check_gradients, idle_output, local_gradients
-from etude.engine.balance import Balance, make_balance
 from etude.engine.callback import Gradients, TaskGradients
 from etude.engine.flops import ForwardFlops
 from etude.engine.misfit import explained
 from etude.engine.precision import Precision
-from etude.engine.task_gradients import GradientLook
 from etude.engine.update import Updater
-from etude.losses.tasks import PENALTY, MultiTask
+from etude.multitask.balance import Balance, make_balance
+from etude.multitask.gradients import GradientLook
+from etude.multitask.task import PENALTY, MultiTask
 
 Counts = dict[str, Tensor | float]
 

@@ -15,9 +15,9 @@ from etude.distributed import World
 from etude.engine.recovery import explain_out_of_memory_of_model
 from etude.experiment.config import ExperimentConfig
 from etude.experiment.dialects import MOVED_KEYS
-from etude.experiment.tasks import build_curriculum, build_tasks, own_data, with_own_data
-from etude.experiment.vocabulary import find_vocabulary
 from etude.monitor import RunFolder
+from etude.multimodal.vocab_section import find_vocabulary
+from etude.multitask.build import build_curriculum, build_tasks, own_data, with_own_data
 from etude.optim import AdamW
 from etude.trainer import Trainer, TrainerConfig, resolve_device
 from etude.trainer.assembly import PlannedSchedule

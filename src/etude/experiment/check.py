@@ -13,9 +13,9 @@ from etude.core import ConfigError
 from etude.engine.recompute import recompute_activations
 from etude.experiment.config import ExperimentConfig
 from etude.experiment.dialects import MOVED_KEYS
-from etude.experiment.meaningful import LOSS_PROVIDED
-from etude.experiment.tasks import build_tasks, own_data
 from etude.losses import SupervisedTask
+from etude.multimodal.loss_section import LOSS_PROVIDED
+from etude.multitask.build import build_tasks, own_data
 from etude.optim import AdamW
 from etude.trainer import resolve_device
 from etude.trainer.assembly import blocks_to_recompute, make_optimizer

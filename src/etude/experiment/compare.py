@@ -21,11 +21,10 @@ from etude.experiment.build import Data, build_data, build_trainer
 from etude.experiment.comparison import ComparedRun, Comparison, make_rows
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config, validate_experiment
 from etude.experiment.run import resume_run, train_experiment
-from etude.experiment.task_sections import TaskForm, TaskSection, forms_of
-from etude.losses import TaskSpec
-from etude.losses.task_spec import learns_from
 from etude.monitor import RunFolder
 from etude.monitor.files import write_text
+from etude.multitask.sections import TaskForm, TaskSection, forms_of
+from etude.multitask.spec import TaskSpec, learns_from
 
 BUDGETS = ("share", "whole")
 Numbers = dict[str, dict[str, float]]

@@ -21,15 +21,15 @@ from etude.config import (
     validate_document,
 )
 from etude.core import ConfigError
-from etude.curriculum import Phase
 from etude.experiment.data_checks import settle_data
 from etude.experiment.dialects import MOVED_KEYS, moved_settings, trainer_settings, unify_dialects
-from etude.experiment.meaningful import LOSS_PROVIDED
 from etude.experiment.meaningful_dialect import meaningful_settings
 from etude.experiment.outputs import settle_outputs
-from etude.experiment.task_checks import settle_tasks
-from etude.experiment.task_sections import Name, Phases, TaskSection
-from etude.experiment.vocabulary import VocabSection, settle_vocabulary
+from etude.multimodal.loss_section import LOSS_PROVIDED
+from etude.multimodal.vocab_section import VocabSection, settle_vocabulary
+from etude.multitask.checks import settle_tasks
+from etude.multitask.curriculum import Phase
+from etude.multitask.sections import Name, Phases, TaskSection
 from etude.trainer import TrainerConfig
 
 SECTIONS: dict[str, SectionSpec] = {
@@ -68,7 +68,18 @@ SECTIONS: dict[str, SectionSpec] = {
     ),
 }
 
-_COMPONENT_ROOMS = ("callbacks", "data", "losses", "losses.weighting", "metrics", "models", "optim")
+_COMPONENT_ROOMS = (
+    "callbacks",
+    "data",
+    "losses",
+    "metrics",
+    "models",
+    "multimodal.loss_section",
+    "multitask.gradient_monitor",
+    "multitask.heads",
+    "multitask.weighting",
+    "optim",
+)
 _OPTIONAL_KEYS = ("use_mixed_precision", "precision_dtype", "meaningful_loss", "num_threads", "checkpoint_dir")
 
 

@@ -7,7 +7,7 @@ from etude.config import Document, Problem, Selection, config_error
 from etude.config.spelling import listed
 from etude.core import DataError
 from etude.data.parts import check_stream_name, check_weights
-from etude.experiment.task_sections import all_forms
+from etude.multitask.sections import all_forms
 
 
 def settle_data(sections: Mapping[str, Any], document: Document) -> None:

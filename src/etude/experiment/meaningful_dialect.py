@@ -5,8 +5,8 @@ from typing import Any
 
 from etude.config import Document, Selection, validate_section
 from etude.core import ConfigError
-from etude.experiment.meaningful import MEANINGFUL
 from etude.experiment.moving import put_setting
+from etude.multimodal.loss_section import MEANINGFUL
 from etude.trainer import MeaningfulLossConfig
 
 HERE = "training.meaningful_loss"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
-from etude.callbacks import CurriculumCallback, TextSamples
+from etude.callbacks import TextSamples
 from etude.checkpoint import (
     Checkpoint,
     CheckpointManager,
@@ -26,11 +26,12 @@ from etude.distributed import World, before_joining, failing_together, join_worl
 from etude.engine.state import callbacks_in
 from etude.experiment.build import build_data, build_trainer
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config
-from etude.experiment.tasks import SampleCount
-from etude.losses import MultiTask
 from etude.monitor import RunFolder, default_run_dir
+from etude.multimodal.training import check_vocabulary
+from etude.multitask.build import SampleCount
+from etude.multitask.curriculum.callback import CurriculumCallback
+from etude.multitask.task import MultiTask
 from etude.trainer import Trainer, resolve_device
-from etude.trainer.meaningful import check_vocabulary
 
 logger = logging.getLogger("etude")
 

@@ -12,8 +12,6 @@ from etude.losses.functional import accuracy_term, cross_entropy, cross_entropy_
 from etude.losses.inferred import InferredLoss, as_strategy, infer_strategy
 from etude.losses.language import LanguageModelingLoss, MaskedLanguageModelingLoss
 from etude.losses.linear import linear_cross_entropy, linear_cross_entropy_terms
-from etude.losses.meaningful import MeaningfulLoss, combined_loss
-from etude.losses.multitask import TaskLosses, default_weights, multi_task_loss, multi_task_terms
 from etude.losses.outputs import logits_of
 from etude.losses.strategies import (
     ClassificationLoss,
@@ -23,9 +21,6 @@ from etude.losses.strategies import (
     VisionClassificationLoss,
 )
 from etude.losses.task import SupervisedTask
-from etude.losses.task_spec import TaskSpec
-from etude.losses.tasks import MultiTask
-from etude.losses.weighting import Weighting
 from etude.losses.wrapped import FunctionLoss
 
 __all__ = [
@@ -36,24 +31,17 @@ __all__ = [
     "LanguageModelingLoss",
     "LossStrategy",
     "MaskedLanguageModelingLoss",
-    "MeaningfulLoss",
     "MultiLabelLoss",
-    "MultiTask",
     "SegmentationLoss",
     "SupervisedTask",
-    "TaskLosses",
-    "TaskSpec",
     "TextClassificationLoss",
     "VisionClassificationLoss",
-    "Weighting",
     "accuracy_term",
     "as_strategy",
     "binary_cross_entropy",
     "binary_cross_entropy_term",
-    "combined_loss",
     "cross_entropy",
     "cross_entropy_term",
-    "default_weights",
     "infer_strategy",
     "linear_cross_entropy",
     "linear_cross_entropy_terms",
@@ -61,6 +49,4 @@ __all__ = [
     "mean_of",
     "multi_label_bce",
     "multi_label_bce_term",
-    "multi_task_loss",
-    "multi_task_terms",
 ]

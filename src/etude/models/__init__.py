@@ -1,24 +1,16 @@
 """Models that ship with the library."""
 
 from etude.models.features import Features, Trunk, feature_dim
-from etude.models.heads import BinaryHead, LanguageModelHead, LinearHead, SequenceClassifier, TokenClassifier
 from etude.models.huggingface import huggingface_causal_lm
 from etude.models.lenet5 import LeNet5
 from etude.models.mlp import MLP
-from etude.models.multi_task import MultiTaskModel
 from etude.models.transformer import CausalTransformerLM
 
 __all__ = [
     "MLP",
-    "BinaryHead",
     "CausalTransformerLM",
     "Features",
-    "LanguageModelHead",
     "LeNet5",
-    "LinearHead",
-    "MultiTaskModel",
-    "SequenceClassifier",
-    "TokenClassifier",
     "Trunk",
     "feature_dim",
     "huggingface_causal_lm",

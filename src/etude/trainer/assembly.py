@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from etude.callbacks import CurriculumCallback
 from etude.config import build_selection, canonical_keys, select_component, validate_section
 from etude.config.signature import parameters_of
 from etude.core import ConfigError, Loader, Task, TrainingError
 from etude.core.terms import SwitchesTasks
-from etude.curriculum import Curriculum, Phase
 from etude.distributed import World
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.schedule import LearningRate
-from etude.losses import MultiTask
+from etude.multitask.curriculum import Curriculum, Phase
+from etude.multitask.curriculum.callback import CurriculumCallback
+from etude.multitask.task import MultiTask
 from etude.optim import AdamW, Schedule
 from etude.trainer.arguments import check_optimizer, check_scheduler, optimizer_factory
 from etude.trainer.config import TRAINING_ALIASES, ActivationCheckpointing, TrainerConfig

@@ -5,18 +5,12 @@ from typing import Any
 
 from torch import nn
 
-from etude.callbacks import (
-    CurriculumCallback,
-    EarlyStopping,
-    FindNonfinite,
-    LRSchedule,
-    ModelCheckpoint,
-    TaskGradientMonitor,
-    TextSamples,
-)
+from etude.callbacks import EarlyStopping, FindNonfinite, LRSchedule, ModelCheckpoint, TextSamples
 from etude.core import ConfigError, Task
 from etude.engine.callback import Callback, implements
-from etude.losses import MultiTask
+from etude.multitask.curriculum.callback import CurriculumCallback
+from etude.multitask.gradient_monitor import TaskGradientMonitor
+from etude.multitask.task import MultiTask
 
 
 def check_callbacks(callbacks: Iterable[Callback], task: Task, model: nn.Module | None) -> None:

@@ -6,7 +6,7 @@ from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_val
 
 from etude.config import SectionModel
 from etude.engine.accumulation import GradientAccumulator
-from etude.losses.meaningful import KindName
+from etude.multimodal.loss import KindName
 
 Positive = Annotated[float, Field(gt=0)]
 LARGEST = 10**12

@@ -13,7 +13,6 @@ from etude.callbacks import LRSchedule, ProgressDisplay, RunRecorder
 from etude.checkpoint import Checkpoint, explained, folder_name, read_checkpoint
 from etude.core import Clock, ConfigError, DataError, Loader, Task, TrainingError
 from etude.core.terms import SeveralTasks
-from etude.curriculum import Curriculum, Phase
 from etude.data import explain_worker_failure
 from etude.distributed import World, join_world, wrap_data_parallel
 from etude.engine.accumulation import GradientAccumulator
@@ -38,6 +37,9 @@ from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import LossStrategy
 from etude.monitor import RunFolder
+from etude.multimodal.training import Modalities, check_vocabulary, make_task, vocabulary_of
+from etude.multitask.curriculum import Curriculum, Phase
+from etude.multitask.training import check_data, join_weighting, train_weighting
 from etude.optim import Schedule
 from etude.trainer.arguments import Section, as_callbacks, as_epochs, as_tensors, check_model, check_names
 from etude.trainer.assembly import (
@@ -55,10 +57,8 @@ from etude.trainer.callback_checks import check_callbacks, check_rates
 from etude.trainer.config import TrainerConfig
 from etude.trainer.device import configure_cuda_performance, make_deterministic, on_device, resolve_device
 from etude.trainer.feeding import make_loader, num_batches
-from etude.trainer.meaningful import Modalities, check_vocabulary, make_task, vocabulary_of
 from etude.trainer.output import Output
 from etude.trainer.sanity_check import check_validation
-from etude.trainer.tasks import check_data, join_weighting, train_weighting
 
 logger = logging.getLogger("etude")
 

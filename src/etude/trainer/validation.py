@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from etude.callbacks import CurriculumCallback, FindNonfinite, LRSchedule
+from etude.callbacks import FindNonfinite, LRSchedule
 from etude.core import Batch, Clock, ConfigError, Task
 from etude.core.calling import unwrap
 from etude.core.tokens import count_tokens, token_ids
@@ -16,6 +16,7 @@ from etude.engine.evaluation import evaluate
 from etude.engine.precision import Precision
 from etude.engine.recovery import explain_out_of_memory_in_validation
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
+from etude.multitask.curriculum.callback import CurriculumCallback
 from etude.trainer.arguments import as_callbacks, as_loss, as_tensors, check_model, check_task
 from etude.trainer.callback_checks import check_callbacks
 from etude.trainer.config import TrainerConfig

@@ -1,0 +1,1 @@
+"""Codebooks: files with the values that tokens stand for, read without running anything in them."""

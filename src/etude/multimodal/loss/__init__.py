@@ -1,0 +1,19 @@
+"""Losses that know what tokens mean: expected values of a modality's codebook or bin centres, beside cross entropy."""
+
+from etude.multimodal.loss.combined_loss import combined_loss
+from etude.multimodal.loss.hl_gauss import bin_edges
+from etude.multimodal.loss.kinds import make_reconstruction
+from etude.multimodal.loss.reconstruction import KindName, Reconstruction
+from etude.multimodal.loss.strategy import MeaningfulLoss
+from etude.multimodal.loss.terms import make_reconstructions, meaningful_terms
+
+__all__ = [
+    "KindName",
+    "MeaningfulLoss",
+    "Reconstruction",
+    "bin_edges",
+    "combined_loss",
+    "make_reconstruction",
+    "make_reconstructions",
+    "meaningful_terms",
+]

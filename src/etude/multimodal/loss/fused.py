@@ -1,0 +1,256 @@
+"""Expected values from hidden states: logits of a modality's tokens, softmax, expectation and loss, chunk by chunk.
+
+Only the rows of the output layer that belong to a modality are used, and only a chunk of their logits is ever held. The
+loss is a sum, so gradients are known up to one factor while a chunk is at hand, and nothing is computed twice.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from etude.core.errors import TrainingError
+from etude.core.head import HeadOutput
+from etude.losses.linear import product_type, result_type
+from etude.losses.products import add_logit_gradients, chunk_rows_for, product
+from etude.multimodal.loss.reconstruction import Reconstruction
+
+CHUNK_BYTES = {"cuda": 32 << 20}
+"""Size of a chunk's logits, by device type."""
+DEFAULT_CHUNK_BYTES = 8 << 20
+"""On a CPU what is at hand should stay near its cache; with smaller chunks, products become slower than that saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The positions of one modality: which rows of the hidden states they are, and what is true there."""
+
+    reconstruction: Reconstruction
+    slice: slice
+    """The rows of the output layer that belong to the modality."""
+    rows: Tensor | None
+    """(n,) places of the positions, none of them twice; None if they are all, in order."""
+    targets: Tensor
+    """(n,) true tokens, counted from the beginning of the slice; any where the weight is 0."""
+    row_weights: Tensor
+    """(n,) factor of every position's loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectationProblem:
+    """What a kernel solves: all products are computed in the type of `hidden`, everything else in `row_weights`'."""
+
+    hidden: Tensor
+    """(n, d)"""
+    weight: Tensor
+    """(V, d), of this modality's tokens alone."""
+    bias: Tensor | None
+    """(V,)"""
+    softcap: float | None
+    targets: Tensor
+    row_weights: Tensor
+    reconstruction: Reconstruction
+    want_hidden: bool
+    want_weight: bool
+    want_bias: bool
+    chunk_rows: int | Literal["auto"]
+
+
+class ExpectationResult(NamedTuple):
+    """Losses and squared errors (n,) without the weights of the rows, and gradients of Σ row_weight · loss."""
+
+    losses: Tensor
+    squared_errors: Tensor
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
+
+
+ExpectationKernel = Callable[[ExpectationProblem], ExpectationResult]
+
+KERNELS: dict[str, ExpectationKernel] = {}
+"""Kernels by device type that are used in place of `chunked_expectation`."""
+
+
+def expected_value_sums(
+    head: HeadOutput, parts: Sequence[Part], chunk_rows: int | Literal["auto"] = "auto"
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return, for every part, the sum of its losses, which can be differentiated once, and of its squared errors."""
+    hidden = head.hidden.reshape(-1, head.hidden.shape[-1])
+    grads = torch.is_grad_enabled()  # a Function is asked for gradients even where none will be used
+    found = _differentiable(hidden, head.weight, head.bias, head.softcap, tuple(parts), chunk_rows, grads)
+    return list(found[: len(parts)]), list(found[len(parts) :])
+
+
+class _ExpectedValues(torch.autograd.Function):
+    """Sums of losses and of squared errors of all parts; the latter have no gradient.
+
+    Parts own different rows of the output layer, so their gradients lie side by side and are scaled one by one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        softcap: float | None,
+        parts: tuple[Part, ...],
+        chunk_rows: int | Literal["auto"],
+        grads: bool,
+    ) -> Any:
+        wants = [grads and needed for needed in ctx.needs_input_grad[:3]]
+        kernel = KERNELS.get(hidden.device.type, chunked_expectation)
+        kind = product_type(hidden)
+        losses: list[Tensor] = []
+        squares: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in parts:
+                result = kernel(_problem(part, hidden, weight, bias, softcap, wants, kind, chunk_rows))
+                counts = part.row_weights != 0
+                for values, sums in ((result.losses, losses), (result.squared_errors, squares)):
+                    sums.append(torch.where(counts, values, 0.0).mul_(part.row_weights).sum())
+                gradients += [result.grad_hidden, result.grad_weight, result.grad_bias]
+        ctx.save_for_backward(*gradients, *(part.rows for part in parts))
+        ctx.slices = [part.slice for part in parts]
+        ctx.shapes = [None if one is None else (one.shape, one.dtype) for one in (hidden, weight, bias)]
+        ctx.mark_non_differentiable(*squares)
+        return (*losses, *squares)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise TrainingError(
+                "the expected-value loss of hidden states has no second derivative: give it logits where "
+                "create_graph=True is needed"
+            )
+        slices, saved = ctx.slices, ctx.saved_tensors
+        rows = saved[3 * len(slices) :]
+        # Nobody sees the saved gradients again, unless the graph is kept: then they must stay as they are.
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+
+        def scaled(which: int) -> list[Tensor]:
+            parts = saved[which : 3 * len(slices) : 3]
+            return [part.mul(grad) if keep else part.mul_(grad) for part, grad in zip(parts, grads, strict=False)]
+
+        wants = ctx.needs_input_grad
+        return (
+            _joined_rows(scaled(0), rows, *ctx.shapes[0]) if wants[0] else None,
+            _side_by_side(scaled(1), slices, *ctx.shapes[1]) if wants[1] else None,
+            _side_by_side(scaled(2), slices, *ctx.shapes[2]) if wants[2] else None,
+            *[None] * 4,
+        )
+
+
+def _joined_rows(
+    parts: Sequence[Tensor], rows: Sequence[Tensor | None], shape: torch.Size, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of all hidden states; positions that no part has are 0."""
+    if len(parts) == 1 and rows[0] is None:
+        return parts[0].to(dtype)
+    total = parts[0].new_zeros(shape, dtype=dtype)
+    for part, places in zip(parts, rows, strict=True):
+        if places is None:
+            total.add_(part)
+        else:
+            total.index_add_(0, places, part.to(dtype))
+    return total
+
+
+def _side_by_side(parts: Sequence[Tensor], slices: Sequence[slice], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of the whole output layer; rows of no part's slice are 0."""
+    if len(parts) == 1 and len(parts[0]) == shape[0]:
+        return parts[0].to(dtype)
+    total = parts[0].new_zeros(shape, dtype=dtype)
+    for part, own in zip(parts, slices, strict=True):
+        total[own] = part
+    return total
+
+
+_differentiable: Callable[..., tuple[Tensor, ...]] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    _ExpectedValues.apply
+)
+"""The function with its gradients. torch.compile leaves it as it is: it would unroll the chunks."""
+
+
+def _problem(
+    part: Part,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    wants: Sequence[bool],
+    products: torch.dtype,
+    chunk_rows: int | Literal["auto"],
+) -> ExpectationProblem:
+    chosen = hidden.detach() if part.rows is None else hidden.detach()[part.rows]
+    results = result_type(hidden)
+    return ExpectationProblem(
+        hidden=chosen.to(products),
+        weight=weight.detach()[part.slice].to(products),
+        bias=None if bias is None else bias.detach()[part.slice].to(results),
+        softcap=softcap,
+        targets=part.targets,
+        row_weights=part.row_weights.to(results),
+        reconstruction=part.reconstruction.on(hidden.device, results),
+        want_hidden=wants[0],
+        want_weight=wants[1],
+        want_bias=wants[2],
+        chunk_rows=chunk_rows,
+    )
+
+
+@torch.no_grad()
+def chunked_expectation(problem: ExpectationProblem) -> ExpectationResult:
+    """Solve the problem chunk by chunk."""
+    p, hidden, kind = problem, problem.hidden, problem.row_weights.dtype
+    (num_rows, width), num_codes = hidden.shape, p.weight.shape[0]
+    # Float16 gradients could vanish or overflow before the factor that flows back is known.
+    hidden_kind = kind if hidden.dtype is torch.float16 else hidden.dtype
+    result = ExpectationResult(
+        losses=hidden.new_empty(num_rows, dtype=kind),
+        squared_errors=hidden.new_empty(num_rows, dtype=kind),
+        grad_hidden=hidden.new_empty(hidden.shape, dtype=hidden_kind) if p.want_hidden else None,
+        grad_weight=hidden.new_zeros((num_codes, width), dtype=kind) if p.want_weight else None,
+        grad_bias=hidden.new_zeros(num_codes, dtype=kind) if p.want_bias else None,
+    )
+    gradients = p.want_hidden or p.want_weight or p.want_bias
+    budget = CHUNK_BYTES.get(hidden.device.type, DEFAULT_CHUNK_BYTES)
+    size = chunk_rows_for(num_rows, num_codes, budget // kind.itemsize)
+    if p.chunk_rows != "auto":
+        size = max(1, min(p.chunk_rows, num_rows))
+    logits = hidden.new_empty((size, num_codes), dtype=kind)
+    probs = torch.empty_like(logits)
+    for start in range(0, num_rows, size):
+        rows = slice(start, min(start + size, num_rows))
+        _chunk(p, result, rows, logits[: rows.stop - start], probs[: rows.stop - start], gradients=gradients)
+    return result
+
+
+def _chunk(
+    p: ExpectationProblem, result: ExpectationResult, rows: slice, logits: Tensor, probs: Tensor, *, gradients: bool
+) -> None:
+    product(p.hidden[rows], p.weight.t(), logits)
+    if p.bias is not None:
+        logits.add_(p.bias)
+    slopes = None
+    if p.softcap is not None:
+        logits.div_(p.softcap).tanh_()
+        slopes = 1.0 - logits.square() if gradients else None
+        logits.mul_(p.softcap)
+    torch.softmax(logits, 1, out=probs)
+    settled = p.reconstruction.settle(logits, probs, p.targets[rows], p.row_weights[rows] if gradients else None)
+    result.losses[rows], result.squared_errors[rows] = settled
+    if gradients:
+        add_logit_gradients(
+            logits if slopes is None else logits.mul_(slopes),
+            probs,
+            p.hidden[rows],
+            p.weight,
+            None if result.grad_hidden is None else result.grad_hidden[rows],
+            result.grad_weight,
+            result.grad_bias,
+        )

@@ -1,0 +1,118 @@
+"""HL-Gauss: cross entropy with a Gaussian around the true value, cut into the bins of a histogram."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from etude.core.errors import ConfigError, DataError
+from etude.multimodal.loss.reconstruction import Reconstruction, Settled, is_positive, row_products
+
+EQUAL = 1e-12
+"""Squared distances up to this share of the vectors' own squares are rounding errors of products, and stand for 0."""
+NEIGHBOUR_ROWS = 256
+"""Rows of distances that are held at a time when nearest neighbours are looked for."""
+
+
+class HLGauss(Reconstruction):
+    """Cross entropy with a Gaussian around the true value, cut into the bins: the histogram loss HL-Gauss.
+
+    `sigma` is the width of the Gaussian in units of the true value's own bin, so that it reaches as many neighbours in
+    wide bins as in narrow ones. Without `edges` of the bins they lie halfway between the centres. Vectors have no bins:
+    there the weight of a value falls with its distance from the true one, in units of the nearest neighbour's.
+    """
+
+    name = "hl_gauss"
+
+    def __init__(self, values: Tensor, sigma: float = 0.75, edges: Tensor | None = None) -> None:
+        """Raise DataError if bins are not in increasing order or if the edges do not belong to them."""
+        super().__init__(values)
+        if not is_positive(sigma):
+            raise ConfigError(f"hl_sigma is {sigma!r}; it must be a number above 0, in widths of a bin")
+        if self.values.shape[1] == 1:
+            found = bin_edges(self.values[:, 0]) if edges is None else edges.detach().double().cpu()
+            _check_edges(found, self.values[:, 0].cpu())
+            found = found.to(self.values.device)
+            self.edges, self.edge_rests = _split(found - self.values.mean(0))
+            self.places, self.place_rests = _split(self.centred)
+            self.sigmas = sigma * found.diff()
+        else:
+            self.sigmas = sigma * self._neighbours()
+
+    def soft_targets(self, targets: Tensor) -> Tensor:
+        """Return the distribution (n, V) that each target stands for."""
+        sigmas = self.sigmas[targets][:, None]
+        if self.centred.shape[1] > 1:
+            return torch.softmax(self.squared_distances(targets).div_(-2.0 * sigmas.square()), 1)
+        distances = (self.edges - self.places[targets]).add_(self.edge_rests).sub_(self.place_rests[targets])
+        cumulated = torch.erf(distances.div_(sigmas * math.sqrt(2.0)))
+        total = cumulated[:, -1:] - cumulated[:, :1]
+        return cumulated.diff(dim=1).div_(total)
+
+    def row_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return -Σ q_i · log p_i, with q the soft target."""
+        return -(self.soft_targets(targets).to(logits) * torch.log_softmax(logits, -1)).sum(1)
+
+    def settle(self, logits: Tensor, probs: Tensor, targets: Tensor, row_weights: Tensor | None) -> Settled:
+        """The gradient of logit i is p_i - q_i."""
+        wanted = self.soft_targets(targets)
+        largest, place = logits.max(1, keepdim=True)
+        # The largest probability is at least 1/V, so its logarithm is exact.
+        log_total = largest - probs.gather(1, place).log_()
+        losses = log_total[:, 0] - row_products(wanted, logits)
+        squared = self.errors(probs, targets).square_().mean(1)
+        if row_weights is not None:
+            torch.sub(probs, wanted, out=logits).mul_(row_weights[:, None])
+        return Settled(losses, squared)
+
+    def _neighbours(self) -> Tensor:
+        """Return the distance of every value from the nearest other one; of equal ones, the least there is."""
+        rows = torch.arange(self.size, device=self.values.device)
+        squares = self.centred.square().mean(1)
+        nearest = []
+        for part in torch.split(rows, NEIGHBOUR_ROWS):
+            squared = self.squared_distances(part)
+            squared[squared <= EQUAL * (squares[part][:, None] + squares)] = math.inf
+            nearest.append(squared.amin(1).sqrt_())
+        found = torch.cat(nearest)
+        least = found.amin()
+        return torch.where(found.isfinite(), found, torch.where(least.isfinite(), least, 1.0))
+
+
+def bin_edges(centres: Tensor) -> Tensor:
+    """Return edges halfway between centres, the outermost as far out as the next ones lie in.
+
+    >>> bin_edges(torch.tensor([0.0, 1.0, 3.0]))
+    tensor([-0.5000,  0.5000,  2.0000,  4.0000])
+    """
+    if len(centres) == 1:
+        return torch.stack([centres[0] - 0.5, centres[0] + 0.5])
+    middles = (centres[1:] + centres[:-1]) / 2
+    return torch.cat([2 * centres[:1] - middles[:1], middles, 2 * centres[-1:] - middles[-1:]])
+
+
+def _check_edges(edges: Tensor, centres: Tensor) -> None:
+    if edges.shape != (len(centres) + 1,):
+        raise DataError(f"{len(centres)} bins have {len(centres) + 1} edges, found {tuple(edges.shape)}")
+    if not bool(edges.isfinite().all()):
+        raise DataError("edges of bins must be finite numbers; let the outer bins end where the values do")
+    if not bool((edges.diff() > 0).all()):
+        raise DataError(
+            "hl_gauss needs bins in increasing order, and these are not; sort the tokenizer's bins, "
+            "or choose wasserstein, which needs no order"
+        )
+    rounding = torch.finfo(torch.float32).eps * edges.abs().amax()
+    outside = (centres < edges[:-1] - rounding) | (centres > edges[1:] + rounding)
+    if bool(outside.any()):
+        place = int(outside.nonzero()[0])
+        low, high = edges[place : place + 2].tolist()
+        raise DataError(f"the value {float(centres[place]):g} lies outside its bin, {low:g} … {high:g}")
+
+
+def _split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values as float32 can hold them and what is left, both in float64.
+
+    Differences of the one plus those of the other are exact to float32 even where bins are narrower than its digits.
+    """
+    held = values.float().double()
+    return held, values - held

@@ -1,0 +1,75 @@
+"""Which positions a modality's loss looks at: all of its tokens, or up to k of them drawn at random."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from etude.multimodal.vocab import Modality
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Positions of one modality among N targets."""
+
+    rows: Tensor | None
+    """(n,) their places, in increasing order on the CPU; None if they are all N."""
+    targets: Tensor
+    """(n,) true tokens, counted from the modality's first one; 0 where the weight is 0."""
+    row_weights: Tensor
+    """(n,) 1, or what makes the sum over drawn positions stand for all; 0 for those of other tokens."""
+    count: Tensor | float
+    """How many of the N targets are of this modality, drawn or not."""
+
+
+def count_positions(targets: Tensor, modality: Modality) -> Tensor:
+    """Return how many targets are tokens of a modality: a number on the device."""
+    return _belong(targets, modality).sum()
+
+
+def choose_positions(
+    targets: Tensor, modality: Modality, most: int | None, generator: torch.Generator | None = None
+) -> Positions:
+    """Return up to `most` positions of a modality, every one equally likely; all of them if `most` is None.
+
+    Special tokens (PAD, MISS) and labels to ignore belong to no modality. The weights make the sum over the drawn
+    positions an unbiased estimate of that over all, whose number is `count`. Random numbers come from `generator`, else
+    from torch's global one of the device, and only if there is something to choose from. On a GPU the host does not
+    wait: the number of rows is then fixed, and rows that do not count have the weight 0.
+
+    >>> targets = torch.tensor([1, 5, 6, -100, 7, 0])
+    >>> chosen = choose_positions(targets, Modality("scalar", 5, 3), None)
+    >>> chosen.rows, chosen.targets, chosen.count
+    (tensor([1, 2, 4]), tensor([0, 1, 2]), 3)
+    """
+    labels = targets.reshape(-1)
+    belongs = _belong(labels, modality)
+    if labels.is_cpu:
+        return _choose_known(labels, belongs, modality, most, generator)
+    count = belongs.sum()
+    if most is None or most >= len(labels):
+        local = (labels - modality.base).masked_fill(~belongs, 0)
+        return Positions(None, local, belongs.float(), count)
+    keys = torch.rand(len(labels), device=labels.device, generator=generator).masked_fill_(~belongs, -1.0)
+    drawn, rows = keys.topk(most, sorted=False)
+    chosen = drawn >= 0
+    weights = torch.where(chosen, count / count.clamp(1, most), 0.0)
+    return Positions(rows, (labels[rows] - modality.base).masked_fill(~chosen, 0), weights, count)
+
+
+def _choose_known(
+    labels: Tensor, belongs: Tensor, modality: Modality, most: int | None, generator: torch.Generator | None
+) -> Positions:
+    rows = belongs.nonzero()[:, 0]
+    count, scale = len(rows), 1.0
+    if most is not None and count > most:
+        drawn = torch.rand(count, generator=generator).topk(most, sorted=False).indices
+        rows, scale = rows[drawn.sort().values], count / most
+    weights = torch.full((len(rows),), scale)
+    if len(rows) == len(labels):
+        return Positions(None, labels - modality.base, weights, count)
+    return Positions(rows, labels[rows] - modality.base, weights, count)
+
+
+def _belong(targets: Tensor, modality: Modality) -> Tensor:
+    return (targets >= modality.base) & (targets < modality.stop)

@@ -1,0 +1,196 @@
+"""The meaningful loss as a strategy: next-token cross entropy, and the expected values of every modality."""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from etude.core.batch import Batch
+from etude.core.calling import ModelCall, unwrap
+from etude.core.errors import ConfigError, DataError
+from etude.core.terms import LossTerm, Terms
+from etude.losses.functional import IGNORE_INDEX
+from etude.losses.fused_head import FusedHead, NamesItsHead
+from etude.losses.language import LanguageModelingLoss, is_encoder_decoder, token_predictions
+from etude.losses.perplexity import perplexity
+from etude.losses.strategies import Smoothing
+from etude.multimodal.loss.positions import count_positions
+from etude.multimodal.loss.terms import (
+    SAMPLE_K,
+    WEIGHT,
+    check_codebooks,
+    check_modalities,
+    check_numbers,
+    check_output,
+    check_something_to_learn,
+    make_reconstructions,
+    meaningful_terms,
+    short_name,
+)
+from etude.multimodal.vocab import VocabSpec
+
+logger = logging.getLogger("etude")
+
+
+class MeaningfulLoss(LanguageModelingLoss):
+    """Cross entropy with the next token, and for each modality with a codebook the loss of its expected value.
+
+    The terms are `loss_ce` and `loss_<modality>`, with `loss_img`, `loss_sca` and `loss_spec` for image, scalar and
+    spectrum; their weighted sum is `loss_total`, and `loss` too. With metrics there are `accuracy`, `perplexity` and
+    `rmse_<modality>`, the error of the expected value whatever the kind of loss.
+
+    A position belongs to the modality of the token that comes next: special tokens such as PAD and MISS belong to none,
+    and PAD does not count in the cross entropy either. While gradients are computed, up to `sample_k` positions of each
+    modality are drawn in every batch, and stand for all of them; without gradients all positions are looked at.
+    """
+
+    def __init__(
+        self,
+        vocab: VocabSpec,
+        codebooks: Mapping[str, Any],
+        *,
+        weights: Mapping[str, float] | None = None,
+        weight: float = WEIGHT,
+        kind: str | Mapping[str, str] = "mse",
+        sample_k: int | None = SAMPLE_K,
+        use_ce: bool = True,
+        enabled: bool = True,
+        edges: Mapping[str, Any] | None = None,
+        huber_delta: float = 1.0,
+        hl_sigma: float = 0.75,
+        shift: bool | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        label_smoothing: Smoothing = 0.0,
+        fused_head: bool | str | None = None,
+    ) -> None:
+        """Bind a vocabulary and its codebooks.
+
+        Args:
+            vocab: which tokens belong to which modality.
+            codebooks: the values of a modality's tokens, (V,) or (V, D); without one there is cross entropy only.
+            weights: factors of the losses by modality; `weight` for those that are not named.
+            weight: the factor of all other modalities.
+            kind: mse, huber, wasserstein or hl_gauss, for all modalities or by name (mse for those not named).
+            sample_k: positions of each modality that are drawn in a batch; None looks at all.
+            use_ce: train the cross entropy too; without, it is measured in evaluation.
+            enabled: False leaves the cross entropy alone.
+            edges: edges of the bins of scalars, for hl_gauss.
+            huber_delta: where Huber's loss becomes linear, in the units of the values.
+            hl_sigma: width of HL-Gauss's Gaussian, in bins.
+            shift: as for `language_modeling`.
+            ignore_index: the label of positions that do not count.
+            label_smoothing: of the cross entropy.
+            fused_head: run the model without its output layer, which the loss applies in chunks: True, False, or the
+                layer's name; None does so for models that tell their output layer and hand out what it returns.
+        """
+        super().__init__(shift, ignore_index, label_smoothing, False if fused_head is None else fused_head)
+        self.vocab = vocab
+        self.use_ce = use_ce or not enabled
+        self.sample_k = sample_k
+        check_modalities(weights or {}, vocab, "a weight")
+        known = codebooks if enabled else {}
+        self.reconstructions = make_reconstructions(
+            vocab, known, kind, edges=edges, huber_delta=huber_delta, hl_sigma=hl_sigma
+        )
+        self.weights = {name: (weights or {}).get(name, weight) for name in self.reconstructions}
+        check_numbers(self.weights, sample_k)
+        if enabled:
+            check_codebooks(self.reconstructions, weights or {}, kind)
+        check_something_to_learn(self.use_ce, self.weights)
+        if (owner := vocab.modality_of(ignore_index)) is not None:
+            raise ConfigError(
+                f"ignore_index {ignore_index} is a token of the modality {owner!r}; labels to ignore must be no token "
+                f"of a modality, {IGNORE_INDEX} for one"
+            )
+        self._chooses_head = fused_head is None
+        self._tried: nn.Module | None = None
+
+    def run(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
+        """Run the model, without its output layer where that is possible."""
+        if self._chooses_head and self._tried is not unwrap(model):
+            self._tried = unwrap(model)
+            self._head = self._own_head(call, batch, self._tried)
+            self.fused_head = self._head is not None
+        return super().run(call, model, batch)
+
+    def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
+        """Return the terms of cross entropy and modalities, and with `metrics` those of weight 0."""
+        training = torch.is_grad_enabled()
+        targets, _ = self._targets(batch, masked=not is_encoder_decoder(output))
+        predictions = token_predictions(output, targets)
+        check_output(predictions, self.vocab)
+        self._check_ids(targets)
+        terms: Terms = {}
+        if self.use_ce or not training:
+            for name, term in self._token_terms(predictions, targets, None, metrics).items():
+                weight = term.weight if self.use_ce else 0.0
+                terms["loss_ce" if name == "loss" else name] = LossTerm(term.sum, term.count, weight)
+        return terms | meaningful_terms(
+            predictions,
+            targets,
+            self.vocab,
+            self.reconstructions,
+            self.weights,
+            sample_k=self.sample_k if training else None,
+            metrics=metrics,
+        )
+
+    def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
+        """Return the number of tokens to predict, of all and of every modality."""
+        targets, _ = self._targets(batch, masked=True)
+        counts: dict[str, Tensor | float] = {}
+        if self.use_ce:
+            counts["loss_ce"] = targets.ne(self.ignore_index).sum()
+        for name, weight in self.weights.items():
+            if weight:
+                counts[f"loss_{short_name(name)}"] = count_positions(targets, self.vocab.modalities[name])
+        return counts
+
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the weighted sum, the perplexity and the root of every mean squared error."""
+        weights = {f"loss_{short_name(name)}": weight for name, weight in self.weights.items()}
+        weights["loss_ce"] = 1.0 if self.use_ce else 0.0
+        # A modality without any position has no mean, and no part in the loss.
+        known = {name: mean for name, mean in means.items() if weights.get(name) and not math.isnan(mean)}
+        total = sum(weights[name] * mean for name, mean in known.items()) if known else math.nan
+        found = {"loss": total, "loss_total": total}
+        if (nats := self.cross_entropy(means)) is not None:
+            found["perplexity"] = perplexity(nats)
+        for name, reconstruction in self.reconstructions.items():
+            squared = means.get(f"{'loss' if reconstruction.name == 'mse' else 'mse'}_{short_name(name)}")
+            if squared is not None:
+                found[f"rmse_{short_name(name)}"] = max(squared, 0.0) ** 0.5
+        return found
+
+    def cross_entropy(self, means: Mapping[str, float]) -> float | None:
+        """Return the cross entropy of the tokens without label smoothing, where that is known."""
+        return means.get("nll", None if self.label_smoothing else means.get("loss_ce"))
+
+    def _targets(self, batch: Batch, *, masked: bool) -> tuple[Tensor, int | None]:
+        labels, _ = super()._targets(batch, masked=masked)
+        return labels.masked_fill(labels == self.vocab.pad_id, self.ignore_index), None
+
+    def _check_ids(self, targets: Tensor) -> None:
+        """Raise DataError for ids beyond the vocabulary, which a wider output layer would learn; a GPU is not asked."""
+        if targets.is_cpu and targets.numel() and int(targets.max()) >= self.vocab.vocab_size:
+            raise DataError(
+                f"there is a token {int(targets.max())}, but the vocabulary has {self.vocab.vocab_size} tokens; the "
+                f"data was made with another vocabulary"
+            )
+
+    def _own_head(self, call: ModelCall, batch: Batch, model: nn.Module) -> FusedHead | None:
+        """Return the model's output layer, or None if the model needs it itself."""
+        if not isinstance(model, NamesItsHead):
+            return None
+        try:
+            head = FusedHead(model)
+            head.check(call, batch)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # nobody asked for this: a model that cannot run without the layer runs as it is
+            logger.debug("the output layer is not fused into the loss: %s", error)
+            return None
+        return head

@@ -1,0 +1,1 @@
+"""Numbers and vectors as tokens, and back."""

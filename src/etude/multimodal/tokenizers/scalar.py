@@ -1,0 +1,171 @@
+"""ScalarTokenizer: real numbers as codes of bins, and back as the centres of bins."""
+
+import math
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from etude.core.errors import DataError
+from etude.data.files import logger
+from etude.multimodal.tokenizers.arrays import MISSING, as_codes, as_floats
+from etude.multimodal.tokenizers.binning import (
+    bin_means,
+    bin_of,
+    lie_inside,
+    midpoints,
+    quantile_edges,
+    uniform_edges,
+)
+from etude.multimodal.tokenizers.storing import read_tensors, save_tensors
+
+KIND = "scalar"
+TENSORS = ("centers", "edges")
+
+
+class ScalarTokenizer:
+    """Bins of a scalar: `edges` (V + 1,), strictly increasing, and a centre for each bin in `values` (V,), float32.
+
+    Bin i holds what is at least `edges[i]` and less than `edges[i + 1]`; the last bin also its upper edge. Its centre
+    lies in it, so that encode(decode(codes)) gives the same codes. Values are taken as float32: subtract an offset
+    first from those that float32 cannot tell apart, such as Julian dates. Without `values` the centres are midpoints.
+
+    >>> tokenizer = ScalarTokenizer.fit(torch.arange(100.0), bins=4)
+    >>> tokenizer.edges
+    tensor([ 0.0000, 24.7500, 49.5000, 74.2500, 99.0000])
+    >>> tokenizer.encode([3.0, 60.0, 1000.0, float("nan")])
+    tensor([ 0,  2,  3, -1])
+    >>> tokenizer.decode([0, 2, 3, -1])
+    tensor([12., 62., 87., nan])
+    """
+
+    def __init__(self, edges: Any, values: Any = None) -> None:
+        self.edges = as_floats(edges, "edges").cpu().clone()
+        if self.edges.dim() != 1 or self.edges.numel() < 2:
+            raise DataError(f"edges must be a row of two numbers at least, found shape {tuple(self.edges.shape)}")
+        if not bool(self.edges.isfinite().all()):
+            raise DataError("edges must be finite numbers within float32")
+        if not bool((self.edges[1:] > self.edges[:-1]).all()):
+            place = int((self.edges[1:] <= self.edges[:-1]).nonzero()[0])
+            low, high = self.edges[place : place + 2].tolist()
+            raise DataError(f"edges must increase: edge {place} is {low} and edge {place + 1} is {high}, as float32")
+        self.values = midpoints(self.edges) if values is None else as_floats(values, "centres").cpu().clone()
+        if self.values.shape != (self.size,):
+            raise DataError(f"{self.size + 1} edges need {self.size} centres, found shape {tuple(self.values.shape)}")
+        inside = lie_inside(self.values, self.edges)
+        if not bool(inside.all()):
+            place = int((~inside).nonzero()[0])
+            low, high = self.edges[place : place + 2].tolist()
+            found = float(self.values[place])
+            raise DataError(f"the centre of bin {place} is {found}; it must lie in the bin, {low} … {high}")
+
+    @classmethod
+    def fit(
+        cls,
+        values: Any,
+        bins: int = 256,
+        strategy: Literal["quantile", "uniform"] = "quantile",
+        *,
+        low: float | None = None,
+        high: float | None = None,
+    ) -> Self:
+        """Return bins for values of any shape; NaN and infinite ones are passed over.
+
+        strategy: "quantile" puts equally many values in each bin, and its centre is their mean (the middle, if no
+            value is in it); "uniform" makes bins of equal width, and their centres are the middles.
+        low, high: where bins begin and end, in place of the smallest and the largest value. Values outside are not
+            used for fitting; `encode` puts them in the first and the last bin.
+
+        There are fewer than `bins` if several quantiles fall on one value, or edges are equal as float32; a value on
+        which several fall has a bin of its own. A warning tells. Raises DataError if there is nothing to fit to.
+        """
+        if bins < 1:
+            raise DataError(f"bins is {bins}; there must be at least 1")
+        if strategy not in ("quantile", "uniform"):
+            raise DataError(f"strategy is {strategy!r}; it is 'quantile' or 'uniform'")
+        low, high = _bound("low", low), _bound("high", high)
+        if low is not None and high is not None and not low < high:
+            raise DataError(f"low is {low} and high is {high} (as float32); low must be less")
+        used = _used(as_floats(values).flatten().cpu(), low, high)
+        if strategy == "uniform":
+            first, last = (float(used[0]) if low is None else low), (float(used[-1]) if high is None else high)
+            tokenizer = cls(uniform_edges(first, last, bins))
+        else:
+            edges = _widened(quantile_edges(used, bins), low, high)
+            tokenizer = cls(edges, bin_means(used, edges))
+        if tokenizer.size < bins:
+            logger.warning(
+                "%d bins instead of %d: the others would be empty, because values are equal (as float32)",
+                tokenizer.size,
+                bins,
+            )
+        return tokenizer
+
+    @property
+    def size(self) -> int:
+        """The number of bins."""
+        return self.edges.numel() - 1
+
+    @property
+    def centers(self) -> Tensor:
+        """The centres of the bins: another name for `values`."""
+        return self.values
+
+    def encode(self, values: Any) -> Tensor:
+        """Return the codes of values, int64 of the same shape; -1 for NaN.
+
+        Values below the first edge go to the first bin, those above the last edge to the last one.
+        """
+        numbers = as_floats(values)
+        codes = bin_of(numbers, self.edges.to(numbers.device))
+        return codes.masked_fill_(numbers.isnan(), MISSING)
+
+    def decode(self, codes: Any) -> Tensor:
+        """Return the centres of the bins, float32 of the same shape; NaN for -1."""
+        places = as_codes(codes, self.size)
+        centers = self.values.to(places.device)[places.clamp(min=0)]
+        return centers.masked_fill_(places == MISSING, torch.nan)
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file, whole or not at all."""
+        save_tensors(path, KIND, {"centers": self.values, "edges": self.edges}, {})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Return what `save` wrote, bit for bit. Raises DataError if the file is missing, damaged or another."""
+        tensors, _ = read_tensors(path, {KIND: TENSORS})
+        return cls(tensors["edges"], tensors["centers"])
+
+    def __repr__(self) -> str:
+        return f"ScalarTokenizer({self.size} bins, {float(self.edges[0]):g} … {float(self.edges[-1]):g})"
+
+
+def _bound(name: str, bound: float | None) -> float | None:
+    """Return a bound as the float32 that values are compared with."""
+    if bound is None:
+        return None
+    rounded = float(as_floats(bound, name))
+    if not math.isfinite(rounded):
+        raise DataError(f"{name} is {bound}; it must be a finite number within float32")
+    return rounded
+
+
+def _used(numbers: Tensor, low: float | None, high: float | None) -> Tensor:
+    """The values to fit to, sorted."""
+    if infinite := int(numbers.isinf().sum()):
+        logger.warning("%d values are infinite (or beyond float32) and not used for fitting", infinite)
+    used = numbers[numbers.isfinite()]
+    used = used if low is None else used[used >= low]
+    used = used if high is None else used[used <= high]
+    if not used.numel():
+        where = "" if low is None and high is None else " between low and high"
+        raise DataError(f"there are no finite values{where} to fit bins to, among {numbers.numel()}")
+    return used.sort().values
+
+
+def _widened(edges: Tensor, low: float | None, high: float | None) -> Tensor:
+    """Let the first bin begin at `low` and the last one end at `high`."""
+    first = edges[:1] if low is None else torch.tensor([low])
+    last = edges[-1:] if high is None else torch.tensor([high])
+    return torch.cat((first, edges[1:-1], last))

@@ -1,0 +1,126 @@
+"""VectorTokenizer: vectors as codes of the nearest centroid of a codebook, and back as the centroids."""
+
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from etude.core.errors import DataError
+from etude.data.files import logger
+from etude.multimodal.tokenizers.arrays import MISSING, as_codes, as_floats
+from etude.multimodal.tokenizers.kmeans import kmeans, nearest_exactly
+from etude.multimodal.tokenizers.storing import read_tensors, save_tensors
+
+KIND = "vector"
+TENSORS = ("centroids",)
+
+
+class VectorTokenizer:
+    """A codebook: `values` (V, D), float32, no two centroids equal. A vector's code is that of the nearest one.
+
+    Which one is nearest is decided without errors of rounding, so that encode(decode(codes)) gives the same codes. A
+    vector with a NaN or an infinite number is missing.
+
+    >>> vectors = torch.tensor([[0.0, 0.0], [0.0, 1.0], [9.0, 9.0], [9.0, 10.0], [torch.nan, 0.0]])
+    >>> tokenizer = VectorTokenizer.fit(vectors, size=2)
+    >>> tokenizer.values
+    tensor([[0.0000, 0.5000],
+            [9.0000, 9.5000]])
+    >>> tokenizer.encode(vectors)
+    tensor([ 0,  0,  1,  1, -1])
+    """
+
+    def __init__(self, values: Any, *, inertia: float | None = None) -> None:
+        self.values = as_floats(values, "centroids").cpu().contiguous().clone()
+        self.inertia = inertia
+        """The sum of squared distances of the fitted vectors to their centroids; None if it was not fitted."""
+        if self.values.dim() != 2 or not self.values.numel():
+            raise DataError(f"centroids must have shape (size, width), found {tuple(self.values.shape)}")
+        if not bool(self.values.isfinite().all()):
+            raise DataError("centroids must be finite numbers within float32")
+        if (distinct := torch.unique(self.values, dim=0).shape[0]) < self.size:
+            raise DataError(f"no two centroids may be equal: of {self.size}, {distinct} are distinct")
+
+    @classmethod
+    def fit(
+        cls,
+        vectors: Any,
+        size: int = 256,
+        *,
+        seed: int = 0,
+        iterations: int = 50,
+        tolerance: float = 1e-4,
+        batch_size: int | None = None,
+    ) -> Self:
+        """Return a codebook for vectors (N, D) by k-means; missing vectors are passed over.
+
+        iterations: passes over the vectors at most. Fitting ends earlier when centroids move by less than `tolerance`
+            (squared, in units of the mean variance).
+        batch_size: centroids move after every batch of this many vectors, taken in random order, which needs fewer
+            passes for very many vectors; fitting ends when a pass gains less than `tolerance` of the inertia. By
+            default they move after every pass.
+
+        If there are fewer distinct vectors than `size`, so are centroids; a warning tells. The same vectors and seed
+        give the same bits on the CPU for the same number of threads.
+        """
+        for name, number in (("size", size), ("iterations", iterations), ("batch_size", batch_size)):
+            if number is not None and number < 1:
+                raise DataError(f"{name} is {number}; it must be at least 1")
+        rows = as_floats(vectors, "vectors")
+        if rows.dim() != 2 or not rows.shape[1]:
+            raise DataError(f"vectors must have shape (number, width), found {tuple(rows.shape)}")
+        present = rows.isfinite().all(1)
+        rows = rows if bool(present.all()) else rows[present]
+        if not len(rows):
+            raise DataError(f"there are no vectors of finite numbers to fit to, among {len(present)}")
+        centroids, inertia = kmeans(
+            rows, size, seed=seed, iterations=iterations, tolerance=tolerance, batch_size=batch_size
+        )
+        if len(centroids) < size:
+            logger.warning("%d centroids instead of %d: no more vectors are distinct", len(centroids), size)
+        return cls(centroids, inertia=inertia)
+
+    @property
+    def size(self) -> int:
+        """The number of centroids."""
+        return self.values.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Numbers of a vector."""
+        return self.values.shape[1]
+
+    @property
+    def centroids(self) -> Tensor:
+        """The codebook: another name for `values`."""
+        return self.values
+
+    def encode(self, vectors: Any) -> Tensor:
+        """Return the codes of vectors (…, D), int64 of shape (…); -1 for vectors with NaN or infinite numbers."""
+        rows = as_floats(vectors, "vectors")
+        if not rows.dim() or rows.shape[-1] != self.width:
+            raise DataError(f"vectors must have {self.width} numbers each, found shape {tuple(rows.shape)}")
+        shape, rows = rows.shape[:-1], rows.reshape(-1, self.width)
+        codes = nearest_exactly(rows, self.values.to(rows.device)).labels
+        return codes.masked_fill_(~rows.isfinite().all(1), MISSING).reshape(shape)
+
+    def decode(self, codes: Any) -> Tensor:
+        """Return the centroids (…, D) of codes (…), float32; NaN for -1."""
+        places = as_codes(codes, self.size)
+        vectors = self.values.to(places.device)[places.clamp(min=0)]
+        return vectors.masked_fill_((places == MISSING)[..., None], torch.nan)
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file, whole or not at all."""
+        facts = {} if self.inertia is None else {"inertia": self.inertia}
+        save_tensors(path, KIND, {"centroids": self.values}, facts)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Return what `save` wrote, bit for bit. Raises DataError if the file is missing, damaged or another."""
+        tensors, facts = read_tensors(path, {KIND: TENSORS})
+        return cls(tensors["centroids"], inertia=facts.get("inertia"))
+
+    def __repr__(self) -> str:
+        return f"VectorTokenizer({self.size} centroids of {self.width} numbers)"

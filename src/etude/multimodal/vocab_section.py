@@ -1,0 +1,135 @@
+"""The section `vocab`, and the vocabulary of an experiment: that of its data, or that of the section."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+from torch import Tensor
+
+from etude.config import Document, Problem, SectionModel, Selection, config_error
+from etude.core import ConfigError, DataError
+from etude.data import DataSplits
+from etude.multimodal.loss_section import LOSS_PROVIDED, MEANINGFUL, NO_VOCABULARY, OF_A_TASK, loss_problems
+from etude.multimodal.training import describe_vocabulary, vocabulary_difference
+from etude.multimodal.vocab import SPECIAL, VocabSpec, build_vocab_spec
+from etude.multitask.sections import all_forms
+
+Size = Annotated[int, Field(ge=1)]
+
+
+class VocabSection(SectionModel):
+    """How many tokens each modality has; ids follow each other in the order special, image, scalar, spectrum, others.
+
+    >>> VocabSection(image=100, modalities={"period": 10}).build().range_of("period")
+    Modality(name='period', base=106, size=10)
+    """
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    image: Size | None = None
+    """Tokens of the modality `image`."""
+    scalar: Size | None = None
+    """Tokens of the modality `scalar`."""
+    spectrum: Size | None = None
+    """Tokens of the modality `spectrum`."""
+    modalities: dict[str, Size] = Field(default_factory=dict)
+    """Tokens of any other modality, by name."""
+    special: list[str] = Field(default_factory=lambda: list(SPECIAL))
+    """The special tokens, from id 0 on; PAD and MISS must be among them."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the section says nothing of any modality."""
+        return self.image is self.scalar is self.spectrum is None and not self.modalities
+
+    def build(self) -> VocabSpec | None:
+        """Return the vocabulary, None if the section is empty; raise ConfigError if it contradicts itself."""
+        if self.is_empty:
+            return None
+        return build_vocab_spec(
+            self.image, self.scalar, self.spectrum, modalities=self.modalities, special=self.special
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What an experiment knows of its tokens."""
+
+    vocab: VocabSpec
+    codebooks: Mapping[str, Tensor] = field(default_factory=dict)
+    """The values of tokens, of those modalities whose values the data has."""
+    edges: Mapping[str, Tensor] = field(default_factory=dict)
+    """The bounds of the bins of scalars."""
+
+    @property
+    def provided(self) -> dict[str, Any]:
+        """What losses are given."""
+        return dict(zip(LOSS_PROVIDED, (self.vocab, self.codebooks, self.edges), strict=True))
+
+    def describe(self) -> dict[str, Any]:
+        """Return what checkpoints keep of it."""
+        return describe_vocabulary(self.vocab, self.codebooks)
+
+
+def find_vocabulary(section: VocabSection, splits: DataSplits, document: Document) -> Vocabulary | None:
+    """Return the vocabulary of the data, else that of the section; raise ConfigError if they do not agree."""
+    said = section.build()
+    vocab = splits.vocab if splits.vocab is not None else said
+    if vocab is None:
+        return None
+    if said is not None and splits.vocab is not None:
+        _refuse([Problem("vocab", text) for text in _disagreement(said, splits.vocab)], document)
+    if splits.vocab is None and splits.vocab_size is not None and splits.vocab_size > vocab.vocab_size:
+        text = f"the data has {splits.vocab_size} tokens, the vocabulary only {vocab.vocab_size}; enlarge it"
+        _refuse([Problem("vocab", text)], document)
+    return Vocabulary(vocab, splits.codebooks, splits.edges)
+
+
+def settle_vocabulary(sections: Mapping[str, Any], document: Document) -> None:
+    """Raise ConfigError if `vocab` contradicts itself, the data or a loss, as far as that is known without the data."""
+    section: VocabSection = sections["vocab"]
+    try:
+        said = section.build()
+    except ConfigError as error:
+        raise config_error([Problem("vocab", str(error))], document) from error
+    try:
+        told, is_known = _peek(sections.get("data"))
+    except DataError as error:
+        raise config_error([Problem("data.root", str(error))], document) from error
+    problems: list[Problem] = []
+    if said is not None and told is not None:
+        problems += [Problem("vocab", text) for text in _disagreement(said, told)]
+    vocab = told if told is not None else said
+    for form in all_forms(sections.get("tasks") or {}):
+        if form.loss.component.name == MEANINGFUL and "loss" in form.own:
+            problems.append(Problem(form.path("loss"), OF_A_TASK))
+    loss: Selection | None = sections.get("loss")
+    if loss is not None and loss.component.name == MEANINGFUL:
+        if vocab is not None:
+            problems += loss_problems("loss", loss, vocab)
+        elif is_known:
+            problems.append(Problem("loss", NO_VOCABULARY))
+    _refuse(problems, document)
+
+
+def _peek(data: Selection | None) -> tuple[VocabSpec | None, bool]:
+    """Return the vocabulary that lies beside token files, and whether it is known that there is or is not one."""
+    if data is None or data.component.name != "tokens":
+        return None, False
+    root = (data.defaults | data.arguments).get("root")
+    folder = Path(str(root)).expanduser()
+    if (folder / "vocab.json").is_file():
+        return VocabSpec.load(folder / "vocab.json"), True
+    return None, (folder / "train.bin").is_file()
+
+
+def _disagreement(said: VocabSpec, told: VocabSpec) -> Iterator[str]:
+    if difference := vocabulary_difference(told.to_dict(), said.to_dict()):
+        yield f"differs from the vocabulary of the data: {difference}; leave this section out to take that of the data"
+
+
+def _refuse(problems: list[Problem], document: Document) -> None:
+    if problems:
+        raise config_error(problems, document)

@@ -1,0 +1,267 @@
+"""Building tasks: their streams of data, the model with its heads, and the specs that `MultiTask` trains by."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from etude.checkpoint import check_kind
+from etude.config import Selection, build_selection, config_error
+from etude.core import Batch, ConfigError, Terms, num_samples
+from etude.core.batch import JointBatch
+from etude.core.random import mix, set_seed
+from etude.data import DataSplits, combine_streams
+from etude.data.parts import Streams
+from etude.data.streams_order import stable_number
+from etude.engine.callback import Callback
+from etude.experiment.config import ExperimentConfig
+from etude.losses import BinaryLoss, LossStrategy, MultiLabelLoss
+from etude.metrics import Metric
+from etude.models import feature_dim
+from etude.multitask.checks import SHARED, make_curriculum, stream_problems
+from etude.multitask.model import MultiTaskModel
+from etude.multitask.sections import TaskForm, all_forms, forms_of
+from etude.multitask.spec import TaskSpec
+from etude.multitask.task import MultiTask
+from etude.multitask.weighting import StaticWeights, Weighting
+
+logger = logging.getLogger("etude")
+
+_SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltTasks:
+    """What the sections about tasks become."""
+
+    model: MultiTaskModel
+    task: "CountedTasks"
+    samples: "SampleCount"
+
+
+# ------------------------------------------------------------------------------------------------ data
+
+
+def own_data(config: ExperimentConfig) -> dict[str, tuple[str, Selection]]:
+    """Return the data sets that tasks have of their own: by stream, where the config speaks of it and the component."""
+    return {
+        form.stream: (form.path("data"), form.data)
+        for form in all_forms(config.tasks)
+        if isinstance(form.data, Selection) and form.stream is not None and "data" in form.own
+    }
+
+
+def with_own_data(config: ExperimentConfig, shared: DataSplits | None, own: Mapping[str, DataSplits]) -> DataSplits:
+    """Return all data of the tasks: that of the data section, and every data set of a task's own as a stream."""
+    splits = shared
+    if own:
+        train = None if shared is None else shared.train
+        if isinstance(train, Streams):
+            if train.weights is not None:
+                raise ConfigError(
+                    f"{config.document.place('data.weights')}: say nothing of the stream '{next(iter(own))}', the data "
+                    f"of a task; move it to data.streams and give it a weight"
+                )
+            assert shared is not None
+            splits = combine_streams({**_apart(shared), **own}, None, train.draw, train.epoch_samples)
+        else:
+            splits = combine_streams(own if shared is None else {SHARED: shared, **own})
+    assert splits is not None
+    known = _names(splits)
+    if problems := list(stream_problems(config.tasks, config.phases, known)):
+        raise config_error(problems, config.document)
+    return _used_streams(config, splits) if known else splits
+
+
+def _apart(splits: DataSplits) -> dict[str, DataSplits]:
+    """Return the streams of data, each as a data set of its own."""
+    return {
+        name: replace(splits, **{split: _part(splits, split, name) for split in _SPLITS}) for name in _names(splits)
+    }
+
+
+def _part(splits: DataSplits, split: str, name: str) -> Any:
+    streams = getattr(splits, split)
+    return streams.parts.get(name) if isinstance(streams, Streams) else None
+
+
+def _names(splits: DataSplits) -> tuple[str, ...]:
+    train = splits.train
+    return (*train.parts, *sorted(train.absent)) if isinstance(train, Streams) else ()
+
+
+def _used_streams(config: ExperimentConfig, splits: DataSplits) -> DataSplits:
+    """Leave out streams that no task reads: their batches would teach nothing."""
+    forms = all_forms(config.tasks) if config.phases else [next(forms_of(*item)) for item in config.tasks.items()]
+    read = {form.stream for form in forms}
+    unused = () if None in read else tuple(name for name in _names(splits) if name not in read)
+    if not unused:
+        return splits
+    logger.warning("no task reads the stream %s: it is left out", " or ".join(map(repr, unused)))
+    kept: dict[str, Any] = {split: _without(getattr(splits, split), unused) for split in _SPLITS}
+    return replace(splits, **kept)
+
+
+def _without(streams: Streams | None, unused: tuple[str, ...]) -> Streams | None:
+    if streams is None or not (parts := {name: part for name, part in streams.parts.items() if name not in unused}):
+        return None
+    weights = None if streams.weights is None else {name: streams.weights[name] for name in parts}
+    return replace(streams, parts=parts, weights=weights, absent=streams.absent | frozenset(unused))
+
+
+# ------------------------------------------------------------------------------------------------ model and tasks
+
+
+def build_tasks(
+    config: ExperimentConfig, trunk: nn.Module, vocab_size: int | None, of_losses: Mapping[str, Any]
+) -> BuiltTasks:
+    """Put heads on the trunk and return model and tasks; losses that ask for them are given `of_losses`.
+
+    The initial weights of a head depend on the seed and its name alone: other tasks change nothing.
+    """
+    width, seed = feature_dim(trunk), config.training.seed
+    known = {"in_features": width, "vocab_size": vocab_size}
+    supplied = {name: value for name, value in known.items() if value is not None}
+    heads: dict[str, nn.Module] = {}
+    specs: dict[str, TaskSpec] = {}
+    for name, section in config.tasks.items():
+        forms = list(forms_of(name, section))
+        for form in forms:
+            if form.head_name not in heads:
+                set_seed(mix(seed, stable_number(form.head_name)))
+                heads[form.head_name] = _head(config, form, trunk, supplied)
+        main, *variants = (_spec(config, form, vocab_size, of_losses) for form in forms)
+        by_name = {form.variant: spec for form, spec in zip(forms[1:], variants, strict=True) if form.variant}
+        specs[name] = replace(main, weight=section.weight, variants=by_name)
+    weighting = _weighting(config)
+    model = MultiTaskModel(trunk, heads, None if isinstance(weighting, StaticWeights) else weighting)
+    if weighting is not None and weighting.layer is not None:
+        try:
+            model.layer_parameters(weighting.layer)
+        except ConfigError as error:
+            raise ConfigError(f"{config.document.place('weighting.layer')}: {error}") from error
+    task = CountedTasks(specs, weighting)
+    return BuiltTasks(model, task, SampleCount(task))
+
+
+def _head(config: ExperimentConfig, form: TaskForm, trunk: nn.Module, supplied: Mapping[str, Any]) -> nn.Module:
+    head: nn.Module = _build(config, form.path("head"), form.head, **supplied)
+    try:
+        MultiTaskModel(
+            trunk, {form.head_name: head}
+        )  # a head may make layers when it is put on a trunk: now, by itself
+    except ConfigError as error:
+        raise ConfigError(f"{config.document.place(form.path('head'))}: {error}") from error
+    return head
+
+
+def build_curriculum(config: ExperimentConfig) -> Any:
+    """Return the curriculum of the experiment, or None."""
+    return make_curriculum(config.phases, config.tasks, config.document)
+
+
+def _weighting(config: ExperimentConfig) -> Weighting | None:
+    selection = config.selection("weighting")
+    if selection is None:
+        return None
+    built = _build(config, "weighting", selection, tasks=tuple(config.tasks))
+    if not isinstance(built, Weighting):
+        raise ConfigError(
+            f"{config.document.place('weighting')}: {selection.component.name} is a {type(built).__name__}, "
+            f"not a Weighting"
+        )
+    return built
+
+
+def _spec(config: ExperimentConfig, form: TaskForm, vocab_size: int | None, of_losses: Mapping[str, Any]) -> TaskSpec:
+    loss = _build(config, form.path("loss"), form.loss, **of_losses)
+    classes = _classes(form, loss, vocab_size)
+    metrics: dict[str, Any] = {}
+    for place, selection in enumerate(form.metrics):
+        said = {"num_classes", "num_labels"} & set(selection.arguments)
+        metric = _build(config, f"{form.path('metrics')}.{place}", selection, **({} if said else classes))
+        if not isinstance(metric, Metric):
+            raise ConfigError(
+                f"{config.document.place(form.path('metrics'))}: {selection.component.name} is a "
+                f"{type(metric).__name__}, not a metric"
+            )
+        metrics[_new_name(selection.component.name, metrics)] = metric
+    return TaskSpec(
+        head=form.head_name, loss=loss, stream=form.stream, labels=form.labels, causal=form.causal, metrics=metrics
+    )
+
+
+def _classes(form: TaskForm, loss: LossStrategy, vocab_size: int | None) -> dict[str, int]:
+    """Return what metrics are told of the classes: their number, that of independent labels, or nothing if binary."""
+    given = form.head.defaults | form.head.arguments
+    number = given.get("num_classes")
+    if number is None and form.head.component.name == "linear":
+        number = given.get("out_features")
+    if number is None and form.head.component.name == "language_model":
+        number = form.head.arguments.get("vocab_size", vocab_size)
+    if isinstance(loss, MultiLabelLoss):
+        return {} if number is None else {"num_labels": number}
+    return {} if number is None or number < 2 or isinstance(loss, BinaryLoss) else {"num_classes": number}
+
+
+def _new_name(name: str, taken: Mapping[str, Any]) -> str:
+    """Return the name, numbered from 2 on if there is one like it.
+
+    >>> _new_name("f1", {}), _new_name("f1", {"f1": 0, "f1_2": 0})
+    ('f1', 'f1_3')
+    """
+    number = 1
+    while (candidate := name if number == 1 else f"{name}_{number}") in taken:
+        number += 1
+    return candidate
+
+
+def _build(config: ExperimentConfig, path: str, selection: Selection, **provided: Any) -> Any:
+    return build_selection(selection, path=path, document=config.document, provided=provided)
+
+
+# ------------------------------------------------------------------------------------------------ counting samples
+
+
+class CountedTasks(MultiTask):
+    """Tasks that count the samples each of them has learned from on this process."""
+
+    def __init__(self, tasks: Mapping[str, TaskSpec], weighting: Weighting | None = None) -> None:
+        super().__init__(tasks, weighting)
+        self.samples = dict.fromkeys(tasks, 0)
+
+    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
+        """Return the terms; in training, count."""
+        if torch.is_grad_enabled():
+            for part in batch if isinstance(batch, JointBatch) else (batch,):
+                size = num_samples(part)
+                for task in {term.rpartition("/")[0] for term in self.weighted_terms(part)}:
+                    self.samples[task] += size
+        return super().__call__(model, batch, metrics=metrics)
+
+
+class SampleCount(Callback):
+    """Keeps the counts of `CountedTasks` over stops and resumes."""
+
+    def __init__(self, task: CountedTasks) -> None:
+        super().__init__()
+        self.task = task
+
+    @property
+    def samples(self) -> dict[str, int]:
+        """How many samples each task has learned from."""
+        return dict(self.task.samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the counts; a task that is new begins at 0."""
+        check_kind(dict[str, dict[str, int]], state, "state")
+        for task, count in state["samples"].items():
+            if task in self.task.samples:
+                self.task.samples[task] = int(count)

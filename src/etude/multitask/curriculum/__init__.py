@@ -1,0 +1,32 @@
+"""Curricula: which tasks are trained when, and how much each counts. Pure functions of epoch, step and state.
+
+Epochs are counted as people count them: the first epoch is 1, and `Clock.epoch` is one less. A fraction says how far
+an epoch has come: 11.5 is the middle of epoch 11. Steps are optimizer steps taken so far, as in `Clock.step`: 0
+before the first.
+"""
+
+from etude.multitask.curriculum.curriculum import Curriculum
+from etude.multitask.curriculum.defaults import (
+    DEFAULT_PHASES,
+    DEFAULT_TASKS,
+    active_tasks,
+    current_phase,
+    loss_weights,
+)
+from etude.multitask.curriculum.phase import ALL, Phase, Ramp, Start
+from etude.multitask.curriculum.state import Begun, CurriculumState
+
+__all__ = [
+    "ALL",
+    "DEFAULT_PHASES",
+    "DEFAULT_TASKS",
+    "Begun",
+    "Curriculum",
+    "CurriculumState",
+    "Phase",
+    "Ramp",
+    "Start",
+    "active_tasks",
+    "current_phase",
+    "loss_weights",
+]

@@ -1,0 +1,254 @@
+"""Follow a curriculum in a run: begin its phases, set the weights of the tasks, the data and the learning rate."""
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from etude.callbacks.lr_schedule import LRSchedule
+from etude.callbacks.monitored import with_other_names
+from etude.checkpoint import check_kind, record_of
+from etude.core import Clock, ConfigError, EtudeError
+from etude.core.loader import ChoosesStreams
+from etude.core.terms import SwitchesTasks
+from etude.engine.callback import Callback, Logs, RunInfo
+from etude.engine.schedule import LearningRate
+from etude.multitask.curriculum import Curriculum, CurriculumState, Phase
+
+_STATE = record_of(
+    "Curriculum",
+    {"begun": list[dict[str, Any]], "epoch": int, "step": int, "measured": dict[str, float]},
+)
+
+
+class CurriculumCallback(Callback):
+    """Gives each moment of a run the tasks, weights, data and learning rate that its curriculum wants. Stands first.
+
+    A phase begins before a step, never between a step and the validation that follows it: at the beginning of an
+    epoch, or inside one if a number of steps is reached or a validation said that a metric is. Numbers of an epoch,
+    of a log point and of a checkpoint carry the `phase` they were measured in.
+
+    `task` is told its active tasks; `loader` what to read, the sequence length included; `val_loader` only which
+    streams, so that validation always measures the same samples of a stream. What all this is at a moment depends on
+    epoch, step and the phases that have begun alone, so a resumed run goes on in the very same way.
+
+    Each phase is told to the user once, to the run folder as an event of kind "phase", and to the other callbacks by
+    `on_phase_begin`. A phase that began after the checkpoint that a run resumes from begins again.
+    """
+
+    def __init__(
+        self,
+        curriculum: Curriculum,
+        task: SwitchesTasks,
+        loader: Any = None,
+        val_loader: Any = None,
+        learning_rate: LearningRate | None = None,
+    ) -> None:
+        super().__init__()
+        self.curriculum = curriculum
+        self.task = task
+        self.state = CurriculumState()
+        """The phases that have begun."""
+        self._loader = loader if isinstance(loader, ChoosesStreams) else None
+        self._val_loader = val_loader if isinstance(val_loader, ChoosesStreams) else None
+        self._validates = val_loader is not None
+        self._learning_rate = learning_rate
+        self._scales = any(phase.lr_scale != 1 for phase in curriculum.phases)
+        self._clock = Clock()
+        self._is_main = True
+        self._moment = (1, 0)
+        """The epoch, counted from 1, and the step of what is in force."""
+        self._measured: dict[str, float] = {}
+        """Metrics that phases wait for, since the last step."""
+        self._missed: set[str] = set()
+        self._next_step = 0
+        if any(phase.begins.epoch is None or phase.ramp.steps for phase in curriculum.phases[1:]):
+            self.on_step_begin = self._before_step  # type: ignore[method-assign]  # else a step costs nothing
+
+    # --- hooks
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        """See that every phase can be followed to the letter; start over if the run does."""
+        self._clock, self._is_main = run.clock, run.is_main
+        if not run.resumed:
+            self.state, self._measured, self._missed = CurriculumState(), {}, set()
+            self._moment = (run.clock.epoch + 1, run.clock.step)
+        self._rehearse()
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Begin the phases of this epoch; ramps that count epochs go on."""
+        # In an epoch that is resumed nothing begins until it is sure that it has a step left.
+        if self._clock.position == 0 or not self.state.begun:
+            self._go_on(epoch)
+
+    def on_validation_end(self, epoch: int, metrics: Logs) -> None:
+        """Take the numbers that phases wait for; a phase that they begin begins before the next step."""
+        self._take(metrics, told=lambda name: name.startswith("val_"))
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Take the numbers that phases wait for."""
+        self._take(logs, told=lambda name: not (self._validates and name.startswith("val_")))
+
+    def _before_step(self, step: int) -> None:
+        if step >= self._next_step or self._measured:
+            self._go_on(self._clock.epoch)
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the phases that have begun, and what is in force."""
+        epoch, step = self._moment
+        return {**self.state.to_dict(), "epoch": epoch, "step": step, "measured": dict(self._measured)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`, and put in force what was."""
+        check_kind(_STATE, state, "state")
+        self.state = CurriculumState.from_dict(state)
+        self._moment, self._measured = (state["epoch"], state["step"]), dict(state["measured"])
+        if self.state.begun:
+            self._put_in_force(self.state)
+
+    # --- phases
+
+    def _go_on(self, epoch: int) -> None:
+        """Begin the phases that are due, and set everything for the steps from here on."""
+        before, step = self.state, self._clock.step
+        self._moment = (epoch + 1, step)
+        self.state = self.curriculum.advance(before, *self._moment, self._measured)
+        self._measured = {}
+        if self._put_in_force(self.state):
+            self.control.reload = True
+        for count in range(len(before.begun) + 1, len(self.state.begun) + 1):
+            self._announce(CurriculumState(self.state.begun[:count]))
+
+    def _put_in_force(self, state: CurriculumState) -> bool:
+        """Set tasks, data and learning rate to those of the moment; return whether other batches come next."""
+        epoch, step = self._moment
+        phase = self.curriculum.current_phase(epoch, step, state)
+        self._clock.phase = self._number(phase)
+        change = self.curriculum.next_change(step, state)
+        self._next_step = sys.maxsize if change is None else change
+        if self._scales and self._learning_rate is not None:
+            self._learning_rate.scale = phase.lr_scale
+        self.task.activate(self.curriculum.loss_weights(epoch, step, state), phase.variants)
+        only = self.task.streams()
+        if self._val_loader is not None:
+            self._val_loader.choose(only=only)
+        return self._loader is not None and self._loader.choose(phase.mixture, phase.sequence_length, only)
+
+    def _announce(self, state: CurriculumState) -> None:
+        """Tell everybody of the phase that began last."""
+        phase = self.curriculum.phases[self._place(state)]
+        facts = self._facts(phase, state)
+        if self._siblings is not None:
+            self._siblings.on_phase_begin(phase.name, facts)
+        if self._is_main:
+            self.notify(_words(facts), event="phase", **facts)
+
+    def _facts(self, phase: Phase, state: CurriculumState) -> dict[str, Any]:
+        epoch, step = self._moment
+        tasks = self.curriculum.active_tasks(phase)
+        earlier = CurriculumState(state.begun[:-1])
+        before = self.curriculum.active_tasks(self.curriculum.phases[self._place(earlier)]) if earlier.begun else ()
+        return {
+            "phase": phase.name,
+            "number": self._number(phase),
+            "phases": len(self.curriculum.phases),
+            "tasks": list(tasks),
+            "new_tasks": [task for task in tasks if task not in before],
+            "weights": self.curriculum.loss_weights(epoch, step, state),
+            "variants": dict(phase.variants),
+            "mixture": None if phase.mixture is None else dict(phase.mixture),
+            "sequence_length": phase.sequence_length,
+            "lr_scale": phase.lr_scale,
+            "epoch": epoch - 1,
+            "step": step,
+        }
+
+    def _place(self, state: CurriculumState) -> int:
+        return len(self.curriculum.phases) - len(self.curriculum.upcoming(state)) - 1
+
+    def _number(self, phase: Phase) -> int:
+        return self.curriculum.phases.index(phase) + 1
+
+    # --- metrics
+
+    def _take(self, logs: Logs, told: Callable[[str], bool]) -> None:
+        """Remember the numbers that phases wait for; say once if the next phase waits for one that is not `told`."""
+        waiting = [phase for phase in self.curriculum.upcoming(self.state) if not phase.begins.fixed]
+        if not waiting:
+            return
+        named = with_other_names(logs)
+        for phase in waiting:
+            name = phase.begins.metric or ""
+            if math.isfinite(named.get(name, math.nan)):
+                self._measured[name] = named[name]
+        phase = self.curriculum.upcoming(self.state)[0]
+        name = phase.begins.metric or ""
+        if name and name not in named and name not in self._missed and told(name):
+            self._missed.add(name)
+            if self._is_main:
+                there = ", ".join(sorted(logs)) or "none"
+                self.notify(f"phase '{phase.name}' waits for '{name}', which is not reported (there are: {there})")
+
+    # --- checks
+
+    def _rehearse(self) -> None:
+        """Try every phase now: what cannot be followed is said before the first step, not after days."""
+        for phase in self.curriculum.phases:
+            self._check(phase)
+            weights = {task: self.curriculum.weights[task] for task in self.curriculum.active_tasks(phase)}
+            try:
+                self.task.activate(weights, phase.variants)
+                only = self.task.streams()
+                for loader, choice in (
+                    (self._val_loader, (None, None)),
+                    (self._loader, (phase.mixture, phase.sequence_length)),
+                ):
+                    if loader is not None:
+                        loader.choose(*choice, only)
+            except EtudeError as error:
+                raise type(error)(f"phase '{phase.name}': {error}") from error
+        started = self.state.begun or self.curriculum.advance(self.state, *self._moment).begun
+        self._put_in_force(CurriculumState(started))
+
+    def _check(self, phase: Phase) -> None:
+        asked = [name for name in ("mixture", "sequence_length") if getattr(phase, name) is not None]
+        if asked and self._loader is None:
+            raise ConfigError(
+                f"phase '{phase.name}' sets {' and '.join(asked)}, but the training data has no streams to choose; "
+                f"use data of named streams (data: streams), or leave {' and '.join(asked)} out"
+            )
+        if phase.lr_scale == 1:
+            return
+        driven = self._siblings is not None and any(isinstance(one, LRSchedule) for one in self._siblings)
+        if driven or self._learning_rate is None:
+            why = "a torch scheduler sets the learning rate" if driven else "no learning rate is given to scale"
+            raise ConfigError(
+                f"phase '{phase.name}' has lr_scale {phase.lr_scale:g}, but {why}; "
+                f"use a scheduler of etude, or leave lr_scale out"
+            )
+
+
+def _words(facts: Mapping[str, Any]) -> str:
+    """Return a phase in one line.
+
+    >>> facts = {"phase": "both", "number": 2, "phases": 3, "tasks": ["code", "tests"], "new_tasks": ["tests"]}
+    >>> facts |= {"weights": {"code": 1.0, "tests": 0.1}, "variants": {"code": "masked"}, "lr_scale": 0.5}
+    >>> _words(facts | {"mixture": {"a": 1.0, "b": 3.0}, "sequence_length": 128})
+    'phase 2 of 3, both: code (masked), tests (new, weight 0.1); mixture a 1, b 3; sequence length 128; lr x 0.5'
+    """
+    tasks = []
+    for task in facts["tasks"]:
+        remarks = [facts["variants"][task]] if task in facts["variants"] else []
+        if task in facts["new_tasks"] and facts["new_tasks"] != facts["tasks"]:
+            remarks += ["new", f"weight {facts['weights'][task]:.3g}"]
+        tasks.append(f"{task} ({', '.join(remarks)})" if remarks else task)
+    words = [f"phase {facts['number']} of {facts['phases']}, {facts['phase']}: {', '.join(tasks)}"]
+    if facts["mixture"] is not None:
+        words.append("mixture " + ", ".join(f"{name} {share:g}" for name, share in facts["mixture"].items()))
+    if facts["sequence_length"] is not None:
+        words.append(f"sequence length {facts['sequence_length']}")
+    if facts["lr_scale"] != 1:
+        words.append(f"lr x {facts['lr_scale']:g}")
+    return "; ".join(words)

@@ -1,0 +1,219 @@
+"""A curriculum: phases in order, the phase at a moment, its tasks and their weights."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+
+from etude.core.errors import CheckpointError, ConfigError
+from etude.multitask.curriculum.phase import ALL, Phase, Start, check_weight
+from etude.multitask.curriculum.state import Begun, CurriculumState
+
+_START = CurriculumState()
+
+
+class Curriculum:
+    """Phases, and the tasks they are made of.
+
+    `tasks` are the names of all tasks, or a mapping from names to their static weights; left out, the tasks are those
+    the phases name. Every question is a pure function of epoch, step and, where phases begin by a metric (or by a step
+    with a ramp in epochs), of the state that `advance` returns: asked again after a resume, the answers are the same.
+
+    A task is new in a phase if the phase before did not train it; it then follows that phase's ramp. The tasks of the
+    first phase have their full weight from the start. A phase that begins by a metric is passed over if a later one
+    with a fixed start begins first.
+
+    >>> phases = [Phase("a", 1, ["code"]), Phase("b", 3, ["code", "tests"])]
+    >>> curriculum = Curriculum(phases, {"code": 1.0, "tests": 0.5})
+    >>> curriculum.current_phase(2).name, curriculum.active_tasks(3)
+    ('a', ('code', 'tests'))
+    >>> curriculum.loss_weights(3)
+    {'code': 1.0, 'tests': 0.05}
+    """
+
+    def __init__(self, phases: Sequence[Phase], tasks: Mapping[str, float] | Iterable[str] | None = None) -> None:
+        self.phases = tuple(phases)
+        if tasks is None:
+            tasks = [name for phase in self.phases if phase.tasks != ALL for name in phase.tasks]
+        self.weights = dict(tasks) if isinstance(tasks, Mapping) else dict.fromkeys(tasks, 1.0)
+        _check_phases(self.phases)
+        _check_tasks(self.phases, self.weights)
+        self._places = {phase.name: place for place, phase in enumerate(self.phases)}
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The names of all tasks."""
+        return tuple(self.weights)
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether some phase begins by a metric, so that epoch and step alone do not say which phase it is."""
+        return any(not phase.begins.fixed for phase in self.phases)
+
+    def advance(
+        self, state: CurriculumState, epoch: float, step: int = 0, metrics: Mapping[str, float] | None = None
+    ) -> CurriculumState:
+        """Return the state with the phases that begin now; the same state if none does.
+
+        Phases with a fixed start are recorded at that start, however late this is called.
+        """
+        _check_moment(epoch, step)
+        begun, place, waiting = list(state.begun), self._place(state) + 1, False
+        for phase in self.phases[place:]:
+            start = phase.begins
+            if not start.reached(epoch, step, metrics or {}):
+                if start.fixed:
+                    break
+                waiting = True  # only a fixed start may pass over it
+            elif start.fixed or not waiting:
+                at = (float(start.epoch or epoch), step if start.step is None else start.step)
+                begun.append(Begun(phase.name, *at))
+                waiting = False
+        return CurriculumState(tuple(begun)) if len(begun) > len(state.begun) else state
+
+    def current_phase(self, epoch: float, step: int = 0, state: CurriculumState | None = None) -> Phase:
+        """Return the phase at this moment."""
+        return self.phases[self._place(self._state(epoch, step, state))]
+
+    def active_tasks(self, at: Phase | float, step: int = 0, state: CurriculumState | None = None) -> tuple[str, ...]:
+        """Return the tasks of a phase, or of the phase at an epoch, in the order in which they are defined."""
+        phase = at if isinstance(at, Phase) else self.current_phase(at, step, state)
+        return self.tasks if phase.tasks == ALL else tuple(name for name in self.tasks if name in phase.tasks)
+
+    def loss_weights(self, epoch: float, step: int = 0, state: CurriculumState | None = None) -> dict[str, float]:
+        """Return the weight of every active task: its static weight times how far its ramp has come."""
+        state = self._state(epoch, step, state)
+        factors: dict[str, float] = {}
+        for number, entry in enumerate(state.begun):
+            phase = self.phases[self._places[entry.phase]]
+            came_in = 1.0 if number == 0 else phase.ramp.at(epoch - entry.epoch, step - entry.step)
+            factors = {task: factors.get(task, came_in) for task in self.active_tasks(phase)}
+        return {task: self.weights[task] * factor for task, factor in factors.items()}
+
+    def upcoming(self, state: CurriculumState) -> tuple[Phase, ...]:
+        """Return the phases that may still begin."""
+        return self.phases[self._place(state) + 1 :]
+
+    def next_change(self, step: int, state: CurriculumState) -> int | None:
+        """Return the earliest step after `step` at which the phase or a weight changes by steps alone; None: never.
+
+        >>> from etude.multitask.curriculum import Ramp
+        >>> curriculum = Curriculum([Phase("a", 1, ["x"]), Phase("b", Start(step=10), ["x", "y"], Ramp(steps=3))])
+        >>> state = curriculum.advance(CurriculumState(), epoch=1, step=4)
+        >>> curriculum.next_change(4, state)
+        10
+        >>> state = curriculum.advance(state, epoch=1, step=10)
+        >>> [curriculum.next_change(step, state) for step in (10, 11, 12, 13)]
+        [11, 12, 13, None]
+        """
+        for entry in state.begun[1:]:
+            length = self.phases[self._places[entry.phase]].ramp.steps
+            if length is not None and step < entry.step + length:
+                return step + 1
+        for phase in self.upcoming(state):
+            if phase.begins.fixed:  # it holds up all phases after it
+                return phase.begins.step
+        return None
+
+    def transitions(self, before: CurriculumState, after: CurriculumState) -> tuple[tuple[Begun, Phase], ...]:
+        """Return the phases that began between two states, for logs and events."""
+        return tuple((entry, self.phases[self._places[entry.phase]]) for entry in after.begun[len(before.begun) :])
+
+    def _state(self, epoch: float, step: int, state: CurriculumState | None) -> CurriculumState:
+        if state is not None and state.begun:
+            _check_moment(epoch, step)
+            return state
+        for phase in self.phases:
+            start = phase.begins
+            if not start.fixed:
+                raise ConfigError(
+                    f"phase '{phase.name}' begins when {start.text}, which epoch and step do not tell; "
+                    f"give the state that Curriculum.advance returns"
+                )
+            # In which epoch a step falls is not known here, so a ramp in epochs would start at the wrong moment.
+            if (
+                phase is not self.phases[0]
+                and start.step is not None
+                and phase.ramp.steps is None
+                and phase.ramp.epochs
+            ):
+                raise ConfigError(
+                    f"phase '{phase.name}' begins at {start.text}, but its ramp counts epochs; give the ramp in steps, "
+                    f"or the state that Curriculum.advance returns"
+                )
+            if start.epoch is not None and start.epoch > 1 and phase.ramp.steps:
+                raise ConfigError(
+                    f"phase '{phase.name}' begins at {start.text}, but its ramp counts steps; give the ramp in epochs, "
+                    f"or the state that Curriculum.advance returns"
+                )
+        return self.advance(_START, epoch, step)
+
+    def _place(self, state: CurriculumState) -> int:
+        if not state.begun:
+            return -1
+        unknown = [entry.phase for entry in state.begun if entry.phase not in self._places]
+        if unknown:
+            raise CheckpointError(
+                f"the saved curriculum is in phase '{unknown[0]}', which is not defined "
+                f"(phases: {', '.join(self._places)}); keep the names of phases that have begun"
+            )
+        return self._places[state.begun[-1].phase]
+
+
+def _check_moment(epoch: float, step: int) -> None:
+    if not (math.isfinite(epoch) and epoch >= 1):
+        raise ConfigError(f"epoch {epoch}: epochs are counted from 1")
+    if step < 0:
+        raise ConfigError(f"step {step}: steps are counted from 0")
+
+
+def _check_phases(phases: tuple[Phase, ...]) -> None:
+    if not phases:
+        raise ConfigError("a curriculum has no phases; give at least one, which begins at epoch 1")
+    names = [phase.name for phase in phases]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"two phases are called '{twice[0]}'; give each its own name")
+    first = phases[0].begins
+    if first not in (Start(epoch=1), Start(step=0)):
+        raise ConfigError(
+            f"the first phase, '{phases[0].name}', begins at {first.text}; let it begin at epoch 1 or step 0, "
+            f"because nothing would be trained before"
+        )
+    last: dict[str, Phase] = {}
+    for phase in phases:
+        for unit in ("epoch", "step"):
+            value, earlier = getattr(phase.begins, unit), last.get(unit)
+            if value is None:
+                continue
+            if earlier is not None:
+                _check_order(earlier, phase, getattr(earlier.begins, unit), value)
+            last[unit] = phase
+
+
+def _check_order(earlier: Phase, later: Phase, first: int, second: int) -> None:
+    if first == second:
+        raise ConfigError(
+            f"phases '{earlier.name}' and '{later.name}' both begin at {later.begins.text}; move one of them"
+        )
+    if first > second:
+        raise ConfigError(
+            f"phase '{later.name}' begins at {later.begins.text}, before '{earlier.name}' ({earlier.begins.text}), "
+            f"which stands above it; list phases in the order in which they begin"
+        )
+
+
+def _check_tasks(phases: tuple[Phase, ...], weights: Mapping[str, float]) -> None:
+    for task, weight in weights.items():
+        check_weight(weight, f"the weight of task '{task}'")
+    if not weights:
+        raise ConfigError("no tasks are defined for the curriculum; name at least one")
+    for phase in phases:
+        named = () if phase.tasks == ALL else phase.tasks
+        for task in (*named, *phase.variants):
+            if task not in weights:
+                close = get_close_matches(task, weights, n=1)
+                hint = f"; did you mean '{close[0]}'?" if close else ""
+                raise ConfigError(
+                    f"phase '{phase.name}' names the task '{task}', which is not defined{hint} "
+                    f"(tasks: {', '.join(weights)})"
+                )

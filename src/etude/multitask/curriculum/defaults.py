@@ -1,0 +1,90 @@
+"""The default curriculum of a code model, in four phases, and questions to it.
+
+| phase | epochs | tasks |
+|---|---|---|
+| code | 1–10 | code_generation, as masked language modelling |
+| simple_ontology | 11–30 | + ontology_annotation, with the simple labels |
+| full_ontology | 31–50 | ontology_annotation with the full labels, + test_generation |
+| all_tasks | from 51 | all tasks |
+"""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from etude.core.errors import ConfigError
+from etude.multitask.curriculum.curriculum import Curriculum
+from etude.multitask.curriculum.phase import ALL, Phase
+
+DEFAULT_TASKS = (
+    "code_generation",
+    "ontology_annotation",
+    "test_generation",
+    "quality",
+    "security",
+    "clarification",
+    "explanation",
+)
+"""The tasks of the default curriculum."""
+
+DEFAULT_PHASES = (
+    Phase("code", 1, ["code_generation"], variants={"code_generation": "masked"}),
+    Phase(
+        "simple_ontology",
+        11,
+        ["code_generation", "ontology_annotation"],
+        variants={"ontology_annotation": "simple"},
+    ),
+    Phase(
+        "full_ontology",
+        31,
+        ["code_generation", "ontology_annotation", "test_generation"],
+        variants={"ontology_annotation": "full"},
+    ),
+    Phase("all_tasks", 51, ALL, variants={"ontology_annotation": "full"}),
+)
+"""The four phases; epochs are counted from 1."""
+
+_DEFAULT = Curriculum(DEFAULT_PHASES, DEFAULT_TASKS)
+
+
+def current_phase(epoch: float) -> Phase:
+    """Return the default phase at an epoch, counted from 1.
+
+    >>> [current_phase(epoch).name for epoch in (1, 10, 11, 30, 31, 50, 51)]
+    ['code', 'code', 'simple_ontology', 'simple_ontology', 'full_ontology', 'full_ontology', 'all_tasks']
+    """
+    return _DEFAULT.current_phase(epoch)
+
+
+def active_tasks(phase: Phase | float) -> tuple[str, ...]:
+    """Return the tasks of a default phase, or of the one at an epoch, counted from 1.
+
+    >>> active_tasks(31)
+    ('code_generation', 'ontology_annotation', 'test_generation')
+    """
+    return _DEFAULT.active_tasks(phase)
+
+
+def loss_weights(epoch: float, weights: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Return the weights of the default curriculum's active tasks at an epoch, counted from 1.
+
+    New tasks grow from 0.1 to 1 over five epochs. `weights` are static weights, such as `default_weights()`: those of
+    tasks that are not active are left out, a task that is not named has the weight 1, and tasks of your own come in
+    with the last phase. Raises ConfigError for a name that looks like a misspelt one.
+
+    >>> loss_weights(10)
+    {'code_generation': 1.0}
+    >>> loss_weights(11), loss_weights(16)
+    ({'code_generation': 1.0, 'ontology_annotation': 0.1}, {'code_generation': 1.0, 'ontology_annotation': 1.0})
+    """
+    if weights is None:
+        return _DEFAULT.loss_weights(epoch)
+    missing = [task for task in DEFAULT_TASKS if task not in weights]
+    for name in weights:
+        close = get_close_matches(name, missing, n=1, cutoff=0.8) if name not in DEFAULT_TASKS else []
+        if close:
+            raise ConfigError(
+                f"the weights name a task '{name}', which the default curriculum does not have; did you mean "
+                f"'{close[0]}'? (tasks: {', '.join(DEFAULT_TASKS)})"
+            )
+    return Curriculum(DEFAULT_PHASES, dict.fromkeys(DEFAULT_TASKS, 1.0) | dict(weights)).loss_weights(epoch)

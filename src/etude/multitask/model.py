@@ -1,0 +1,181 @@
+"""One model for several tasks: a trunk that all share, and a head for each."""
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from etude.core.batch import Batch, JointBatch
+from etude.core.errors import ConfigError, TrainingError
+from etude.core.head import linked
+from etude.core.probe import probing
+from etude.models.features import FeatureCall, Features, feature_dim
+from etude.multitask.heads import Attaches, LanguageModelHead
+
+
+class MultiTaskModel(nn.Module):
+    """Runs a trunk once on a batch, and only those heads on its features that are asked for.
+
+    The trunk is any model (see `etude.models.features`), a head a module that is called with `Features`. `weighting`
+    is the module that weighs the tasks' losses, if it has parameters or buffers of its own: as a part of the model it
+    is saved, moved, optimized and kept the same on all processes like the rest. The model itself does not call it.
+
+    >>> import torch
+    >>> from etude.models import LeNet5
+    >>> from etude.multitask.heads import LinearHead
+    >>> heads = {"angle": LinearHead(1, in_features=84), "size": LinearHead(2, in_features=84)}
+    >>> model = MultiTaskModel(LeNet5(), heads)
+    >>> {name: tuple(output.shape) for name, output in model(torch.zeros(3, 1, 28, 28), ["size"]).items()}
+    {'size': (3, 2)}
+    """
+
+    def __init__(self, trunk: nn.Module, heads: Mapping[str, nn.Module], weighting: nn.Module | None = None) -> None:
+        """Put the parts together; a language model's head that needs an output layer of its own makes it now."""
+        super().__init__()
+        for name in heads:
+            if not name or "." in name or name in dir(nn.ModuleDict):
+                raise ConfigError(
+                    f"a head cannot be called '{name}', as it is part of names in the model; choose another"
+                )
+        self.trunk = trunk
+        self.heads = nn.ModuleDict(heads)
+        self.weighting = weighting
+        self._features = FeatureCall(trunk)
+        for head in heads.values():
+            if isinstance(head, Attaches):
+                head.attach(self.get_output_embeddings(), feature_dim(trunk))
+
+    def forward(self, batch: Batch, heads: Sequence[Any]) -> Any:
+        """Return what each of the named heads makes of the batch, by name; raise TrainingError if one is not there.
+
+        Of a `JointBatch` with a list of heads for each of its parts, return a list of such answers: all parts pass in
+        one call, because processes that train together expect one for each backward pass.
+        """
+        if isinstance(batch, JointBatch):
+            return [self._answers(part, names) for part, names in zip(batch, heads, strict=True)]
+        return self._answers(batch, heads)
+
+    def _answers(self, batch: Batch, heads: Sequence[str]) -> dict[str, Any]:
+        for name in heads:
+            if name not in self.heads:
+                raise TrainingError(self._no_such_head(name))
+        features = self.features(batch)
+        return {name: self.heads[name](features) for name in heads}
+
+    def features(self, batch: Batch) -> Features:
+        """Return what the trunk makes of a batch."""
+        found = self._features(self.trunk, batch)
+        if self.weighting is None:
+            return found
+        # Only the loss uses the weighting's parameters; processes that train together must see that it will.
+        return replace(found, hidden=linked(found.hidden, *self.weighting.parameters()))
+
+    def get_output_embeddings(self) -> nn.Linear | None:
+        """Return the trunk's own output layer, if it has one."""
+        return self._features.output(self.trunk)
+
+    def num_parameters(self) -> int:
+        """Return the number of parameters; shared weights count once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return the trainable parameters as optimizers take them; those of the weighting are not to decay."""
+        weighting = [] if self.weighting is None else list(self.weighting.parameters())
+        own = {id(parameter) for parameter in weighting}
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in self.parameters() if p.requires_grad and id(p) not in own]},
+            {"params": [p for p in weighting if p.requires_grad], "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """Return the trainable parameters of the trunk, without an output layer that one head alone uses."""
+        output = self.get_output_embeddings()
+        users = sum(isinstance(head, LanguageModelHead) and head.layer is None for head in self.heads.values())
+        uses = Counter(id(parameter) for _, parameter in self.trunk.named_parameters(remove_duplicate=False))
+        layer = [] if output is None or users > 1 else list(output.parameters())
+        own = {id(parameter) for parameter in layer if uses[id(parameter)] == 1}  # not the embedding too
+        return [p for p in self.trunk.parameters() if p.requires_grad and id(p) not in own]
+
+    def last_shared_layer(self, batch: Batch) -> str:
+        """Return the name of the trunk's last block, where the tasks part. The trunk is run once to find it.
+
+        It is the block with the trainable matrix that is used last to make the features of the batch, in whatever order
+        the modules were defined: an element of a module list or sequence, elsewhere a layer. The trunk's own output
+        layer does not count: it comes after the features.
+        """
+        with probing(self.trunk, training=False), torch.enable_grad():
+            used = order_of_use(self._features(self.trunk, batch).hidden)
+        last, name = -1, ""
+        for candidate, module in self.trunk.named_modules():
+            matrices = [p for p in self._trained(module, recurse=False) if p.dim() >= 2]
+            when = max((used.get(id(matrix), -1) for matrix in matrices), default=-1)
+            if when > last:
+                last, name = when, candidate
+        return ".".join(("trunk", *self._block_of(name)))
+
+    def layer_parameters(self, layer: str) -> list[nn.Parameter]:
+        """Return the trainable parameters of a layer of the trunk; raise ConfigError if there is none of that name.
+
+        The name is that in the model, `trunk.fc`, or in the trunk, `fc`.
+        """
+        known = {".".join(filter(None, ("trunk", name))): module for name, module in self.trunk.named_modules()}
+        module = known.get(layer, known.get(f"trunk.{layer}"))
+        if module is None:
+            short = [name for name in known if self._trained(known[name], recurse=False)]
+            close = difflib.get_close_matches(layer, [*known, *(name.removeprefix("trunk.") for name in known)], n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise ConfigError(
+                f"the trunk has no layer '{layer}'{hint} (the last layers are: {', '.join(short[-8:])})"
+            )
+        found = self._trained(module)
+        if not found:
+            raise ConfigError(f"the layer '{layer}' has no parameters that are trained; name another one")
+        return found
+
+    def _trained(self, module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
+        """Return the trainable parameters of a module, without those of the trunk's own output layer."""
+        output = self.get_output_embeddings()
+        own = set() if output is None else {id(parameter) for parameter in output.parameters()}
+        return [p for p in module.parameters(recurse) if p.requires_grad and id(p) not in own]
+
+    def _block_of(self, name: str) -> list[str]:
+        """Return the path of the block that a module of the trunk is part of: up to the outermost list or sequence."""
+        parts, module = name.split(".") if name else [], self.trunk
+        for place, part in enumerate(parts, start=1):
+            if isinstance(module, (nn.ModuleList, nn.Sequential)):
+                return parts[:place]
+            module = module.get_submodule(part)
+        return parts
+
+    def _no_such_head(self, name: str) -> str:
+        close = difflib.get_close_matches(name, self.heads, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        return f"the model has no head '{name}'{hint} (heads: {', '.join(self.heads) or 'none'})"
+
+
+def order_of_use(result: Tensor) -> dict[int, int]:
+    """Return when each parameter was used last to compute a tensor, by its id; larger numbers are later.
+
+    >>> first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    >>> used = order_of_use(first(second(torch.ones(1, 2))))
+    >>> used[id(first.weight)] > used[id(second.weight)]
+    True
+    """
+    used: dict[int, int] = {}
+    seen, waiting = set(), [result.grad_fn] if result.grad_fn is not None else []
+    while waiting:
+        node = waiting.pop()
+        for child, _ in node.next_functions:
+            if (
+                isinstance(leaf := getattr(child, "variable", None), Tensor) and leaf.is_leaf
+            ):  # where a parameter enters
+                used[id(leaf)] = max(used.get(id(leaf), -1), node._sequence_nr())
+            elif child is not None and child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return used

@@ -1,0 +1,366 @@
+"""Several tasks at once: which of them a batch is for, one pass through the model, one loss for each."""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from etude.core.batch import STREAM, Batch, JointBatch
+from etude.core.errors import ConfigError, EtudeError, TrainingError
+from etude.core.lookups import explain_lookup
+from etude.core.terms import LossTerm, Terms
+from etude.losses.outputs import head_of
+from etude.multitask.spec import (
+    Measure,
+    Shown,
+    TaskSpec,
+    check_known,
+    check_labels,
+    check_task,
+    learns_from,
+    strategy_of,
+    view_for,
+)
+from etude.multitask.weighting import StaticWeights, Weighting
+
+logger = logging.getLogger("etude")
+
+LOSS, PENALTY, CAUSAL = "loss", "penalty", "causal"
+
+
+class MultiTask:
+    """Trains several tasks on one `MultiTaskModel`: `Trainer(model, loader, task=MultiTask({...}))`.
+
+    A batch is for the tasks that read its stream, or, where it has none, for those whose labels it has. The model runs
+    once for them all, with their heads and no other; each loss is a sum over the labels its own task has in the batch.
+    Terms are called `<task>/loss`, `<task>/accuracy` and so on; `loss` is their sum with the weights of the tasks,
+    without ramps and learned weights, so that it can be compared from epoch to epoch.
+
+    `weighting` (None: the weights as they are) learns or adapts the weights; it must be the one of the model.
+    """
+
+    def __init__(self, tasks: Mapping[str, TaskSpec], weighting: Weighting | None = None) -> None:
+        if not tasks:
+            raise ConfigError("there are no tasks; give at least one")
+        for name, spec in tasks.items():
+            check_task(name, spec)
+        self.tasks = dict(tasks)
+        if weighting is not None and weighting.tasks != tuple(tasks):
+            raise ConfigError(
+                f"the weighting has the tasks {', '.join(weighting.tasks)}, but there are {', '.join(tasks)}; "
+                f"make it with the same names in the same order"
+            )
+        # Fixed weights need no tensors: they are plain numbers in the terms.
+        self.weighting = None if isinstance(weighting, StaticWeights) else weighting
+        static = weighting.weights.tolist() if isinstance(weighting, StaticWeights) else [1.0] * len(tasks)
+        self._static = dict(zip(tasks, static, strict=True))
+        self._forms: dict[tuple[str, str | None], Shown] = {}
+        for name, spec in self.tasks.items():
+            for variant, form in ((None, spec), *spec.variants.items()):
+                self._forms[name, variant] = Shown(form, strategy_of(form))
+        self.version = 0
+        """Changes when other tasks, or other forms of them, become active."""
+        self._weights: dict[str, float] = {}
+        self._shown: dict[str, Shown] = {}
+        self._scales: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._measuring = False
+        self.alike = False
+        """Whether all training batches of a stream hold the same keys: then the first shows misspelt labels."""
+        self._checked: set[tuple[Any, ...]] = set()
+        self._tried: set[int] = set()
+        """The forms of tasks whose metrics have seen a training batch."""
+        self._told: set[str] = set()
+        self._plans: dict[tuple[Any, ...], dict[str, Shown]] = {}
+        self.activate({name: spec.weight for name, spec in self.tasks.items()})
+
+    def activate(self, weights: Mapping[str, float], variants: Mapping[str, str] | None = None) -> None:
+        """Train these tasks from now on, each with its weight, and in the form that `variants` names.
+
+        All other tasks rest: their heads are not run. Raises ConfigError for a task or a variant that is not there and
+        for weights that are negative or not finite.
+        """
+        for task, weight in weights.items():
+            check_known("a weight", task, self.tasks)
+            if not 0 <= weight < math.inf:
+                raise ConfigError(
+                    f"the weight of the task '{task}' is {weight:g}; weights are finite and not below 0"
+                )
+        for task, variant in (variants or {}).items():
+            check_known("a variant", task, self.tasks)
+            if (task, variant) not in self._forms:
+                known = ", ".join(self.tasks[task].variants) or "none"
+                raise ConfigError(f"the task '{task}' has no variant '{variant}' (it has: {known})")
+        chosen = variants or {}
+        self._weights = {task: self._static[task] * weights[task] for task in self.tasks if task in weights}
+        self._scales = {}
+        shown = {task: self._forms[task, chosen.get(task)] for task in self._weights}
+        if shown != self._shown:  # a ramp changes weights at every step, but nothing of how the model is run
+            self._shown = shown
+            self._plans.clear()
+            self.version += 1
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the tasks that are active now, before a weighting adapts them."""
+        return dict(self._weights)
+
+    def streams(self) -> frozenset[str] | None:
+        """Return the streams that active tasks read; None if one of them reads whatever has its labels."""
+        names = [shown.spec.stream for shown in self._shown.values()]
+        return None if None in names else frozenset(name for name in names if name is not None)
+
+    def is_for(self, batch: Batch) -> bool:
+        """Return whether a task that is active now reads this batch, be its weight 0."""
+        return any(True for _ in self._requests(batch))
+
+    # ---------------------------------------------------------------------------------------- terms of a batch
+
+    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
+        """Run the model on the batch for the tasks it is for, and return their terms."""
+        requests = list(self._requests(batch))
+        if not requests:
+            return {}
+        outputs = _run(model, requests)
+        coefficients, penalties = self._coefficients(), self._penalties()
+        terms: Terms = {}
+        for (inputs, group), found in zip(requests, outputs, strict=True):
+            for task, shown in group.items():
+                fresh = self._task_terms(task, shown, found[shown.spec.head], inputs, metrics=metrics)
+                loss = fresh[f"{task}/{LOSS}"]
+                loss.weight = coefficients[task]
+                if task in penalties and torch.is_grad_enabled():  # no part of what a validation measures
+                    present = _any(loss.count)
+                    fresh[f"{task}/{PENALTY}"] = LossTerm(penalties[task] * present, present)
+                for name, term in fresh.items():
+                    terms[name] = term if name not in terms else _added(terms[name], term)
+        return terms
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Any:
+        """Return what the model answers to a batch with the heads of the tasks it is for."""
+        requests = list(self._requests(batch))
+        return dict(enumerate(_run(model, requests))) if requests else {}
+
+    def counts(self, batch: Batch) -> dict[str, Tensor | float]:
+        """Return the count of every weighted term from the batch alone; raise TrainingError if a loss cannot know."""
+        counts: dict[str, Tensor | float] = {}
+        for inputs, group in self._requests(batch):
+            for task, shown in group.items():
+                ahead = shown.strategy.counts(view_for(inputs, shown.spec.labels))
+                if ahead is None:
+                    raise TrainingError(
+                        f"task '{task}': how many labels its loss counts is not known before the model has run; with "
+                        f"gradient accumulation name a loss that knows it, or set grad_accum_steps to 1"
+                    )
+                if LOSS not in ahead:
+                    raise _several_terms(task, ahead)
+                found = {f"{task}/{LOSS}": ahead[LOSS]}
+                if self._has_penalty:
+                    found[f"{task}/{PENALTY}"] = _any(ahead[LOSS])
+                for name, count in found.items():
+                    counts[name] = counts[name] + count if name in counts else count
+        return counts
+
+    def weighted_terms(self, batch: Batch) -> list[str]:
+        """Return the names of the terms with a weight that this batch has, in order, for a rank without samples."""
+        kinds = (LOSS, PENALTY) if self._has_penalty else (LOSS,)
+        adapted = self.weighting is not None and self.weighting.known_ahead  # then weights are tensors, which count
+        tasks = [task for _, group in self._requests(batch) for task in group if adapted or self._weights[task]]
+        return [f"{task}/{kind}" for task in dict.fromkeys(tasks) for kind in kinds]
+
+    def scale(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weights of all tasks as a vector on the device, 0 for those that rest."""
+        if (device, dtype) not in self._scales:
+            values = torch.tensor([self._weights.get(task, 0.0) for task in self.tasks], dtype=dtype)
+            self._scales[device, dtype] = values.to(device, non_blocking=True)
+        return self._scales[device, dtype]
+
+    def head_of(self, task: str) -> str | None:
+        """Return the head that answers a task now, None if the task rests."""
+        return self._shown[task].spec.head if task in self._shown else None
+
+    @property
+    def _has_penalty(self) -> bool:
+        return self.weighting is not None and self.weighting.has_penalty
+
+    def _coefficients(self) -> Mapping[str, Tensor | float]:
+        """Return the factor of every active task's loss: numbers, or tensors if a weighting makes them."""
+        weighting = self.weighting
+        if weighting is None or not weighting.known_ahead:
+            return self._weights
+        scale = self.scale(weighting.device, weighting.dtype)
+        return dict(zip(self.tasks, weighting.coefficients(torch.zeros_like(scale), scale).unbind(), strict=True))
+
+    def _penalties(self) -> Mapping[str, Tensor]:
+        """Return what the weighting adds to the objective for every task, nothing for most weightings."""
+        weighting = self.weighting
+        if weighting is None or not weighting.has_penalty or not torch.is_grad_enabled():
+            return {}
+        penalties = weighting.penalties(self.scale(weighting.device, weighting.dtype))
+        return {} if penalties is None else dict(zip(self.tasks, penalties.unbind(), strict=True))
+
+    def _task_terms(self, task: str, shown: Shown, output: Any, inputs: Batch, *, metrics: bool) -> Terms:
+        view = view_for(inputs, shown.spec.labels)
+        with _explained(task):
+            found = shown.strategy.terms(output, view, metrics=metrics)
+            if shown.spec.metrics and (self._measuring or id(shown.spec) not in self._tried):
+                self._measure(shown, output, view)
+        weighted = [name for name, term in found.items() if isinstance(term.weight, Tensor) or term.weight != 0]
+        if weighted != [LOSS]:
+            raise _several_terms(task, weighted)
+        return {f"{task}/{name}": term for name, term in found.items()}
+
+    def _measure(self, shown: Shown, output: Any, view: Batch) -> None:
+        """Let the metrics see a batch. Outside of a validation they only try the first one: it may not fit them."""
+        if not self._measuring:
+            self._tried.add(id(shown.spec))
+            if head_of(output) is not None:  # all logits of a language model are too many for a trial
+                return
+        predictions, labels = shown.strategy.judged(output, view)
+        for metric in shown.spec.metrics.values():
+            (metric if self._measuring else copy(metric)).update(predictions.detach(), labels)
+
+    def _requests(self, batch: Batch) -> Iterator[tuple[Batch, dict[str, Shown]]]:
+        """Return inputs for the model and the tasks they are for: one entry for each way the model has to be run."""
+        for part in batch if isinstance(batch, JointBatch) else (batch,):
+            ways: dict[bool | None, dict[str, Shown]] = {}
+            for task, shown in self._present(part).items():
+                ways.setdefault(shown.spec.causal, {})[task] = shown
+            for causal, group in ways.items():
+                yield part if causal is None else {**part, CAUSAL: causal}, group
+
+    def _present(self, batch: Batch) -> dict[str, Shown]:
+        """Return the active tasks that a batch is for; remembered for batches with the same stream and keys."""
+        keys = tuple(batch) if isinstance(batch, Mapping) else (type(batch),)
+        plan = (batch.get(STREAM) if isinstance(batch, Mapping) else None, *keys)
+        if self.alike and plan not in self._checked and torch.is_grad_enabled():
+            check_labels(self.tasks, batch)
+            self._checked.add(plan)
+        if plan not in self._plans:
+            self._plans[plan] = {
+                name: shown for name, shown in self._shown.items() if learns_from(name, shown.spec, batch)
+            }
+        return self._plans[plan]
+
+    # ---------------------------------------------------------------------------------------- resuming
+
+    def decisions(self) -> dict[str, Any]:
+        """Return what the losses have decided by their first batches, by task and form."""
+        found: dict[str, Any] = {}
+        for (task, variant), shown in self._forms.items():
+            if decided := shown.strategy.decisions():
+                found.setdefault(task, {})[variant or ""] = decided
+        return found
+
+    def decide(self, decisions: Mapping[str, Any]) -> None:
+        """Give the losses these decisions."""
+        for (task, variant), shown in self._forms.items():
+            shown.strategy.decide(decisions.get(task, {}).get(variant or "", {}))
+
+    # ---------------------------------------------------------------------------------------- numbers for people
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return `loss`, the sum with the weights of the tasks, and what each loss derives: `<task>/perplexity` …
+
+        There is no `loss` where a task that is trained has had no labels: a sum without it would look like progress.
+        """
+        found: dict[str, float] = {}
+        losses: dict[str, float] = {}
+        for task, spec in self.tasks.items():
+            prefix = f"{task}/"
+            mine = {name.removeprefix(prefix): value for name, value in means.items() if name.startswith(prefix)}
+            if LOSS not in mine or math.isnan(mine[LOSS]):
+                continue
+            losses[task] = self._static[task] * spec.weight * mine[LOSS]
+            shown = self._shown.get(task, self._forms[task, None])
+            found |= {prefix + name: value for name, value in shown.strategy.derived(mine).items()}
+        missing = [task for task, weight in self._weights.items() if weight and task not in losses]
+        if missing and not self._measuring:
+            return found
+        for task in set(missing) - self._told:
+            self._told.add(task)
+            logger.warning("the task '%s' has no labels to be validated on: the validation loss is without it", task)
+        return {LOSS: sum(losses.values()) if losses else math.nan, **found}
+
+    def numbers(self) -> dict[str, float]:
+        """Return the weight that every active task has now, `<task>/weight`. Waits for the device if it is learned."""
+        weighting = self.weighting
+        if weighting is None:
+            return {f"{task}/weight": weight for task, weight in self._weights.items()}
+        with torch.no_grad():
+            values = weighting.latest(self.scale(weighting.device, weighting.dtype)).tolist()
+        return {f"{task}/weight": values[place] for place, task in enumerate(self.tasks) if task in self._weights}
+
+    def start_measuring(self) -> None:
+        """Begin to count for the metrics of the tasks, in validation."""
+        self._measuring = True
+        for _, metric in self._metrics():
+            metric.reset()
+
+    def stop_measuring(self) -> None:
+        """Stop counting, after an error."""
+        self._measuring = False
+
+    def measured(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Return the metrics since `start_measuring`, and stop; `reduce` adds counts up over ranks."""
+        self._measuring = False
+        found = {}
+        for name, metric in self._metrics():
+            metric.load_state(reduce(metric.state()))
+            if not math.isnan(value := metric.compute()):
+                found[name] = value
+        return found
+
+    def _metrics(self) -> list[tuple[str, Measure]]:
+        return [
+            (f"{task}/{name}", metric)
+            for task, shown in self._shown.items()
+            for name, metric in shown.spec.metrics.items()
+        ]
+
+
+def _run(model: nn.Module, requests: Sequence[tuple[Batch, dict[str, Shown]]]) -> list[Mapping[str, Any]]:
+    """Run the model once for each request, all in one call: data parallelism counts calls."""
+    batches = [inputs for inputs, _ in requests]
+    heads = [[shown.spec.head for shown in group.values()] for _, group in requests]
+    try:
+        if len(requests) == 1:
+            return [model(batches[0], heads[0])]
+        found: list[Mapping[str, Any]] = model(JointBatch(batches), heads)
+        return found
+    except IndexError as error:
+        if (explained := explain_lookup(error, model)) is None:
+            raise
+        raise explained from error
+
+
+def _several_terms(task: str, weighted: Iterable[str]) -> TrainingError:
+    return TrainingError(
+        f"task '{task}': its loss has the weighted terms {', '.join(weighted) or 'none'}, a task has one, "
+        f"'{LOSS}'; split the task"
+    )
+
+
+class _explained:
+    """Errors inside this block say which task they are about."""
+
+    def __init__(self, task: str) -> None:
+        self.task = task
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, EtudeError):
+            raise type(error)(f"task '{self.task}': {error}") from error
+
+
+def _any(count: Tensor | float) -> Tensor | float:
+    """Return 1 if anything counts, else 0."""
+    return (count > 0).float() if isinstance(count, Tensor) else float(count > 0)
+
+
+def _added(one: LossTerm, other: LossTerm) -> LossTerm:
+    return LossTerm(one.sum + other.sum, one.count + other.count, one.weight)

@@ -1,0 +1,69 @@
+"""Ways to weigh the losses of several tasks. None of them knows the engine, and none waits for the device.
+
+Tasks have a fixed order, and everything is a vector over them: `losses` are the tasks' mean losses in this step, and
+`scale` is a factor for each task from outside: the static weight, times the ramp of a curriculum, times 0 if the task
+is not trained now or has no labels in this batch. What a loss says where the scale is 0 is not looked at.
+
+The objective is `(coefficients · losses).sum() + penalty`: the coefficients go into `LossTerm.weight`, the penalty is a
+term of its own. Where `known_ahead` is true, the coefficients do not depend on this step's losses, so that the
+micro-batches of a step can be weighed one after the other. Beyond that a weighting may ask for more; whoever drives
+the step asks with `isinstance`:
+
+| name | class | needs | protocol |
+|---|---|---|---|
+| static | `StaticWeights` | nothing | |
+| uncertainty | `UncertaintyWeighting` | its parameters in the optimizer, without weight decay | |
+| dwa | `DynamicWeightAverage` | mean losses of every epoch | `WatchesEpochs` |
+| famo | `FAMO` | losses before and after every update, of the same batch | `WatchesUpdates` |
+| gradnorm | `GradNorm` | each task's gradients of the last shared parameters | `WatchesGradients` |
+| pcgrad | `PCGrad` | each task's gradients of all shared parameters | `CombinesGradients` |
+
+In a step:
+
+    losses = ...                                     # (tasks,), with gradient history
+    if isinstance(weighting, CombinesGradients):
+        rows = task_gradients(losses, shared)        # (tasks, elements)
+        merged = weighting.combine(rows, step=clock.step, scale=scale)
+    if isinstance(weighting, WatchesGradients):
+        weighting.observe(losses, task_gradients(losses, last_shared), scale)
+    weighting(losses, scale).backward()
+    if isinstance(weighting, CombinesGradients):
+        assign_gradients(merged, shared)             # heads keep the gradients of the plain sum
+    optimizer.step()
+    if isinstance(weighting, WatchesUpdates):
+        weighting.after_update(losses, losses_again, scale)
+
+State is buffers and parameters: `state_dict` holds tensors only, and `to(device)` moves it. On several processes every
+process must be given the same losses and gradients, that is, the reduced ones; then all of them stay the same.
+"""
+
+from etude.multitask.weighting.averaging import DynamicWeightAverage
+from etude.multitask.weighting.base import (
+    CombinesGradients,
+    WatchesEpochs,
+    WatchesGradients,
+    WatchesUpdates,
+    Weighting,
+)
+from etude.multitask.weighting.famo import FAMO
+from etude.multitask.weighting.gradients import assign_gradients, task_gradients
+from etude.multitask.weighting.gradnorm import GradNorm
+from etude.multitask.weighting.pcgrad import PCGrad
+from etude.multitask.weighting.static import StaticWeights
+from etude.multitask.weighting.uncertainty import UncertaintyWeighting
+
+__all__ = [
+    "FAMO",
+    "CombinesGradients",
+    "DynamicWeightAverage",
+    "GradNorm",
+    "PCGrad",
+    "StaticWeights",
+    "UncertaintyWeighting",
+    "WatchesEpochs",
+    "WatchesGradients",
+    "WatchesUpdates",
+    "Weighting",
+    "assign_gradients",
+    "task_gradients",
+]
