@@ -462,9 +462,9 @@ def test_component_gives_the_vocabulary_and_the_codebooks(made):
     import_user_modules(["components.py"], EXPERIMENT)
     load = lookup("data", "variable_stars").factory
     splits = load(out=str(made[0]), **OPTIONS.facts())
-    assert splits.vocab.range_of("class").size == 5
-    assert set(splits.codebooks) == {*UNITS, "class"}
-    assert torch.equal(splits.codebooks["class"], torch.eye(5))
+    assert splits.token_schema.vocab.range_of("class").size == 5
+    assert set(splits.token_schema.codebooks) == {*UNITS, "class"}
+    assert torch.equal(splits.token_schema.codebooks["class"], torch.eye(5))
     batch = next(iter(splits.make_loader("train", 4)))
     assert batch["input_ids"].shape == batch["types"].shape == (4, LENGTH)
     assert torch.equal(batch["labels"][:, :-1], batch["input_ids"][:, 1:])

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from largest_tensor import Largest
 
 from etude.core import LossTerm
 from etude.core.errors import DataError, TrainingError
@@ -15,6 +14,7 @@ from etude.losses import cross_entropy_term, linear_cross_entropy, linear_cross_
 from etude.losses import linear as linear_module
 from etude.losses.chunked import chunked
 from etude.losses.products import chunk_rows_for
+from largest_tensor import Largest
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Relative to the largest value: sums of products in float16 and bfloat16 are rounded once per chunk."""

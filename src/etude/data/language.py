@@ -21,9 +21,7 @@ from etude.data.source import BatchSource
 from etude.data.splits import DataSplits
 from etude.data.tokens import TokenFile, open_tokens
 from etude.data.tokens.places import exists
-from etude.multimodal.fitting import modal_fields, shared_modalities
-from etude.multimodal.folder import has_vocabulary, read_modalities
-from etude.multimodal.vocab import VocabSpec
+from etude.data.tokens.schema import TokenSchema, find_schema, folder_of, shared_schema, token_fields
 
 Way = Literal["blocks", "documents", "packed"]
 Length = Annotated[int, Ge(2)]
@@ -44,15 +42,15 @@ class Reading:
     mask_id: int | None = None
     bucket_batches: int = 100
     attention: Literal["ids", "full"] = "ids"
-    vocab: VocabSpec | None = None
-    """Of several modalities: tells the id of padding and those of special tokens."""
+    schema: TokenSchema | None = None
+    """Tells the id of padding and those of special tokens, where the files have one."""
 
     def source(self, file: TokenFile, *, training: bool) -> BatchSource:
         """Return the samples of a file; blocks move from epoch to epoch in training."""
         source: BatchSource
-        pad_id = 0 if self.vocab is None else self.vocab.pad_id
-        # Samples of several modalities are there to be predicted token by token, whatever labels they have besides.
-        labels = None if self.vocab is None or LABELS in file.streams else "next"
+        pad_id = 0 if self.schema is None else self.schema.pad_id
+        # Samples of a schema are there to be predicted token by token, whatever labels they have besides.
+        labels = None if self.schema is None or LABELS in file.streams else "next"
         if self.way == "blocks":
             source = TokenBlocks(file, self.length, moving=training and file.num_tokens > 2 * self.length)
         elif self.way == "packed":
@@ -85,10 +83,10 @@ class Reading:
         return LoaderData(source, {"bucket_batches": self.bucket_batches} if self.way == "documents" else {})
 
     def _masked(self, source: BatchSource, file: TokenFile) -> BatchSource:
-        if self.vocab is None:
+        if self.schema is None:
             special, size = file.meta.get("special_ids") or {}, file.vocab_size
         else:
-            special, size = self.vocab.special, self.vocab.vocab_size
+            special, size = self.schema.special_ids, self.schema.vocab_size
         mask_id = self.mask_id if self.mask_id is not None else special.get("mask", special.get("MASK"))
         if mask_id is None or size is None:
             lacks = "no mask token" if mask_id is None else "no vocabulary size"
@@ -117,7 +115,7 @@ def load_tokens(
 ) -> DataSplits:
     """Token files train.bin, validation.bin (or val.bin) and test.bin of a folder or a URL.
 
-    A folder with a vocab.json holds several modalities: the vocabulary and the tokenizers beside it come along.
+    A folder with a vocab.json holds several modalities: what it says of ids comes along as `token_schema`.
 
     root: folder with the files; `etude tokenize` makes them, and those of nanoGPT, llm.c and Megatron open too.
     read: `blocks` of `length` tokens cut from the text as it runs; `documents` padded to the longest of the batch; or
@@ -134,9 +132,8 @@ def load_tokens(
     attention: with `packed`, `full` adds a mask of length x length for models that cannot part documents by
         `document_ids` or `position_ids`, such as encoders.
     """
-    modal = read_modalities(root) if has_vocabulary(root) else None
-    vocab = None if modal is None else modal.vocab
-    reading = Reading(read, length, packing, mask_rate, mask_id, bucket_batches, attention, vocab)
+    schema = find_schema(root)
+    reading = Reading(read, length, packing, mask_rate, mask_id, bucket_batches, attention, schema)
     files = {split: find_split(root, split) for split in SPLIT_NAMES}
     if files["train"] is None:
         raise DataError(f"{root} has no train.bin; make it with `etude tokenize --out {root}`, or set root")
@@ -145,7 +142,7 @@ def load_tokens(
         for split, path in files.items()
         if path is not None
     }
-    known = modal_fields(modal, opened.values(), vocab_size)
+    known = token_fields(schema, opened.values(), vocab_size)
     parts: dict[str, Any] = {split: reading.split(file, split) for split, file in opened.items()}
     return DataSplits(**parts, tokenizer=_tokenizer(root), **known)
 
@@ -212,9 +209,8 @@ def load_token_mixture(
     epoch_samples: samples drawn in an epoch; by default as many as there are.
     The other arguments are those of the data set `tokens`. All files must be made with the same tokenizer.
     """
-    modal = shared_modalities(roots)
-    vocab = None if modal is None else modal.vocab
-    reading = Reading(read, length, packing, mask_rate, None, bucket_batches, vocab=vocab)
+    schema = shared_schema(roots)
+    reading = Reading(read, length, packing, mask_rate, None, bucket_batches, schema=schema)
     files = {name: {split: find_split(root, split) for split in SPLIT_NAMES} for name, root in roots.items()}
     for name, found in files.items():
         if found["train"] is None:
@@ -226,7 +222,7 @@ def load_token_mixture(
         for split in SPLIT_NAMES
     }
     _check_same_tokenizer(opened["train"])
-    known = modal_fields(modal, [file for by_name in opened.values() for file in by_name.values()])
+    known = token_fields(schema, [file for by_name in opened.values() for file in by_name.values()])
     parts: dict[str, Any] = {}
     for split, by_name in opened.items():
         if by_name:
@@ -247,8 +243,7 @@ def _corpus_folder(inputs: list[str], options: Mapping[str, Any]) -> Path:
 
 def find_split(root: str, split: str) -> str | None:
     """Return the path or URL of a split's file below `root`, or None if there is none."""
-    base = root.rstrip("/") if "://" in root else str(Path(root).expanduser())
-    places = [f"{base}/{name}.bin" for name in SPLIT_NAMES[split]]
+    places = [f"{folder_of(root)}/{name}.bin" for name in SPLIT_NAMES[split]]
     return next((place for place in places if exists(place)), None)
 
 

@@ -1,7 +1,6 @@
 """The parts of a data set, for training, validation and test, and loaders over them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from etude.core.errors import DataError
 from etude.data.loader import DataLoader
 from etude.data.parts import LoaderData, Streams, TensorData
 from etude.data.streams_loader import StreamLoader
-from etude.multimodal.vocab import VocabSpec
+from etude.data.tokens.schema import TokenSchema
 
 __all__ = ["DataSplits", "LoaderData", "SplitName", "TensorData", "check_labels", "make_loader"]
 
@@ -36,12 +35,8 @@ class DataSplits:
     """Of token data: ids are below this number. A model whose config leaves out `vocab_size` is given it."""
     tokenizer: Path | None = None
     """Of token data: the tokenizer.json that turns ids back into text."""
-    vocab: VocabSpec | None = None
-    """Of token data of several modalities: which ids are whose."""
-    codebooks: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the codes of modalities stand for: centres of bins (V,) or centroids (V, D)."""
-    edges: Mapping[str, Tensor] = field(default_factory=dict)
-    """The edges (V + 1,) of the bins of modalities that are scalars."""
+    token_schema: TokenSchema | None = None
+    """Of token data: what ids mean, where a file beside the token files says so."""
     num_types: int | None = None
     """Of token data with a stream `types`: types are below this number. A model that leaves out `n_types` is given
     it."""

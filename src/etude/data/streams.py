@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from annotated_types import Ge
-from torch import Tensor
 
 from etude.config.registry import Section, register
 from etude.core.errors import DataError
@@ -17,6 +15,7 @@ from etude.data.mixture import TokenMixture
 from etude.data.parts import Draw, LoaderData, Streams
 from etude.data.reading import MaskedTokens, PackedDocuments, TokenDocuments
 from etude.data.splits import DataSplits
+from etude.data.tokens.schema import check_same_schema
 
 SPLITS = ("train", "validation", "test")
 
@@ -59,7 +58,8 @@ def combine_streams(
         if not isinstance(data, DataSplits):
             raise DataError(f"stream '{name}' is a {type(data).__name__}; a data component returns a DataSplits")
     _check_same_tokenizer(splits)
-    modal = _with_modalities(splits)
+    schemas = {name: data.token_schema for name, data in splits.items() if data.token_schema is not None}
+    check_same_schema(schemas, "streams")
     parts: dict[str, Any] = {}
     for split in SPLITS:
         there = {name: part for name, data in splits.items() if (part := getattr(data, split)) is not None}
@@ -73,9 +73,7 @@ def combine_streams(
         input_shape=_common(data.input_shape for data in splits.values()),
         vocab_size=max(sizes, default=None),
         tokenizer=next((data.tokenizer for data in splits.values() if data.tokenizer is not None), None),
-        vocab=None if modal is None else modal.vocab,
-        codebooks={} if modal is None else modal.codebooks,
-        edges={} if modal is None else modal.edges,
+        token_schema=next(iter(schemas.values()), None),
         num_types=max((data.num_types for data in splits.values() if data.num_types is not None), default=None),
     )
 
@@ -84,23 +82,6 @@ def _common(values: Any) -> Any:
     """What all streams agree on, or None."""
     found = set(values)
     return found.pop() if len(found) == 1 else None
-
-
-def _with_modalities(splits: Mapping[str, DataSplits]) -> DataSplits | None:
-    """The first stream with a vocabulary of modalities, if there is one; all others with one must have the same."""
-    found = [(name, data) for name, data in splits.items() if data.vocab is not None]
-    for name, data in found[1:]:
-        first, shared = found[0]
-        if data.vocab != shared.vocab or not _equal(data.codebooks, shared.codebooks):
-            raise DataError(
-                f"streams '{first}' and '{name}' have different vocabularies or tokenizers, so their ids mean "
-                f"different things; make them with the same vocab.json and tokenizers"
-            )
-    return found[0][1] if found else None
-
-
-def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def _check_same_tokenizer(splits: Mapping[str, DataSplits]) -> None:

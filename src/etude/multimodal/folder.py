@@ -1,14 +1,16 @@
 """A folder of multimodal data: vocab.json, tokenizers/<modality>.safetensors, and the token files of its splits."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from etude.core.errors import DataError
+from etude.data.tokens import TokenFile
 from etude.data.tokens.places import exists, is_remote, local_copy, local_path
+from etude.data.tokens.schema import TokenSchema, folder_of
+from etude.data.tokens.vectors import chunks
 from etude.multimodal.tokenizers.loading import Tokenizer, load_tokenizer
 from etude.multimodal.tokenizers.scalar import ScalarTokenizer
 from etude.multimodal.tokenizers.storing import SUFFIX
@@ -19,7 +21,7 @@ TOKENIZERS = "tokenizers"
 
 
 @dataclass(frozen=True)
-class Modalities:
+class Modalities(TokenSchema):
     """A vocabulary, and the tokenizers of those modalities that have one; DataError if their sizes differ."""
 
     vocab: VocabSpec
@@ -50,16 +52,75 @@ class Modalities:
         tokenizers = self.tokenizers.items()
         return {name: tokenizer.edges for name, tokenizer in tokenizers if isinstance(tokenizer, ScalarTokenizer)}
 
-    def equals(self, other: "Modalities | None") -> bool:
-        """Return whether ids and codes mean the same in both."""
-        if other is None or self.vocab != other.vocab or self.tokenizers.keys() != other.tokenizers.keys():
-            return False
-        books, edges = other.codebooks, other.edges
-        return self.edges.keys() == edges.keys() and all(
-            torch.equal(mine, theirs)
-            for own, others in ((self.codebooks, books), (self.edges, edges))
-            for mine, theirs in ((own[name], others[name]) for name in own)
-        )
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens."""
+        return self.vocab.vocab_size
+
+    @property
+    def num_types(self) -> int:
+        """One for special tokens and one for each modality."""
+        return self.vocab.num_types
+
+    @property
+    def pad_id(self) -> int:
+        """The id of PAD."""
+        return self.vocab.pad_id
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """The special tokens."""
+        return self.vocab.special
+
+    def check(self, file: TokenFile) -> None:
+        """Raise DataError if the ids of a file mean something else, or lie outside the vocabulary.
+
+        A file that says neither its vocabulary nor its size is read once, from end to end, unless it is a remote one.
+        """
+        written_for = file.meta.get("vocab")
+        if written_for is not None:
+            if written_for != self.vocab.to_dict():
+                raise DataError(
+                    f"{file.path} was written for another vocabulary than {VOCAB_FILE} beside it; write it again"
+                )
+        elif (found := _limit(file)) is not None and found > self.vocab_size:
+            raise DataError(
+                f"{file.path} has ids up to {found - 1:,}, but {VOCAB_FILE} beside it has {self.vocab_size:,} tokens; "
+                f"they do not belong together"
+            )
+
+    def difference(self, other: TokenSchema, here: str = "the first", there: str = "the second") -> str | None:
+        """Return the first difference of vocabularies, tokenizers, edges of bins and values, which must be the same."""
+        if not isinstance(other, Modalities):
+            return f"{there} has no {VOCAB_FILE}"
+        if found := self.vocab.difference(other.vocab, here, there):
+            return found
+        for name in self.vocab.modalities:
+            mine, theirs = self.tokenizers.get(name), other.tokenizers.get(name)
+            if mine is None and theirs is None:
+                continue
+            if mine is None or theirs is None:
+                return f"modality '{name}' has a tokenizer only in {there if mine is None else here}"
+            if type(mine) is not type(theirs):
+                return (
+                    f"modality '{name}' has a {type(mine).__name__} in {here}, a {type(theirs).__name__} in {there}"
+                )
+            if found := next(_differences(mine, theirs, here, there), None):
+                return f"modality '{name}' has other {found}"
+        return None
+
+
+def _differences(mine: Tokenizer, theirs: Tokenizer, here: str, there: str) -> Iterator[str]:
+    pairs = [("values", mine.values, theirs.values)]
+    if isinstance(mine, ScalarTokenizer) and isinstance(theirs, ScalarTokenizer):
+        pairs.insert(0, ("edges of bins", mine.edges, theirs.edges))
+    for what, own, others in pairs:
+        if own.shape != others.shape:
+            yield f"{what}: shape {tuple(own.shape)} in {here}, {tuple(others.shape)} in {there}"
+        elif len(places := (own != others).nonzero()):
+            place = tuple(places[0].tolist())
+            one, other = (f"{float(tensor[place]):.9g}" for tensor in (own, others))
+            yield f"{what}: number {place[0]} is {one} in {here}, {other} in {there}"
 
 
 def write_modalities(folder: str | Path, vocab: VocabSpec, tokenizers: Mapping[str, Tokenizer]) -> None:
@@ -80,12 +141,12 @@ def write_modalities(folder: str | Path, vocab: VocabSpec, tokenizers: Mapping[s
 
 def has_vocabulary(root: str | Path) -> bool:
     """Return whether a folder or URL is one of multimodal data: it has a vocab.json."""
-    return exists(f"{_base(root)}/{VOCAB_FILE}")
+    return exists(f"{folder_of(root)}/{VOCAB_FILE}")
 
 
 def read_modalities(root: str | Path) -> Modalities:
     """Return the vocabulary and the tokenizers of a folder or URL; DataError if they are missing or do not fit."""
-    base = _base(root)
+    base = folder_of(root)
     if not has_vocabulary(root):
         raise DataError(f"{root} has no {VOCAB_FILE}; write it with write_modalities")
     vocab = VocabSpec.load(local_copy(f"{base}/{VOCAB_FILE}"))
@@ -96,5 +157,21 @@ def read_modalities(root: str | Path) -> Modalities:
     return Modalities(vocab, {n: load_tokenizer(local_copy(place)) for n, place in places.items() if exists(place)})
 
 
-def _base(root: str | Path) -> str:
-    return str(root).rstrip("/") if "://" in str(root) else str(Path(root).expanduser())
+read_schema = read_modalities
+"""How `etude.data` reads such a folder."""
+
+
+def refuse_without_schema(file: TokenFile) -> None:
+    """Raise DataError if a file was written for several modalities: without vocab.json it would be taken for text."""
+    if "modalities" in file.meta["vocab"]:
+        raise DataError(
+            f"{file.path} was written for several modalities, but there is no {VOCAB_FILE} beside it; "
+            f"copy it there with the folder {TOKENIZERS}, or write both with write_modalities"
+        )
+
+
+def _limit(file: TokenFile) -> int | None:
+    """The number that all ids of a file are below; None if nothing is known."""
+    if file.vocab_size is not None or is_remote(file.path):
+        return file.vocab_size
+    return 1 + max((int(ids.max()) for _, ids in chunks(file.vectors[None])), default=-1)

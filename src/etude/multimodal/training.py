@@ -164,9 +164,10 @@ def check_vocabulary(saved: Mapping[str, Any], now: Mapping[str, Any], place: ob
     Where one of them knows of no vocabulary, or of no codebook for a modality, there is nothing to compare; nor where
     users keep something else under these names.
     """
-    if not _is_vocabulary(saved.get("vocab")) or not _is_vocabulary(now.get("vocab")):
+    before, after = (_vocabulary_in(facts) for facts in (saved, now))
+    if before is None or after is None:
         return
-    difference = vocabulary_difference(saved["vocab"], now["vocab"]) or _codebook_difference(
+    difference = before.difference(after, "the checkpoint", "this run") or _codebook_difference(
         _prints_in(saved.get("codebooks")), _prints_in(now.get("codebooks"))
     )
     if difference:
@@ -176,36 +177,11 @@ def check_vocabulary(saved: Mapping[str, Any], now: Mapping[str, Any], place: ob
         )
 
 
-def vocabulary_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return the first difference of two vocabularies, as `VocabSpec.to_dict` gives them; None if there is none.
-
-    >>> from etude.multimodal.vocab import build_vocab_spec
-    >>> vocabulary_difference(build_vocab_spec(v_image=8).to_dict(), build_vocab_spec(v_image=4).to_dict())
-    "modality 'image' began at 6 with 8 tokens, now at 6 with 4"
-    """
-    for kind, noun in (("special", "special token"), ("modalities", "modality")):
-        old, new = before[kind], now[kind]
-        for name in [*old, *(name for name in new if name not in old)]:
-            if name not in old or name not in new:
-                return f"{noun} '{name}' is new" if name not in old else f"{noun} '{name}' is gone"
-            if old[name] == new[name]:
-                continue
-            if kind == "special":
-                return f"{noun} '{name}' had the id {old[name]}, now {new[name]}"
-            was, is_now = old[name], new[name]
-            return (
-                f"{noun} '{name}' began at {was['base']} with {was['size']} tokens, "
-                f"now at {is_now['base']} with {is_now['size']}"
-            )
-    return None
-
-
-def _is_vocabulary(facts: Any) -> bool:
+def _vocabulary_in(facts: Mapping[str, Any]) -> VocabSpec | None:
     try:
-        VocabSpec.from_dict(facts)
+        return VocabSpec.from_dict(facts.get("vocab"))  # type: ignore[arg-type]
     except ConfigError:
-        return False
-    return True
+        return None
 
 
 def _prints_in(facts: Any) -> dict[str, Any]:
@@ -217,11 +193,12 @@ def _prints_in(facts: Any) -> dict[str, Any]:
 def _codebook_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     for name in before:
         if name not in now:
-            return f"the codebook of '{name}' is gone"
-        if before[name] == now[name]:
-            continue
-        old, new = (tuple(one[name]["shape"]) for one in (before, now))
-        return f"the codebook of '{name}' " + (f"was {old}, now {new}" if old != new else "has other values")
+            return f"the codebook of '{name}' is only in the checkpoint"
+        if before[name] != now[name]:
+            old, new = (tuple(one[name]["shape"]) for one in (before, now))
+            return f"the codebook of '{name}' has " + (
+                f"shape {old} in the checkpoint, {new} in this run" if old != new else "other values"
+            )
     return None
 
 

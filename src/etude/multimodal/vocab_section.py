@@ -11,8 +11,9 @@ from torch import Tensor
 from etude.config import Document, Problem, SectionModel, Selection, config_error
 from etude.core import ConfigError, DataError
 from etude.data import DataSplits
+from etude.multimodal.folder import Modalities
 from etude.multimodal.loss_section import LOSS_PROVIDED, MEANINGFUL, NO_VOCABULARY, OF_A_TASK, loss_problems
-from etude.multimodal.training import describe_vocabulary, vocabulary_difference
+from etude.multimodal.training import describe_vocabulary
 from etude.multimodal.vocab import SPECIAL, VocabSpec, build_vocab_spec
 from etude.multitask.sections import all_forms
 
@@ -76,15 +77,17 @@ class Vocabulary:
 def find_vocabulary(section: VocabSection, splits: DataSplits, document: Document) -> Vocabulary | None:
     """Return the vocabulary of the data, else that of the section; raise ConfigError if they do not agree."""
     said = section.build()
-    vocab = splits.vocab if splits.vocab is not None else said
-    if vocab is None:
+    modalities = splits.token_schema
+    if isinstance(modalities, Modalities):
+        if said is not None:
+            _refuse([Problem("vocab", text) for text in _disagreement(said, modalities.vocab)], document)
+        return Vocabulary(modalities.vocab, modalities.codebooks, modalities.edges)
+    if said is None:
         return None
-    if said is not None and splits.vocab is not None:
-        _refuse([Problem("vocab", text) for text in _disagreement(said, splits.vocab)], document)
-    if splits.vocab is None and splits.vocab_size is not None and splits.vocab_size > vocab.vocab_size:
-        text = f"the data has {splits.vocab_size} tokens, the vocabulary only {vocab.vocab_size}; enlarge it"
+    if splits.vocab_size is not None and splits.vocab_size > said.vocab_size:
+        text = f"the data has {splits.vocab_size} tokens, the vocabulary only {said.vocab_size}; enlarge it"
         _refuse([Problem("vocab", text)], document)
-    return Vocabulary(vocab, splits.codebooks, splits.edges)
+    return Vocabulary(said)
 
 
 def settle_vocabulary(sections: Mapping[str, Any], document: Document) -> None:
@@ -126,7 +129,7 @@ def _peek(data: Selection | None) -> tuple[VocabSpec | None, bool]:
 
 
 def _disagreement(said: VocabSpec, told: VocabSpec) -> Iterator[str]:
-    if difference := vocabulary_difference(told.to_dict(), said.to_dict()):
+    if difference := told.difference(said, "the data", "this section"):
         yield f"differs from the vocabulary of the data: {difference}; leave this section out to take that of the data"
 
 

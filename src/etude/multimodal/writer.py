@@ -10,13 +10,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from etude.core.errors import DataError
 from etude.data.tokens import TokenWriter
+from etude.data.tokens.schema import TYPES
 from etude.multimodal.tokenizers.arrays import as_whole_numbers
 from etude.multimodal.vocab import VocabSpec
 
 Segment = str | tuple[str, Any]
 """The name of a special token, or that of a modality with its codes."""
-
-TYPES = "types"
 
 
 class MultimodalWriter:

@@ -193,13 +193,13 @@ def test_a_damaged_tokenizer_or_vocabulary_is_refused(folder):
 
 def test_the_data_component_tells_of_modalities(folder, tokenizers):
     splits = load_tokens(str(folder), read="documents", length=32)
-    assert splits.vocab == VOCAB
+    assert splits.token_schema.vocab == VOCAB
     assert splits.vocab_size == VOCAB.vocab_size
     assert splits.num_types == 4
-    assert set(splits.codebooks) == {"image", "scalar"}
-    assert torch.equal(splits.edges["scalar"], tokenizers["scalar"].edges)
+    assert set(splits.token_schema.codebooks) == {"image", "scalar"}
+    assert torch.equal(splits.token_schema.edges["scalar"], tokenizers["scalar"].edges)
     assert load_tokens(str(folder), length=32, vocab_size=64).vocab_size == 64
-    with pytest.raises(DataError, match=r"vocab_size is 40, but vocab\.json has 45"):
+    with pytest.raises(DataError, match=r"vocab_size is 40, but the vocabulary has 45"):
         load_tokens(str(folder), vocab_size=40)
 
 
@@ -207,7 +207,7 @@ def test_a_folder_without_a_vocabulary_is_as_before(tmp_path):
     with TokenWriter(tmp_path / "train.bin", meta={"vocab_size": 9}) as writer:
         writer.add(np.arange(9))
     splits = load_tokens(str(tmp_path), length=4)
-    assert (splits.vocab, splits.codebooks, splits.edges, splits.num_types) == (None, {}, {}, None)
+    assert (splits.token_schema, splits.num_types) == (None, None)
     assert splits.vocab_size == 9
 
 
@@ -216,7 +216,7 @@ def test_a_folder_whose_vocabulary_got_lost_is_not_taken_for_text(folder, tmp_pa
     lone = tmp_path_factory.mktemp("lone")
     with TokenWriter(lone / "train.bin", meta={"vocab_size": 9, "vocab": "gpt2"}) as writer:  # their own fact
         writer.add(np.arange(9))
-    assert load_tokens(str(lone), length=4).vocab is None
+    assert load_tokens(str(lone), length=4).token_schema is None
     shutil.copy(folder / "train.bin", lone / f"{split}.bin")
     load = (
         lambda: load_tokens(str(lone), length=4),
@@ -346,7 +346,7 @@ def test_ids_of_a_file_that_tells_nothing_may_reach_the_last_one(tmp_path):
     with TokenWriter(tmp_path / "train.bin") as writer:
         writer.add(np.arange(VOCAB.vocab_size))
     splits = load_tokens(str(tmp_path), length=4)
-    assert splits.vocab == VOCAB
+    assert splits.token_schema.vocab == VOCAB
     assert splits.num_types is None
 
 
@@ -358,20 +358,57 @@ def test_mixtures_share_vocabulary_and_tokenizers(folder, tmp_path_factory, toke
             writer.add(segments)
     roots, weights = {"a": str(folder), "b": str(second)}, {"a": 1.0, "b": 1.0}
     splits = load_token_mixture(roots, weights, read="documents", length=32)
-    assert splits.vocab == VOCAB
-    assert set(splits.codebooks) == {"image", "scalar"}
+    assert splits.token_schema.vocab == VOCAB
+    assert set(splits.token_schema.codebooks) == {"image", "scalar"}
     assert splits.num_types == 4
     streams = combine_streams({"a": load_tokens(str(folder), length=8), "b": load_tokens(str(second), length=8)})
-    assert (streams.vocab, streams.num_types, set(streams.edges)) == (VOCAB, 4, {"scalar"})
-    tokenizers["scalar"] = ScalarTokenizer(tokenizers["scalar"].edges * 2)
-    write_modalities(second, VOCAB, tokenizers)
-    with pytest.raises(DataError, match="a and b have different vocabularies or tokenizers"):
-        load_token_mixture(roots, weights)
-    with pytest.raises(DataError, match="'a' and 'b' have different vocabularies or tokenizers"):
-        combine_streams({"a": load_tokens(str(folder), length=8), "b": load_tokens(str(second), length=8)})
+    assert (streams.token_schema.vocab, streams.num_types, set(streams.token_schema.edges)) == (VOCAB, 4, {"scalar"})
     (second / "vocab.json").unlink()
-    with pytest.raises(DataError, match="different vocabularies"):
+    with pytest.raises(DataError, match=r"'a' and 'b'.*vocab\.json"):
         load_token_mixture(roots, weights)
+
+
+def other_edges(edges, values, how):
+    """Edges that are not those of the first stream, with the same centres of bins."""
+    changed = edges.clone()
+    if how == "nearly":
+        changed[3] = torch.nextafter(changed[3], changed[4])
+    else:
+        changed[3] = (changed[3] + values[3]) / 2
+    return ScalarTokenizer(changed, values)
+
+
+@pytest.mark.parametrize("how", ["equal", "nearly", "different", "missing", "kind", "values", "vocabulary"])
+def test_ids_of_streams_and_mixtures_mean_the_same(folder, tmp_path_factory, tokenizers, how):
+    vocab, scalar = VOCAB, tokenizers["scalar"]
+    if how in ("nearly", "different"):
+        tokenizers["scalar"] = other_edges(scalar.edges, scalar.values, how)
+    elif how == "values":
+        tokenizers["scalar"] = ScalarTokenizer(scalar.edges, (scalar.edges[1:] + scalar.edges[:-1]) / 2)
+    elif how == "kind":
+        tokenizers["scalar"] = VectorTokenizer(scalar.values[:, None])
+    elif how == "missing":
+        del tokenizers["scalar"]
+    elif how == "vocabulary":
+        vocab = build_vocab_spec(v_image=20, v_scalar=16, modalities={"kind": 3})
+    second = tmp_path_factory.mktemp("second")
+    write_modalities(second, vocab, tokenizers)
+    with MultimodalWriter(second / "train.bin", vocab) as writer:
+        writer.add_rows(["BOS", ("scalar", np.zeros((9, 9), int))])
+    roots = {"stars": str(folder), "galaxies": str(second)}
+    loads = (
+        lambda: combine_streams({name: load_tokens(root, length=8) for name, root in roots.items()}),
+        lambda: load_token_mixture(roots, dict.fromkeys(roots, 1.0), length=8),
+    )
+    modality = "class" if how == "vocabulary" else "scalar"
+    for load in loads:
+        if how == "equal":
+            assert set(load().token_schema.edges) == {"scalar"}
+            continue
+        with pytest.raises(DataError, match=f"'stars' and 'galaxies'.*'{modality}'.*; make both") as caught:
+            load()
+        assert "\n" not in str(caught.value)
+        assert ("edges of bins: number 3" in str(caught.value)) is (how in ("nearly", "different"))
 
 
 def test_a_folder_may_be_remote(folder, tmp_path, monkeypatch):
@@ -383,9 +420,9 @@ def test_a_folder_may_be_remote(folder, tmp_path, monkeypatch):
             memory.pipe(f"/stars/{path.relative_to(folder)}", path.read_bytes())
     remote = load_tokens("memory://stars", read="documents", length=32)
     local = load_tokens(str(folder), read="documents", length=32)
-    assert remote.vocab == local.vocab
-    assert {name: book.tolist() for name, book in remote.codebooks.items()} == {
-        name: book.tolist() for name, book in local.codebooks.items()
+    assert remote.token_schema.vocab == local.token_schema.vocab
+    assert {name: book.tolist() for name, book in remote.token_schema.codebooks.items()} == {
+        name: book.tolist() for name, book in local.token_schema.codebooks.items()
     }
     ours, theirs = (next(iter(splits.make_loader("train", 8))) for splits in (local, remote))
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)

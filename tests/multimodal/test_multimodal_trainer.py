@@ -500,11 +500,11 @@ def test_checkpoint_remembers_the_vocabulary(tmp_path, vocab, codebooks):
 @pytest.mark.parametrize(
     ("sizes", "changes", "words"),
     [
-        ({"v_image": 8}, {}, "modality 'image' began at 6 with 12 tokens, now at 6 with 8"),
-        ({"special": ("PAD", "MISS")}, {}, "special token 'BOS' is gone"),
-        ({"special": ("MISS", "PAD", "BOS", "EOS", "SEP", "MASK")}, {}, "special token 'PAD' had the id 0, now 1"),
-        ({"modalities": {"class": 2}}, {}, "modality 'class' is new"),
-        ({}, {"image": torch.ones(12, 5)}, r"the codebook of 'image' was \(12, 3\), now \(12, 5\)"),
+        ({"v_image": 8}, {}, "modality 'image' .*12 tokens from id 6.*8 tokens from id 6"),
+        ({"special": ("PAD", "MISS")}, {}, "special token 'BOS' is only in the checkpoint"),
+        ({"special": ("MISS", "PAD", "BOS", "EOS", "SEP", "MASK")}, {}, "special token 'PAD' .*id 0.*id 1"),
+        ({"modalities": {"class": 2}}, {}, "modality 'class' is only in this run"),
+        ({}, {"image": torch.ones(12, 5)}, r"codebook of 'image' .*\(12, 3\).*\(12, 5\)"),
         ({}, {"scalar": torch.linspace(-2, 2.5, 8)}, "the codebook of 'scalar' has other values"),
     ],
 )
@@ -532,7 +532,7 @@ def test_what_tokens_mean_is_compared_and_not_how_they_are_trained(tmp_path, voc
         assert trainer.state.clock.step == 2
     fewer = {"image": codebooks["image"]}
     trainer = Trainer(make_model(vocab), make_batches(vocab, 1), vocab=vocab, codebooks=fewer, progress=False)
-    with pytest.raises(CheckpointError, match="the codebook of 'scalar' is gone"):
+    with pytest.raises(CheckpointError, match="codebook of 'scalar' is only in the checkpoint"):
         trainer.load_checkpoint(path)
 
 

@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from largest_tensor import Largest
 from meaningful_problem import (
     DELTA,
     KINDS,
@@ -25,6 +24,7 @@ from etude.core import HeadOutput
 from etude.multimodal.loss import fused, make_reconstruction, meaningful_terms
 from etude.multimodal.loss.blocks import logits_sums
 from etude.multimodal.loss.fused import ExpectationProblem, Part, chunked_expectation, expected_value_sums
+from largest_tensor import Largest
 
 # ------------------------------------------------------------------------------------------ large and small numbers
 

@@ -114,7 +114,8 @@ def test_loss_gets_vocabulary_codebooks_and_edges_of_the_data(stars):
 def test_python_gets_the_same_loss_from_the_same_data(stars):
     config = load(CONFIG, "loss.kind=hl_gauss", "model.dropout=0")
     trainer, splits = build_trainer(config, progress=False), load_tokens("stars", read="documents", length=12)
-    given = {"vocab": splits.vocab, "codebooks": splits.codebooks, "edges": splits.edges}
+    schema = splits.token_schema
+    given = {"vocab": schema.vocab, "codebooks": schema.codebooks, "edges": schema.edges}
     again = Trainer(trainer.model, config=config.training, progress=False, **given)
     batches = list(splits.make_loader("validation", 8))
     assert again.evaluate(batches) == trainer.evaluate(batches)
@@ -308,8 +309,8 @@ def test_the_later_one_holds(tmp_path, monkeypatch, text, override, loss, weight
         (
             ["vocab.image=8"],
             (
-                "command line: vocab: differs from the vocabulary of the data: modality 'image' began at 6 with 9 "
-                "tokens, now at 6 with 8; leave this section out to take that of the data"
+                "command line: vocab: differs from the vocabulary of the data: modality 'image' has 9 tokens from "
+                "id 6 in the data, 8 tokens from id 6 in this section; leave this section out to take that of the data"
             ),
         ),
         (

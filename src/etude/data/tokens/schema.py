@@ -1,0 +1,154 @@
+"""What the ids of token files mean, where a file beside them says so: a base class, and the formats there are.
+
+The module of a format is imported only where such a file lies. It has two functions: `read_schema(root)` returns a
+`TokenSchema`, and `refuse_without_schema(file)` raises DataError if a token file was written for such a schema.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from etude.core.errors import DataError
+from etude.data.tokens.file import TokenFile
+from etude.data.tokens.places import exists
+
+
+class SchemaFormat(NamedTuple):
+    """A file beside token files that says what ids mean."""
+
+    file: str
+    fact: str
+    """The fact of a token file that says for which schema it was written: a mapping."""
+    module: str
+    """What reads both."""
+
+
+FORMATS = [SchemaFormat("vocab.json", "vocab", "etude.multimodal.folder")]
+TYPES = "types"
+"""The stream of a token file with the type of every token."""
+
+
+class TokenSchema(ABC):
+    """What token ids mean. Streams with different schemas cannot train one model."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """All ids are below this number."""
+
+    @property
+    @abstractmethod
+    def num_types(self) -> int:
+        """The types of tokens are below this number."""
+
+    @property
+    @abstractmethod
+    def pad_id(self) -> int:
+        """The id that fills sequences up."""
+
+    @property
+    @abstractmethod
+    def special_ids(self) -> Mapping[str, int]:
+        """The ids that stand for no data, by name; that of MASK hides tokens."""
+
+    @abstractmethod
+    def check(self, file: TokenFile) -> None:
+        """Raise DataError if the ids of a file mean something else, or are beyond the vocabulary."""
+
+    @abstractmethod
+    def difference(self, other: "TokenSchema", here: str = "the first", there: str = "the second") -> str | None:
+        """Return the first difference in what ids mean, in a few words; None if they mean the same in both.
+
+        `here` and `there` say whose this schema and the other one are, for the words.
+        """
+
+
+def find_schema(root: str | Path) -> TokenSchema | None:
+    """Return what a file beside the token files of a folder or URL says of their ids; None if there is no such file."""
+    for one in FORMATS:
+        if not exists(f"{folder_of(root)}/{one.file}"):
+            continue
+        try:
+            module = import_module(one.module)
+        except ModuleNotFoundError as error:
+            raise DataError(f"{root} has a {one.file}, which needs {error.name}; that is not installed") from error
+        schema: TokenSchema = module.read_schema(root)
+        return schema
+    return None
+
+
+def folder_of(root: str | Path) -> str:
+    """Return a folder or URL without `~` and without a slash at its end."""
+    return str(root).rstrip("/") if "://" in str(root) else str(Path(root).expanduser())
+
+
+def check_same_schema(schemas: Mapping[str, TokenSchema], what: str) -> None:
+    """Raise DataError if ids mean different things in streams or folders, given by name; `what` is their plural."""
+    names = list(schemas)
+    for name in names[1:]:
+        if difference := schemas[names[0]].difference(schemas[name], f"'{names[0]}'", f"'{name}'"):
+            raise DataError(
+                f"{what} '{names[0]}' and '{name}' cannot train one model, their ids mean different things: "
+                f"{difference}; make both with the same vocabulary and tokenizers"
+            )
+
+
+def shared_schema(roots: Mapping[str, str]) -> TokenSchema | None:
+    """Return the schema that the folders of a mixture share; raises DataError if ids mean different things in them."""
+    found = {name: find_schema(root) for name, root in roots.items()}
+    known = {name: schema for name, schema in found.items() if schema is not None}
+    if known and (without := next((name for name in found if name not in known), None)) is not None:
+        raise DataError(
+            f"folders '{next(iter(known))}' and '{without}' cannot train one model: only the first has a file that "
+            f"says what ids mean ({' or '.join(one.file for one in FORMATS)}); copy it if they mean the same in both"
+        )
+    check_same_schema(known, "folders")
+    return next(iter(known.values()), None)
+
+
+def token_fields(
+    schema: TokenSchema | None, files: Collection[TokenFile], vocab_size: int | None = None
+) -> dict[str, Any]:
+    """Return what `DataSplits` holds of ids and types; raises DataError if files do not fit the schema.
+
+    vocab_size: what the user says, in place of what files and schema say.
+    """
+    for file in files:
+        if schema is not None:
+            schema.check(file)
+        else:
+            _refuse_without_schema(file)
+    fields = {"token_schema": schema, "num_types": _num_types(files, schema)}
+    if schema is None:
+        sizes = [file.vocab_size for file in files if file.vocab_size is not None]
+        return {"vocab_size": vocab_size if vocab_size is not None else max(sizes, default=None), **fields}
+    if vocab_size is not None and vocab_size < schema.vocab_size:
+        raise DataError(
+            f"vocab_size is {vocab_size}, but the vocabulary has {schema.vocab_size} tokens; leave it out, or raise it"
+        )
+    return {"vocab_size": schema.vocab_size if vocab_size is None else vocab_size, **fields}
+
+
+def _refuse_without_schema(file: TokenFile) -> None:
+    for one in FORMATS:
+        if isinstance(file.meta.get(one.fact), Mapping):  # of anybody's: the module knows its own
+            with suppress(ModuleNotFoundError):
+                import_module(one.module).refuse_without_schema(file)
+
+
+def _num_types(files: Collection[TokenFile], schema: TokenSchema | None) -> int | None:
+    """Return how many types there are in the stream `types`: what the files say, else what the schema says."""
+    known = [_types_of(file, schema) for file in files if TYPES in file.streams]
+    return max((number for number in known if number is not None), default=None)
+
+
+def _types_of(file: TokenFile, schema: TokenSchema | None) -> int | None:
+    number: Any = file.meta.get("num_types")
+    if number is None:
+        return None if schema is None else schema.num_types
+    if type(number) is not int or number < 1:
+        raise DataError(f"{file.path} has num_types {number!r} in its facts; it must be a whole number of at least 1")
+    return number
