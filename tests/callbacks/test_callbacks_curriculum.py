@@ -227,7 +227,7 @@ def test_a_second_run_of_the_same_trainer_goes_on_and_a_new_one_begins_anew(tmp_
 def test_a_phase_that_is_gone_from_the_curriculum_is_named(tmp_path):
     run(tmp_path, Diary(stop_at=7)).train()
     other = trainer(tmp_path, curriculum=[Phase("other", 1, ["first"])])
-    with pytest.raises(CheckpointError, match=r"in phase 'one', which is not defined \(phases: other\)"):
+    with pytest.raises(CheckpointError, match=r"in phase 'one', which is not defined \(there are: other\)"):
         other.load_checkpoint(tmp_path)
 
 
@@ -279,7 +279,10 @@ def test_a_metric_that_is_not_reported_is_told_once_with_those_that_are(caplog):
     with caplog.at_level(logging.WARNING, logger="etude"):
         by_metric([1.0, 1.0], [Phase("a", 1, ["first"]), Phase("b", Start(metric="val_los", below=1.0), "all")])
     (message,) = [record.message for record in caplog.records if "phase" in record.message]
-    assert message == "phase 'b' waits for 'val_los', which is not reported (there are: phase, val_loss)"
+    assert (
+        message
+        == "phase 'b' waits for 'val_los', which is not reported; did you mean 'val_loss'? (there are: phase, val_loss)"
+    )
 
 
 def test_a_phase_that_waits_for_a_validation_in_a_run_without_any_is_told(caplog):

@@ -39,7 +39,7 @@ def complaint(etude, config):
         ({"optimizer": {"name": "adamw", "lr": "nan"}}, "optimizer.lr: expected a number, got 'nan'\n"),
         ({"training": {**TRAINING, "epochs": 2.0}}, "training.epochs: expected an integer, got 2.0; write 2"),
         ({"training": [1]}, "training: expected a mapping, got [1]"),
-        ({"model": [1]}, "model: expected the name of a model, or a mapping with 'name:' (known: "),
+        ({"model": [1]}, "model: expected the name of a model, or a mapping with 'name:' (there are: "),
         ({"imports": 3}, "imports: expected a list"),
         ({"training": {**TRAINING, "batch_size": 0}}, "training.batch_size: must be at least 1, got 0"),
         ({"optimizer": {"name": "adamw", "lr": -1.0}}, "optimizer.lr: must be greater than 0, got -1.0"),
@@ -50,7 +50,7 @@ def complaint(etude, config):
         ),
         ({"model": "lenett5"}, "model: unknown model 'lenett5'; did you mean 'lenet5'?"),
         ({"optimizer": {"name": "adamm"}}, "unknown optimizer 'adamm'; did you mean 'adam"),
-        ({"optimizer": "zzz"}, "optimizer: unknown optimizer 'zzz' (known: adam, adamw, "),
+        ({"optimizer": "zzz"}, "optimizer: unknown optimizer 'zzz' (there are: adam, adamw, "),
         ({"scheduler": "cosin"}, "unknown scheduler 'cosin'; did you mean 'cosine'?"),
         ({"callbacks": [{"name": "early_stoping"}]}, "callbacks.0"),
         ({"model": None}, "toy.yaml: there is no `model:` section; add one"),
@@ -437,7 +437,9 @@ def test_evaluate_without_a_checkpoint(etude, run):
 
 def test_evaluate_on_an_unknown_split(etude, run):
     line = etude("evaluate", run, "--split", "tst").error
-    assert "the data of this run has no split 'tst' (there are: train, validation, test)" in line
+    assert (
+        "the data of this run has no split 'tst'; did you mean 'test'? (there are: train, validation, test)" in line
+    )
     assert "has no split 'num_classes'" in etude("evaluate", run, "--split", "num_classes").error
 
 

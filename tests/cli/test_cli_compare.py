@@ -250,7 +250,7 @@ def test_stopped_it_says_how_to_go_on(etude, experiment, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "sections", "words"),
     [
-        (["--budget", "hole"], {}, "budget 'hole' is not known; did you mean 'whole'? (known: share, whole)"),
+        (["--budget", "hole"], {}, "budget 'hole' is not known; did you mean 'whole'? (there are: share, whole)"),
         (
             ["--seeds", "1,0,1"],
             {},

@@ -91,7 +91,7 @@ def test_config_check_and_show(readings):
     assert "meaningful_loss" not in shown
     assert etude("config", "check", "x.yaml", "training.meaningful_loss.weight_image=0.5").error == (
         "etude: command line: training.meaningful_loss.weight_image: the vocabulary has no modality 'image' "
-        "(it has: scalar, class)"
+        "(there are: scalar, class)"
     )
     Path("readings/vocab.json").unlink()
     assert etude("config", "check", "x.yaml").error.startswith(

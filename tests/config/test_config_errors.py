@@ -153,17 +153,20 @@ def complain(write: Any, text: str, *overrides: str) -> list[str]:
         ),
         (
             "optimizer: {name: sgdd}",
-            "x.yaml:2: optimizer.name: unknown optimizer 'sgdd'; did you mean 'sgd'? (known: adamw, sgd)",
+            "x.yaml:2: optimizer.name: unknown optimizer 'sgdd'; did you mean 'sgd'? (there are: adamw, sgd)",
         ),
-        ("optimizer: sdg", "x.yaml:2: optimizer: unknown optimizer 'sdg'; did you mean 'sgd'? (known: adamw, sgd)"),
-        ("optimizer: {lr: 1}", "x.yaml:2: optimizer.name: missing; name an optimizer (known: adamw, sgd)"),
+        (
+            "optimizer: sdg",
+            "x.yaml:2: optimizer: unknown optimizer 'sdg'; did you mean 'sgd'? (there are: adamw, sgd)",
+        ),
+        ("optimizer: {lr: 1}", "x.yaml:2: optimizer.name: missing; name an optimizer (there are: adamw, sgd)"),
         (
             "optimizer: {name: 3}",
-            "x.yaml:2: optimizer.name: expected the name of an optimizer, got 3 (known: adamw, sgd)",
+            "x.yaml:2: optimizer.name: expected the name of an optimizer, got 3 (there are: adamw, sgd)",
         ),
         (
             "optimizer: 3",
-            "x.yaml:2: optimizer: expected the name of an optimizer, or a mapping with 'name:' (known: adamw, sgd)",
+            "x.yaml:2: optimizer: expected the name of an optimizer, or a mapping with 'name:' (there are: adamw, sgd)",
         ),
         (
             "optimizer: {name: sgd, epochs: 3}",
@@ -189,7 +192,7 @@ def complain(write: Any, text: str, *overrides: str) -> list[str]:
             "callbacks: [early_stopper]",
             (
                 "x.yaml:2: callbacks.0: unknown callback 'early_stopper'; "
-                "did you mean 'early_stopping'? (known: early_stopping)"
+                "did you mean 'early_stopping'? (there are: early_stopping)"
             ),
         ),
         ("callbacks: early_stopping", "x.yaml:2: callbacks: expected a list, got 'early_stopping'"),
@@ -204,7 +207,7 @@ def complain(write: Any, text: str, *overrides: str) -> list[str]:
             "scheduler: {name: sequence, parts: [], last: {name: cosinus}}",
             (
                 "x.yaml:2: scheduler.last.name: unknown scheduler 'cosinus'; "
-                "did you mean 'cosine'? (known: cosine, sequence)"
+                "did you mean 'cosine'? (there are: cosine, sequence)"
             ),
         ),
         ("scheduler: sequence", "x.yaml:2: scheduler.parts: missing; this key is required"),

@@ -127,9 +127,9 @@ def test_what_lies_outside_is_refused(tokens):
     for position in (-1, 5000):
         with pytest.raises(DataError, match="5,000 tokens"):
             tokens.document_at([position])
-    with pytest.raises(DataError, match="no stream 'roles'; it has types"):
+    with pytest.raises(DataError, match=r"no stream 'roles' .*types"):
         tokens.rows([0], 1, "roles")
-    with pytest.raises(DataError, match="no label 'x'; it has score"):
+    with pytest.raises(DataError, match=r"no label 'x' .*score"):
         tokens.label("x", [0])
     with pytest.raises(DataError, match="2 starts and 1 lengths"):
         tokens.read([0, 1], [1])

@@ -351,7 +351,7 @@ TASK = EXPERIMENT["tasks"]["quality"]
             {},
             (
                 "command line: tasks.quality.data: there is no stream 'function'; did you mean 'functions'? "
-                "(streams: code, functions)"
+                "(there are: code, functions)"
             ),
         ),
         (
@@ -359,7 +359,7 @@ TASK = EXPERIMENT["tasks"]["quality"]
             {},
             (
                 "command line: tasks.quality.data: there is no stream 'mnist'; as a data set of its own, write it as a "
-                "mapping: {name: mnist, …} (streams: code, functions)"
+                "mapping: {name: mnist, …} (there are: code, functions)"
             ),
         ),
         (
@@ -367,7 +367,7 @@ TASK = EXPERIMENT["tasks"]["quality"]
             {},
             (
                 "command line: curriculum.1.tasks.1: phase 'all' names the task 'qualty', which is not defined; "
-                "did you mean 'quality'? (tasks: writing, annotation, quality)"
+                "did you mean 'quality'? (there are: writing, annotation, quality)"
             ),
         ),
         (
@@ -375,13 +375,13 @@ TASK = EXPERIMENT["tasks"]["quality"]
             {},
             (
                 "command line: curriculum.0.variants.annotation: task 'annotation' has no variant 'simpel'; "
-                "did you mean 'simple'? (variants: simple)"
+                "did you mean 'simple'? (there are: simple)"
             ),
         ),
         (
             ["curriculum.0.variants.writing=masked"],
             {},
-            "command line: curriculum.0.variants.writing: task 'writing' has no variant 'masked' (variants: none)",
+            "command line: curriculum.0.variants.writing: task 'writing' has no variant 'masked' (there are: none)",
         ),
         (
             ["curriculum.1.ramp.epoch=3"],
@@ -404,7 +404,7 @@ TASK = EXPERIMENT["tasks"]["quality"]
             {},
             (
                 "command line: curriculum.1.mixture.cod: there is no stream 'cod'; did you mean 'code'? "
-                "(streams: code, functions)"
+                "(there are: code, functions)"
             ),
         ),
         (
@@ -464,7 +464,7 @@ TASK = EXPERIMENT["tasks"]["quality"]
             {},
             (
                 "x.yaml:51: weighting: weighting 'uncertainty': regression names the task 'qualit'; "
-                "did you mean 'quality'? (tasks: writing, annotation, quality)"
+                "did you mean 'quality'? (there are: writing, annotation, quality)"
             ),
         ),
         (

@@ -385,7 +385,7 @@ ONE_LINE = {
     "unknown variant": (
         lambda: MultiTask(specs()).activate({"kind": 1.0}, {"kind": "simple"}),
         ConfigError,
-        r"'kind' has no variant 'simple' \(it has: none\)",
+        r"'kind' has no variant 'simple' \(there are: none\)",
     ),
     "variant of unknown task": (
         lambda: MultiTask(specs()).activate({"kind": 1.0}, {"kinds": "x"}),

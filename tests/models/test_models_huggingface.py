@@ -38,8 +38,8 @@ def test_a_folder_of_weights_is_loaded(tmp_path):
     [
         ({}, "either `architecture`"),
         ({"architecture": "gpt2", "pretrained": "x"}, "either `architecture`"),
-        ({"architecture": "gtp2"}, "did you mean gpt2"),
-        ({"architecture": "gpt2", "settings": {"n_layers": 2}}, "settings.n_layers.*did you mean n_layer"),
+        ({"architecture": "gtp2"}, "did you mean 'gpt2'"),
+        ({"architecture": "gpt2", "settings": {"n_layers": 2}}, "settings.n_layers.*did you mean 'n_layer'"),
         ({"pretrained": "no/such/folder"}, "cannot be loaded"),
     ],
 )

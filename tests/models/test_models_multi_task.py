@@ -510,7 +510,7 @@ def test_a_joint_batch_gives_one_answer_for_each_part():
 
 def test_errors_are_one_line():
     model = make()
-    with pytest.raises(TrainingError, match=r"no head 'qualty'; did you mean 'quality'\? \(heads: code, tags"):
+    with pytest.raises(TrainingError, match=r"no head 'qualty'; did you mean 'quality'\? \(there are: code, tags"):
         model(batch(), ["qualty"])
     for name in ("a.b", "", "type"):
         with pytest.raises(ConfigError, match=f"a head cannot be called '{name}'"):

@@ -238,7 +238,10 @@ BOTH = "loss: {name: %s}\ntraining: {meaningful_loss: {enabled: %s, weight_image
         ),
         (
             "vocab: {image: 3}\ntraining:\n  meaningful_loss:\n    weight_scalar: 1\n",
-            "x.yaml:4: training.meaningful_loss.weight_scalar: the vocabulary has no modality 'scalar' (it has: image)",
+            (
+                "x.yaml:4: training.meaningful_loss.weight_scalar: the vocabulary has no modality 'scalar' "
+                "(there are: image)"
+            ),
         ),
     ],
 )
@@ -288,14 +291,14 @@ def test_the_later_one_holds(tmp_path, monkeypatch, text, override, loss, weight
             ["loss.weights={imgae: 1.0}"],
             (
                 "command line: loss.weights.imgae: the vocabulary has no modality 'imgae'; did you mean 'image'? "
-                "(it has: image, scalar, class)"
+                "(there are: image, scalar, class)"
             ),
         ),
         (
             ["loss.kind={spectrum: mse}"],
             (
                 "command line: loss.kind.spectrum: the vocabulary has no modality 'spectrum' "
-                "(it has: image, scalar, class)"
+                "(there are: image, scalar, class)"
             ),
         ),
         (

@@ -154,9 +154,9 @@ def test_results_stay_on_the_device_and_ask_it_nothing():
 @pytest.mark.parametrize("call", ["range_of", "encode", "decode"])
 def test_a_modality_that_is_not_there(call):
     arguments = () if call == "range_of" else (torch.tensor([0]),)
-    with pytest.raises(ConfigError, match=re.escape("no modality 'spectrum' (it has: image, mass)")):
+    with pytest.raises(ConfigError, match=re.escape("no modality 'spectrum' (there are: image, mass)")):
         getattr(build_vocab_spec(v_image=2, modalities={"mass": 2}), call)("spectrum", *arguments)
-    with pytest.raises(ConfigError, match=re.escape("(it has: none)")):
+    with pytest.raises(ConfigError, match=re.escape("(there are: none)")):
         getattr(build_vocab_spec(), call)("spectrum", *arguments)
 
 

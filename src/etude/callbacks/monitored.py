@@ -1,6 +1,5 @@
 """The number that a callback watches: found in the logs by name, compared with the best so far."""
 
-import difflib
 import logging
 import math
 from collections.abc import Mapping
@@ -8,6 +7,7 @@ from typing import Any, Literal, NotRequired
 
 from etude.checkpoint import check_kind, record_of
 from etude.core import ConfigError, TrainingError
+from etude.core.spelling import suggest
 from etude.engine.callback import Logs
 
 logger = logging.getLogger("etude")
@@ -78,11 +78,8 @@ class Monitored:
         validated = any(key.startswith("val_") for key in logs)
         if self._seen or self._may_come or (self.name.startswith("val_") and not validated):
             return None
-        close = difflib.get_close_matches(self.name, logs, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
-        raise TrainingError(
-            f"{self._owner} monitors '{self.name}', which is not reported{hint} (there are: {', '.join(sorted(logs))})"
-        )
+        known = suggest(self.name, sorted(logs))
+        raise TrainingError(f"{self._owner} monitors '{self.name}', which is not reported{known}")
 
     def update(self, epoch: int, logs: Logs) -> bool | None:
         """Take the number of this epoch: True if it is the best so far, False if not, None if there is none.

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from etude.core.errors import CheckpointError, EtudeError
+from etude.core.spelling import shorten
 
 _SHOWN = 60
 _CANNOT_LOAD = "cannot load"
@@ -116,5 +117,4 @@ def _short(value: Any) -> str:
         return f"a {_dtype(value)} tensor {tuple(value.shape)}"
     if isinstance(value, int) and abs(value) > 10**_SHOWN:  # Python refuses to write out very long ones
         return "a very large number"
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return shorten(repr(value), _SHOWN)

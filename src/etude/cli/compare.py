@@ -59,8 +59,8 @@ def _numbers(text: str | None) -> list[int] | None:
         return None
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
-        from etude.config.spelling import shorten
         from etude.core import ConfigError
+        from etude.core.spelling import shorten
 
         raise ConfigError(f"--seeds {shorten(text)}: give whole numbers separated by commas, such as 0,1,2")
     seeds = [int(word) for word in words]

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from etude.cli.compare import compare
 from etude.cli.data import data_app, tokenize
+from etude.core.spelling import shorten
 
 _MAX_LINE = 2000
 """Characters of a complaint, whatever names it repeats."""
@@ -213,9 +214,8 @@ def _is_main() -> bool:
 
 
 def _complain(line: str) -> None:
-    line = line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}…"
     with contextlib.suppress(OSError):  # where the terminal is gone or the disk is full, there is nobody to say it to
-        print(f"etude: {line}", file=sys.stderr, flush=True)
+        print(f"etude: {shorten(line, _MAX_LINE)}", file=sys.stderr, flush=True)
 
 
 class WarningLines(logging.Handler):

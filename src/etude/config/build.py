@@ -12,8 +12,8 @@ from etude.config.registry import Section
 from etude.config.selection import Selection, plain, select
 from etude.config.shapes import Shape
 from etude.config.signature import parameters_of
-from etude.config.spelling import shorten
 from etude.core.errors import ConfigError, EtudeError
+from etude.core.spelling import shorten
 
 
 def build_component(

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from etude.config.document import join
-from etude.config.spelling import shorten
 from etude.core.errors import ConfigError
+from etude.core.spelling import shorten
 
 _PREFIX = "tag:yaml.org,2002:"
 _DIGITS = "[0-9]+(?:_[0-9]+)*"

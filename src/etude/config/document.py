@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from etude.config.spelling import shorten
+from etude.core.spelling import shorten
 
 _MAX_FILE, _MAX_PATH = 300, 120
 """Characters of a file name and of a dotted path that messages show."""

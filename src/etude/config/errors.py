@@ -10,8 +10,8 @@ from etude.config.document import Document, join
 from etude.config.messages import Detail, is_type_error, message, mismatch, show
 from etude.config.registry import lookup, names
 from etude.config.shapes import Shape, component_shape, sections_of, shape_at
-from etude.config.spelling import listed, nearest, shorten
 from etude.core.errors import ConfigError
+from etude.core.spelling import listed, nearest, shorten
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _SURE = 0.8

@@ -12,8 +12,8 @@ from etude.config.dialect import text_problem
 from etude.config.document import Document, display, is_file, join
 from etude.config.messages import show
 from etude.config.read import missing_file
-from etude.config.spelling import shorten
 from etude.core.errors import ConfigError
+from etude.core.spelling import shorten
 
 logger = logging.getLogger("etude")
 

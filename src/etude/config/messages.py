@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from etude.config.spelling import a, did_you_mean, shorten
+from etude.core.spelling import a, did_you_mean, shorten
 
 Detail = Mapping[str, Any]
 """One entry of `ValidationError.errors()`."""

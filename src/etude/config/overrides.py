@@ -8,8 +8,8 @@ from typing import Any
 from etude.config.dialect import parse_value, text_problem
 from etude.config.document import COMMAND_LINE, Document, Location, join
 from etude.config.messages import show
-from etude.config.spelling import shorten
 from etude.core.errors import ConfigError
+from etude.core.spelling import shorten
 
 _PATH = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 _INDEX = re.compile(r"[0-9]{1,18}")

@@ -10,8 +10,8 @@ from typing import Any
 from etude.config.dialect import MAX_DEPTH, MAX_DIGITS, parse_yaml, text_problem, too_many_digits
 from etude.config.document import Document, Location, display, is_endless, is_file, merge
 from etude.config.messages import show
-from etude.config.spelling import listed, nearest, shorten
 from etude.core.errors import ConfigError
+from etude.core.spelling import shorten, suggest
 
 SUFFIXES = (".yaml", ".yml", ".json")
 MAX_FILES = 200
@@ -96,9 +96,7 @@ def missing_file(path: Path) -> str:
     if not is_folder:
         return f"no file '{display(path)}': its folder does not exist"
     there = sorted(file.name for file in folder.iterdir() if _offers(file, path.suffix))
-    close = nearest(path.name, there)
-    hint = f"; did you mean '{close}'?" if close else ""
-    return f"no file '{display(path)}'{hint} (in {display(folder)}: {listed(there, shorten=close is not None)})"
+    return f"no file '{display(path)}'{suggest(path.name, there, label=f'in {display(folder)}')}"
 
 
 def _offers(file: Path, suffix: str) -> bool:

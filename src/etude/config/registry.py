@@ -6,13 +6,12 @@
 A YAML section names the component (`name: adamw`) and gives its arguments; nothing else describes them.
 """
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from etude.config.spelling import shorten
 from etude.core.errors import ConfigError
+from etude.core.spelling import shorten, suggest
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -84,9 +83,7 @@ def lookup(kind: str, name: str) -> Component:
     """Return the component, or raise ConfigError with the nearest spelling and the names there are."""
     known = _COMPONENTS.get(kind, {})
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
-        raise ConfigError(f"unknown {kind} '{shorten(name)}'{hint} (known: {', '.join(sorted(known)) or 'none'})")
+        raise ConfigError(f"unknown {kind} '{shorten(name)}'{suggest(name, sorted(known))}")
     return known[name]
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from etude.config.dialect import text_problem
 from etude.config.document import display, is_file
 from etude.config.read import SUFFIXES, missing_file
-from etude.config.spelling import listed, nearest, shorten
 from etude.core.errors import ConfigError
+from etude.core.spelling import did_you_mean, listed, shorten
 
 DEFAULT = "baseline"
 """The config that an experiment's bare name stands for."""
@@ -65,6 +65,5 @@ def _unknown(name: str, configs: list[str], known: list[str]) -> str:
     if not known:
         here = display(Path.cwd())
         return f"no experiment '{name}': no folder 'experiments' with configs in {here} or above; name a file instead"
-    close = nearest(name, known) or nearest(name, {each.rpartition("/")[0] for each in known})
-    hint = f"; did you mean '{close}'?" if close else ""
-    return f"no experiment '{name}'{hint} (there are: {listed(known, shorten=close is not None)})"
+    hint = did_you_mean(name, known) or did_you_mean(name, {each.rpartition("/")[0] for each in known})
+    return f"no experiment '{name}'{hint} (there are: {listed(known, shorten=bool(hint))})"

@@ -14,8 +14,8 @@ from etude.config.messages import show
 from etude.config.registry import Component, Section, lookup, names
 from etude.config.section_model import SectionModel, spellings
 from etude.config.signature import schema_of
-from etude.config.spelling import a, listed
 from etude.core.errors import ConfigError
+from etude.core.spelling import a, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def select(kind: str, value: Any, provided: Collection[str] = ()) -> Selection:
 
 def named_component(kind: str, value: Any) -> Component:
     """Return the component that a section names, or raise pydantic's ValidationError at `name`."""
-    known = f"(known: {listed(names(kind))})"
+    known = f"(there are: {listed(names(kind))})"
     if not isinstance(value, (str, Mapping)):
         raise _error(kind, (), value, f"expected the name of {a(kind)}, or a mapping with 'name:' {known}")
     name = value if isinstance(value, str) else value.get("name")

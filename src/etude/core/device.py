@@ -3,6 +3,7 @@
 import torch
 
 from etude.core.errors import ConfigError
+from etude.core.spelling import shorten
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
@@ -16,5 +17,6 @@ def as_device(device: torch.device | str | int) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:  # an index that is no number of 8 bits is a ValueError
-        name = str(device) if len(str(device)) <= 60 else f"{str(device)[:59]}…"
-        raise ConfigError(f"device {name!r} is not known to torch; use cpu, cuda or cuda:N") from error
+        raise ConfigError(
+            f"device {shorten(str(device))!r} is not known to torch; use cpu, cuda or cuda:N"
+        ) from error

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from etude.config.spelling import did_you_mean, listed
 from etude.core.errors import DataError
+from etude.core.spelling import listed, suggest
 
 Draw = Literal["alternate", "together"]
 RESERVED = ("all", "default", "none")
@@ -113,5 +113,4 @@ def check_known(given: Iterable[str], known: Iterable[str], where: str) -> None:
     names = list(known)
     for name in given:
         if name not in names:
-            hint = did_you_mean(str(name), names)
-            raise DataError(f"{where} names the stream '{name}', which there is not{hint} (streams: {listed(names)})")
+            raise DataError(f"{where}: unknown stream '{name}'{suggest(str(name), names)}")

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from etude.config.spelling import listed
 from etude.core.batch import Batch, JointBatch
 from etude.core.device import as_device
 from etude.core.errors import DataError
 from etude.core.random import mix
+from etude.core.spelling import listed
 from etude.data.delivery import EpochIterator, deliver
 from etude.data.parts import Draw, Streams, check_known, check_weights
 from etude.data.streams_order import SMALLEST_SHARE, Alternating, Joined, OneByOne, Plan

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from etude.core import DataError, EtudeError
 from etude.core.calling import targets_of
+from etude.core.spelling import shorten
 from etude.losses import LossStrategy
 
 P = ParamSpec("P")
@@ -166,5 +167,4 @@ def _place(trace: TracebackType | None) -> str:
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= 300 else f"{text[:299]}…"
+    return shorten(lines[0] if lines else type(error).__name__, 300)

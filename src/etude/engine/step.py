@@ -78,7 +78,7 @@ class Step:
             self._balance = make_balance(task, model, self.world, precision, updater.params, self.task)
 
     @explained
-    def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
+    def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:  # noqa: C901
         """Zero the gradients, run every micro-batch forward and backward, divide, clip, update."""
         self.updater.zero_grad()
         self._buffers.remember()

@@ -11,8 +11,8 @@ from typing import Any
 from etude.checkpoint import CheckpointManager, load_model_state
 from etude.config import Document, Selection
 from etude.config.signature import parameters_of
-from etude.config.spelling import did_you_mean, listed
 from etude.core import ConfigError, RunFolderError
+from etude.core.spelling import suggest
 from etude.data import DataLoader, DataSplits, StreamLoader
 from etude.data.parts import Streams
 from etude.distributed import World, before_joining
@@ -59,7 +59,7 @@ def compare_tasks(
                 "a comparison trains its models one after the other in one process; start it without torchrun"
             )
     if budget not in BUDGETS:
-        raise ConfigError(f"budget '{budget}' is not known{did_you_mean(budget, BUDGETS)} (known: {listed(BUDGETS)})")
+        raise ConfigError(f"budget '{budget}' is not known{suggest(budget, BUDGETS)}")
     config = load_experiment_config(experiment, overrides=overrides)
     if len(config.tasks) < 2:
         raise ConfigError(

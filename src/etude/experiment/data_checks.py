@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from etude.config import Document, Problem, Selection, config_error
-from etude.config.spelling import listed
 from etude.core import DataError
+from etude.core.spelling import listed
 from etude.data.parts import check_stream_name, check_weights
 from etude.multitask.sections import all_forms
 

@@ -20,8 +20,8 @@ from etude.checkpoint import (
     newest_intact,
     read_checkpoint,
 )
-from etude.config.spelling import shorten
 from etude.core import CheckpointError, ConfigError, DataError, RunFolderError
+from etude.core.spelling import shorten, suggest
 from etude.distributed import World, before_joining, failing_together, join_world, launcher, leave_world
 from etude.engine.state import callbacks_in
 from etude.experiment.build import build_data, build_trainer
@@ -129,7 +129,7 @@ def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best
         data = build_data(config, world)
         loader = data.loader(split)
         if loader is None:
-            raise ConfigError(f"the data of this run has no split {split!r} (there are: {', '.join(data.names)})")
+            raise ConfigError(f"the data of this run has no split {split!r}{suggest(split, data.names)}")
         trainer = build_trainer(config, data=data, world=world, progress=False)
         with explained(checkpoint.path):
             check_vocabulary(checkpoint.meta, trainer.meta, checkpoint.path)

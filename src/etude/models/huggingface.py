@@ -1,6 +1,5 @@
 """Causal language models of Hugging Face, by the name of their architecture or from a folder."""
 
-import difflib
 from typing import Annotated, Any
 
 from annotated_types import Ge
@@ -8,6 +7,7 @@ from torch import nn
 
 from etude.config.registry import register
 from etude.core.errors import ConfigError
+from etude.core.spelling import did_you_mean
 
 
 @register("model", "huggingface")
@@ -35,8 +35,7 @@ def huggingface_causal_lm(
         chosen.setdefault("vocab_size", vocab_size)
     model_types = transformers.AutoModelForCausalLM._model_mapping._model_mapping
     if architecture not in model_types:
-        near = difflib.get_close_matches(str(architecture), model_types, n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ", such as gpt2 or llama"
+        hint = did_you_mean(str(architecture), model_types) or ", such as gpt2 or llama"
         raise ConfigError(f"architecture '{architecture}' is no causal language model of transformers{hint}")
     config = transformers.AutoConfig.for_model(architecture)
     _check_settings(config, str(architecture), chosen)
@@ -71,9 +70,7 @@ def _check_settings(config: Any, architecture: str, settings: dict[str, Any]) ->
     known = {*config.to_dict(), *config.attribute_map}
     for key in settings:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"settings.{key}: {architecture} has no such setting{hint}")
+            raise ConfigError(f"settings.{key}: {architecture} has no such setting{did_you_mean(key, known)}")
 
 
 def _transformers() -> Any:

@@ -8,8 +8,8 @@ from annotated_types import Ge, Gt
 from torch import Tensor
 
 from etude.config import Problem, Selection, register
-from etude.config.spelling import did_you_mean, listed
 from etude.core import ConfigError, DataError
+from etude.core.spelling import suggest
 from etude.losses.strategies import Smoothing
 from etude.multimodal.codebooks.loading import load_codebook, load_npz_key
 from etude.multimodal.loss import KindName, MeaningfulLoss
@@ -116,6 +116,6 @@ def no_modality(name: str, known: Collection[str]) -> str:
     """Return the message about a modality that the vocabulary does not have.
 
     >>> no_modality("imgae", ["image", "scalar"])
-    "the vocabulary has no modality 'imgae'; did you mean 'image'? (it has: image, scalar)"
+    "the vocabulary has no modality 'imgae'; did you mean 'image'? (there are: image, scalar)"
     """
-    return f"the vocabulary has no modality '{name}'{did_you_mean(name, known)} (it has: {listed(known)})"
+    return f"the vocabulary has no modality '{name}'{suggest(name, known)}"

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.config.spelling import did_you_mean
 from etude.core import CheckpointError, ConfigError, Task
+from etude.core.spelling import did_you_mean
 from etude.losses import SupervisedTask, as_strategy
 from etude.multimodal.loss import MeaningfulLoss
 from etude.multimodal.loss.combined_loss import CODEBOOK_NAMES, join_codebooks

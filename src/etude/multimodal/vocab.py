@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import ConfigError, DataError
+from etude.core.spelling import suggest
 
 PAD, MISS = "PAD", "MISS"
 SPECIAL = (PAD, MISS, "BOS", "EOS", "SEP", "MASK")
@@ -108,8 +109,7 @@ class VocabSpec:
     def range_of(self, name: str) -> Modality:
         """Return a modality by its name; raise ConfigError if there is none of that name."""
         if name not in self.modalities:
-            known = ", ".join(self.modalities) or "none"
-            raise ConfigError(f"the vocabulary has no modality {name!r} (it has: {known})")
+            raise ConfigError(f"the vocabulary has no modality {name!r}{suggest(name, self.modalities)}")
         return self.modalities[name]
 
     def encode(self, name: str, codes: Tensor) -> Tensor:

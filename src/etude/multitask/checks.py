@@ -12,8 +12,8 @@ from etude.config import (
     names,
     select_component,
 )
-from etude.config.spelling import did_you_mean, listed
 from etude.core import ConfigError
+from etude.core.spelling import did_you_mean, listed, suggest
 from etude.multitask.curriculum import ALL, DEFAULT_PHASES, Curriculum, Phase
 from etude.multitask.sections import TaskForm, TaskSection, all_forms
 
@@ -98,7 +98,7 @@ def _no_stream(name: str, known: Collection[str]) -> str:
         return f"the data section has no streams, so '{name}' is none; use `data: {{name: streams, …}}`"
     is_component = f"; as a data set of its own, write it as a mapping: {{name: {name}, …}}"
     hint = did_you_mean(name, known) or (is_component if name in names("data") else "")
-    return f"there is no stream '{name}'{hint} (streams: {listed(known)})"
+    return f"there is no stream '{name}'{hint} (there are: {listed(known)})"
 
 
 def _refuse_without_tasks(sections: Mapping[str, Any], document: Document) -> None:
@@ -134,7 +134,7 @@ def _settle_loss(name: str, task: TaskSection, document: Document) -> Problem | 
     """Give a language model its loss; say what is missing for any other head."""
     if task.loss is None:
         if task.head.component.name != "language_model":
-            return Problem(f"tasks.{name}.loss", f"missing; name a loss (known: {listed(names('loss'))})")
+            return Problem(f"tasks.{name}.loss", f"missing; name a loss (there are: {listed(names('loss'))})")
         task.loss = select_component("loss", "language_modeling", path=f"tasks.{name}.loss", document=document)
     return None
 
@@ -159,8 +159,7 @@ def _phases(phases: Sequence[Phase], tasks: Mapping[str, TaskSection]) -> Iterat
             if name not in tasks and name not in phase.tasks:  # if it is, that was said already
                 yield Problem(where, _no_task(name, phase, tasks))
             elif name in tasks and variant not in (known := tasks[name].variants):
-                hint = did_you_mean(variant, known)
-                yield Problem(where, f"task '{name}' has no variant '{variant}'{hint} (variants: {listed(known)})")
+                yield Problem(where, f"task '{name}' has no variant '{variant}'{suggest(variant, known)}")
             elif name not in phase.tasks and phase.tasks != ALL:
                 yield Problem(
                     where, f"phase '{phase.name}' does not train '{name}'; name it in its tasks, or take this out"
@@ -183,8 +182,7 @@ def _unreported(phase: Phase, before: Phase, tasks: Collection[str]) -> str | No
 
 
 def _no_task(name: str, phase: Phase, tasks: Collection[str]) -> str:
-    hint = did_you_mean(name, tasks)
-    return f"phase '{phase.name}' names the task '{name}', which is not defined{hint} (tasks: {listed(tasks)})"
+    return f"phase '{phase.name}' names the task '{name}', which is not defined{suggest(name, tasks)}"
 
 
 def _own_data(forms: Sequence[TaskForm], sections: Mapping[str, Any]) -> Iterator[Problem]:

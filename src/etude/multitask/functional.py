@@ -1,6 +1,5 @@
 """The loss of several tasks at once: Σ weight·loss, with every task's loss reported."""
 
-import difflib
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import ConfigError, DataError, TrainingError
+from etude.core.spelling import listed, nearest, suggest
 from etude.core.terms import LossTerm, Terms
 from etude.losses.binary import binary_cross_entropy_term, multi_label_bce_term
 from etude.losses.functional import cross_entropy_term, mean_of
@@ -137,11 +137,8 @@ def check_weights(weights: Mapping[str, float | Tensor], tasks: Collection[str])
     """
     missing = [task for task in tasks if task not in weights]
     for name in weights:
-        if name not in tasks and (close := difflib.get_close_matches(name, missing, n=1, cutoff=0.8)):
-            raise ConfigError(
-                f"the weights name a task '{name}' that is not there; did you mean '{close[0]}'? "
-                f"(tasks: {_listed(tasks)})"
-            )
+        if name not in tasks and nearest(name, missing, cutoff=0.8):
+            raise ConfigError(f"the weights name a task '{name}' that is not there{suggest(name, tasks)}")
     for task, weight in weights.items():
         if isinstance(weight, Tensor) and not weight.is_cpu:
             continue
@@ -164,11 +161,11 @@ def _unweighed_term(prediction: Any, target: Tensor, loss: TaskLoss | None) -> L
         loss = _inferred_name(shape_of(prediction), target)
     if isinstance(loss, str):
         if loss not in NAMED_LOSSES:
-            raise ConfigError(f"unknown loss '{loss}'{_nearest(loss, NAMED_LOSSES)} (known: {_listed(NAMED_LOSSES)})")
+            raise ConfigError(f"unknown loss '{loss}'{suggest(loss, NAMED_LOSSES)}")
         return NAMED_LOSSES[loss](logits_of(prediction), target)
     terms = as_strategy(loss).terms(prediction, {"labels": target}, metrics=False)
     if len(terms) != 1:
-        raise TrainingError(f"its loss has {len(terms)} terms ({_listed(terms)}), a task has one; split the task")
+        raise TrainingError(f"its loss has {len(terms)} terms ({listed(terms)}), a task has one; split the task")
     (term,) = terms.values()
     return term
 
@@ -194,18 +191,9 @@ def _check_names(what: str, given: Iterable[str], tasks: Collection[str]) -> Non
     for name in given:
         if name not in tasks:
             raise ConfigError(
-                f"the {what} name a task '{name}' that is not there{_nearest(name, tasks)} "
-                f"(tasks: {_listed(tasks)}); take it out or give its prediction and target"
+                f"the {what} name a task '{name}' that is not there{suggest(name, tasks)}; "
+                f"take it out or give its prediction and target"
             )
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "none"
 
 
 def _is_zero(weight: float | Tensor) -> bool:

@@ -180,19 +180,23 @@ def pooled(features: Features, pooling: Pooling) -> Tensor:
     >>> pooled(Features(hidden, mask=torch.tensor([[1, 1, 0]])), "mean")
     tensor([[2.]])
     """
-    hidden, mask = features.hidden, features.mask
+    hidden = features.hidden
     if hidden.dim() == 2:
         return hidden
-    if mask is None:
-        match pooling:
-            case "mean":
-                return hidden.mean(1)
-            case "max":
-                return hidden.amax(1)
-            case "first":
-                return hidden[:, 0]
-            case "last":
-                return hidden[:, -1]
+    if features.mask is not None:
+        return _pooled_real(hidden, features.mask, pooling)
+    match pooling:
+        case "mean":
+            return hidden.mean(1)
+        case "max":
+            return hidden.amax(1)
+        case "first":
+            return hidden[:, 0]
+        case "last":
+            return hidden[:, -1]
+
+
+def _pooled_real(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     if mask.shape != hidden.shape[:2]:
         raise TrainingError(
             f"a mask of shape {tuple(mask.shape)} does not tell the padding of features of shape "

@@ -1,6 +1,5 @@
 """One model for several tasks: a trunk that all share, and a head for each."""
 
-import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from etude.core.batch import Batch, JointBatch
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.head import linked
 from etude.core.probe import probing
+from etude.core.spelling import did_you_mean, listed, suggest
 from etude.models.features import FeatureCall, Features, feature_dim
 from etude.multitask.heads import Attaches, LanguageModelHead
 
@@ -127,11 +127,8 @@ class MultiTaskModel(nn.Module):
         module = known.get(layer, known.get(f"trunk.{layer}"))
         if module is None:
             short = [name for name in known if self._trained(known[name], recurse=False)]
-            close = difflib.get_close_matches(layer, [*known, *(name.removeprefix("trunk.") for name in known)], n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise ConfigError(
-                f"the trunk has no layer '{layer}'{hint} (the last layers are: {', '.join(short[-8:])})"
-            )
+            hint = did_you_mean(layer, [*known, *(name.removeprefix("trunk.") for name in known)])
+            raise ConfigError(f"the trunk has no layer '{layer}'{hint} (the last layers are: {listed(short[-8:])})")
         found = self._trained(module)
         if not found:
             raise ConfigError(f"the layer '{layer}' has no parameters that are trained; name another one")
@@ -153,9 +150,7 @@ class MultiTaskModel(nn.Module):
         return parts
 
     def _no_such_head(self, name: str) -> str:
-        close = difflib.get_close_matches(name, self.heads, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
-        return f"the model has no head '{name}'{hint} (heads: {', '.join(self.heads) or 'none'})"
+        return f"the model has no head '{name}'{suggest(name, self.heads)}"
 
 
 def order_of_use(result: Tensor) -> dict[int, int]:

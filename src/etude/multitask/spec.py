@@ -4,7 +4,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from etude.core.batch import LABEL_KEYS, STREAM, Batch
 from etude.core.calling import targets_of
 from etude.core.errors import ConfigError, TrainingError
+from etude.core.spelling import suggest
 from etude.losses.functional import IGNORE_INDEX
 from etude.losses.inferred import InferredLoss, as_strategy
 from etude.losses.strategies import ClassificationLoss, LossStrategy
@@ -131,12 +131,9 @@ def _check_keys(tasks: Mapping[str, TaskSpec], keys: Sequence[str], stream: str 
     for task, spec in tasks.items():
         for form in (spec, *spec.variants.values()) if spec.weight else ():
             if form.stream == stream and form.labels is not None and form.labels not in keys:
-                close = get_close_matches(form.labels, keys, n=1)
-                hint = f"; did you mean '{close[0]}'?" if close else ""
                 where = "no batch has" if stream is None else f"no batch of the stream '{stream}' has"
                 raise TrainingError(
-                    f"the labels of task '{task}' are '{form.labels}', which {where}{hint} "
-                    f"(there are: {', '.join(keys)})"
+                    f"the labels of task '{task}' are '{form.labels}', which {where}{suggest(form.labels, keys)}"
                 )
 
 
@@ -163,6 +160,4 @@ def check_task(name: str, spec: TaskSpec, variant: str = "") -> None:
 def check_known(what: str, task: str, tasks: Collection[str]) -> None:
     """Raise ConfigError, with the nearest name, for a task that is not there."""
     if task not in tasks:
-        close = get_close_matches(task, tasks, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
-        raise ConfigError(f"{what} names the task '{task}', which is not defined{hint} (tasks: {', '.join(tasks)})")
+        raise ConfigError(f"{what} names the task '{task}', which is not defined{suggest(task, tasks)}")

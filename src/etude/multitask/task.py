@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from etude.core.batch import STREAM, Batch, JointBatch
 from etude.core.errors import ConfigError, EtudeError, TrainingError
 from etude.core.lookups import explain_lookup
+from etude.core.spelling import suggest
 from etude.core.terms import LossTerm, Terms
 from etude.losses.outputs import head_of
 from etude.multitask.spec import (
@@ -92,8 +93,8 @@ class MultiTask:
         for task, variant in (variants or {}).items():
             check_known("a variant", task, self.tasks)
             if (task, variant) not in self._forms:
-                known = ", ".join(self.tasks[task].variants) or "none"
-                raise ConfigError(f"the task '{task}' has no variant '{variant}' (it has: {known})")
+                known = suggest(variant, self.tasks[task].variants)
+                raise ConfigError(f"the task '{task}' has no variant '{variant}'{known}")
         chosen = variants or {}
         self._weights = {task: self._static[task] * weights[task] for task in self.tasks if task in weights}
         self._scales = {}

@@ -70,7 +70,7 @@ class Trainer:
     with `logits`. The run is reproducible: the same config gives the same weights, stopped and resumed or not.
     """
 
-    def __init__(
+    def __init__(  # noqa: C901
         self,
         model: nn.Module,
         train_loader: Any = None,

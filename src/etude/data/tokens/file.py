@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from etude.core.errors import DataError
+from etude.core.spelling import suggest
 from etude.data.tokens.boundaries import Boundaries
 from etude.data.tokens.vectors import CHUNK_BYTES, Array, Ints, Vector, as_indices, check_rows, largest_unsigned
 
@@ -165,7 +166,7 @@ class TokenFile:
     def label(self, name: str, indices: ArrayLike) -> Array:
         """Return the labels of samples without touching those of others, (n,) or (n, width)."""
         if name not in self._labels:
-            raise DataError(f"{self.path} has no label {name!r}; it has {', '.join(self._labels) or 'none'}")
+            raise DataError(f"{self.path} has no label {name!r}{suggest(name, self._labels)}")
         indices, (values, width) = as_indices(indices), self._labels[name]
         if largest_unsigned(indices) >= max(len(self), 1) or (indices.size and not len(self)):
             raise DataError(f"{self.path} has {len(self):,} samples; there is no such sample to give the label of")
@@ -190,7 +191,7 @@ class TokenFile:
 
     def _stream(self, name: str) -> Vector:
         if name not in self.vectors:
-            raise DataError(f"{self.path} has no stream {name!r}; it has {', '.join(self.streams) or 'none'}")
+            raise DataError(f"{self.path} has no stream {name!r}{suggest(name, self.streams)}")
         return self.vectors[name]
 
     def _sample(self, index: int, start: int, length: int) -> Sample:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from etude.core.errors import DataError
+from etude.core.spelling import shorten
 
 MAGIC = b"ETUDETOK"
 VERSION = 1
@@ -221,5 +222,4 @@ def _vocab_size(meta: Mapping[str, Any], where: str) -> None:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
+    return shorten(repr(value))

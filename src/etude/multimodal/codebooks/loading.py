@@ -1,6 +1,5 @@
 """Codebooks from files: the centroids or bin centres that tokens stand for, as one float32 tensor."""
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import ConfigError, DataError
+from etude.core.spelling import did_you_mean, nearest, shorten
 from etude.multimodal.codebooks.array_files import Array, Entry, npy_entries, npz_entries, safetensors_entries
 from etude.multimodal.codebooks.joblib_reader import joblib_entries
 
@@ -70,8 +70,7 @@ def _existing(path: str | Path) -> Path:
     if path.is_dir():
         raise DataError(f"{path}: this is a folder; give the codebook file in it")
     if not path.exists():
-        near = difflib.get_close_matches(path.name, [file.name for file in _siblings(path)], n=1)
-        raise DataError(f"{path}: no such file" + (f"; did you mean {near[0]!r}?" if near else ""))
+        raise DataError(f"{path}: no such file{did_you_mean(path.name, [file.name for file in _siblings(path)])}")
     return path
 
 
@@ -126,19 +125,15 @@ def _missing(path: Path, entries: list[Entry], candidates: tuple[str, ...]) -> s
     arrays = [entry for entry in entries if entry.is_array]
     shown = [entry for entry in arrays + [entry for entry in entries if not entry.is_array] if entry.name][:_LISTED]
     more = f" and {len(entries) - len(shown)} more" if len(entries) > len(shown) else ""
-    holds = ", ".join(f"{_short(entry.name)} ({entry.what})" for entry in shown) + more
+    holds = ", ".join(f"{shorten(entry.name)!r} ({entry.what})" for entry in shown) + more
     names = {entry.keys[-1].lower(): entry.name for entry in reversed(arrays)}
-    close = [near for name in candidates for near in difflib.get_close_matches(name.lower(), list(names)[:1000], n=1)]
+    close = next(filter(None, (nearest(name, list(names)[:1000]) for name in candidates)), None)
     hint = ""
-    if close:
-        hint = f"; did you mean {_short(names[close[0]])}? pass {_remedy(names[close[0]])}"
+    if close is not None:
+        hint = f"; did you mean '{shorten(names[close])}'? pass {_remedy(names[close])}"
     elif arrays:
         hint = f"; pass {_remedy(arrays[0].name)}" + (" or another" if len(arrays) > 1 else "")
     return f"{path}: none of {wanted} is in the file, which holds {holds}{hint}"
-
-
-def _short(name: str) -> str:
-    return repr(name if len(name) <= 60 else name[:59] + "…")
 
 
 def _remedy(name: str) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etude.core.errors import DataError
+from etude.core.spelling import shorten
 from etude.multimodal.codebooks.joblib_source import JoblibSource
 
 MAX_STEPS = 2_000_000
@@ -253,8 +254,7 @@ class Machine:
 
 def one_line(text: str, longest: int = 120) -> str:
     """Return text from a file or a library so that it stays on one short line."""
-    printable = "".join(char if char.isprintable() else "?" for char in text[: longest + 1])
-    return printable if len(printable) <= longest else printable[:longest] + "…"
+    return shorten("".join(char if char.isprintable() else "?" for char in text[: longest + 1]), longest)
 
 
 def _pushing(make: Callable[[], object]) -> Callable[[Machine], None]:

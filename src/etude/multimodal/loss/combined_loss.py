@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etude.config.spelling import did_you_mean, listed
 from etude.core.errors import ConfigError
 from etude.core.head import HeadOutput
+from etude.core.spelling import suggest
 from etude.core.terms import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, cross_entropy_term, mean_of
 from etude.losses.linear import linear_cross_entropy
@@ -146,7 +146,7 @@ def _read_config(config: Mapping[str, Any], vocab: VocabSpec) -> _Settings:
     allowed = (*CONFIG_KEYS, *(f"weight_{name}" for name in {**SHORT_NAMES, **vocab.modalities}))
     for key in config:
         if key not in allowed:
-            raise ConfigError(f"unknown key {key!r}{did_you_mean(str(key), allowed)} (allowed: {listed(allowed)})")
+            raise ConfigError(f"unknown key {key!r}{suggest(str(key), allowed, label='allowed')}")
     settings = _Settings(config, vocab)
     check_modalities(settings.weights, vocab, "a weight")
     check_numbers(settings.weights, settings.sample_k)

@@ -20,8 +20,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from etude.config.spelling import did_you_mean, listed
 from etude.core.errors import ConfigError
+from etude.core.spelling import suggest
 from etude.multimodal.loss.hl_gauss import HLGauss
 from etude.multimodal.loss.reconstruction import KindName, Reconstruction, Settled, is_positive, row_products
 
@@ -141,5 +141,4 @@ def make_reconstruction(
         return Wasserstein(values)
     if kind == "hl_gauss":
         return HLGauss(values, hl_sigma, edges)
-    names = get_args(KindName)
-    raise ConfigError(f"there is no kind of loss {kind!r}{did_you_mean(kind, names)} (there are: {listed(names)})")
+    raise ConfigError(f"there is no kind of loss {kind!r}{suggest(kind, get_args(KindName))}")

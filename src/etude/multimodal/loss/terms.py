@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etude.config.spelling import did_you_mean, listed
 from etude.core.errors import ConfigError, DataError, TrainingError
 from etude.core.head import HeadOutput
+from etude.core.spelling import suggest
 from etude.core.terms import LossTerm, Terms
 from etude.multimodal.loss.blocks import logits_sums, squared_error_sums
 from etude.multimodal.loss.fused import Part, expected_value_sums
@@ -90,10 +90,9 @@ def check_modalities(names: Mapping[str, Any] | Sequence[str], vocab: VocabSpec,
     """Raise ConfigError for a name that is no modality of the vocabulary."""
     for name in names:
         if name not in vocab.modalities:
-            hint = did_you_mean(str(name), vocab.modalities)
             raise ConfigError(
-                f"{what} is given for the modality {name!r}, which the vocabulary does not have{hint} "
-                f"(it has: {listed(vocab.modalities) or 'none'})"
+                f"{what} is given for the modality {name!r}, which the vocabulary does not have"
+                f"{suggest(str(name), vocab.modalities)}"
             )
 
 

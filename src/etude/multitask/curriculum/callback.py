@@ -10,6 +10,7 @@ from etude.callbacks.monitored import with_other_names
 from etude.checkpoint import check_kind, record_of
 from etude.core import Clock, ConfigError, EtudeError
 from etude.core.loader import ChoosesStreams
+from etude.core.spelling import suggest
 from etude.core.terms import SwitchesTasks
 from etude.engine.callback import Callback, Logs, RunInfo
 from etude.engine.schedule import LearningRate
@@ -188,8 +189,8 @@ class CurriculumCallback(Callback):
         if name and name not in named and name not in self._missed and told(name):
             self._missed.add(name)
             if self._is_main:
-                there = ", ".join(sorted(logs)) or "none"
-                self.notify(f"phase '{phase.name}' waits for '{name}', which is not reported (there are: {there})")
+                known = suggest(name, sorted(logs))
+                self.notify(f"phase '{phase.name}' waits for '{name}', which is not reported{known}")
 
     # --- checks
 

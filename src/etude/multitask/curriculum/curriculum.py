@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 
 from etude.core.errors import CheckpointError, ConfigError
+from etude.core.spelling import suggest
 from etude.multitask.curriculum.phase import ALL, Phase, Start, check_weight
 from etude.multitask.curriculum.state import Begun, CurriculumState
 
@@ -153,8 +153,8 @@ class Curriculum:
         unknown = [entry.phase for entry in state.begun if entry.phase not in self._places]
         if unknown:
             raise CheckpointError(
-                f"the saved curriculum is in phase '{unknown[0]}', which is not defined "
-                f"(phases: {', '.join(self._places)}); keep the names of phases that have begun"
+                f"the saved curriculum is in phase '{unknown[0]}', which is not defined"
+                f"{suggest(unknown[0], self._places)}; keep the names of phases that have begun"
             )
         return self._places[state.begun[-1].phase]
 
@@ -211,9 +211,5 @@ def _check_tasks(phases: tuple[Phase, ...], weights: Mapping[str, float]) -> Non
         named = () if phase.tasks == ALL else phase.tasks
         for task in (*named, *phase.variants):
             if task not in weights:
-                close = get_close_matches(task, weights, n=1)
-                hint = f"; did you mean '{close[0]}'?" if close else ""
-                raise ConfigError(
-                    f"phase '{phase.name}' names the task '{task}', which is not defined{hint} "
-                    f"(tasks: {', '.join(weights)})"
-                )
+                known = suggest(task, weights)
+                raise ConfigError(f"phase '{phase.name}' names the task '{task}', which is not defined{known}")

@@ -9,9 +9,9 @@
 """
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 
 from etude.core.errors import ConfigError
+from etude.core.spelling import nearest, suggest
 from etude.multitask.curriculum.curriculum import Curriculum
 from etude.multitask.curriculum.phase import ALL, Phase
 
@@ -81,10 +81,9 @@ def loss_weights(epoch: float, weights: Mapping[str, float] | None = None) -> di
         return _DEFAULT.loss_weights(epoch)
     missing = [task for task in DEFAULT_TASKS if task not in weights]
     for name in weights:
-        close = get_close_matches(name, missing, n=1, cutoff=0.8) if name not in DEFAULT_TASKS else []
-        if close:
+        if name not in DEFAULT_TASKS and nearest(name, missing, cutoff=0.8):
             raise ConfigError(
-                f"the weights name a task '{name}', which the default curriculum does not have; did you mean "
-                f"'{close[0]}'? (tasks: {', '.join(DEFAULT_TASKS)})"
+                f"the weights name a task '{name}', which the default curriculum does not have"
+                f"{suggest(name, DEFAULT_TASKS)}"
             )
     return Curriculum(DEFAULT_PHASES, dict.fromkeys(DEFAULT_TASKS, 1.0) | dict(weights)).loss_weights(epoch)

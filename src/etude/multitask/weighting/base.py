@@ -3,13 +3,13 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from etude.core.errors import ConfigError
+from etude.core.spelling import suggest
 
 
 class Weighting(nn.Module, ABC):
@@ -83,9 +83,7 @@ class Weighting(nn.Module, ABC):
         """Return the values by task as a vector; raises ConfigError for an unknown task or a value not finite."""
         for task, value in values.items():
             if task not in self.tasks:
-                close = get_close_matches(task, self.tasks, n=1)
-                hint = f"; did you mean '{close[0]}'?" if close else ""
-                raise ConfigError(f"{what} names the task '{task}'{hint} (tasks: {', '.join(self.tasks)})")
+                raise ConfigError(f"{what} names the task '{task}'{suggest(task, self.tasks)}")
             if not math.isfinite(value):
                 raise ConfigError(f"{what}: {task} is {value}; give a finite number")
         return torch.tensor([float(values.get(task, default)) for task in self.tasks])

@@ -1,0 +1,73 @@
+"""Names in error messages: the nearest spelling, the names there are, long values cut short."""
+
+import difflib
+from collections.abc import Iterable
+
+_MANY = 8
+"""A list of more names is cut short where the nearest name already answers the question."""
+
+
+def suggest(word: str, names: Iterable[str], *, label: str = "there are") -> str:
+    """Return the end of a message about an unknown name: the nearest name, if one is close, and the names there are.
+
+    >>> suggest("adamm", ["sgd", "adamw"])
+    "; did you mean 'adamw'? (there are: sgd, adamw)"
+    >>> suggest("colour", [])
+    ' (there are: none)'
+    """
+    names = list(names)
+    hint = did_you_mean(word, names)
+    return f"{hint} ({label}: {listed(names, shorten=bool(hint))})"
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return the nearest name as a question, or nothing if no name is close.
+
+    >>> did_you_mean("adamm", ["sgd", "adamw"])
+    "; did you mean 'adamw'?"
+    """
+    close = nearest(word, names)
+    return f"; did you mean '{shorten(close)}'?" if close else ""
+
+
+def nearest(word: str, names: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the name that looks most like `word`, or None if none is as close as `cutoff` (1 is equal).
+
+    >>> nearest("batch_sise", ["epochs", "batch_size"])
+    'batch_size'
+    >>> nearest("colour", ["epochs"]) is None
+    True
+    """
+    by_lower = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[close[0]] if close else None
+
+
+def listed(names: Iterable[str], *, shorten: bool = False) -> str:
+    """Join names for a message; a long list is cut short if asked.
+
+    >>> listed(["a", "b"])
+    'a, b'
+    """
+    words = list(names)
+    if shorten and len(words) > _MANY:
+        words = [*words[:_MANY], "…"]
+    return ", ".join(words) or "none"
+
+
+def shorten(text: str, length: int = 60) -> str:
+    """Cut a text that a message repeats to `length` characters.
+
+    >>> shorten("x" * 100, 5)
+    'xxxx…'
+    """
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def a(noun: str) -> str:
+    """Return the noun with its article.
+
+    >>> a("model"), a("optimizer")
+    ('a model', 'an optimizer')
+    """
+    return f"{'an' if noun[:1] in 'aeiou' else 'a'} {noun}"
