@@ -13,8 +13,8 @@ from docs_pages import PAGES, ROOT, Block, Reader, blocks_of, run_alone
 
 from etude.cli.main import app
 from etude.config import registry
-from etude.experiment import SECTIONS, load_components
-from etude.multimodal.vocab_section import VocabSection
+from etude.experiment import all_sections, load_components
+from etude.multimodal.feature import VocabSection
 from etude.trainer import TRAINING_ALIASES, MeaningfulLossConfig, TrainerConfig
 
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -86,7 +86,7 @@ def rows_of(heading: str) -> list[list[str]]:
 
 
 def test_table_of_sections_is_that_of_the_schema():
-    expected = [[f"`{name}`", spec.description] for name, spec in SECTIONS.items()]
+    expected = [[f"`{name}`", spec.description] for name, spec in all_sections().items()]
     assert rows_of("Sections") == expected
 
 

@@ -269,7 +269,7 @@ def test_overrides(load):
         "tasks.quality.weight=0.2", "curriculum.1.lr_scale=0.25", "tasks.quality.head.pooling=max", "weighting=dwa"
     )
     assert config.tasks["quality"].weight == 0.2
-    assert config.phases[1].lr_scale == 0.25
+    assert config.curriculum[1].lr_scale == 0.25
     assert config.tasks["quality"].head.arguments["pooling"] == "max"
     assert config.selection("weighting").component.name == "dwa"
 
@@ -280,8 +280,8 @@ def test_default_curriculum(load):
     tasks["code_generation"]["variants"] = {"masked": {"loss": "masked_language_modeling"}}
     tasks["ontology_annotation"]["variants"] = {"simple": {}, "full": {}}
     config = load(tasks=tasks, curriculum="default", data=CODE)
-    assert [phase.name for phase in config.phases] == ["code", "simple_ontology", "full_ontology", "all_tasks"]
-    assert [phase["name"] for phase in config.to_dict()["curriculum"]] == [phase.name for phase in config.phases]
+    assert [phase.name for phase in config.curriculum] == ["code", "simple_ontology", "full_ontology", "all_tasks"]
+    assert [phase["name"] for phase in config.to_dict()["curriculum"]] == [phase.name for phase in config.curriculum]
 
 
 def test_schema_knows_the_sections(load, tmp_path):

@@ -16,19 +16,22 @@ if TYPE_CHECKING:
     from etude.config.document import Document, Location, merge
     from etude.config.editor import json_schema
     from etude.config.errors import Problem, config_error
+    from etude.config.feature import Feature, RunDraft
     from etude.config.imports import import_user_modules
     from etude.config.overrides import apply_overrides, parse_override
     from etude.config.read import read_config
     from etude.config.resolve import find_config, list_experiments
     from etude.config.schema import SectionSpec, validate_document, validate_section
     from etude.config.section_model import SectionModel
-    from etude.config.selection import Selection, SuppliedSection, plain
+    from etude.config.selection import Selection, SuppliedSection, plain, selections_in
     from etude.config.signature import schema_of
 
 _HOME = {
     "Document": "document",
+    "Feature": "feature",
     "Location": "document",
     "Problem": "errors",
+    "RunDraft": "feature",
     "SectionModel": "section_model",
     "SectionSpec": "schema",
     "Selection": "selection",
@@ -49,6 +52,7 @@ _HOME = {
     "plain": "selection",
     "read_config": "read",
     "schema_of": "signature",
+    "selections_in": "selection",
     "select_component": "build",
     "validate_document": "schema",
     "validate_section": "schema",
@@ -57,8 +61,10 @@ _HOME = {
 __all__ = [
     "Component",
     "Document",
+    "Feature",
     "Location",
     "Problem",
+    "RunDraft",
     "Section",
     "SectionModel",
     "SectionSpec",
@@ -85,6 +91,7 @@ __all__ = [
     "register",
     "schema_of",
     "select_component",
+    "selections_in",
     "validate_document",
     "validate_section",
 ]

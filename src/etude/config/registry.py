@@ -27,6 +27,8 @@ class Component:
     """Other spellings of its arguments that config files may use: {"learning_rate": "lr"}."""
     companions: Mapping[str, Any] = field(default_factory=dict)
     """Sections an experiment gets if it leaves them out: {"data": {"name": "mnist"}}."""
+    provided: tuple[str, ...] = ()
+    """Arguments that only its builder can supply, such as what only the data knows: files do not give them."""
     inside: Callable[[Mapping[str, Any], Mapping[str, Any], int], Mapping[str, Any]] | None = None
     """What the builder supplies to the components inside this one, from its arguments (defaults included), from what
     this one was supplied with, and from their place in a list; the same as to this one by default."""
@@ -58,6 +60,7 @@ def register(
     *,
     aliases: Mapping[str, str] | None = None,
     companions: Mapping[str, Any] | None = None,
+    provided: tuple[str, ...] = (),
     inside: Callable[[Mapping[str, Any], Mapping[str, Any], int], Mapping[str, Any]] | None = None,
 ) -> Callable[[T], T]:
     """Register a class or function under `name`; config files then use it by that name.
@@ -73,7 +76,7 @@ def register(
                 f"{kind} '{name}' is registered twice: by {_origin(previous.factory)} and by {_origin(factory)}; "
                 f"give one of them another name"
             )
-        known[name] = Component(kind, name, factory, dict(aliases or {}), dict(companions or {}), inside)
+        known[name] = Component(kind, name, factory, dict(aliases or {}), dict(companions or {}), provided, inside)
         return factory
 
     return add

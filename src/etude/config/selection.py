@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -42,6 +42,7 @@ def select(kind: str, value: Any, provided: Collection[str] = ()) -> Selection:
     A bare name stands for the component with its defaults.
     """
     component = named_component(kind, value)
+    provided = {*provided, *component.provided}
     given = {} if isinstance(value, str) else {key: item for key, item in value.items() if key != "name"}
     model = component_model(component, provided)
     validated = model.model_validate(given, context={"provided": frozenset(provided)})
@@ -81,7 +82,7 @@ def component_model(component: Component, provided: Collection[str] = ()) -> typ
     """Return the schema of the component's arguments."""
     return schema_of(
         component.factory,
-        provided=provided,
+        provided={*provided, *component.provided},
         aliases=component.aliases,
         name=f"{component.kind}.{component.name}",
     )
@@ -104,6 +105,24 @@ def section_core_schema(section: Section) -> CoreSchema:
 def field_values(model: BaseModel) -> dict[str, Any]:
     """Return the fields of a validated section under their canonical names."""
     return {spellings(type(model), name)[0]: getattr(model, name) for name in type(model).model_fields}
+
+
+def selections_in(value: Any, path: str = "") -> dict[str, Selection]:
+    """Return every component that validated sections name, by its dotted path; those inside others come after them."""
+    found = {path: value} if isinstance(value, Selection) else {}
+    for key, item in _items(value):
+        found |= selections_in(item, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, Selection):
+        return value.arguments.items()
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, BaseModel):
+        return field_values(value).items()
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()
 
 
 def plain(value: Any) -> Any:

@@ -5,8 +5,8 @@ from etude.experiment.check import check_experiment
 from etude.experiment.compare import compare_tasks
 from etude.experiment.comparison import Comparison
 from etude.experiment.config import (
-    SECTIONS,
     ExperimentConfig,
+    all_sections,
     create_model_config,
     create_trainer_config,
     experiment_schema,
@@ -19,10 +19,10 @@ from etude.experiment.run import RunOutcome, evaluate_run, resume_run, train_exp
 from etude.experiment.template import new_experiment
 
 __all__ = [
-    "SECTIONS",
     "Comparison",
     "ExperimentConfig",
     "RunOutcome",
+    "all_sections",
     "build_data",
     "build_trainer",
     "check_experiment",

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import torch
 
-from etude.config import Selection, build_selection
+from etude.config import Feature, RunDraft, Selection, build_selection
 from etude.core import ConfigError, DataError
 from etude.core.random import set_seed
 from etude.data import DataLoader, DataLoaderFactory, DataSplits, StreamLoader
@@ -15,9 +15,8 @@ from etude.distributed import World
 from etude.engine.recovery import explain_out_of_memory_of_model
 from etude.experiment.config import ExperimentConfig
 from etude.experiment.dialects import MOVED_KEYS
+from etude.experiment.features import features_for
 from etude.monitor import RunFolder
-from etude.multimodal.vocab_section import find_vocabulary
-from etude.multitask.build import build_curriculum, build_tasks, own_data, with_own_data
 from etude.optim import AdamW
 from etude.trainer import Trainer, TrainerConfig, resolve_device
 from etude.trainer.assembly import PlannedSchedule
@@ -33,6 +32,8 @@ class Data:
     world: World
     place: str
     """Where the config speaks of the data, for messages."""
+    features: tuple[Feature, ...] = ()
+    """Those that the config needs, and those that the data brings."""
 
     @property
     def names(self) -> list[SplitName]:
@@ -54,29 +55,40 @@ class Data:
 
 
 def build_data(config: ExperimentConfig, world: World) -> Data:
-    """Build the `data` section and the data of tasks; one process of a machine fetches it, the others wait and read."""
-    if not own_data(config):
-        config.require("data")
+    """Build the `data` section and the data of features; one process of a machine fetches it, the others wait."""
+    where = data_key(config)
     first = world.local_rank == 0
-    fetched = world.attempt(lambda: _load(config), here=first)
-    splits = fetched if first else _load(config)
+    fetched = world.attempt(lambda: _load(config, where), here=first)
+    splits = fetched if first else _load(config, where)
     assert splits is not None
     device = resolve_device(config.training.device, world.local_rank)
-    place = config.document.place("data" if config.selection("data") is not None else "tasks")
-    return Data(splits, config.training, device, world, place)
+    of_data = features_for((), [type(splits.token_schema).__module__])
+    features = tuple(dict.fromkeys((*config.features, *of_data)))
+    return Data(splits, config.training, device, world, config.document.place(where), features)
 
 
-def _load(config: ExperimentConfig) -> DataSplits:
+def data_key(config: ExperimentConfig) -> str:
+    """Return the section that says what the data is; raise ConfigError if there is none."""
+    own = [path for feature in config.features for path, _ in feature.data_sets(config.sections).values()]
+    if config.selection("data") is None and own:
+        return own[0].partition(".")[0]
+    config.require("data")
+    return "data"
+
+
+def _load(config: ExperimentConfig, where: str) -> DataSplits:
     selection = config.selection("data")
-    shared = None if selection is None else _build_splits(config, "data", selection)
-    if not config.tasks:
-        assert shared is not None
-        return shared
-    own = {stream: _build_splits(config, path, one) for stream, (path, one) in own_data(config).items()}
-    try:
-        return with_own_data(config, shared, own)
-    except DataError as error:
-        raise DataError(f"{config.document.place('data' if selection is not None else 'tasks')}: {error}") from error
+    splits = None if selection is None else _build_splits(config, "data", selection)
+    for feature in config.features:
+        own = {
+            name: _build_splits(config, path, one) for name, (path, one) in feature.data_sets(config.sections).items()
+        }
+        try:
+            splits = feature.join_data(config.sections, config.document, splits, own)
+        except DataError as error:
+            raise DataError(f"{config.document.place(where)}: {error}") from error
+    assert splits is not None
+    return splits
 
 
 def _build_splits(config: ExperimentConfig, path: str, selection: Selection) -> DataSplits:
@@ -105,33 +117,34 @@ def build_trainer(
     world = world if world is not None else World()
     selection = config.require("model")
     data = data if data is not None else build_data(config, world)
-    vocabulary = find_vocabulary(config.vocab, data.splits, config.document)
-    vocab_size = data.splits.vocab_size
-    if vocabulary is not None:
-        vocab_size = max(vocab_size or 0, vocabulary.vocab.vocab_size)  # the data may ask for room for more
-    _check_vocabulary(config, selection, vocab_size)
-    sizes = {"vocab_size": vocab_size, "n_types": data.splits.num_types}
+    draft = RunDraft(
+        config.sections,
+        config.document,
+        world.size,
+        data.splits,
+        data.splits.vocab_size,
+        facts={"experiment": config.name},
+    )
+    for feature in data.features:
+        feature.before_model(draft)
+    _check_vocabulary(config, selection, draft.vocab_size)
+    sizes = {"vocab_size": draft.vocab_size, "n_types": data.splits.num_types}
     set_seed(training.seed)
     with explain_out_of_memory_of_model(torch.device("cpu")):
-        model = _build(
+        draft.model = _build(
             config, "model", selection, **{key: value for key, value in sizes.items() if value is not None}
         )
     train_loader = data.loader("train")
     if train_loader is None:
         raise DataError(f"{data.place}: there is no train split (there are: {', '.join(data.names) or 'none'})")
     loss, optimizer, scheduler = (config.selection(one) for one in ("loss", "optimizer", "scheduler"))
-    of_losses = {} if vocabulary is None else vocabulary.provided
-    built = build_tasks(config, model, vocab_size, of_losses) if config.tasks else None
-    if built is not None and world.size > 1:
-        # A batch runs the heads of its own tasks only, so some parameters have no part in the loss of a step.
-        training = training.model_copy(update={"find_unused_parameters": True})
     sections = config.sections.get("callbacks") or []
     known = {} if data.splits.tokenizer is None else {"tokenizer": str(data.splits.tokenizer)}
-    callbacks = [_build(config, f"callbacks.{place}", one, **known) for place, one in enumerate(sections)]
-    if built is not None and world.size == 1:
-        callbacks.append(built.samples)
+    draft.callbacks += [_build(config, f"callbacks.{place}", one, **known) for place, one in enumerate(sections)]
+    for feature in data.features:
+        feature.after_model(draft)
     return Trainer(
-        model if built is None else built.model,
+        draft.model,
         train_loader,
         data.loader("validation"),
         config=training,
@@ -141,16 +154,15 @@ def build_trainer(
         scheduler=None
         if scheduler is None
         else PlannedSchedule(lambda plan: _build(config, "scheduler", scheduler, **plan)),
-        loss=None if loss is None else _build(config, "loss", loss, **of_losses),
-        task=None if built is None else built.task,
-        curriculum=build_curriculum(config),
-        callbacks=callbacks,
+        loss=None if loss is None else _build(config, "loss", loss, **draft.given),
+        callbacks=draft.callbacks,
         output_dir=folder,
         progress=progress,
         name=config.name,
         world=world,
         whole_config=config.to_dict(),
-        meta={"experiment": config.name, **({} if vocabulary is None else vocabulary.describe())},
+        meta=draft.facts,
+        **draft.trainer,
     )
 
 

@@ -2,20 +2,20 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from etude.config import Selection, build_selection
+from etude.config import RunDraft, Selection, build_selection
 from etude.core import ConfigError
 from etude.engine.recompute import recompute_activations
+from etude.experiment.build import data_key
 from etude.experiment.config import ExperimentConfig
 from etude.experiment.dialects import MOVED_KEYS
 from etude.losses import SupervisedTask
-from etude.multimodal.loss_section import LOSS_PROVIDED
-from etude.multitask.build import build_tasks, own_data
 from etude.optim import AdamW
 from etude.trainer import resolve_device
 from etude.trainer.assembly import blocks_to_recompute, make_optimizer
@@ -33,24 +33,21 @@ def check_experiment(config: ExperimentConfig) -> None:
     """
     resolve_device(config.training.device)
     selection = config.require("model")
-    if not own_data(config):
-        config.require("data")
-    model = _on_meta(lambda: _build(config, "model", selection))
-    if not isinstance(model, nn.Module):
+    data_key(config)
+    vocab_size = selection.arguments.get("vocab_size") or _ANY["vocab_size"]
+    draft = RunDraft(config.sections, config.document, vocab_size=vocab_size)
+    draft.model = _on_meta(lambda: _build(config, "model", selection))
+    if not isinstance(draft.model, nn.Module):
         raise ConfigError(f"{config.document.place('model')}: {selection.component.name} made no nn.Module")
-    task: Any = SupervisedTask()
-    if config.tasks:
-        vocab_size = selection.arguments.get("vocab_size") or _ANY["vocab_size"]
-        built = _on_meta(lambda: build_tasks(config, model, vocab_size, {}))
-        model, task = built.model, built.task
-    elif (loss := config.selection("loss")) is not None and not _asks(loss, LOSS_PROVIDED):
-        task = SupervisedTask(_build(config, "loss", loss))
     sections: list[Selection] = config.sections.get("callbacks") or []
-    check_callbacks(
-        [_build(config, f"callbacks.{place}", one) for place, one in enumerate(sections)],
-        task,
-        model,
-    )
+    callbacks = [_build(config, f"callbacks.{place}", one) for place, one in enumerate(sections)]
+    for feature in config.features:
+        _on_meta(partial(feature.after_model, draft))
+    loss, strategy = config.selection("loss"), None
+    if loss is not None and not loss.component.provided:  # else it needs what only the data has
+        strategy = _build(config, "loss", loss)
+    model = draft.model
+    check_callbacks([*callbacks, *draft.callbacks], draft.trainer.get("task") or SupervisedTask(strategy), model)
     if config.training.activation_checkpointing is not False:
         recompute_activations(model, **blocks_to_recompute(config.training.activation_checkpointing))
     _check_optimizer(config, model)
@@ -82,11 +79,6 @@ def _on_meta(make: Callable[[], Any]) -> Any:
             return make()
     except Exception:  # code of any kind, which may read its weights
         return make()
-
-
-def _asks(selection: Selection, names: tuple[str, ...]) -> bool:
-    """Return whether a component takes something that only the data has."""
-    return any(name in inspect.signature(selection.component.factory).parameters for name in names)
 
 
 def _build(config: ExperimentConfig, path: str, selection: Selection, **provided: Any) -> Any:

@@ -61,10 +61,10 @@ def compare_tasks(
     if budget not in BUDGETS:
         raise ConfigError(f"budget '{budget}' is not known{suggest(budget, BUDGETS)}")
     config = load_experiment_config(experiment, overrides=overrides)
-    if len(config.tasks) < 2:
+    if len(config.tasks or {}) < 2:
         raise ConfigError(
             f"{config.document.place('tasks')}: there must be two tasks or more to compare a model of all with models "
-            f"of each, found {len(config.tasks)}"
+            f"of each, found {len(config.tasks or {})}"
         )
     if not config.training.save_checkpoints:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """The root schema: which sections an experiment file has, and how a file becomes a validated `ExperimentConfig`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 
 from etude.config import (
     Document,
+    Feature,
     SectionSpec,
     Selection,
     apply_overrides,
@@ -18,21 +19,18 @@ from etude.config import (
     lookup,
     plain,
     read_config,
+    selections_in,
     validate_document,
 )
 from etude.core import ConfigError
 from etude.experiment.data_checks import settle_data
 from etude.experiment.dialects import MOVED_KEYS, moved_settings, trainer_settings, unify_dialects
+from etude.experiment.features import all_features, features_for, with_features
 from etude.experiment.meaningful_dialect import meaningful_settings
 from etude.experiment.outputs import settle_outputs
-from etude.multimodal.loss_section import LOSS_PROVIDED
-from etude.multimodal.vocab_section import VocabSection, settle_vocabulary
-from etude.multitask.checks import settle_tasks
-from etude.multitask.curriculum import Phase
-from etude.multitask.sections import Name, Phases, TaskSection
 from etude.trainer import TrainerConfig
 
-SECTIONS: dict[str, SectionSpec] = {
+_SECTIONS: dict[str, SectionSpec | None] = {
     "name": SectionSpec(model=str, description="Name of the experiment; found from the file's place if left out."),
     "description": SectionSpec(model=str, description="What the experiment is about, in a sentence."),
     "imports": SectionSpec(model=list[str], description="Modules or files that register your own components."),
@@ -40,33 +38,21 @@ SECTIONS: dict[str, SectionSpec] = {
         kind="model", provided=("vocab_size", "n_types"), description="The model and its arguments."
     ),
     "data": SectionSpec(kind="data", description="The data set and its arguments."),
-    "vocab": SectionSpec(
-        model=VocabSection, description="How many tokens each modality has, where the data does not tell."
-    ),
-    "loss": SectionSpec(
-        kind="loss",
-        provided=LOSS_PROVIDED,
-        description="The loss; found from the shapes of the first batch if left out.",
-    ),
+    "vocab": None,
+    "loss": SectionSpec(kind="loss", description="The loss; found from the shapes of the first batch if left out."),
     "optimizer": SectionSpec(kind="optimizer", provided=("params",), description="The optimizer; adamw by default."),
     "scheduler": SectionSpec(
         kind="scheduler", provided=("total_steps", "steps_per_epoch"), description="The learning-rate schedule."
     ),
-    "tasks": SectionSpec(
-        model=dict[Name, TaskSection],
-        description="Tasks that share the model, by name: head, loss, data, labels, weight, metrics and variants.",
-    ),
-    "weighting": SectionSpec(
-        kind="weighting", provided=("tasks",), description="How the losses of tasks become one; static by default."
-    ),
-    "curriculum": SectionSpec(
-        model=Phases, description="Phases in which tasks come in: a list, or `default` for the four of a code model."
-    ),
+    "tasks": None,
+    "weighting": None,
+    "curriculum": None,
     "training": SectionSpec(model=TrainerConfig, description="How long to train and what to do on the way."),
     "callbacks": SectionSpec(
         kind="callback", many=True, provided=("tokenizer",), description="Callbacks, called in this order."
     ),
 }
+"""The keys of a file in the order in which they are shown; None stands for a feature's own."""
 
 _COMPONENT_ROOMS = (
     "callbacks",
@@ -91,6 +77,8 @@ class ExperimentConfig:
     path: Path | None
     document: Document
     sections: dict[str, Any]
+    features: tuple[Feature, ...] = ()
+    """The features that the file needs."""
 
     @property
     def training(self) -> TrainerConfig:
@@ -102,21 +90,11 @@ class ExperimentConfig:
         training: TrainerConfig = self.sections["training"]
         return training
 
-    @property
-    def vocab(self) -> VocabSection:
-        """The `vocab` section; it says nothing if the file has none."""
-        vocab: VocabSection = self.sections["vocab"]
-        return vocab
-
-    @property
-    def tasks(self) -> dict[str, TaskSection]:
-        """The `tasks` section; empty if there is none."""
-        return self.sections.get("tasks") or {}
-
-    @property
-    def phases(self) -> list[Phase]:
-        """The `curriculum` section; empty if there is none."""
-        return self.sections.get("curriculum") or []
+    def __getattr__(self, key: str) -> Any:
+        """Return a section by its key; None if the file has none."""
+        if key not in _SECTIONS:
+            raise AttributeError(f"an experiment has no section '{key}'")
+        return self.sections.get(key)
 
     def selection(self, section: str) -> Selection | None:
         """Return the component of a section, or None if it has none."""
@@ -133,18 +111,15 @@ class ExperimentConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the whole config as plain data, defaults included: it loads again to the same experiment."""
         result: dict[str, Any] = {"name": self.name}
-        for key in SECTIONS:
-            value = self.sections.get(key)
+        served = {key for feature in self.features for key in feature.sections}
+        for key, value in self.sections.items():
             if key == "imports" and value:
                 result[key] = [self._absolute_import(one) for one in value]
-            elif key == "vocab":
-                result |= {} if self.vocab.is_empty else {key: plain(value)}
-            elif key != "name" and (value is not None or key == "scheduler"):
+            elif key not in ("name", *served) and (value is not None or key == "scheduler"):
                 result[key] = plain(value)
-        if self.tasks:
-            result["tasks"] = _plain_tasks(self.tasks)
-        if self.phases:
-            result["curriculum"] = [_plain_phase(phase) for phase in self.phases]
+        for feature in self.features:
+            result |= feature.plain(self.sections)
+        result = {key: result[key] for key in _SECTIONS if key in result}
         moved = {*MOVED_KEYS, *meaningful_settings(self.selection("loss"))}
         result["training"] = {
             key: value
@@ -195,14 +170,16 @@ def validate_experiment(
         import_user_modules(imports, base, document=document, announce=announce)
     unify_dialects(document)
     _add_companions(document)
-    sections = validate_document(document, SECTIONS)
-    settle_tasks(sections, document)
-    settle_vocabulary(sections, document)
+    sections = _validate(document)
+    components = selections_in(sections).values()
+    features = features_for(sections, [one.component.factory.__module__ for one in components])
+    for feature in features:
+        feature.settle(sections, document)
     settle_outputs(sections, document)
-    settle_data(sections, document)
+    settle_data(sections, document, features)
     sections["training"] = sections["training"].model_copy(update=trainer_settings(sections))
     name = sections.get("name") or _name_of(document.path)
-    return ExperimentConfig(name, document.path, document, sections)
+    return ExperimentConfig(name, document.path, document, sections, features)
 
 
 def create_trainer_config(config: ExperimentConfig) -> TrainerConfig:
@@ -224,7 +201,12 @@ def experiment_schema(imports: Iterable[str] = ()) -> dict[str, Any]:
     """Return the JSON Schema of experiment files, with every registered component."""
     load_components()
     import_user_modules(list(imports), Path.cwd())
-    return json_schema(SECTIONS)
+    return json_schema(all_sections())
+
+
+def all_sections() -> dict[str, SectionSpec]:
+    """Return every section that an experiment file may have."""
+    return with_features(_SECTIONS, all_features())
 
 
 def load_components() -> None:
@@ -248,20 +230,12 @@ def _add_companions(document: Document) -> None:
             document.data[section] = {**value, **given}
 
 
-def _plain_tasks(tasks: Mapping[str, TaskSection]) -> dict[str, Any]:
-    """Return the tasks as a file would give them, without the keys that they do not say."""
-    result = {name: _said(plain(task)) for name, task in tasks.items()}
-    for task in result.values():
-        task["variants"] = {name: _said(variant) for name, variant in task["variants"].items()}
-    return result
-
-
-def _plain_phase(phase: Phase) -> dict[str, Any]:
-    return {key: _said(value) if key in ("start", "ramp") else value for key, value in _said(plain(phase)).items()}
-
-
-def _said(section: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in section.items() if value is not None}
+def _validate(document: Document) -> dict[str, Any]:
+    """Validate with the features whose keys the file has; with all of them to explain a mistake."""
+    try:
+        return validate_document(document, with_features(_SECTIONS, features_for(document.data)))
+    except ConfigError:
+        return validate_document(document, all_sections())
 
 
 def _name_of(path: Path | None) -> str:

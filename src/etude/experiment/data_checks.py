@@ -1,20 +1,18 @@
 """What a config says of its streams and of how data is read, checked before any data is."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from etude.config import Document, Problem, Selection, config_error
+from etude.config import Document, Feature, Problem, Selection, config_error
 from etude.core import DataError
 from etude.core.spelling import listed
 from etude.data.parts import check_stream_name, check_weights
-from etude.multitask.sections import all_forms
 
 
-def settle_data(sections: Mapping[str, Any], document: Document) -> None:
+def settle_data(sections: Mapping[str, Any], document: Document, features: Collection[Feature] = ()) -> None:
     """Raise ConfigError for streams and weights that cannot be, and for settings that streams do not have."""
     found: list[tuple[str, Selection]] = [("data", data)] if (data := sections.get("data")) is not None else []
-    forms = [form for form in all_forms(sections.get("tasks") or {}) if "data" in form.own]
-    found += [(form.path("data"), form.data) for form in forms if isinstance(form.data, Selection)]
+    found += [one for feature in features for one in feature.data_sets(sections).values()]
     problems = [problem for path, selection in found for problem in _selection(path, selection)]
     has_streams = any(path != "data" or one.component.name == "streams" for path, one in found)
     if has_streams and (workers := sections["training"].num_workers):

@@ -6,10 +6,11 @@ from typing import Any
 from etude.config import Document, Selection, validate_section
 from etude.core import ConfigError
 from etude.experiment.moving import put_setting
-from etude.multimodal.loss_section import MEANINGFUL
 from etude.trainer import MeaningfulLossConfig
 
 HERE = "training.meaningful_loss"
+MEANINGFUL = "meaningful"
+"""The name of the loss."""
 _NAMED = ("image", "scalar", "spectrum")
 """Modalities whose weight has a key of its own there, such as `weight_image`."""
 _KEYS = {

@@ -23,14 +23,9 @@ from etude.checkpoint import (
 from etude.core import CheckpointError, ConfigError, DataError, RunFolderError
 from etude.core.spelling import shorten, suggest
 from etude.distributed import World, before_joining, failing_together, join_world, launcher, leave_world
-from etude.engine.state import callbacks_in
 from etude.experiment.build import build_data, build_trainer
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config
 from etude.monitor import RunFolder, default_run_dir
-from etude.multimodal.training import check_vocabulary
-from etude.multitask.build import SampleCount
-from etude.multitask.curriculum.callback import CurriculumCallback
-from etude.multitask.task import MultiTask
 from etude.trainer import Trainer, resolve_device
 
 logger = logging.getLogger("etude")
@@ -80,7 +75,7 @@ def train_experiment(
                 trainer = build_trainer(config, folder=folder, world=world, progress=progress)
                 device = trainer.device
                 world.attempt(lambda: folder.write_environment(device), here=world.is_main)
-                return _run(trainer, folder)
+                return _run(trainer, folder, config)
             except Exception as error:
                 began = trainer is not None and trainer.state.clock.step > 0
                 mistaken = isinstance(error, (ConfigError, DataError))
@@ -114,7 +109,7 @@ def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: 
                 f"new end: `etude resume {quote(str(folder.path))} training.epochs={clock.epoch + 5}`"
             )
         world.attempt(lambda: _reopen(folder, clock.step, config if overrides else None), here=world.is_main)
-        return _run(trainer, folder)
+        return _run(trainer, folder, config)
 
 
 def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best") -> tuple[Path, dict[str, float]]:
@@ -132,28 +127,13 @@ def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best
             raise ConfigError(f"the data of this run has no split {split!r}{suggest(split, data.names)}")
         trainer = build_trainer(config, data=data, world=world, progress=False)
         with explained(checkpoint.path):
-            check_vocabulary(checkpoint.meta, trainer.meta, checkpoint.path)
+            for feature in data.features:
+                feature.evaluating(trainer, checkpoint)
             load_model_state(trainer.model, checkpoint.model_state)
-            _return_to_phase(trainer, checkpoint)
         return checkpoint.path, trainer.evaluate(loader)
 
 
-def _return_to_phase(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Evaluate with the tasks and variants of the checkpoint's phase."""
-    saved = callbacks_in(checkpoint)
-    kind = f"{CurriculumCallback.__name__}."
-    trainer.callbacks.load_state_dict({key: state for key, state in saved.items() if key.startswith(kind)})
-    task = trainer.task
-    if isinstance(task, MultiTask) and (resting := [name for name in task.tasks if name not in task.weights]):
-        logger.warning(
-            "%s is of phase %s, which does not train %s: not measured",
-            checkpoint.path.name,
-            checkpoint.state["clock"].get("phase"),
-            ", ".join(resting),
-        )
-
-
-def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:
+def _run(trainer: Trainer, folder: RunFolder, config: ExperimentConfig) -> RunOutcome:
     metrics = trainer.train()
     clock, reason = trainer.state.clock, trainer.callbacks.control.reason
     interrupted = bool(metrics.pop("interrupted", 0.0))
@@ -162,8 +142,8 @@ def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:
     outcome.resume_command = _resume_command(folder, trainer.world)
     outcome.metrics = metrics
     result = {"status": "finished", "reason": reason, "step": clock.step, "epoch": clock.epoch, "metrics": metrics}
-    if count := next((one for one in trainer.callbacks if isinstance(one, SampleCount)), None):
-        result["samples"] = count.samples
+    for feature in config.features:
+        result |= feature.result(trainer)
     sampled = any(isinstance(one, TextSamples) for one in trainer.callbacks)
     if outcome.is_main and not interrupted and sampled and folder.samples_path.exists():
         outcome.samples = folder.samples_path.read_text(encoding="utf-8")

@@ -30,7 +30,7 @@ OF_A_TASK = (
 )
 
 
-@register("loss", MEANINGFUL, aliases={"sample_k_per_modality": "sample_k"})
+@register("loss", MEANINGFUL, aliases={"sample_k_per_modality": "sample_k"}, provided=LOSS_PROVIDED)
 def meaningful_loss(
     vocab: VocabSpec | None = None,
     data_codebooks: Mapping[str, Tensor] | None = None,

@@ -1,7 +1,7 @@
 """Building tasks: their streams of data, the model with its heads, and the specs that `MultiTask` trains by."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from etude.checkpoint import check_kind
-from etude.config import Selection, build_selection, config_error
+from etude.config import Document, RunDraft, Selection, build_selection, config_error
 from etude.core import Batch, ConfigError, Terms, num_samples
 from etude.core.batch import JointBatch
 from etude.core.random import mix, set_seed
@@ -17,13 +17,13 @@ from etude.data import DataSplits, combine_streams
 from etude.data.parts import Streams
 from etude.data.streams_order import stable_number
 from etude.engine.callback import Callback
-from etude.experiment.config import ExperimentConfig
 from etude.losses import BinaryLoss, LossStrategy, MultiLabelLoss
 from etude.metrics import Metric
 from etude.models import feature_dim
-from etude.multitask.checks import SHARED, make_curriculum, stream_problems
+from etude.multitask.checks import SHARED, stream_problems
+from etude.multitask.curriculum import Phase
 from etude.multitask.model import MultiTaskModel
-from etude.multitask.sections import TaskForm, all_forms, forms_of
+from etude.multitask.sections import TaskForm, TaskSection, all_forms, forms_of
 from etude.multitask.spec import TaskSpec
 from etude.multitask.task import MultiTask
 from etude.multitask.weighting import StaticWeights, Weighting
@@ -45,24 +45,28 @@ class BuiltTasks:
 # ------------------------------------------------------------------------------------------------ data
 
 
-def own_data(config: ExperimentConfig) -> dict[str, tuple[str, Selection]]:
+def own_data(tasks: Mapping[str, TaskSection]) -> dict[str, tuple[str, Selection]]:
     """Return the data sets that tasks have of their own: by stream, where the config speaks of it and the component."""
     return {
         form.stream: (form.path("data"), form.data)
-        for form in all_forms(config.tasks)
+        for form in all_forms(tasks)
         if isinstance(form.data, Selection) and form.stream is not None and "data" in form.own
     }
 
 
-def with_own_data(config: ExperimentConfig, shared: DataSplits | None, own: Mapping[str, DataSplits]) -> DataSplits:
+def with_own_data(
+    sections: Mapping[str, Any], document: Document, shared: DataSplits | None, own: Mapping[str, DataSplits]
+) -> DataSplits:
     """Return all data of the tasks: that of the data section, and every data set of a task's own as a stream."""
+    tasks: Mapping[str, TaskSection] = sections["tasks"]
+    phases: Sequence[Phase] = sections.get("curriculum") or ()
     splits = shared
     if own:
         train = None if shared is None else shared.train
         if isinstance(train, Streams):
             if train.weights is not None:
                 raise ConfigError(
-                    f"{config.document.place('data.weights')}: say nothing of the stream '{next(iter(own))}', the data "
+                    f"{document.place('data.weights')}: say nothing of the stream '{next(iter(own))}', the data "
                     f"of a task; move it to data.streams and give it a weight"
                 )
             assert shared is not None
@@ -71,9 +75,10 @@ def with_own_data(config: ExperimentConfig, shared: DataSplits | None, own: Mapp
             splits = combine_streams(own if shared is None else {SHARED: shared, **own})
     assert splits is not None
     known = _names(splits)
-    if problems := list(stream_problems(config.tasks, config.phases, known)):
-        raise config_error(problems, config.document)
-    return _used_streams(config, splits) if known else splits
+    if problems := list(stream_problems(tasks, phases, known)):
+        raise config_error(problems, document)
+    forms = all_forms(tasks) if phases else [next(forms_of(*item)) for item in tasks.items()]
+    return _used_streams({form.stream for form in forms}, splits) if known else splits
 
 
 def _apart(splits: DataSplits) -> dict[str, DataSplits]:
@@ -93,10 +98,8 @@ def _names(splits: DataSplits) -> tuple[str, ...]:
     return (*train.parts, *sorted(train.absent)) if isinstance(train, Streams) else ()
 
 
-def _used_streams(config: ExperimentConfig, splits: DataSplits) -> DataSplits:
+def _used_streams(read: Collection[str | None], splits: DataSplits) -> DataSplits:
     """Leave out streams that no task reads: their batches would teach nothing."""
-    forms = all_forms(config.tasks) if config.phases else [next(forms_of(*item)) for item in config.tasks.items()]
-    read = {form.stream for form in forms}
     unused = () if None in read else tuple(name for name in _names(splits) if name not in read)
     if not unused:
         return splits
@@ -115,77 +118,69 @@ def _without(streams: Streams | None, unused: tuple[str, ...]) -> Streams | None
 # ------------------------------------------------------------------------------------------------ model and tasks
 
 
-def build_tasks(
-    config: ExperimentConfig, trunk: nn.Module, vocab_size: int | None, of_losses: Mapping[str, Any]
-) -> BuiltTasks:
-    """Put heads on the trunk and return model and tasks; losses that ask for them are given `of_losses`.
+def build_tasks(draft: RunDraft) -> BuiltTasks:
+    """Put heads on the model and return model and tasks.
 
     The initial weights of a head depend on the seed and its name alone: other tasks change nothing.
     """
-    width, seed = feature_dim(trunk), config.training.seed
-    known = {"in_features": width, "vocab_size": vocab_size}
+    trunk, tasks, seed = draft.model, draft.sections["tasks"], draft.sections["training"].seed
+    known = {"in_features": feature_dim(trunk), "vocab_size": draft.vocab_size}
     supplied = {name: value for name, value in known.items() if value is not None}
     heads: dict[str, nn.Module] = {}
     specs: dict[str, TaskSpec] = {}
-    for name, section in config.tasks.items():
+    for name, section in tasks.items():
         forms = list(forms_of(name, section))
         for form in forms:
             if form.head_name not in heads:
                 set_seed(mix(seed, stable_number(form.head_name)))
-                heads[form.head_name] = _head(config, form, trunk, supplied)
-        main, *variants = (_spec(config, form, vocab_size, of_losses) for form in forms)
+                heads[form.head_name] = _head(draft, form, supplied)
+        main, *variants = (_spec(draft, form) for form in forms)
         by_name = {form.variant: spec for form, spec in zip(forms[1:], variants, strict=True) if form.variant}
         specs[name] = replace(main, weight=section.weight, variants=by_name)
-    weighting = _weighting(config)
+    weighting = _weighting(draft)
     model = MultiTaskModel(trunk, heads, None if isinstance(weighting, StaticWeights) else weighting)
     if weighting is not None and weighting.layer is not None:
         try:
             model.layer_parameters(weighting.layer)
         except ConfigError as error:
-            raise ConfigError(f"{config.document.place('weighting.layer')}: {error}") from error
+            raise ConfigError(f"{draft.document.place('weighting.layer')}: {error}") from error
     task = CountedTasks(specs, weighting)
     return BuiltTasks(model, task, SampleCount(task))
 
 
-def _head(config: ExperimentConfig, form: TaskForm, trunk: nn.Module, supplied: Mapping[str, Any]) -> nn.Module:
-    head: nn.Module = _build(config, form.path("head"), form.head, **supplied)
+def _head(draft: RunDraft, form: TaskForm, supplied: Mapping[str, Any]) -> nn.Module:
+    head: nn.Module = _build(draft, form.path("head"), form.head, **supplied)
     try:
-        MultiTaskModel(
-            trunk, {form.head_name: head}
-        )  # a head may make layers when it is put on a trunk: now, by itself
+        # A head may make layers when it is put on a model: now, by itself.
+        MultiTaskModel(draft.model, {form.head_name: head})
     except ConfigError as error:
-        raise ConfigError(f"{config.document.place(form.path('head'))}: {error}") from error
+        raise ConfigError(f"{draft.document.place(form.path('head'))}: {error}") from error
     return head
 
 
-def build_curriculum(config: ExperimentConfig) -> Any:
-    """Return the curriculum of the experiment, or None."""
-    return make_curriculum(config.phases, config.tasks, config.document)
-
-
-def _weighting(config: ExperimentConfig) -> Weighting | None:
-    selection = config.selection("weighting")
+def _weighting(draft: RunDraft) -> Weighting | None:
+    selection: Selection | None = draft.sections.get("weighting")
     if selection is None:
         return None
-    built = _build(config, "weighting", selection, tasks=tuple(config.tasks))
+    built = _build(draft, "weighting", selection, tasks=tuple(draft.sections["tasks"]))
     if not isinstance(built, Weighting):
         raise ConfigError(
-            f"{config.document.place('weighting')}: {selection.component.name} is a {type(built).__name__}, "
+            f"{draft.document.place('weighting')}: {selection.component.name} is a {type(built).__name__}, "
             f"not a Weighting"
         )
     return built
 
 
-def _spec(config: ExperimentConfig, form: TaskForm, vocab_size: int | None, of_losses: Mapping[str, Any]) -> TaskSpec:
-    loss = _build(config, form.path("loss"), form.loss, **of_losses)
-    classes = _classes(form, loss, vocab_size)
+def _spec(draft: RunDraft, form: TaskForm) -> TaskSpec:
+    loss = _build(draft, form.path("loss"), form.loss, **draft.given)
+    classes = _classes(form, loss, draft.vocab_size)
     metrics: dict[str, Any] = {}
     for place, selection in enumerate(form.metrics):
         said = {"num_classes", "num_labels"} & set(selection.arguments)
-        metric = _build(config, f"{form.path('metrics')}.{place}", selection, **({} if said else classes))
+        metric = _build(draft, f"{form.path('metrics')}.{place}", selection, **({} if said else classes))
         if not isinstance(metric, Metric):
             raise ConfigError(
-                f"{config.document.place(form.path('metrics'))}: {selection.component.name} is a "
+                f"{draft.document.place(form.path('metrics'))}: {selection.component.name} is a "
                 f"{type(metric).__name__}, not a metric"
             )
         metrics[_new_name(selection.component.name, metrics)] = metric
@@ -219,8 +214,8 @@ def _new_name(name: str, taken: Mapping[str, Any]) -> str:
     return candidate
 
 
-def _build(config: ExperimentConfig, path: str, selection: Selection, **provided: Any) -> Any:
-    return build_selection(selection, path=path, document=config.document, provided=provided)
+def _build(draft: RunDraft, path: str, selection: Selection, **provided: Any) -> Any:
+    return build_selection(selection, path=path, document=draft.document, provided=provided)
 
 
 # ------------------------------------------------------------------------------------------------ counting samples

@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from etude.config import Section, SectionModel, Selection, SuppliedSection
-from etude.multimodal.loss_section import LOSS_PROVIDED
 from etude.multitask.curriculum import Phase
 
 Head = Annotated[Any, SuppliedSection("head", frozenset({"in_features", "vocab_size"}))]
-Loss = Annotated[Any, SuppliedSection("loss", frozenset(LOSS_PROVIDED))]
+Loss = Annotated[Any, Section("loss")]
 MetricOfTask = Annotated[Any, SuppliedSection("metric", frozenset({"num_classes", "num_labels"}))]
 StreamOrData = Annotated[str | Annotated[Any, Section("data")], Field(union_mode="left_to_right")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$")]

@@ -1,21 +1,37 @@
-"""The section `vocab`, and the vocabulary of an experiment: that of its data, or that of the section."""
+"""The section `vocab` and the loss `meaningful` of experiment files: what they add to a config and to its run."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from etude.config import Document, Problem, SectionModel, Selection, config_error
+from etude.config import (
+    Document,
+    Feature,
+    Problem,
+    RunDraft,
+    SectionModel,
+    SectionSpec,
+    Selection,
+    config_error,
+    selections_in,
+)
 from etude.core import ConfigError, DataError
 from etude.data import DataSplits
 from etude.multimodal.folder import Modalities
-from etude.multimodal.loss_section import LOSS_PROVIDED, MEANINGFUL, NO_VOCABULARY, OF_A_TASK, loss_problems
-from etude.multimodal.training import describe_vocabulary
+from etude.multimodal.loss_section import (
+    LOSS_PROVIDED,
+    MEANINGFUL,
+    NO_VOCABULARY,
+    OF_A_TASK,
+    loss_problems,
+    meaningful_loss,
+)
+from etude.multimodal.training import check_vocabulary, describe_vocabulary
 from etude.multimodal.vocab import SPECIAL, VocabSpec, build_vocab_spec
-from etude.multitask.sections import all_forms
 
 Size = Annotated[int, Field(ge=1)]
 
@@ -74,6 +90,39 @@ class Vocabulary:
         return describe_vocabulary(self.vocab, self.codebooks)
 
 
+class Vocabularies(Feature):
+    """Tokens of several modalities."""
+
+    sections: ClassVar = {
+        "vocab": SectionSpec(
+            model=VocabSection, description="How many tokens each modality has, where the data does not tell."
+        )
+    }
+
+    def settle(self, sections: dict[str, Any], document: Document) -> None:
+        """Raise ConfigError if `vocab` contradicts itself, the data or a loss."""
+        settle_vocabulary(sections, document)
+
+    def plain(self, sections: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the section unless it says nothing."""
+        section: VocabSection | None = sections.get("vocab")
+        return {} if section is None or section.is_empty else super().plain(sections)
+
+    def before_model(self, draft: RunDraft) -> None:
+        """Give the vocabulary to losses and checkpoints, and its size to the model."""
+        section = draft.sections.get("vocab") or VocabSection()
+        vocabulary = find_vocabulary(section, draft.splits, draft.document)
+        if vocabulary is not None:
+            # The data may ask for room for more.
+            draft.vocab_size = max(draft.vocab_size or 0, vocabulary.vocab.vocab_size)
+            draft.given |= vocabulary.provided
+            draft.facts |= vocabulary.describe()
+
+    def evaluating(self, trainer: Any, checkpoint: Any) -> None:
+        """Raise CheckpointError if the checkpoint is of another vocabulary."""
+        check_vocabulary(checkpoint.meta, trainer.meta, checkpoint.path)
+
+
 def find_vocabulary(section: VocabSection, splits: DataSplits, document: Document) -> Vocabulary | None:
     """Return the vocabulary of the data, else that of the section; raise ConfigError if they do not agree."""
     said = section.build()
@@ -92,7 +141,7 @@ def find_vocabulary(section: VocabSection, splits: DataSplits, document: Documen
 
 def settle_vocabulary(sections: Mapping[str, Any], document: Document) -> None:
     """Raise ConfigError if `vocab` contradicts itself, the data or a loss, as far as that is known without the data."""
-    section: VocabSection = sections["vocab"]
+    section: VocabSection = sections.get("vocab") or VocabSection()
     try:
         said = section.build()
     except ConfigError as error:
@@ -105,9 +154,9 @@ def settle_vocabulary(sections: Mapping[str, Any], document: Document) -> None:
     if said is not None and told is not None:
         problems += [Problem("vocab", text) for text in _disagreement(said, told)]
     vocab = told if told is not None else said
-    for form in all_forms(sections.get("tasks") or {}):
-        if form.loss.component.name == MEANINGFUL and "loss" in form.own:
-            problems.append(Problem(form.path("loss"), OF_A_TASK))
+    for path, one in selections_in(sections).items():
+        if path != "loss" and one.component.factory is meaningful_loss:
+            problems.append(Problem(path, OF_A_TASK))
     loss: Selection | None = sections.get("loss")
     if loss is not None and loss.component.name == MEANINGFUL:
         if vocab is not None:
@@ -136,3 +185,6 @@ def _disagreement(said: VocabSpec, told: VocabSpec) -> Iterator[str]:
 def _refuse(problems: list[Problem], document: Document) -> None:
     if problems:
         raise config_error(problems, document)
+
+
+FEATURE = Vocabularies()

@@ -1,0 +1,48 @@
+"""Which rooms add sections to experiment files: a table of names; a room is imported only if a file needs it."""
+
+from collections.abc import Collection, Mapping
+from importlib import import_module
+
+from etude.config import Feature, SectionSpec
+
+ROOM_OF = {
+    "vocab": "etude.multimodal",
+    "tasks": "etude.multitask",
+    "weighting": "etude.multitask",
+    "curriculum": "etude.multitask",
+}
+"""Key of a file → room; the module `feature` of a room has its `FEATURE`."""
+_ROOMS = ("etude.multitask", "etude.multimodal")
+"""In the order in which they check and build."""
+
+
+def features_for(keys: Collection[str], modules: Collection[str] = ()) -> tuple[Feature, ...]:
+    """Return the features that serve one of the keys, or in whose room one of the modules is."""
+    rooms = {ROOM_OF[key] for key in keys if key in ROOM_OF}
+    rooms |= {".".join(module.split(".")[:2]) for module in modules}
+    return tuple(feature for room in _ROOMS if room in rooms and (feature := _load(room)) is not None)
+
+
+def all_features() -> tuple[Feature, ...]:
+    """Return the features of all rooms that are there."""
+    return features_for(ROOM_OF)
+
+
+def with_features(
+    sections: Mapping[str, SectionSpec | None], features: Collection[Feature]
+) -> dict[str, SectionSpec]:
+    """Return the sections of a file, with those of the features at their places."""
+    added = {key: spec for feature in features for key, spec in feature.sections.items()}
+    found = {key: added.get(key, spec) for key, spec in sections.items()}
+    return {key: spec for key, spec in found.items() if spec is not None}
+
+
+def _load(room: str) -> Feature | None:
+    module = f"{room}.feature"
+    try:
+        feature: Feature = import_module(module).FEATURE
+    except ModuleNotFoundError as error:
+        if error.name not in (room, module):
+            raise
+        return None  # the room is not installed: its keys are unknown
+    return feature
