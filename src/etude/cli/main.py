@@ -17,7 +17,6 @@ from typer.core import TyperGroup
 
 from etude.cli.compare import compare
 from etude.cli.data import data_app, tokenize
-from etude.core.spelling import shorten
 
 _MAX_LINE = 2000
 """Characters of a complaint, whatever names it repeats."""
@@ -214,6 +213,8 @@ def _is_main() -> bool:
 
 
 def _complain(line: str) -> None:
+    from etude.core.spelling import shorten  # late: the package loads torch, and `--help` needs none
+
     with contextlib.suppress(OSError):  # where the terminal is gone or the disk is full, there is nobody to say it to
         print(f"etude: {shorten(line, _MAX_LINE)}", file=sys.stderr, flush=True)
 
