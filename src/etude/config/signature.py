@@ -109,7 +109,7 @@ def parameters_of(factory: Callable[..., Any]) -> tuple[dict[str, Parameter], bo
                     f"{_name_of(factory)} takes '{parameter.name}' by position only; a config gives arguments by name"
                 )
             continue
-        hint = hints.get(parameter.name, Any)
+        hint = hints.get(parameter.name, _written(parameter))
         if parameter.default is None:
             hint = _or_none(hint)
         found[parameter.name] = (hint, PydanticUndefined if required else parameter.default)
@@ -132,6 +132,15 @@ def _hints_of(factory: Callable[..., Any], signature: inspect.Signature) -> dict
             except Exception:
                 hints[name] = Any
         return hints
+
+
+def _written(parameter: inspect.Parameter) -> Any:
+    """Return the hint that a signature itself carries, as one that was put together does."""
+    return (
+        Any
+        if parameter.annotation is parameter.empty or isinstance(parameter.annotation, str)
+        else parameter.annotation
+    )
 
 
 def _annotated(factory: Callable[..., Any]) -> Any:

@@ -50,15 +50,19 @@ from etude.multitask.weighting.gradients import assign_gradients, task_gradients
 from etude.multitask.weighting.gradnorm import GradNorm
 from etude.multitask.weighting.pcgrad import PCGrad
 from etude.multitask.weighting.static import StaticWeights
-from etude.multitask.weighting.uncertainty import UncertaintyWeighting
+from etude.multitask.weighting.torchjd_adapter import TorchjdAggregator, TorchjdScalarizer
+from etude.multitask.weighting.uncertainty import ImpartialLosses, UncertaintyWeighting
 
 __all__ = [
     "FAMO",
     "CombinesGradients",
     "DynamicWeightAverage",
     "GradNorm",
+    "ImpartialLosses",
     "PCGrad",
     "StaticWeights",
+    "TorchjdAggregator",
+    "TorchjdScalarizer",
     "UncertaintyWeighting",
     "WatchesEpochs",
     "WatchesGradients",

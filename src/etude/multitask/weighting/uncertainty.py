@@ -1,4 +1,4 @@
-"""Uncertainty weighting (Kendall, Gal and Cipolla 2018): the noise of every task is learned with the model."""
+"""Weights that are learned with the model: uncertainty (Kendall, Gal and Cipolla 2018) and IMTL-L (Liu et al. 2021)."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -45,3 +45,29 @@ class UncertaintyWeighting(Weighting):
     def penalties(self, scale: Tensor | None = None) -> Tensor:
         """Return log σ of each task: what keeps σ from growing without end."""
         return scaled(self.log_variances / 2, scale)
+
+
+@register("weighting", "imtl_l")
+class ImpartialLosses(Weighting):
+    """IMTL-L (Liu et al. 2021): eˢ·loss - s with a learned s for each task, which brings all losses to the same size.
+
+    `log_scales` is a parameter: give it to the optimizer, without weight decay.
+
+    >>> ImpartialLosses(["depth", "label"])(torch.tensor([4.0, 1.0])).item()
+    5.0
+    """
+
+    has_penalty: ClassVar[bool] = True
+
+    def __init__(self, tasks: Sequence[str], initial: Mapping[str, float] | None = None) -> None:
+        """Give values of s to begin with, 0 for a task not named."""
+        super().__init__(tasks)
+        self.log_scales = nn.Parameter(self.vector(initial or {}, 0.0, "initial"))
+
+    def coefficients(self, losses: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Return eˢ, with gradient history."""
+        return scaled(torch.exp(self.log_scales), scale)
+
+    def penalties(self, scale: Tensor | None = None) -> Tensor:
+        """Return -s of each task: what keeps it from shrinking without end."""
+        return scaled(-self.log_scales, scale)

@@ -1,0 +1,294 @@
+"""The aggregators and scalarizers of torchjd as weightings by name: `weighting: {name: mgda, max_iters: 50}`.
+
+An aggregator makes one gradient of shared parameters from those of the tasks; a scalarizer makes one loss, and its
+derivatives are the coefficients. The keys of a section are torchjd's own arguments; one that is a vector over tasks is
+given by task name. Where torchjd has a method in both forms, the aggregator is meant. PCGrad, FAMO, DWA and
+uncertainty (torchjd: UW) are our own.
+
+Most of these methods solve a small problem on the host: every step waits for the device once.
+"""
+
+import functools
+import importlib
+import inspect
+import operator
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from pydantic_core import PydanticUndefined
+from torch import Tensor
+
+from etude.config.registry import register
+from etude.config.signature import parameters_of
+from etude.core.errors import ConfigError, TrainingError
+from etude.core.random import aside, mix
+from etude.multitask.weighting.base import Weighting, active, scaled
+
+CLASSES = {
+    "aligned_mtl": "aggregation.AlignedMTL",
+    "cagrad": "aggregation.CAGrad",
+    "config": "aggregation.ConFIG",
+    "constant": "aggregation.Constant",
+    "cosmos": "scalarization.COSMOS",
+    "dualproj": "aggregation.DualProj",
+    "excess_mtl": "aggregation.ExcessMTL",
+    "fairgrad": "aggregation.FairGrad",
+    "geometric_mean": "scalarization.GeometricMean",
+    "graddrop": "aggregation.GradDrop",
+    "gradvac": "aggregation.GradVac",
+    "imtl_g": "aggregation.IMTLG",
+    "krum": "aggregation.Krum",
+    "mean": "aggregation.Mean",
+    "mgda": "aggregation.MGDA",
+    "nash_mtl": "aggregation.NashMTL",
+    "pbi": "scalarization.PBI",
+    "pcd": "aggregation.PCD",
+    "random": "aggregation.Random",
+    "stch": "scalarization.STCH",
+    "sum": "aggregation.Sum",
+    "trimmed_mean": "aggregation.TrimmedMean",
+    "upgrad": "aggregation.UPGrad",
+}
+"""Names in config files, and the classes of torchjd they stand for."""
+
+STATE: dict[str, dict[str, tuple[int, float]]] = {
+    "GradVac": {"gramian_weighting._phi_t": (2, 0.0)},
+    "NashMTL": {"weighting.prvs_alpha": (1, 1.0)},
+    "PCD": {"gramian_weighting._sq_norm_ema": (1, 0.0), "gramian_weighting._n_steps": (0, 0.0)},
+}
+"""What a method keeps from step to step: attributes, how many of their dimensions are tasks, and their first value.
+Methods with a state that is not listed are refused: a resumed run would not be the same."""
+
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+Vector = Mapping[str, float]
+"""Numbers by task."""
+
+_NEEDS_ALL_TASKS = frozenset({"PCD"})
+"""Methods whose state is of no use to a part of the tasks."""
+
+
+class TorchjdWeighting(Weighting):
+    """A method of torchjd, made from its class and its settings; vectors over tasks are mappings from task names.
+
+    `seed` is that of methods that draw random numbers, which are a function of it and the step. Tasks without a part in
+    a step are left out of the method, and so is their part of its state.
+    """
+
+    def __init__(self, tasks: Sequence[str], kind: type, seed: int = 0, **settings: Any) -> None:
+        super().__init__(tasks)
+        self.kind, self.seed = kind, seed
+        self._settings = settings
+        self._vectors = [name for name, value in settings.items() if isinstance(value, Mapping)]
+        for name in self._vectors:
+            self._check_vector(name, settings[name])
+        self._methods: dict[tuple[Any, ...], Any] = {}
+        self._state = STATE.get(kind.__name__, {})
+        from torchjd import Stateful
+
+        if issubclass(kind, Stateful) and not self._state:
+            raise ConfigError(
+                f"{kind.__name__} of torchjd keeps a state that checkpoints cannot hold, so that a run could not be "
+                f"resumed; choose another weighting"
+            )
+        for path, (dimensions, first) in self._state.items():
+            self.register_buffer(_buffer(path), torch.full((len(self.tasks),) * dimensions, first))
+        self._make(range(len(self.tasks)), torch.zeros(()))  # settings that it refuses are refused now
+
+    @torch.no_grad()
+    def coefficients(self, losses: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Return the scale: the losses are summed, for parameters that the tasks do not share."""
+        return scaled(torch.ones_like(losses), scale).detach()
+
+    def _check_vector(self, name: str, values: Mapping[str, float]) -> None:
+        self.vector(values, 0.0, name)
+        if missing := [task for task in self.tasks if task not in values]:
+            raise ConfigError(f"{name} has no number for the task '{missing[0]}'; give one for each task")
+
+    def _make(self, places: Sequence[int], like: Tensor) -> Any:
+        """Return the method for these tasks."""
+        settings = dict(self._settings)
+        for name in self._vectors:
+            settings[name] = torch.tensor([settings[name][self.tasks[place]] for place in places]).to(like)
+        if "n_tasks" in inspect.signature(self.kind).parameters:
+            settings["n_tasks"] = len(places)
+        try:
+            return self.kind(**settings)
+        except ImportError as error:
+            raise ConfigError(f"{' '.join(str(error).split())} (or: pip install 'etude[torchjd]')") from error
+
+    def _method(self, places: Sequence[int], values: Tensor) -> Any:
+        key = (*places, values.device, values.dtype)
+        if key not in self._methods:
+            self._methods[key] = method = self._make(places, values)
+            if self._state:
+                self._call(
+                    method, values
+                )  # it makes what depends on shapes now; the state that this leaves is replaced
+        return self._methods[key]
+
+    def _call(self, method: Any, values: Tensor) -> Tensor:
+        try:
+            result: Tensor = method(values)
+        except ValueError as error:
+            raise TrainingError(
+                f"{self.kind.__name__} of torchjd, with {len(values)} of {len(self.tasks)} tasks in this step: {error}"
+            ) from error
+        return result
+
+    def _places(self, taking_part: Tensor) -> list[int]:
+        """Return the numbers of the tasks with a part in this step; the host waits for the device here."""
+        places = [place for place, part in enumerate(taking_part.tolist()) if part]
+        if 0 < len(places) < len(self.tasks) and self.kind.__name__ in _NEEDS_ALL_TASKS:
+            raise TrainingError(
+                f"{self.kind.__name__} of torchjd needs all tasks in every step, here are "
+                f"{', '.join(self.tasks[place] for place in places)}; set data.draw to together, or choose another "
+                f"weighting"
+            )
+        return places
+
+
+class TorchjdAggregator(TorchjdWeighting):
+    """Makes the gradient of shared parameters; the others take that of the weighted sum."""
+
+    @torch.no_grad()
+    def combine(self, gradients: Tensor, *, step: int, scale: Tensor | None = None) -> Tensor:
+        """Return what the aggregator makes of the gradients of the tasks with a part in the step."""
+        if scale is not None:
+            gradients = torch.where(scale[:, None] > 0, gradients, 0.0) * scale[:, None]
+        places = self._places(gradients.any(1) if scale is None else scale > 0)
+        if not places:
+            return torch.zeros_like(gradients[0])
+        rows = gradients if len(places) == len(self.tasks) else gradients[places]
+        with aside(mix(self.seed, step)):
+            method = self._method(places, rows)
+        with aside(mix(self.seed, step)):
+            self._put_state(method, places, step)
+            result = self._call(method, rows)
+            self._keep_state(method, places)
+        return result.to(gradients.dtype)
+
+    def _put_state(self, method: Any, places: list[int], step: int) -> None:
+        """Give the method its state, of these tasks."""
+        for path, (dimensions, _) in self._state.items():
+            part, _, name = path.partition(".")
+            value, now = self._kept(path)[_at(places, dimensions)], getattr(getattr(method, part), name)
+            new = value.to(now) if isinstance(now, Tensor) else value.cpu().double().numpy()
+            setattr(getattr(method, part), name, new)
+        if self.kind.__name__ == "NashMTL":  # its own count of calls: at 0 it would set its problem up again
+            method.weighting.step = float(step or method.update_weights_every)
+
+    def _keep_state(self, method: Any, places: list[int]) -> None:
+        """Keep the state that the method has now."""
+        for path, (dimensions, _) in self._state.items():
+            kept = self._kept(path)
+            kept[_at(places, dimensions)] = torch.as_tensor(operator.attrgetter(path)(method)).to(kept)
+
+    def _kept(self, path: str) -> Tensor:
+        return self.get_buffer(_buffer(path))
+
+
+class TorchjdScalarizer(TorchjdWeighting):
+    """Weighs the losses by the derivatives of one loss made of them all."""
+
+    known_ahead: ClassVar[bool] = False
+    used: Tensor
+    """The coefficients of every task in the last step it took part in, for people."""
+
+    def __init__(self, tasks: Sequence[str], kind: type, seed: int = 0, **settings: Any) -> None:
+        super().__init__(tasks, kind, seed, **settings)
+        self.register_buffer("used", torch.zeros(len(self.tasks)))
+
+    def coefficients(self, losses: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Return the derivatives by the losses of the tasks with a part in the step, times the scale."""
+        places = self._places(active(losses, scale))
+        found = torch.zeros_like(losses)
+        if places:
+            values = losses.detach()[places].requires_grad_()
+            with torch.enable_grad():
+                total = self._call(self._method(places, values), values)
+            found[places] = torch.autograd.grad(total, values)[0]
+        found = scaled(found, scale).detach()
+        self.used[places] = found[places].to(self.used)
+        return found
+
+    def latest(self, scale: Tensor) -> Tensor:
+        """Return the coefficients of the last step."""
+        return self.used
+
+    def after_update(self, before: Tensor, after: Tensor, scale: Tensor | None = None) -> None:
+        """Take in nothing: the coefficients follow from the losses of the step alone."""
+
+
+class _Factory:
+    """Makes one of the weightings; torchjd is imported when its signature is asked for, or when it is called."""
+
+    def __init__(self, path: str) -> None:
+        self._module, _, self._class = path.rpartition(".")
+
+    def __call__(self, **settings: Any) -> TorchjdWeighting:
+        made = TorchjdAggregator if self._module == "aggregation" else TorchjdScalarizer
+        return made(kind=self.kind(), **settings)
+
+    def kind(self) -> type:
+        """Return the class of torchjd."""
+        try:
+            found: type = getattr(importlib.import_module(f"torchjd.{self._module}"), self._class)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"{self._class} is a method of torchjd (0.18 or newer), which is not installed: "
+                f"pip install 'etude[torchjd]'"
+            ) from error
+        return found
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the class as a file can give it, and `tasks` and `seed`; open if torchjd is not there to tell it."""
+        parameters = [
+            inspect.Parameter("tasks", _KEYWORD, annotation=Sequence[str]),
+            inspect.Parameter("seed", _KEYWORD, annotation=int, default=0),
+        ]
+        try:
+            arguments = _arguments(self.kind())
+        except ConfigError:
+            return inspect.Signature([*parameters, inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD)])
+        for name, (hint, default) in arguments.items():
+            if hint is not None and name != "n_tasks":
+                default = inspect.Parameter.empty if default is PydanticUndefined else default
+                parameters.append(inspect.Parameter(name, _KEYWORD, annotation=hint, default=default))
+        return inspect.Signature(parameters)
+
+
+def _arguments(kind: type) -> dict[str, tuple[Any, Any]]:
+    """Return hint and default of the arguments of a class: vectors as mappings, None for what no file can hold."""
+    return {name: (_in_files(hint), default) for name, (hint, default) in parameters_of(kind)[0].items()}
+
+
+def _in_files(hint: Any) -> Any:
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    kept = [one for one in members if one in (int, float, bool, str) or typing.get_origin(one) is typing.Literal]
+    if not kept and Tensor in members:
+        kept = [Vector]
+    if not kept:
+        return None
+    return functools.reduce(operator.or_, [*kept, None] if type(None) in members else kept)
+
+
+def _buffer(path: str) -> str:
+    """Return the name of the buffer for a part of a method's state.
+
+    >>> _buffer("gramian_weighting._phi_t")
+    'phi_t'
+    """
+    return path.rpartition(".")[2].strip("_")
+
+
+def _at(places: list[int], dimensions: int) -> Any:
+    """Return an index: the elements of these tasks along so many dimensions."""
+    return (..., places, ([[place] for place in places], places))[dimensions]
+
+
+for _name, _path in CLASSES.items():
+    register("weighting", _name)(_Factory(_path))
