@@ -80,7 +80,7 @@ def test_token_dialect_loads_as_it_stands(tmp_path):
     assert (trainer.learning_rate, trainer.weight_decay, trainer.warmup_steps) == (0.0002, 0.05, 2000)
     assert (trainer.use_scheduler, trainer.scheduler_type) == (True, "warmup_cosine")
     assert (trainer.num_workers, trainer.persistent_workers, trainer.prefetch_factor) == (4, True, 2)
-    assert trainer.meaningful_loss.sample_k_per_modality == 4096
+    assert trainer.meaningful_loss["sample_k"] == 4096
     optimizer = config.require("optimizer")
     assert (optimizer.component.name, optimizer.arguments) == ("adamw", {"lr": 0.0002, "weight_decay": 0.05})
     with pytest.raises(ConfigError, match="there is no `model:` section"):

@@ -189,11 +189,11 @@ def test_settings_under_training_become_the_loss(stars):
     assert there.to_dict() == load(CONFIG).to_dict()
     assert "meaningful_loss" not in there.to_dict()["training"]
     settings = there.training.meaningful_loss  # and can be read where they were written
-    assert (settings.sample_k_per_modality, settings.weight_image, settings.weight_scalar) == (5, 0.5, 0.3)
+    assert settings == {"sample_k": 5, "weights": {"image": 0.5, "scalar": 0.3}}
     assert there.selection("loss").component.name == "meaningful"
     off = load(text % "{enabled: false, weight_image: 0.5}")
     assert off.selection("loss") is None
-    assert off.training.meaningful_loss.enabled is False
+    assert off.training.meaningful_loss["enabled"] is False
     assert validate_experiment(Document(off.to_dict())).to_dict() == off.to_dict()
 
 
@@ -228,8 +228,7 @@ BOTH = "loss: {name: %s}\ntraining: {meaningful_loss: {enabled: %s, weight_image
             "training:\n  meaningful_loss:\n    weight_imgae: 0.5\n",
             (
                 "x.yaml:3: training.meaningful_loss.weight_imgae: unknown key; did you mean 'weight_image'? "
-                "(allowed: enabled, sample_k_per_modality, weight, weight_image, weight_scalar, weight_spectrum, "
-                "weights, kind, …)"
+                "(allowed: enabled, sample_k, weight, weights, kind, huber_delta, hl_sigma, use_ce, …)"
             ),
         ),
         (
@@ -357,10 +356,16 @@ def test_meaningful_loss_without_a_vocabulary():
         build_selection(config.require("loss"), path="loss", document=config.document)
 
 
+@pytest.mark.parametrize("special", ["[]", "[PAD, MISS]", "[PAD, MISS, BOS, EOS, SEP, MASK]"])
+def test_special_tokens_without_a_modality_are_refused(special):
+    with pytest.raises(ConfigError, match=r"x\.yaml:1: vocab: .*no modality"):
+        load(f"vocab: {{special: {special}}}\nmodel: lenet5\n")
+    for says_nothing in ("vocab: {}\n", "vocab: {image: null, modalities: {}}\n"):
+        assert "vocab" not in load(f"{says_nothing}model: lenet5\n").to_dict()
+
+
 def test_schema_knows_the_section_and_the_loss():
     schema = json.dumps(experiment_schema())
-    for word in ("data_codebooks", "data_edges"):
-        assert word not in schema
     for word in ('"meaningful"', "hl_gauss", '"vocab"', '"spectrum"', "sample_k"):
         assert word in schema
 

@@ -396,7 +396,7 @@ def test_edges_lie_halfway_and_as_far_out_as_in():
 
 def test_codebooks_are_looked_at_once_in_a_loop(monkeypatch):
     """Checking them waits for a device; other tensors, changed ones and other settings are looked at again."""
-    from etude.multimodal.loss import combined_loss as combined
+    from etude.multimodal.loss import combined
 
     calls = []
     usual = combined.make_reconstructions

@@ -87,8 +87,8 @@ def losses(kind, logits, values, targets, **options):
     loss = make_reconstruction(kind, torch.tensor(values, dtype=torch.float64), **options)
     rows, true = torch.tensor(np.asarray(logits), dtype=torch.float64), torch.tensor(targets)
     plain = loss.row_losses(rows, true).numpy()
-    settled = loss.settle(rows.clone(), rows.softmax(-1), true, None)
-    np.testing.assert_allclose(settled.losses.numpy(), plain, rtol=1e-10, atol=1e-12)
+    found = loss.chunk_loss(rows.clone(), rows.softmax(-1), true, None)
+    np.testing.assert_allclose(found.losses.numpy(), plain, rtol=1e-10, atol=1e-12)
     return plain
 
 
@@ -99,7 +99,7 @@ def gradients(kind, logits, values, target):
     true = torch.tensor([target])
     (plain,) = torch.autograd.grad(loss.row_losses(row, true).sum(), row)
     written = row.detach().clone()
-    loss.settle(written, row.detach().softmax(-1), true, torch.ones(len(true), dtype=written.dtype))
+    loss.chunk_loss(written, row.detach().softmax(-1), true, torch.ones(len(true), dtype=written.dtype))
     return plain[0].numpy(), written[0].numpy()
 
 

@@ -199,6 +199,13 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
 
+    def facts(self) -> Mapping[str, Any]:
+        """Return plain data that every checkpoint keeps in its `meta.json`, beside that of the task."""
+        return {}
+
+    def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
+        """Raise CheckpointError if the facts of the checkpoint at `place` contradict those of this run."""
+
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
@@ -342,6 +349,15 @@ class CallbackList:
             return {}
         with self.around("numbers"):
             return {name: value for callback in givers for name, value in callback.numbers().items()}
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts of all callbacks."""
+        return {name: value for callback in self._callbacks for name, value in callback.facts().items()}
+
+    def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
+        """Let every callback compare the facts of the checkpoint at `place` with its own."""
+        for callback in self._callbacks:
+            callback.check_facts(saved, place)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each callback, by class name and its place among those of its class."""

@@ -26,7 +26,6 @@ from etude.core import ConfigError
 from etude.experiment.data_checks import settle_data
 from etude.experiment.dialects import MOVED_KEYS, moved_settings, trainer_settings, unify_dialects
 from etude.experiment.features import all_features, features_for, with_features
-from etude.experiment.meaningful_dialect import meaningful_settings
 from etude.experiment.outputs import settle_outputs
 from etude.trainer import TrainerConfig
 
@@ -60,7 +59,7 @@ _COMPONENT_ROOMS = (
     "losses",
     "metrics",
     "models",
-    "multimodal.loss_section",
+    "multimodal.loss",
     "multitask.gradient_monitor",
     "multitask.heads",
     "multitask.weighting",
@@ -120,7 +119,11 @@ class ExperimentConfig:
         for feature in self.features:
             result |= feature.plain(self.sections)
         result = {key: result[key] for key in _SECTIONS if key in result}
-        moved = {*MOVED_KEYS, *meaningful_settings(self.selection("loss"))}
+        loss = self.selection("loss")
+        moved = {
+            *MOVED_KEYS,
+            *(("meaningful_loss",) if loss is not None and loss.component.name == "meaningful" else ()),
+        }
         result["training"] = {
             key: value
             for key, value in result["training"].items()

@@ -1,12 +1,12 @@
 """Two habits of writing configs, one schema: keys that some files keep under `training` move to their own section."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from etude.config import Document, Selection, canonical_keys
+from etude.config.moving import put_setting
 from etude.config.signature import parameters_of
-from etude.experiment.meaningful_dialect import meaningful_settings, move_meaningful_loss
-from etude.experiment.moving import put_setting
 from etude.trainer import TRAINING_ALIASES
 from etude.trainer.assembly import DEFAULT_SCHEDULE
 
@@ -17,6 +17,9 @@ _MOVES = {
     "scheduler_type": ("scheduler", "name", ("name",)),
 }
 """Key under `training` → section, key there, and the spellings under which that section may already have it."""
+
+_MEANINGFUL = "etude.multimodal.training_section"
+"""What moves `training.meaningful_loss`; imported only for files with that key or that loss."""
 
 MOVED_KEYS = (*_MOVES, "use_scheduler")
 """Keys of `training` that are kept in other sections."""
@@ -49,7 +52,8 @@ def unify_dialects(document: Document) -> None:
     for key, (section, name, spellings) in _MOVES.items():
         if training.get(key) is not None:
             _move(document, training, key, section, name, spellings)
-    move_meaningful_loss(document, training)
+    if training.get("meaningful_loss") is not None:
+        import_module(_MEANINGFUL).move_meaningful_loss(document, training)
 
 
 def trainer_settings(sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +84,9 @@ def moved_settings(sections: Mapping[str, Any]) -> dict[str, Any]:
         arguments = scheduler.defaults | scheduler.arguments
         found |= {"use_scheduler": True, "scheduler_type": scheduler.component.name}
         found["warmup_steps"] = arguments.get("warmup_steps")
-    return found | meaningful_settings(sections.get("loss"))
+    if (loss := sections.get("loss")) is not None and loss.component.name == "meaningful":
+        found["meaningful_loss"] = import_module(_MEANINGFUL).meaningful_settings(loss)
+    return found
 
 
 def _settings(selection: Selection) -> set[str]:

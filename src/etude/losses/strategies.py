@@ -56,6 +56,13 @@ class LossStrategy(ABC):
     def decide(self, decisions: Mapping[str, Any]) -> None:  # noqa: B027
         """Replace all decisions by those that `decisions` returned."""
 
+    def facts(self) -> Mapping[str, Any]:
+        """Return plain data about the loss that checkpoints keep beside the weights."""
+        return {}
+
+    def check_facts(self, saved: Mapping[str, Any], place: object) -> None:  # noqa: B027
+        """Raise CheckpointError if the facts of the checkpoint at `place` contradict those of this loss."""
+
     def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return predictions and the labels that line up with them, -100 where there is none: what metrics compare."""
         logits, labels = logits_of(output), required_labels(batch, "a metric")

@@ -55,6 +55,14 @@ class SupervisedTask:
         """Give the strategy these decisions."""
         self.strategy.decide(decisions)
 
+    def facts(self) -> Mapping[str, Any]:
+        """Return what checkpoints keep of the strategy."""
+        return self.strategy.facts()
+
+    def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
+        """Raise CheckpointError if the facts of the checkpoint at `place` contradict those of the strategy."""
+        self.strategy.check_facts(saved, place)
+
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
         """Return the count of every weighted term from the batch alone, or None if the strategy cannot know it."""
         return self.strategy.counts(batch)

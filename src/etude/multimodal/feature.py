@@ -1,12 +1,10 @@
 """The section `vocab` and the loss `meaningful` of experiment files: what they add to a config and to its run."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
-from torch import Tensor
 
 from etude.config import (
     Document,
@@ -20,20 +18,18 @@ from etude.config import (
     selections_in,
 )
 from etude.core import ConfigError, DataError
+from etude.core.spelling import suggest
 from etude.data import DataSplits
+from etude.engine.callback import Callback
 from etude.multimodal.folder import Modalities
-from etude.multimodal.loss_section import (
-    LOSS_PROVIDED,
-    MEANINGFUL,
-    NO_VOCABULARY,
-    OF_A_TASK,
-    loss_problems,
-    meaningful_loss,
-)
-from etude.multimodal.training import check_vocabulary, describe_vocabulary
+from etude.multimodal.loss.strategy import MEANINGFUL, NO_VOCABULARY, MeaningfulLoss, read_codebook
 from etude.multimodal.vocab import SPECIAL, VocabSpec, build_vocab_spec
 
 Size = Annotated[int, Field(ge=1)]
+OF_A_TASK = (
+    "a task learns from one number, and the meaningful loss has one for each modality; "
+    "train it by itself, with `loss:` in place of `tasks:`"
+)
 
 
 class VocabSection(SectionModel):
@@ -58,36 +54,23 @@ class VocabSection(SectionModel):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the section says nothing of any modality."""
-        return self.image is self.scalar is self.spectrum is None and not self.modalities
+        """Whether the section says nothing."""
+        return not self.has_sizes and "special" not in self.model_fields_set
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether it says the size of a modality."""
+        return any((self.image, self.scalar, self.spectrum, self.modalities))
 
     def build(self) -> VocabSpec | None:
-        """Return the vocabulary, None if the section is empty; raise ConfigError if it contradicts itself."""
+        """Return the vocabulary, None if the section is empty; raise ConfigError if it cannot be."""
         if self.is_empty:
             return None
+        if not self.has_sizes:
+            raise ConfigError("names special tokens and no modality; add `image: 2048` or `modalities: {class: 8}`")
         return build_vocab_spec(
             self.image, self.scalar, self.spectrum, modalities=self.modalities, special=self.special
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What an experiment knows of its tokens."""
-
-    vocab: VocabSpec
-    codebooks: Mapping[str, Tensor] = field(default_factory=dict)
-    """The values of tokens, of those modalities whose values the data has."""
-    edges: Mapping[str, Tensor] = field(default_factory=dict)
-    """The bounds of the bins of scalars."""
-
-    @property
-    def provided(self) -> dict[str, Any]:
-        """What losses are given."""
-        return dict(zip(LOSS_PROVIDED, (self.vocab, self.codebooks, self.edges), strict=True))
-
-    def describe(self) -> dict[str, Any]:
-        """Return what checkpoints keep of it."""
-        return describe_vocabulary(self.vocab, self.codebooks)
 
 
 class Vocabularies(Feature):
@@ -111,32 +94,44 @@ class Vocabularies(Feature):
     def before_model(self, draft: RunDraft) -> None:
         """Give the vocabulary to losses and checkpoints, and its size to the model."""
         section = draft.sections.get("vocab") or VocabSection()
-        vocabulary = find_vocabulary(section, draft.splits, draft.document)
-        if vocabulary is not None:
+        modalities = find_vocabulary(section, draft.splits, draft.document)
+        if modalities is not None:
             # The data may ask for room for more.
-            draft.vocab_size = max(draft.vocab_size or 0, vocabulary.vocab.vocab_size)
-            draft.given |= vocabulary.provided
-            draft.facts |= vocabulary.describe()
-
-    def evaluating(self, trainer: Any, checkpoint: Any) -> None:
-        """Raise CheckpointError if the checkpoint is of another vocabulary."""
-        check_vocabulary(checkpoint.meta, trainer.meta, checkpoint.path)
+            draft.vocab_size = max(draft.vocab_size or 0, modalities.vocab_size)
+            draft.given["vocab"] = modalities
+            draft.callbacks.append(KeepsVocabulary(modalities))
 
 
-def find_vocabulary(section: VocabSection, splits: DataSplits, document: Document) -> Vocabulary | None:
-    """Return the vocabulary of the data, else that of the section; raise ConfigError if they do not agree."""
+class KeepsVocabulary(Callback):
+    """Keeps the vocabulary in checkpoints, whichever loss there is, and refuses those of another one."""
+
+    def __init__(self, modalities: Modalities) -> None:
+        super().__init__()
+        self.modalities = modalities
+
+    def facts(self) -> dict[str, Any]:
+        """Return the vocabulary, and what identifies the codebooks."""
+        return self.modalities.facts()
+
+    def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
+        """Raise CheckpointError if a checkpoint is of another vocabulary or other codebooks."""
+        self.modalities.check_facts(saved, place)
+
+
+def find_vocabulary(section: VocabSection, splits: DataSplits, document: Document) -> Modalities | None:
+    """Return the modalities of the data, else those of the section; raise ConfigError if they do not agree."""
     said = section.build()
     modalities = splits.token_schema
     if isinstance(modalities, Modalities):
         if said is not None:
             _refuse([Problem("vocab", text) for text in _disagreement(said, modalities.vocab)], document)
-        return Vocabulary(modalities.vocab, modalities.codebooks, modalities.edges)
+        return modalities
     if said is None:
         return None
     if splits.vocab_size is not None and splits.vocab_size > said.vocab_size:
         text = f"the data has {splits.vocab_size} tokens, the vocabulary only {said.vocab_size}; enlarge it"
         _refuse([Problem("vocab", text)], document)
-    return Vocabulary(said)
+    return Modalities(said)
 
 
 def settle_vocabulary(sections: Mapping[str, Any], document: Document) -> None:
@@ -155,15 +150,40 @@ def settle_vocabulary(sections: Mapping[str, Any], document: Document) -> None:
         problems += [Problem("vocab", text) for text in _disagreement(said, told)]
     vocab = told if told is not None else said
     for path, one in selections_in(sections).items():
-        if path != "loss" and one.component.factory is meaningful_loss:
+        if path != "loss" and one.component.factory is MeaningfulLoss:
             problems.append(Problem(path, OF_A_TASK))
     loss: Selection | None = sections.get("loss")
     if loss is not None and loss.component.name == MEANINGFUL:
         if vocab is not None:
-            problems += loss_problems("loss", loss, vocab)
+            problems += _loss_problems(loss, vocab)
         elif is_known:
             problems.append(Problem("loss", NO_VOCABULARY))
     _refuse(problems, document)
+
+
+def _loss_problems(loss: Selection, vocab: VocabSpec) -> Iterator[Problem]:
+    """Yield what is wrong with a meaningful loss for this vocabulary; codebook files are looked at where they exist."""
+    for key in ("weights", "kind", "codebooks", "edges"):
+        given = loss.arguments.get(key)
+        for name in given if isinstance(given, Mapping) else ():
+            if name not in vocab.modalities:
+                yield Problem(f"loss.{key}.{name}", _no_modality(name, vocab.modalities))
+    codebooks: Mapping[str, Any] = loss.arguments.get("codebooks") or {}
+    for name, file in codebooks.items():
+        if name in vocab.modalities and Path(file).expanduser().is_file():
+            try:
+                read_codebook(file, name, vocab)
+            except (ConfigError, DataError) as error:
+                yield Problem(f"loss.codebooks.{name}", str(error))
+
+
+def _no_modality(name: str, known: Collection[str]) -> str:
+    """Return the message about a modality that the vocabulary does not have.
+
+    >>> _no_modality("imgae", ["image", "scalar"])
+    "the vocabulary has no modality 'imgae'; did you mean 'image'? (there are: image, scalar)"
+    """
+    return f"the vocabulary has no modality '{name}'{suggest(name, known)}"
 
 
 def _peek(data: Selection | None) -> tuple[VocabSpec | None, bool]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from etude.data.tokens import TokenFile
 from etude.data.tokens.places import exists, is_remote, local_copy, local_path
 from etude.data.tokens.schema import TokenSchema, folder_of
 from etude.data.tokens.vectors import chunks
+from etude.multimodal.facts import check_vocabulary, describe_vocabulary
 from etude.multimodal.tokenizers.loading import Tokenizer, load_tokenizer
 from etude.multimodal.tokenizers.scalar import ScalarTokenizer
 from etude.multimodal.tokenizers.storing import SUFFIX
@@ -108,6 +110,14 @@ class Modalities(TokenSchema):
             if found := next(_differences(mine, theirs, here, there), None):
                 return f"modality '{name}' has other {found}"
         return None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the vocabulary, and what identifies the codebooks."""
+        return describe_vocabulary(self.vocab, self.codebooks)
+
+    def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
+        """Raise CheckpointError if a checkpoint is of another vocabulary or other codebooks."""
+        check_vocabulary(saved, self.facts(), place)
 
 
 def _differences(mine: Tokenizer, theirs: Tokenizer, here: str, there: str) -> Iterator[str]:

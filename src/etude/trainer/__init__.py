@@ -2,7 +2,7 @@
 
 from etude.trainer.assembly import planned_steps
 from etude.trainer.basic import BasicTrainingLoop
-from etude.trainer.config import TRAINING_ALIASES, MeaningfulLossConfig, TrainerConfig
+from etude.trainer.config import TRAINING_ALIASES, TrainerConfig
 from etude.trainer.device import configure_cuda_performance, make_deterministic, resolve_device
 from etude.trainer.functions import training_step
 from etude.trainer.loops import TrainingLoop
@@ -14,7 +14,6 @@ __all__ = [
     "TRAINING_ALIASES",
     "BasicTrainingLoop",
     "EpochResult",
-    "MeaningfulLossConfig",
     "Trainer",
     "TrainerConfig",
     "TrainingLoop",

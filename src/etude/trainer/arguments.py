@@ -2,17 +2,20 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from etude.core import ConfigError, DataError
+from etude.core import ConfigError, DataError, Task
+from etude.core.spelling import did_you_mean
 from etude.core.whole import as_whole
 from etude.engine.callback import Callback
-from etude.losses import LossStrategy
+from etude.losses import LossStrategy, SupervisedTask, as_strategy
+from etude.trainer.config import TrainerConfig
 
 Section = str | Mapping[str, Any]
 """A registered component as a config file says it: its name, or a mapping with `name` and arguments."""
@@ -54,6 +57,34 @@ def check_task(task: Any) -> None:
         _refuse_class("task", task)
         if not callable(task):
             raise ConfigError(f"task must be callable as task(model, batch, metrics=…), found {_kind(task)}")
+
+
+def make_task(
+    of: type, loss: Any, task: Any, config: TrainerConfig, modalities: Mapping[str, Any], sources: Sequence[Any]
+) -> Task:
+    """Return the task of a trainer: the one given, that of a loss, or that of tokens of several modalities.
+
+    Modalities are the business of their room, which is looked up only where it is needed. Raises ConfigError if what
+    is given contradicts, TypeError for a keyword argument that the class `of` does not have.
+    """
+    if modalities or config.meaningful_loss is not None:
+        try:
+            room = import_module("etude.multimodal.training")
+        except ModuleNotFoundError as error:
+            name = next(iter(modalities), "config.meaningful_loss")
+            near = did_you_mean(name, inspect.signature(of).parameters)
+            raise TypeError(f"{of.__name__}() has no argument '{name}'{near}") from error
+        made: Task = room.make_task(loss, task, config.meaningful_loss, modalities, of, sources)
+        return made
+    return plain_task(loss, task)
+
+
+def plain_task(loss: Any, task: Any) -> Task:
+    """Return the task that is given, or that of a loss."""
+    check_task(task)
+    if loss is not None and task is not None:
+        raise ConfigError("loss= and task= both say what is learned; keep one of them")
+    return task if task is not None else SupervisedTask(as_strategy(as_loss(loss)))
 
 
 def as_callbacks(callbacks: Any) -> list[Callback]:

@@ -1,19 +1,17 @@
 """`TrainerConfig`: the `training` section of an experiment, and what a `Trainer` in Python is configured with."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
 from etude.config import SectionModel
 from etude.engine.accumulation import GradientAccumulator
-from etude.multimodal.loss import KindName
 
 Positive = Annotated[float, Field(gt=0)]
 LARGEST = 10**12
 """Above all steps, epochs and samples that a run can have; still exact as a float."""
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 CountFrom0 = Annotated[int, Field(ge=0, le=LARGEST)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 _PRECISIONS: dict[str, PrecisionName] = {
@@ -24,59 +22,6 @@ _PRECISIONS: dict[str, PrecisionName] = {
     "bf16": "bf16",
     "fp16": "fp16",
 }
-
-
-class MeaningfulLossConfig(SectionModel):
-    """Settings of the expected-value reconstruction loss, `MeaningfulLoss`.
-
-    >>> config = MeaningfulLossConfig(weight_image=0.5, weights={"period": 0.2})
-    >>> config.all_weights
-    {'image': 0.5, 'period': 0.2}
-    """
-
-    model_config = ConfigDict(use_attribute_docstrings=True, validate_by_name=True)
-
-    enabled: bool = True
-    """false leaves cross entropy alone."""
-    sample_k_per_modality: Count | None = Field(
-        default=4096, validation_alias=AliasChoices("sample_k_per_modality", "sample_k")
-    )
-    """Positions of a batch that are drawn for each modality; null looks at all of them."""
-    weight: Weight = 0.1
-    """Weight of the reconstruction of every modality that no other key names."""
-    weight_image: Weight | None = None
-    """Weight of the modality `image`."""
-    weight_scalar: Weight | None = None
-    """Weight of the modality `scalar`."""
-    weight_spectrum: Weight | None = None
-    """Weight of the modality `spectrum`."""
-    weights: dict[str, Weight] = Field(default_factory=dict)
-    """Weight of any modality, by name."""
-    kind: KindName | dict[str, KindName] = "mse"
-    """How values are compared: mse, huber, hl_gauss or wasserstein; one for all modalities, or by name."""
-    huber_delta: Positive = 1.0
-    """Where Huber's loss becomes linear, in the units of the values."""
-    hl_sigma: Positive = 0.75
-    """Width of HL-Gauss's Gaussian, in bins."""
-    use_ce: bool = True
-    """Cross entropy with the tokens themselves besides."""
-
-    @model_validator(mode="after")
-    def _said_once(self) -> "MeaningfulLossConfig":
-        for name in self.weights:
-            if name in self._named:
-                raise ValueError(f"the weight of {name!r} is given twice, by weight_{name} and weights; keep one")
-        return self
-
-    @property
-    def all_weights(self) -> dict[str, float]:
-        """The weight of every modality that has one of its own."""
-        return {**self._named, **self.weights}
-
-    @property
-    def _named(self) -> dict[str, float]:
-        named = {"image": self.weight_image, "scalar": self.weight_scalar, "spectrum": self.weight_spectrum}
-        return {name: weight for name, weight in named.items() if weight is not None}
 
 
 class ActivationCheckpointing(SectionModel):
@@ -183,8 +128,8 @@ class TrainerConfig(SectionModel):
     """Batches each worker loads ahead."""
     prefetch: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Batches that a thread makes ready, copies to CUDA included, of tensors or tokens; 0 makes them when due."""
-    meaningful_loss: MeaningfulLossConfig | None = None
-    """Expected-value reconstruction loss for models over tokens of several modalities."""
+    meaningful_loss: dict[str, Any] | None = None
+    """Settings of the loss `meaningful`, for models over tokens of several modalities."""
 
     @field_validator("grad_accum_steps")
     @classmethod

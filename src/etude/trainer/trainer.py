@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,13 +35,12 @@ from etude.engine.schedule import LearningRate
 from etude.engine.state import TrainState
 from etude.engine.step import Step
 from etude.engine.update import Updater
-from etude.losses import LossStrategy
+from etude.losses import LossStrategy, SupervisedTask
 from etude.monitor import RunFolder
-from etude.multimodal.training import Modalities, check_vocabulary, make_task, vocabulary_of
 from etude.multitask.curriculum import Curriculum, Phase
 from etude.multitask.training import check_data, join_weighting, train_weighting
 from etude.optim import Schedule
-from etude.trainer.arguments import Section, as_callbacks, as_epochs, as_tensors, check_model, check_names
+from etude.trainer.arguments import Section, as_callbacks, as_epochs, as_tensors, check_model, check_names, make_task
 from etude.trainer.assembly import (
     PlannedSchedule,
     TorchScheduler,
@@ -97,7 +96,7 @@ class Trainer:
         world: World | None = None,
         meta: Mapping[str, Any] | None = None,
         whole_config: Mapping[str, Any] | None = None,
-        **modalities: Unpack[Modalities],
+        **modalities: Any,
     ) -> None:
         """Put a run together; nothing is trained and nothing written yet.
 
@@ -149,7 +148,7 @@ class Trainer:
         elif self.device.type == "cuda" and config.resolved_precision != "fp32":
             configure_cuda_performance()
         self.name = name
-        self.task = make_task(loss, task, config.meaningful_loss, modalities, type(self), (train_loader, val_loader))
+        self.task = make_task(type(self), loss, task, config, modalities, (train_loader, val_loader))
         join_weighting(model, self.task)
         # A batch for some of the tasks leaves the heads of the others without gradients.
         unused = config.find_unused_parameters or isinstance(self.task, SeveralTasks)
@@ -222,7 +221,9 @@ class Trainer:
             config.seed,
             self.task,
         )
-        self.meta = {**(meta or {}), **vocabulary_of(self.task)}
+        self.meta = {**(meta or {}), **self.callbacks.facts()}
+        if isinstance(self.task, SupervisedTask):
+            self.meta |= self.task.facts()
         self._whole_config = whole_config
         self._resumed = False
         self._interrupts: Interrupts | None = None  # those of the training under way or last
@@ -330,12 +331,18 @@ class Trainer:
         self._resumed = True
 
     def _read(self, path: Path) -> Checkpoint:
-        """Read a checkpoint on every rank; raise CheckpointError if it is of another vocabulary."""
+        """Read a checkpoint on every rank; raise CheckpointError if its facts contradict those of this run."""
         checkpoint = self.world.attempt(lambda: read_checkpoint(path))
         assert checkpoint is not None
-        with explained(path, "vocabulary"):
-            check_vocabulary(checkpoint.meta, self.meta, checkpoint.path)
+        with explained(path, "meta"):
+            self.check_facts(checkpoint)
         return checkpoint
+
+    def check_facts(self, checkpoint: Checkpoint) -> None:
+        """Raise CheckpointError if a checkpoint is of something else, such as another vocabulary."""
+        if isinstance(self.task, SupervisedTask):
+            self.task.check_facts(checkpoint.meta, checkpoint.path)
+        self.callbacks.check_facts(checkpoint.meta, checkpoint.path)
 
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> Path | None:
         """Write a checkpoint of this moment into the run folder and return its path."""

@@ -1,6 +1,6 @@
 """Losses that know what tokens mean: expected values of a modality's codebook or bin centres, beside cross entropy."""
 
-from etude.multimodal.loss.combined_loss import combined_loss
+from etude.multimodal.loss.combined import combined_loss
 from etude.multimodal.loss.hl_gauss import bin_edges
 from etude.multimodal.loss.kinds import make_reconstruction
 from etude.multimodal.loss.reconstruction import KindName, Reconstruction

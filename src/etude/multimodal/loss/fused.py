@@ -242,8 +242,8 @@ def _chunk(
         slopes = 1.0 - logits.square() if gradients else None
         logits.mul_(p.softcap)
     torch.softmax(logits, 1, out=probs)
-    settled = p.reconstruction.settle(logits, probs, p.targets[rows], p.row_weights[rows] if gradients else None)
-    result.losses[rows], result.squared_errors[rows] = settled
+    found = p.reconstruction.chunk_loss(logits, probs, p.targets[rows], p.row_weights[rows] if gradients else None)
+    result.losses[rows], result.squared_errors[rows] = found
     if gradients:
         add_logit_gradients(
             logits if slopes is None else logits.mul_(slopes),

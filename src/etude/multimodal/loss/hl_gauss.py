@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import ConfigError, DataError
-from etude.multimodal.loss.reconstruction import Reconstruction, Settled, is_positive, row_products
+from etude.multimodal.loss.reconstruction import HL_SIGMA, ChunkLoss, Reconstruction, is_positive, row_products
 
 EQUAL = 1e-12
 """Squared distances up to this share of the vectors' own squares are rounding errors of products, and stand for 0."""
@@ -24,7 +24,7 @@ class HLGauss(Reconstruction):
 
     name = "hl_gauss"
 
-    def __init__(self, values: Tensor, sigma: float = 0.75, edges: Tensor | None = None) -> None:
+    def __init__(self, values: Tensor, sigma: float = HL_SIGMA, edges: Tensor | None = None) -> None:
         """Raise DataError if bins are not in increasing order or if the edges do not belong to them."""
         super().__init__(values)
         if not is_positive(sigma):
@@ -53,7 +53,7 @@ class HLGauss(Reconstruction):
         """Return -Σ q_i · log p_i, with q the soft target."""
         return -(self.soft_targets(targets).to(logits) * torch.log_softmax(logits, -1)).sum(1)
 
-    def settle(self, logits: Tensor, probs: Tensor, targets: Tensor, row_weights: Tensor | None) -> Settled:
+    def chunk_loss(self, logits: Tensor, probs: Tensor, targets: Tensor, row_weights: Tensor | None) -> ChunkLoss:
         """The gradient of logit i is p_i - q_i."""
         wanted = self.soft_targets(targets)
         largest, place = logits.max(1, keepdim=True)
@@ -63,7 +63,7 @@ class HLGauss(Reconstruction):
         squared = self.errors(probs, targets).square_().mean(1)
         if row_weights is not None:
             torch.sub(probs, wanted, out=logits).mul_(row_weights[:, None])
-        return Settled(losses, squared)
+        return ChunkLoss(losses, squared)
 
     def _neighbours(self) -> Tensor:
         """Return the distance of every value from the nearest other one; of equal ones, the least there is."""

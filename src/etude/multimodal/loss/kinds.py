@@ -11,7 +11,7 @@ E = Σ p_i c_i the expected value.
 The first two see the distribution through its mean alone: mass on both sides of the truth, and none near it, is as good
 as the truth to them. The last two are least only where the mass lies at the truth.
 
-Each kind has the plain formula, `row_losses`, which torch differentiates, and `settle`, which works in place.
+Each kind has the plain formula, `row_losses`, which torch differentiates, and `chunk_loss`, which works in place.
 """
 
 from abc import abstractmethod
@@ -23,7 +23,15 @@ from torch import Tensor
 from etude.core.errors import ConfigError
 from etude.core.spelling import suggest
 from etude.multimodal.loss.hl_gauss import HLGauss
-from etude.multimodal.loss.reconstruction import KindName, Reconstruction, Settled, is_positive, row_products
+from etude.multimodal.loss.reconstruction import (
+    HL_SIGMA,
+    HUBER_DELTA,
+    ChunkLoss,
+    KindName,
+    Reconstruction,
+    is_positive,
+    row_products,
+)
 
 
 class _OfExpectation(Reconstruction):
@@ -46,7 +54,7 @@ class _OfExpectation(Reconstruction):
         values = self.centred.to(logits)
         return self.penalty(torch.softmax(logits, -1) @ values - values[targets])
 
-    def settle(self, logits: Tensor, probs: Tensor, targets: Tensor, row_weights: Tensor | None) -> Settled:
+    def chunk_loss(self, logits: Tensor, probs: Tensor, targets: Tensor, row_weights: Tensor | None) -> ChunkLoss:
         """With s the gradient of the penalty, that of logit i is p_i · (s·c_i - s·E)."""
         errors = self.errors(probs, targets)
         if row_weights is not None:
@@ -54,7 +62,7 @@ class _OfExpectation(Reconstruction):
             shift = slopes.mul(errors + self.centred[targets]).sum(1, keepdim=True)
             torch.mm(torch.cat([slopes, shift.neg_()], 1), self.with_ones, out=logits)
             logits.mul_(probs)
-        return Settled(self.penalty(errors), errors.square().mean(1))
+        return ChunkLoss(self.penalty(errors), errors.square().mean(1))
 
 
 class MeanSquaredError(_OfExpectation):
@@ -76,7 +84,7 @@ class Huber(_OfExpectation):
 
     name = "huber"
 
-    def __init__(self, values: Tensor, delta: float = 1.0) -> None:
+    def __init__(self, values: Tensor, delta: float = HUBER_DELTA) -> None:
         super().__init__(values)
         if not is_positive(delta):
             raise ConfigError(f"huber_delta is {delta!r}; it must be a number above 0, in the units of the values")
@@ -109,13 +117,13 @@ class Wasserstein(Reconstruction):
         """Return the expected distance from the true value."""
         return (torch.softmax(logits, -1) * self.distances(targets).to(logits)).sum(1)
 
-    def settle(self, logits: Tensor, probs: Tensor, targets: Tensor, row_weights: Tensor | None) -> Settled:
+    def chunk_loss(self, logits: Tensor, probs: Tensor, targets: Tensor, row_weights: Tensor | None) -> ChunkLoss:
         """The gradient of logit i is p_i · (distance of c_i - loss)."""
         distances = self.distances(targets)
         losses = row_products(probs, distances)
         if row_weights is not None:
             torch.sub(distances, losses[:, None], out=logits).mul_(probs).mul_(row_weights[:, None])
-        return Settled(losses, self.errors(probs, targets).square_().mean(1))
+        return ChunkLoss(losses, self.errors(probs, targets).square_().mean(1))
 
 
 def make_reconstruction(
@@ -123,8 +131,8 @@ def make_reconstruction(
     values: Tensor,
     *,
     edges: Tensor | None = None,
-    huber_delta: float = 1.0,
-    hl_sigma: float = 0.75,
+    huber_delta: float = HUBER_DELTA,
+    hl_sigma: float = HL_SIGMA,
 ) -> Reconstruction:
     """Return the loss of that name for these values; raise ConfigError if there is none of that name.
 

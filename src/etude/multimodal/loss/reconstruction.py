@@ -12,10 +12,14 @@ from torch import Tensor
 from etude.core.errors import DataError
 
 KindName = Literal["mse", "huber", "hl_gauss", "wasserstein"]
+HUBER_DELTA = 1.0
+"""Where Huber's loss becomes linear, in the units of the values."""
+HL_SIGMA = 0.75
+"""Width of HL-Gauss's Gaussian, in bins."""
 
 
-class Settled(NamedTuple):
-    """What a chunk comes to, one number for each row."""
+class ChunkLoss(NamedTuple):
+    """Losses of a chunk, one number for each row."""
 
     losses: Tensor
     squared_errors: Tensor
@@ -61,7 +65,7 @@ class Reconstruction(ABC):
         """Return the loss (n,) of every row of logits (n, V) for the true tokens (n,), counted from 0: the formula."""
 
     @abstractmethod
-    def settle(self, logits: Tensor, probs: Tensor, targets: Tensor, row_weights: Tensor | None) -> Settled:
+    def chunk_loss(self, logits: Tensor, probs: Tensor, targets: Tensor, row_weights: Tensor | None) -> ChunkLoss:
         """Return the losses of a chunk; with `row_weights` leave gradients of row_weight · loss in `logits`.
 
         `probs` are the softmax of the logits. Both may be overwritten.

@@ -3,11 +3,15 @@
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Gt
+from pydantic_core import core_schema
 from torch import Tensor, nn
 
+from etude.config.registry import register
 from etude.core.batch import Batch
 from etude.core.calling import ModelCall, unwrap
 from etude.core.errors import ConfigError, DataError
@@ -17,10 +21,12 @@ from etude.losses.fused_head import FusedHead, NamesItsHead
 from etude.losses.language import LanguageModelingLoss, is_encoder_decoder, token_predictions
 from etude.losses.perplexity import perplexity
 from etude.losses.strategies import Smoothing
+from etude.multimodal.codebooks.loading import load_codebook, load_npz_key
+from etude.multimodal.facts import check_vocabulary, describe_vocabulary
+from etude.multimodal.folder import Modalities
 from etude.multimodal.loss.positions import count_positions
+from etude.multimodal.loss.reconstruction import HL_SIGMA, HUBER_DELTA, KindName
 from etude.multimodal.loss.terms import (
-    SAMPLE_K,
-    WEIGHT,
     check_codebooks,
     check_modalities,
     check_numbers,
@@ -34,7 +40,29 @@ from etude.multimodal.vocab import VocabSpec
 
 logger = logging.getLogger("etude")
 
+MEANINGFUL = "meaningful"
+"""The name of the loss in config files."""
+ALIASES = {"sample_k_per_modality": "sample_k"}
+"""Other spellings of settings."""
+NO_VOCABULARY = (
+    "the meaningful loss needs a vocabulary, and neither the data nor a `vocab:` section has one; "
+    "add `vocab: {image: 2048, …}`, the number of tokens of each modality"
+)
 
+
+class _File:
+    """Marks values that a config file gives by the path of a file."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.str_schema()
+
+
+Values = Annotated[Any, _File()]
+"""A tensor, an array or a list of numbers, or the path of a file (.safetensors, .npz, .npy, .joblib)."""
+Weight = Annotated[float, Ge(0)]
+
+
+@register("loss", MEANINGFUL, aliases=ALIASES, provided=("vocab",))
 class MeaningfulLoss(LanguageModelingLoss):
     """Cross entropy with the next token, and for each modality with a codebook the loss of its expected value.
 
@@ -49,37 +77,39 @@ class MeaningfulLoss(LanguageModelingLoss):
 
     def __init__(
         self,
-        vocab: VocabSpec,
-        codebooks: Mapping[str, Any],
+        vocab: VocabSpec | Modalities | None = None,
+        codebooks: Mapping[str, Values] | None = None,
         *,
-        weights: Mapping[str, float] | None = None,
-        weight: float = WEIGHT,
-        kind: str | Mapping[str, str] = "mse",
-        sample_k: int | None = SAMPLE_K,
-        use_ce: bool = True,
-        enabled: bool = True,
         edges: Mapping[str, Any] | None = None,
-        huber_delta: float = 1.0,
-        hl_sigma: float = 0.75,
+        enabled: bool = True,
+        sample_k: Annotated[int, Ge(1)] | None = 4096,
+        weight: Weight = 0.1,
+        weights: Mapping[str, Weight] | None = None,
+        kind: KindName | Mapping[str, KindName] = "mse",
+        huber_delta: Annotated[float, Gt(0)] = HUBER_DELTA,
+        hl_sigma: Annotated[float, Gt(0)] = HL_SIGMA,
+        use_ce: bool = True,
         shift: bool | None = None,
         ignore_index: int = IGNORE_INDEX,
         label_smoothing: Smoothing = 0.0,
         fused_head: bool | str | None = None,
     ) -> None:
-        """Bind a vocabulary and its codebooks.
+        """Bind a vocabulary and its codebooks. All settings of the loss, in files and elsewhere, are these arguments.
 
         Args:
-            vocab: which tokens belong to which modality.
-            codebooks: the values of a modality's tokens, (V,) or (V, D); without one there is cross entropy only.
-            weights: factors of the losses by modality; `weight` for those that are not named.
-            weight: the factor of all other modalities.
+            vocab: which tokens belong to which modality; `Modalities`, as `read_modalities` returns them, bring
+                codebooks and edges along.
+            codebooks: the values of a modality's tokens, (V,) or (V, D), or the path of a file that has them; a
+                modality without them has cross entropy only.
+            edges: edges of the bins of scalars, for hl_gauss: (V + 1,).
+            enabled: False leaves cross entropy alone.
+            sample_k: positions of each modality that are drawn in a batch; None looks at all of them.
+            weight: the factor of the loss of every modality that `weights` does not name.
+            weights: factors by modality.
             kind: mse, huber, wasserstein or hl_gauss, for all modalities or by name (mse for those not named).
-            sample_k: positions of each modality that are drawn in a batch; None looks at all.
-            use_ce: train the cross entropy too; without, it is measured in evaluation.
-            enabled: False leaves the cross entropy alone.
-            edges: edges of the bins of scalars, for hl_gauss.
             huber_delta: where Huber's loss becomes linear, in the units of the values.
             hl_sigma: width of HL-Gauss's Gaussian, in bins.
+            use_ce: train the cross entropy too; without, it is measured in evaluation.
             shift: as for `language_modeling`.
             ignore_index: the label of positions that do not count.
             label_smoothing: of the cross entropy.
@@ -87,13 +117,22 @@ class MeaningfulLoss(LanguageModelingLoss):
                 layer's name; None does so for models that tell their output layer and hand out what it returns.
         """
         super().__init__(shift, ignore_index, label_smoothing, False if fused_head is None else fused_head)
+        data = vocab if isinstance(vocab, Modalities) else None
+        vocab = data.vocab if data is not None else vocab
+        if vocab is None:
+            raise ConfigError(NO_VOCABULARY)
+        if not isinstance(vocab, VocabSpec):
+            raise ConfigError(f"vocab must be a VocabSpec, as build_vocab_spec makes, found {type(vocab).__name__}")
         self.vocab = vocab
         self.use_ce = use_ce or not enabled
         self.sample_k = sample_k
         check_modalities(weights or {}, vocab, "a weight")
-        known = codebooks if enabled else {}
+        own = {name: read_codebook(values, name, vocab) for name, values in (codebooks or {}).items()}
+        known = {**({} if data is None else data.codebooks), **own} if enabled else {}
+        # The edges of the data belong to its own centres, and are left out with them.
+        of_data = {} if data is None else {name: one for name, one in data.edges.items() if name not in own}
         self.reconstructions = make_reconstructions(
-            vocab, known, kind, edges=edges, huber_delta=huber_delta, hl_sigma=hl_sigma
+            vocab, known, kind, edges={**of_data, **(edges or {})}, huber_delta=huber_delta, hl_sigma=hl_sigma
         )
         self.weights = {name: (weights or {}).get(name, weight) for name in self.reconstructions}
         check_numbers(self.weights, sample_k)
@@ -103,7 +142,7 @@ class MeaningfulLoss(LanguageModelingLoss):
         if (owner := vocab.modality_of(ignore_index)) is not None:
             raise ConfigError(
                 f"ignore_index {ignore_index} is a token of the modality {owner!r}; labels to ignore must be no token "
-                f"of a modality, {IGNORE_INDEX} for one"
+                f"of a modality, for example {IGNORE_INDEX}"
             )
         self._chooses_head = fused_head is None
         self._tried: nn.Module | None = None
@@ -169,6 +208,22 @@ class MeaningfulLoss(LanguageModelingLoss):
         """Return the cross entropy of the tokens without label smoothing, where that is known."""
         return means.get("nll", None if self.label_smoothing else means.get("loss_ce"))
 
+    def facts(self) -> dict[str, Any]:
+        """Return the vocabulary, what identifies the codebooks, and how they are trained."""
+        facts = describe_vocabulary(self.vocab, {name: one.values for name, one in self.reconstructions.items()})
+        facts["config"]["loss_config"] = {
+            "enabled": bool(self.reconstructions),
+            "use_ce": self.use_ce,
+            "sample_k": self.sample_k,
+            "weights": dict(self.weights),
+            "kind": {name: one.name for name, one in self.reconstructions.items()},
+        }
+        return facts
+
+    def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
+        """Raise CheckpointError if a checkpoint is of another vocabulary or other codebooks."""
+        check_vocabulary(saved, self.facts(), place)
+
     def _targets(self, batch: Batch, *, masked: bool) -> tuple[Tensor, int | None]:
         labels, _ = super()._targets(batch, masked=masked)
         return labels.masked_fill(labels == self.vocab.pad_id, self.ignore_index), None
@@ -194,3 +249,19 @@ class MeaningfulLoss(LanguageModelingLoss):
             logger.debug("the output layer is not fused into the loss: %s", error)
             return None
         return head
+
+
+def read_codebook(values: Any, name: str, vocab: VocabSpec) -> Any:
+    """Return the values of a modality's tokens, from the file whose path they may be.
+
+    Raises DataError if a file does not hold one for every token.
+    """
+    if not isinstance(values, (str, Path)):
+        return values
+    path, size = str(values), vocab.range_of(name).size
+    found = load_npz_key(path) if path.endswith(".npz") else load_codebook(path)
+    if len(found) != size:
+        raise DataError(
+            f"{path} has {len(found)} values, but the modality '{name}' has {size} tokens; there must be one for each"
+        )
+    return found

@@ -16,15 +16,11 @@ from etude.multimodal.loss.blocks import logits_sums, squared_error_sums
 from etude.multimodal.loss.fused import Part, expected_value_sums
 from etude.multimodal.loss.kinds import make_reconstruction
 from etude.multimodal.loss.positions import Positions, choose_positions
-from etude.multimodal.loss.reconstruction import Reconstruction
+from etude.multimodal.loss.reconstruction import HL_SIGMA, HUBER_DELTA, Reconstruction
 from etude.multimodal.vocab import Modality, VocabSpec
 
 logger = logging.getLogger("etude")
 
-WEIGHT = 0.1
-"""The weight of a modality's loss that is not told otherwise."""
-SAMPLE_K = 4096
-"""How many positions of a modality are looked at in a batch, if not told otherwise."""
 SHORT_NAMES = {"image": "img", "scalar": "sca", "spectrum": "spec"}
 NAMES_TAKEN = {"ce": "the cross entropy", "total": "the weighted sum"}
 """Whose the names are that no modality's loss can have."""
@@ -41,8 +37,8 @@ def make_reconstructions(
     kind: str | Mapping[str, str] = "mse",
     *,
     edges: Mapping[str, Any] | None = None,
-    huber_delta: float = 1.0,
-    hl_sigma: float = 0.75,
+    huber_delta: float = HUBER_DELTA,
+    hl_sigma: float = HL_SIGMA,
 ) -> dict[str, Reconstruction]:
     """Return the loss of every modality that has a codebook, in the order of the vocabulary.
 

@@ -13,10 +13,9 @@ from etude.core.terms import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, cross_entropy_term, mean_of
 from etude.losses.linear import linear_cross_entropy
 from etude.multimodal.loss.reconstruction import Reconstruction
+from etude.multimodal.loss.settings import DEFAULTS, WEIGHT_OF, as_arguments, spellings_of
 from etude.multimodal.loss.terms import (
-    SAMPLE_K,
     SHORT_NAMES,
-    WEIGHT,
     check_modalities,
     check_numbers,
     check_output,
@@ -27,7 +26,9 @@ from etude.multimodal.loss.terms import (
 )
 from etude.multimodal.vocab import VocabSpec
 
-CONFIG_KEYS = ("enabled", "sample_k", "sample_k_per_modality", "weights", "kind", "huber_delta", "hl_sigma")
+_ELSEWHERE = ("use_ce", "shift", "ignore_index", "label_smoothing", "fused_head")
+"""Settings of `MeaningfulLoss` that `combined_loss` has as arguments, or that say nothing to it."""
+_SETTINGS = spellings_of(name for name in DEFAULTS if name not in _ELSEWHERE)
 CODEBOOK_NAMES = {"image_codebook": "image", "spectrum_codebook": "spectrum", "scalar_centers": "scalar"}
 
 
@@ -49,7 +50,7 @@ def combined_loss(
 
     `logits` (B, L, V) line up with `targets` (B, L), the next tokens; targets of PAD or -100 do not count. Codebooks of
     other modalities than the three come by name in `codebooks`, edges of bins (for hl_gauss) in `edges`. `config` has
-    the keys `enabled`, `sample_k`, `weight_<modality>` (0.1 each), `weights`, `kind`, `huber_delta` and `hl_sigma`. The
+    settings of `MeaningfulLoss`, such as `sample_k` and `kind`, and `weight_<modality>` for parts of `weights`. The
     numbers are `loss_total`, `loss_ce` and one for each modality (`loss_img`, `loss_sca`, `loss_spec`, `loss_<name>`),
     detached and on the device, so that nothing waits for it. Without `use_ce` the cross entropy is only measured,
     unless the others are not `enabled`. Raises TrainingError if nothing is left to learn from.
@@ -70,10 +71,11 @@ def combined_loss(
     check_output(logits, vocab)
     known = join_codebooks(codebooks, given)
     reconstructions = {}
-    if settings.enabled:
-        reconstructions = _last_call.reconstructions(vocab, known, dict(edges or {}), settings.kinds)
-    use_ce = use_ce or not settings.enabled
-    check_something_to_learn(use_ce, {name: settings.weights[name] for name in reconstructions})
+    if settings["enabled"]:
+        kinds = {key: settings[key] for key in ("kind", "huber_delta", "hl_sigma")}
+        reconstructions = _last_call.reconstructions(vocab, known, dict(edges or {}), kinds)
+    use_ce = use_ce or not settings["enabled"]
+    check_something_to_learn(use_ce, {name: settings["weights"][name] for name in reconstructions})
     tokens = targets if targets.is_floating_point() else targets.long()
     labels = tokens.masked_fill(tokens == vocab.pad_id, IGNORE_INDEX)
     terms: Terms = {"loss_ce": _cross_entropy(logits, labels, weighted=use_ce)}
@@ -82,8 +84,8 @@ def combined_loss(
         labels,
         vocab,
         reconstructions,
-        settings.weights,
-        sample_k=settings.sample_k,
+        settings["weights"],
+        sample_k=settings["sample_k"],
         metrics=False,
         generator=generator,
     )
@@ -131,25 +133,18 @@ class _LastCall:
 _last_call = _LastCall()
 
 
-class _Settings:
-    """The config of `combined_loss`, read."""
-
-    def __init__(self, config: Mapping[str, Any], vocab: VocabSpec) -> None:
-        self.enabled = bool(config.get("enabled", True))
-        self.sample_k = config.get("sample_k", config.get("sample_k_per_modality", SAMPLE_K))
-        own = {name: config[f"weight_{name}"] for name in vocab.modalities if f"weight_{name}" in config}
-        self.weights = dict.fromkeys(vocab.modalities, WEIGHT) | dict(config.get("weights") or {}) | own
-        self.kinds = {key: config[key] for key in ("kind", "huber_delta", "hl_sigma") if key in config}
-
-
-def _read_config(config: Mapping[str, Any], vocab: VocabSpec) -> _Settings:
-    allowed = (*CONFIG_KEYS, *(f"weight_{name}" for name in {**SHORT_NAMES, **vocab.modalities}))
+def _read_config(config: Mapping[str, Any], vocab: VocabSpec) -> dict[str, Any]:
+    """Return all settings, with the weight of every modality; raise ConfigError for keys that have no meaning here."""
+    allowed = [*_SETTINGS, *(f"{WEIGHT_OF}{name}" for name in {**SHORT_NAMES, **vocab.modalities})]
     for key in config:
         if key not in allowed:
             raise ConfigError(f"unknown key {key!r}{suggest(str(key), allowed, label='allowed')}")
-    settings = _Settings(config, vocab)
-    check_modalities(settings.weights, vocab, "a weight")
-    check_numbers(settings.weights, settings.sample_k)
+    others = {f"{WEIGHT_OF}{name}" for name in SHORT_NAMES if name not in vocab.modalities}
+    settings = {**DEFAULTS, **as_arguments({key: value for key, value in config.items() if key not in others})}
+    weights = settings["weights"] or {}
+    settings["weights"] = {**dict.fromkeys(vocab.modalities, settings["weight"]), **weights}
+    check_modalities(settings["weights"], vocab, "a weight")
+    check_numbers(settings["weights"], settings["sample_k"])
     return settings
 
 

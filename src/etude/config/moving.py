@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from etude.config import Document
-from etude.core import ConfigError
+from etude.config.document import Document
+from etude.core.errors import ConfigError
 
 
 def put_setting(

@@ -1,25 +1,15 @@
-"""`training.meaningful_loss` is another way to write `loss: {name: meaningful}`: its settings move there, and back."""
+"""`training.meaningful_loss`, an older way to write `loss: {name: meaningful}`: its settings move there."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from etude.config import Document, Selection, validate_section
+from etude.config import Document, Selection
+from etude.config.moving import put_setting
 from etude.core import ConfigError
-from etude.experiment.moving import put_setting
-from etude.trainer import MeaningfulLossConfig
+from etude.multimodal.loss.settings import DEFAULTS, WEIGHT_OF, read_settings, spellings_of
+from etude.multimodal.loss.strategy import ALIASES, MEANINGFUL
 
 HERE = "training.meaningful_loss"
-MEANINGFUL = "meaningful"
-"""The name of the loss."""
-_NAMED = ("image", "scalar", "spectrum")
-"""Modalities whose weight has a key of its own there, such as `weight_image`."""
-_KEYS = {
-    "sample_k_per_modality": "sample_k",
-    **{key: key for key in ("weight", "kind", "huber_delta", "hl_sigma", "use_ce")},
-}
-"""Other keys there, and the arguments of the loss that they are."""
-_SPELLINGS = {"sample_k": ("sample_k", "sample_k_per_modality")}
-"""Arguments of the loss that may be written in more than one way, in both places."""
 
 
 def move_meaningful_loss(document: Document, training: dict[str, Any]) -> None:
@@ -31,33 +21,25 @@ def move_meaningful_loss(document: Document, training: dict[str, Any]) -> None:
     loss = {"name": loss} if isinstance(loss, str) else loss
     if not isinstance(given, dict) or not (loss is None or isinstance(loss, dict)):
         return
-    try:
-        settings = validate_section(MeaningfulLossConfig, given, path=HERE, document=document)
-    except ConfigError:
-        return  # it stays where it is: validation tells this together with all other mistakes
-    if _contradicts(document, settings.enabled, loss):
+    enabled = read_settings(given, HERE, document).get("enabled", True)
+    if _contradicts(document, enabled, loss):
         if _layer(document) < document.layer("loss.name"):
             training.pop("meaningful_loss")
             return
         document.forget("loss")
         document.data["loss"] = loss = None
-    if settings.enabled:
+    if enabled:
         training.pop("meaningful_loss")
         target = document.data["loss"] = {**(loss or {}), "name": MEANINGFUL}
-        for written, path, value in _said(settings):
+        for written, path, value in _said(given):
             _put(document, target, written, path, value)
         if "loss" not in document.locations:
             document.renamed(HERE, "loss")
 
 
-def meaningful_settings(loss: Selection | None) -> dict[str, Any]:
-    """Return {"meaningful_loss": …} from the section `loss`, the way back; nothing if that is another loss."""
-    if loss is None or loss.component.name != MEANINGFUL:
-        return {}
-    weights = dict(loss.arguments.get("weights") or {})
-    named = {f"weight_{name}": weights.pop(name) for name in _NAMED if name in weights}
-    same = {key: loss.arguments[name] for key, name in _KEYS.items() if name in loss.arguments}
-    return {"meaningful_loss": MeaningfulLossConfig(**named, **same, weights=weights)}
+def meaningful_settings(loss: Selection) -> dict[str, Any]:
+    """Return the settings of the section `loss`, for a `Trainer` in Python that is given `vocab=`."""
+    return {key: value for key, value in loss.arguments.items() if key in DEFAULTS}
 
 
 def _contradicts(document: Document, enabled: bool, loss: dict[str, Any] | None) -> bool:
@@ -79,14 +61,16 @@ def _layer(document: Document) -> int:
     return max(layers, default=0)
 
 
-def _said(settings: MeaningfulLossConfig) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+def _said(given: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     """Yield what was given: the key there, the path below `loss`, the value."""
-    for key, name in _KEYS.items():
-        if key in settings.model_fields_set:
-            yield key, (name,), getattr(settings, key)
-    for name, weight in settings.all_weights.items():
-        key = f"weights.{name}" if name in settings.weights else f"weight_{name}"
-        yield key, ("weights", name), weight
+    for key, value in given.items():
+        if key == "weights":
+            yield from ((f"{key}.{name}", (key, name), weight) for name, weight in (value or {}).items())
+        elif key.startswith(WEIGHT_OF):
+            if value is not None:
+                yield key, ("weights", key.removeprefix(WEIGHT_OF)), value
+        elif key != "enabled":
+            yield key, (ALIASES.get(key, key),), value
 
 
 def _put(document: Document, target: dict[str, Any], written: str, path: tuple[str, ...], value: Any) -> None:
@@ -97,8 +81,6 @@ def _put(document: Document, target: dict[str, Any], written: str, path: tuple[s
             return  # validation says so
         target[key] = dict(inside)
         target = target[key]
-    spellings = _SPELLINGS.get(name, (name,))
-    candidates = [f"{HERE}.{one}" for one in (written, *spellings)]
-    here = next((one for one in candidates if one in document.locations), candidates[0])
     section = ".".join(("loss", *outer))
-    put_setting(document, target, value, here=here, section=section, spellings=spellings, name=name)
+    spellings = (name,) if outer else spellings_of([name])
+    put_setting(document, target, value, here=f"{HERE}.{written}", section=section, spellings=spellings, name=name)
