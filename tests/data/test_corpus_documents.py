@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from etude.core.errors import DataError
 from etude.data.corpus.index import Index
 from etude.data.corpus.options import SPECIAL_TOKENS, CorpusOptions
 from etude.data.corpus.worker import encoding
@@ -24,7 +25,6 @@ from etude.data.corpus.worker.documents import (
     text_documents,
 )
 from etude.data.corpus.worker.encoding import Encoder
-from etude.data.corpus.worker.files import Problem, replacing
 from etude.data.corpus.worker.process import answer
 from etude.data.corpus.worker.texts import Texts
 
@@ -129,7 +129,7 @@ def test_wrong_line_is_named(tmp_path, line, words, packed):
     path = tmp_path / "a.jsonl"
     raw = b'{"text": "a"}\n\n' + line + b"\n"
     path.write_bytes(gzip.compress(raw) if packed else raw)
-    with pytest.raises(Problem, match=words):
+    with pytest.raises(DataError, match=words):
         list(json_documents(str(path), packed, 0, 1 << 40, "text"))
 
 
@@ -257,20 +257,8 @@ def test_changed_file_is_noticed(tokenizer, tmp_path):
     (tmp_path / "changed.txt").write_text(original, encoding="utf-8")
     assert Texts(str(folder)).read(0, 1) == [original]
     (tmp_path / "changed.txt").write_text(original.replace("alpha", "alphA", 1), encoding="utf-8")
-    with pytest.raises(Problem, match="changed while it was read"):
+    with pytest.raises(DataError, match="changed while it was read"):
         Texts(str(folder)).read(0, 1)
     (tmp_path / "changed.txt").unlink()
-    with pytest.raises(Problem, match="was removed while"):
+    with pytest.raises(DataError, match="was removed while"):
         Texts(str(folder)).read(0, 1)
-
-
-def test_file_replaced_as_a_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "a"
-    path.write_bytes(b"old")
-    with pytest.raises(TypeError), replacing(str(path)) as file:
-        file.write("new")
-    assert path.read_bytes() == b"old"
-    with replacing(str(path)) as file:
-        file.write(b"new")
-    assert path.read_bytes() == b"new"
-    assert list(tmp_path.iterdir()) == [path]

@@ -14,7 +14,7 @@ from corpus_texts import SMALL, content, texts, write_folder
 from etude.core.errors import DataError
 from etude.data.corpus import ensure_corpus, index, job, prepare_corpus
 from etude.data.corpus.job import WORK
-from etude.data.corpus.lock import folder_lock
+from etude.data.corpus.place import folder_lock
 from etude.data.corpus.pool import Unfinished, Workers
 
 HERE = Path(__file__).parent

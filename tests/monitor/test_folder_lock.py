@@ -10,12 +10,10 @@ import pytest
 
 from etude.core import RunFolderError
 from etude.monitor import RunFolder
-from etude.monitor.lock import FolderLock
 
 HOLD = """
 import os, sys
 from etude.monitor import RunFolder
-from etude.monitor.lock import FolderLock
 with RunFolder(sys.argv[1]).lock():
     child = -1 if sys.argv[2] == "alone" else os.fork()
     if child == 0 and sys.argv[2] == "child ends":
@@ -95,6 +93,6 @@ def test_lock_is_free_after_the_block_and_after_an_error(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_is_one_line_with_a_remedy(tmp_path):
-    (tmp_path / "lock").mkdir()  # stands for a read-only file system: the file cannot be opened to write
-    with pytest.raises(RunFolderError, match=f"cannot write run folder {tmp_path}: Is a directory; make it writable"):
-        FolderLock(tmp_path / "lock").__enter__()
+    folder = RunFolder(tmp_path / "absent")  # stands for a read-only file system: the file cannot be opened to write
+    with pytest.raises(RunFolderError, match=rf"cannot write run folder {folder.path}: .*; make it"), folder.lock():
+        pytest.fail("entered a folder that is not there")

@@ -12,12 +12,12 @@ from etude.callbacks.paths import resolve
 from etude.config.registry import register
 from etude.core import ConfigError
 from etude.core.calling import ModelCall, unwrap
+from etude.core.files import write_text
 from etude.data.corpus import load_tokenizer, read_vocabulary
 from etude.engine.callback import Callback, Logs, RunInfo
 from etude.losses.outputs import logits_of
 from etude.models import CausalTransformerLM
 from etude.models.sampling import check_sampling, evaluating, next_tokens
-from etude.monitor.files import write_text
 from etude.monitor.run_folder import SAMPLES
 
 logger = logging.getLogger("etude")

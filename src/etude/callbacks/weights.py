@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from etude.checkpoint import clean_state_dict, pack
 from etude.checkpoint.tensorfile import safetensors_pieces
 from etude.core import CheckpointError
-from etude.monitor.files import replacing
+from etude.core.files import replacing
 
 
 def save_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) -> None:
@@ -23,7 +23,7 @@ def save_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) -> N
     tied = {name: first for name, first in stored_as.items() if name != first}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary, temporary.open("wb") as file:
+        with replacing(path) as file:
             for piece in safetensors_pieces(tensors, {**tied, **metadata}):
                 file.write(piece)
     except OSError as error:

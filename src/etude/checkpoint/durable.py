@@ -1,19 +1,16 @@
 """Files and folders that are on the disk when we say so: hashed while written, synced, renamed into place."""
 
 import contextlib
-import errno
 import hashlib
 import logging
 import os
-import secrets
 import shutil
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-if sys.platform != "win32":
-    import fcntl
+from etude.core.files import beside, sync_folder, try_lock
 
 TEMPORARY, REPLACED, DELETED = ".tmp-", ".old-", ".trash-"
 """Name prefixes of folders that are not checkpoints: being written, replaced by a newer one, being deleted."""
@@ -66,17 +63,6 @@ class HashedFile:
     def close(self) -> None:
         """Close the file; it is not synced by this."""
         os.close(self._fd)
-
-
-def sync_folder(folder: Path) -> None:
-    """Return once the disk has the names in `folder`."""
-    if sys.platform == "win32":  # a folder cannot be opened there
-        return
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -183,13 +169,8 @@ def _remove(path: Path) -> None:
         _log.warning("could not remove %s: %s", path, error.strerror)
 
 
-def beside(path: Path, prefix: str) -> Path:
-    """Return a new name in the same folder that says what it is for."""
-    return path.parent / f"{prefix}{path.name}-{secrets.token_hex(4)}"
-
-
 def _original_name(path: Path) -> str:
-    """Undo `_beside`: .old-step-00000010-1a2b3c4d gives step-00000010."""
+    """Undo `beside`: .old-step-00000010-1a2b3c4d gives step-00000010."""
     return path.name.removeprefix(REPLACED).rpartition("-")[0]
 
 
@@ -202,29 +183,19 @@ def _is_abandoned(path: Path) -> bool:
     except OSError:  # gone in the meantime, or not ours to open
         return False
     try:
-        return _try_lock(fd)
+        return try_lock(fd) is not False  # without locks nothing can be known: a leftover is the likely case
     finally:
         os.close(fd)
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    if sys.platform == "win32":
+    if sys.platform == "win32":  # a folder cannot be opened there
         yield
         return
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _try_lock(fd)
+        try_lock(fd)
         yield
     finally:
         os.close(fd)
-
-
-def _try_lock(fd: int) -> bool:
-    if sys.platform == "win32":
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # a file system without locks: nothing can be known, a leftover is the likely case
-        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-    return True

@@ -3,10 +3,11 @@
 import logging
 from pathlib import Path
 
-from etude.checkpoint.durable import TEMPORARY, beside, delete_folder, put_in_place
+from etude.checkpoint.durable import TEMPORARY, delete_folder, put_in_place
 from etude.checkpoint.find import BEST, LAST, folder_name, step_of_copy
 from etude.checkpoint.manifest import MANIFEST
 from etude.checkpoint.store import is_intact
+from etude.core.files import beside
 
 _log = logging.getLogger(__name__)
 

@@ -1,15 +1,14 @@
 """Files known by their SHA-256: taken from a folder or from the cache, and verified whenever they are read."""
 
-import contextlib
 import hashlib
 import logging
 import os
-import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 from etude.core.errors import DataError
+from etude.core.files import write_bytes
 
 logger = logging.getLogger("etude")
 
@@ -83,21 +82,10 @@ def from_cache(folder: Path, files: Mapping[str, str]) -> Found:
 
 
 def store(folder: Path, name: str, raw: bytes) -> None:
-    """Write a file so that it is there as a whole or not at all, whoever else writes it at the same time."""
+    """Keep a file in the cache; one that cannot be kept is only reported."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(raw)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).chmod(0o644)
-            Path(temporary).replace(folder / name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
-            raise
+        write_bytes(folder / name, raw)
         (folder / f"{name}.gz").unlink(missing_ok=True)  # a packed file here was absent or damaged
     except OSError as error:
         logger.warning("%s cannot be cached in %s (%s)", name, folder, error.strerror)

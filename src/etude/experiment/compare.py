@@ -12,6 +12,7 @@ from etude.checkpoint import CheckpointManager, load_model_state
 from etude.config import Document, Selection
 from etude.config.signature import parameters_of
 from etude.core import ConfigError, RunFolderError
+from etude.core.files import write_text
 from etude.core.spelling import suggest
 from etude.data import DataLoader, DataSplits, StreamLoader
 from etude.data.parts import Streams
@@ -22,7 +23,6 @@ from etude.experiment.comparison import ComparedRun, Comparison, make_rows
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config, validate_experiment
 from etude.experiment.run import resume_run, train_experiment
 from etude.monitor import RunFolder
-from etude.monitor.files import write_text
 from etude.multitask.sections import TaskForm, TaskSection, forms_of
 from etude.multitask.spec import TaskSpec, learns_from
 

@@ -1,7 +1,6 @@
 """The run folder, and the sinks that records and events go to."""
 
 from etude.monitor.environment import collect_environment
-from etude.monitor.files import replacing, write_text
 from etude.monitor.run_folder import FINISHED, RunFolder, default_run_dir, newest_run
 from etude.monitor.sinks import CsvSink, EventLog, JsonlSink, read_rows
 
@@ -15,6 +14,4 @@ __all__ = [
     "default_run_dir",
     "newest_run",
     "read_rows",
-    "replacing",
-    "write_text",
 ]

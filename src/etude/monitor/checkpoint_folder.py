@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.core import ConfigError, RunFolderError
-from etude.monitor.files import write_text
+from etude.core.files import write_text
 
 OWNER = ".run"
 """File in a folder of checkpoints outside of the run folder: it names the run folder."""

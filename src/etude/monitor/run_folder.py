@@ -18,7 +18,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -26,10 +26,9 @@ from typing import Any
 import torch
 
 from etude.core import RunFolderError
+from etude.core.files import FolderLock, LockHeld, replacing, write_text
 from etude.monitor.checkpoint_folder import checkpoint_folder, claim, is_owned, setting_in
 from etude.monitor.environment import collect_environment
-from etude.monitor.files import replacing, write_text
-from etude.monitor.lock import FolderLock
 from etude.monitor.records import decode, plain, read_jsonl
 from etude.monitor.sinks import rewrite_csv
 
@@ -169,7 +168,19 @@ class RunFolder:
         for name in sorted(OWN_FILES):
             if problem := _problem_of(self.path / name):
                 raise RunFolderError(f"{self.path / name} is in the way: {problem}; remove it, or move it elsewhere")
-        with FolderLock(self.lock_path, owner) as lock:
+        with ExitStack() as stack:
+            try:
+                lock = stack.enter_context(FolderLock(self.lock_path, owner))
+            except LockHeld as held:
+                raise RunFolderError(
+                    f"run folder {self.path} is in use by process {held.holder}; wait until it ends, stop it, "
+                    f"or give another folder with --run-dir"
+                ) from None
+            except OSError as error:
+                raise RunFolderError(
+                    f"cannot write run folder {self.path}: {error.strerror or error}; "
+                    f"make it writable, or copy it to where you may write"
+                ) from error
             self.is_held = True
             try:
                 yield lock.last_holder
@@ -308,7 +319,7 @@ def _problem_of(path: Path) -> str:
 
 
 def _trim_jsonl(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
-    with path.open("rb") as old, replacing(path) as temporary, temporary.open("wb") as new:
+    with path.open("rb") as old, replacing(path) as new:
         for line in old:
             record = decode(line) if line.endswith(b"\n") else None
             if record is not None and keep(record):

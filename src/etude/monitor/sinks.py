@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from etude.monitor.files import drop_torn_line, replacing
+from etude.core.files import write_text
 from etude.monitor.records import encode
 
 logger = logging.getLogger("etude")
@@ -56,7 +56,7 @@ class AppendFile:
     def _write(self, data: bytes) -> None:
         if self._descriptor is None:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            drop_torn_line(self._descriptor)
+            _drop_torn_line(self._descriptor)
         size = os.fstat(self._descriptor).st_size
         try:
             written = 0
@@ -176,15 +176,28 @@ def rewrite_csv(
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     rows = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
     columns = columns if columns is not None else list(rows.fieldnames or [])
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        if columns:
-            file.write(_csv_line(columns))
-        for row in rows:
-            if keep(row):
-                file.write(_csv_line([row.get(column) or "" for column in columns]))
+    lines = [_csv_line(columns)] if columns else []
+    lines += [_csv_line([row.get(column) or "" for column in columns]) for row in rows if keep(row)]
+    write_text(path, "".join(lines))
 
 
 def _csv_line(cells: list[Any]) -> str:
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerow(cells)
     return buffer.getvalue()
+
+
+def _drop_torn_line(descriptor: int) -> None:
+    """Cut an open file after its last newline: what follows was being written when a process died."""
+    size = os.lseek(descriptor, 0, os.SEEK_END)
+    end, block = size, 4096
+    while end > 0:
+        start = max(0, end - block)
+        os.lseek(descriptor, start, os.SEEK_SET)
+        newline = os.read(descriptor, end - start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(descriptor, end)

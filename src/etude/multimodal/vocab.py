@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import ConfigError, DataError
+from etude.core.files import write_text
 from etude.core.spelling import suggest
 
 PAD, MISS = "PAD", "MISS"
@@ -201,18 +201,7 @@ class VocabSpec:
 
     def save(self, path: str | Path) -> None:
         """Write the vocabulary as JSON; the file is there as a whole or not at all."""
-        path = Path(path)
-        with NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-        ) as file:
-            try:
-                file.write(json.dumps(self.to_dict(), indent=2) + "\n")
-                file.flush()
-                Path(file.name).chmod(0o644)
-                Path(file.name).replace(path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "VocabSpec":

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from etude.core.errors import DataError
+from etude.core.files import replacing, write_bytes
 from etude.data.corpus.index import SPLITS, Index, Part, read_scans
 from etude.data.corpus.options import SPECIAL_TOKENS, CorpusOptions
 from etude.data.corpus.place import INPUTS, check_complete, compare_options, read_inputs, write_json
@@ -20,7 +21,6 @@ from etude.data.corpus.pool import Task, Unfinished, Workers
 from etude.data.corpus.report import FACTS, CorpusReport, read_report
 from etude.data.corpus.sources import Found, absolute
 from etude.data.corpus.tokenizer import check_trained, read_vocabulary, tokenizer_file
-from etude.data.corpus.worker.files import replacing
 from etude.data.corpus.writing import write_splits
 
 logger = logging.getLogger("etude")
@@ -138,7 +138,7 @@ class Job:
             why = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
             raise DataError(f"no text in any of {len(self.found.files):,} files ({why or 'all empty'})")
         index = Index(rows, self.options)
-        with replacing(str(self.work / "index.npy")) as file:
+        with replacing(self.work / "index.npy") as file:
             np.save(file, index.rows)
         return index, skipped
 
@@ -149,8 +149,7 @@ class Job:
         """Train the tokenizer, or take the one that was given."""
         result = self.work / "tokenizer.json"
         if self.options.tokenizer is not None:
-            with replacing(str(result)) as file:
-                file.write(tokenizer_file(self.options.tokenizer).read_bytes())
+            write_bytes(result, tokenizer_file(self.options.tokenizer).read_bytes())
             config = tokenizer_file(self.options.tokenizer).with_name("tokenizer_config.json")
             if config.is_file():
                 shutil.copyfile(config, self.work / config.name)

@@ -1,12 +1,14 @@
 """The output folder: what is in it, whether it is what was asked for, and small files written as a whole."""
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from etude.core.errors import DataError
+from etude.core.files import FolderLock, LockHeld, write_text
 from etude.data.corpus.report import FACTS, CorpusReport
-from etude.data.corpus.worker.files import replacing
 
 INPUTS = ".inputs.json"
 """Which files the corpus was made of, as this machine sees them; lets a second run say at once that all is done."""
@@ -44,5 +46,17 @@ def read_inputs(folder: Path) -> dict[str, Any]:
 
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file that is there as a whole or not at all."""
-    with replacing(str(path)) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+@contextmanager
+def folder_lock(folder: Path, *, wait: bool) -> Iterator[None]:
+    """Hold the lock of a folder. If another process holds it: wait until it ends, or raise DataError."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(FolderLock(folder / ".lock", wait=wait, keep=False))
+        except LockHeld as held:
+            raise DataError(
+                f"{folder} is being written by process {held.holder}; wait until it ends, or give another --out"
+            ) from None
+        yield

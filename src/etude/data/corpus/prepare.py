@@ -8,9 +8,8 @@ from typing import Any
 
 from etude.core.errors import DataError
 from etude.data.corpus.job import Job, Progress
-from etude.data.corpus.lock import folder_lock
 from etude.data.corpus.options import CorpusOptions
-from etude.data.corpus.place import check_complete, compare_options, read_inputs
+from etude.data.corpus.place import check_complete, compare_options, folder_lock, read_inputs
 from etude.data.corpus.pool import available_cores, require_tokenizers
 from etude.data.corpus.report import FACTS, CorpusReport, read_report
 from etude.data.corpus.sources import STDLIB, absolute, find_sources

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from etude.core.files import write_bytes
 from etude.data.corpus.index import SPLITS, Index, Part
 from etude.data.corpus.pool import Unfinished
 from etude.data.corpus.report import FACTS, CorpusReport, SplitCounts, entropy, unigram_loss
 from etude.data.corpus.tokenizer import Vocabulary, checksum
-from etude.data.corpus.worker.files import replacing
 from etude.data.tokens import TokenWriter
 
 
@@ -57,8 +57,7 @@ def write_splits(
             (out / f"{split}.bin").unlink(missing_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (work / name).exists():
-            with replacing(str(out / name)) as file:
-                file.write((work / name).read_bytes())
+            write_bytes(out / name, (work / name).read_bytes())
         else:
             (out / name).unlink(missing_ok=True)
     return CorpusReport(

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from etude.core.errors import DataError
+from etude.core.files import NewFile
 from etude.data.tokens.layout import (
     ALIGNMENT,
     LABEL_DTYPES,
@@ -28,7 +29,6 @@ from etude.data.tokens.layout import (
     encode_meta,
     encode_preamble,
 )
-from etude.data.tokens.temporary import make_temporary, remove_abandoned, sync_folder
 
 _PIECE = 2**17  # values checked, converted and written at a time: small enough to stay in the processor's cache
 _BUFFER = 2**20
@@ -69,9 +69,8 @@ class TokenWriter:
         self._limit = _limit(dtype, self._meta.get("vocab_size"))
         with self._telling_of_the_disk():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            remove_abandoned(self.path)
-            handle, self._temporary = make_temporary(self.path)
-            self._file: IO[bytes] = os.fdopen(handle, "w+b", buffering=_BUFFER)
+            self._new = NewFile(self.path, buffering=_BUFFER)
+            self._file = self._new.file
             self._file.write(bytes(PREAMBLE_BYTES))
             self._parts["tokens"].file = self._file
             for name in self._parts.keys() - {"tokens"}:  # without a name: they vanish however the program ends
@@ -132,17 +131,11 @@ class TokenWriter:
             self._file.write(header)
             self._file.seek(0)
             self._file.write(encode_preamble(header, offset))
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._temporary.chmod(0o644)
-            self._temporary.replace(self.path)
-            sync_folder(self.path.parent)
+            self._new.commit()
 
     def discard(self) -> None:
         """Give up: close and remove what was written."""
-        with contextlib.suppress(OSError):
-            self._temporary.unlink()
+        self._new.discard()
         for part in self._parts.values():
             if part.file is not None:
                 with contextlib.suppress(OSError):  # a full disk fails again when a buffer is flushed

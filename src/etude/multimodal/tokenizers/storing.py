@@ -1,7 +1,6 @@
 """Tokenizers as files: one safetensors file each, with facts and a checksum in its metadata."""
 
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from etude.core.errors import DataError
-from etude.data.tokens.temporary import make_temporary, remove_abandoned, sync_folder
+from etude.core.files import write_bytes
 
 SUFFIX = ".safetensors"
 VERSION = 1
@@ -27,19 +26,7 @@ def save_tensors(path: str | Path, kind: str, tensors: Mapping[str, Tensor], fac
     raw = safetensors.torch.save(dense, {_FACTS: json.dumps(told)})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(path)
-        handle, temporary = make_temporary(path)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(raw)
-                file.flush()
-                os.fsync(file.fileno())
-                temporary.chmod(0o644)
-                temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+        write_bytes(path, raw)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}") from error
 

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-from .files import Problem
+from etude.core.errors import DataError
 
 HEAD_BYTES = 8192
 """Where a zero byte tells that a file is not text."""
@@ -67,7 +67,7 @@ def text_documents(path: str, packed: bool, cut_chars: int | None) -> Iterator[t
     except UnicodeDecodeError:
         raise Skip("not UTF-8") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise Problem(f"{path} is not a readable gzip file ({error}); replace or exclude it") from None
+        raise DataError(f"{path} is not a readable gzip file ({error}); replace or exclude it") from None
     except OSError:
         raise Skip("unreadable") from None
 
@@ -86,9 +86,9 @@ def json_documents(path: str, packed: bool, start: int, stop: int, key: str) -> 
                     yield offset, len(line), json_text(path, offset, line, key, packed)
                 offset += len(line)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise Problem(f"{path} is not a readable gzip file ({error}); replace or exclude it") from None
+        raise DataError(f"{path} is not a readable gzip file ({error}); replace or exclude it") from None
     except OSError as error:
-        raise Problem(f"{path} cannot be read ({error.strerror})") from None
+        raise DataError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def json_text(path: str, offset: int, line: bytes, key: str, packed: bool = False) -> str:
@@ -96,15 +96,15 @@ def json_text(path: str, offset: int, line: bytes, key: str, packed: bool = Fals
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise Problem(f"{_line(path, offset, packed)}: not a line of JSON ({error})") from None
+        raise DataError(f"{_line(path, offset, packed)}: not a line of JSON ({error})") from None
     if not isinstance(record, dict):
-        raise Problem(f"{_line(path, offset, packed)}: expected an object with key '{key}', got {_kind(record)}")
+        raise DataError(f"{_line(path, offset, packed)}: expected an object with key '{key}', got {_kind(record)}")
     if key not in record:
         keys = ", ".join(list(map(str, record))[:8]) or "none"
-        raise Problem(f"{_line(path, offset, packed)}: no key '{key}' (keys: {keys}); name it with --text-key")
+        raise DataError(f"{_line(path, offset, packed)}: no key '{key}' (keys: {keys}); name it with --text-key")
     text = record[key]
     if not isinstance(text, str | None):
-        raise Problem(f"{_line(path, offset, packed)}: '{key}' must be a string, got {_kind(text)}")
+        raise DataError(f"{_line(path, offset, packed)}: '{key}' must be a string, got {_kind(text)}")
     return text or ""
 
 

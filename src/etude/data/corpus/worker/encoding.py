@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .files import replacing
-from .texts import Texts
-from .training import PATTERN
+from etude.core.files import replacing
+from etude.data.corpus.worker.texts import Texts
+from etude.data.corpus.worker.training import PATTERN
 
 GROUP_CHARS = 1 << 18
 PIECE_CHARS = 1 << 20

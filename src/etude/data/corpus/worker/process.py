@@ -7,18 +7,18 @@ import sys
 import traceback
 from typing import Any
 
-from .encoding import encode
-from .files import Problem
-from .scanning import scan
-from .training import train
+from etude.core.errors import DataError
+from etude.data.corpus.worker.encoding import encode
+from etude.data.corpus.worker.scanning import scan
+from etude.data.corpus.worker.training import train
 
 
 def answer(task: dict[str, Any]) -> dict[str, Any]:
     """Do a task; a mistake of the user comes back as words, one of ours as a traceback."""
     try:
         return {"done": {"scan": scan, "train": train, "encode": encode}[task["do"]](task)}
-    except Problem as problem:
-        return {"error": str(problem)}
+    except DataError as error:
+        return {"error": str(error)}
     except OSError as error:
         what = f"{error.filename or task['result']} cannot be written ({error.strerror or error})"
         return {"unfinished": f"{what}; fix this and run the command again, which goes on where it stopped"}

@@ -5,8 +5,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from .documents import Skip, cut_at_lines, digests, json_documents, text_documents
-from .files import replacing
+from etude.core.files import replacing
+from etude.data.corpus.worker.documents import Skip, cut_at_lines, digests, json_documents, text_documents
 
 REASONS = ("binary", "not UTF-8", "unreadable", "empty", "too short", "too long", "not valid Unicode")
 """Why a file or document is passed over."""

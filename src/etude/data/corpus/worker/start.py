@@ -1,14 +1,14 @@
-"""Started by its path, this is a worker process: it loads its folder without the packages above, which load torch."""
+"""Started by its path, this is a worker process: it loads its folder without running the packages above: no torch."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
 if __name__ == "__main__":
-    folder = Path(__file__).parent
-    spec = importlib.util.spec_from_file_location(
-        "etude_worker", folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None
-    sys.modules["etude_worker"] = importlib.util.module_from_spec(spec)
-    importlib.import_module("etude_worker.process").serve()
+    root = Path(__file__).parents[3]
+    for name in ("etude", "etude.core", "etude.data", "etude.data.corpus"):
+        package = ModuleType(name)
+        package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
+        sys.modules[name] = package
+    importlib.import_module("etude.data.corpus.worker.process").serve()

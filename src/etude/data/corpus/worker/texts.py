@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .documents import json_text
-from .files import Problem
+from etude.core.errors import DataError
+from etude.data.corpus.worker.documents import json_text
 
 
 class Texts:
@@ -39,10 +39,10 @@ class Texts:
                 if kind == "json":
                     content = json_text(path, offset, content, self.options["text_key"]).encode()
                 if int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") != raw:
-                    raise Problem(f"{path} changed while it was read; run the command again")
+                    raise DataError(f"{path} changed while it was read; run the command again")
                 texts[number] = content.decode()
         except FileNotFoundError:
-            raise Problem(
+            raise DataError(
                 f"{path or here} was removed while the corpus was prepared; run the command again"
             ) from None
         finally:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .files import replacing
-from .texts import Texts
+from etude.core.files import write_bytes
+from etude.data.corpus.worker.texts import Texts
 
 PATTERN = "|".join(
     [
@@ -29,8 +29,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
             yield texts.read(start, min(start + 64, task["stop"]))
 
     tokenizer = train_tokenizer(documents(), task["vocab_size"], task["special_tokens"])
-    with replacing(task["result"]) as file:
-        file.write(tokenizer.to_str(pretty=True).encode() + b"\n")
+    write_bytes(task["result"], tokenizer.to_str(pretty=True).encode() + b"\n")
     return {"vocab_size": tokenizer.get_vocab_size()}
 
 
