@@ -19,6 +19,7 @@ from etude.multitask.weighting import (
     DynamicWeightAverage,
     ImpartialLosses,
     PCGrad,
+    StaticWeights,
     TorchjdAggregator,
     TorchjdScalarizer,
     UncertaintyWeighting,
@@ -35,7 +36,6 @@ TASKS = ["a", "b", "c", "d"]
 VECTOR = {"a": 0.5, "b": 2.0, "c": 1.0, "d": 0.25}
 SETTINGS: dict[str, dict[str, Any]] = {
     "cagrad": {"c": 0.5},
-    "constant": {"weights": VECTOR},
     "cosmos": {"lambda_": 1.0, "weights": VECTOR},
     "fairgrad": {"alpha": 1.0},
     "krum": {"n_byzantine": 0},
@@ -44,7 +44,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "trimmed_mean": {"trim_number": 1},
     "upgrad": {"pref_vector": VECTOR},
 }
-OWN = {"PCGrad": "pcgrad", "DWA": "dwa", "FAMO": "famo", "UW": "uncertainty", "IMTLL": "imtl_l"}
+OWN = {
+    "Constant": "static",
+    "DWA": "dwa",
+    "FAMO": "famo",
+    "IMTLL": "imtl_l",
+    "PCGrad": "pcgrad",
+    "Sum": "static",
+    "UW": "uncertainty",
+}
 """Methods of torchjd that we have ourselves."""
 SCALARIZERS = [name for name, path in CLASSES.items() if path.startswith("scalarization")]
 AGGREGATORS = [name for name in CLASSES if name not in SCALARIZERS and name != "excess_mtl"]
@@ -299,6 +307,15 @@ def test_learned_weights_follow_those_of_torchjd(ours: Weighting, theirs: str) -
             for param, gradient in zip(params, torch.autograd.grad(result, params), strict=True):
                 param.data -= 0.1 * gradient
     torch.testing.assert_close(pairs[0][1][0], pairs[1][1][0])
+
+
+def test_static_weights_are_those_of_torchjd() -> None:
+    weights = torch.tensor(list(VECTOR.values()), dtype=torch.float64)
+    for ours, reference in (
+        (StaticWeights(TASKS, VECTOR), scalarization.Constant(weights)),
+        (StaticWeights(TASKS), scalarization.Sum()),
+    ):
+        torch.testing.assert_close(ours.double()(losses_of(0)), reference(losses_of(0)))
 
 
 def test_dwa_is_that_of_torchjd() -> None:

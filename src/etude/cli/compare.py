@@ -1,7 +1,8 @@
-"""`etude compare`: one model for all tasks against one model for each."""
+"""`etude compare`: one model for all tasks against one model for each, or several weightings."""
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,14 @@ def compare(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes, such as training.epochs=3.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the runs [default: runs/EXPERIMENT/compare].")] = None,
+    weightings: Annotated[
+        str | None,
+        typer.Option(help="Train the experiment with each of these instead, such as static,uncertainty,pcgrad."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the runs [default: runs/EXPERIMENT/compare, or compare-weightings there]."),
+    ] = None,
     budget: Annotated[
         str,
         typer.Option(
@@ -26,46 +34,55 @@ def compare(
     seeds: Annotated[
         str | None,
         typer.Option(
-            help="Seeds, such as 0,1,2,3,4; with one, no difference is called better [default: training.seed]."
+            help="How many, such as 5, from training.seed on, or which, such as 0,1,2; with one, no difference is "
+            "called better [default: training.seed]."
         ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No live display.")] = False,
 ) -> None:
-    """Compare a multi-task model with one model per task.
+    """Compare a multi-task model with one model per task, or with itself under several weightings.
 
     The models have the same size and the same budget. Started again, the command goes on where it was stopped.
     """
-    from etude.experiment import compare_tasks
+    from etude.experiment.compare import compare_tasks
+    from etude.experiment.compare_weightings import compare_weightings
+    from etude.experiment.comparison import Comparison, WeightingComparison
 
-    comparison = compare_tasks(
-        experiment,
-        overrides or [],
-        out=out,
-        budget=budget,
-        seeds=_numbers(seeds),
-        progress=not quiet,
-        tell=lambda words: print(words, file=sys.stderr, flush=True),
-    )
+    changes, chosen, tell = overrides or [], _numbers(seeds), partial(print, file=sys.stderr, flush=True)
+    comparison: Comparison | WeightingComparison
+    if weightings is None:
+        comparison = compare_tasks(
+            experiment, changes, out=out, budget=budget, seeds=chosen, progress=not quiet, tell=tell
+        )
+    else:
+        names = [name.strip() for name in weightings.split(",") if name.strip()]
+        comparison = compare_weightings(
+            experiment, names, changes, out=out, seeds=chosen, progress=not quiet, tell=tell
+        )
     print(comparison.to_text())
 
 
-def _numbers(text: str | None) -> list[int] | None:
-    """Read the seeds.
+def _numbers(text: str | None) -> list[int] | int | None:
+    """Read the seeds: a list of them, or how many.
 
-    >>> _numbers("0, 1")
-    [0, 1]
+    >>> _numbers("0, 1"), _numbers("3"), _numbers("7,")
+    ([0, 1], 3, [7])
     """
     if text is None:
         return None
-    words = [word.strip() for word in text.split(",")]
-    if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
+    words = [word.strip() for word in text.removesuffix(",").split(",")]
+    is_list = "," in text
+    form = "[0-9]{1,18}" if is_list else "[1-9][0-9]{0,2}"
+    if not all(re.fullmatch(form, word) for word in words):
         from etude.core import ConfigError
         from etude.core.spelling import shorten
 
-        raise ConfigError(f"--seeds {shorten(text)}: give whole numbers separated by commas, such as 0,1,2")
+        raise ConfigError(
+            f"--seeds {shorten(text)}: give whole numbers separated by commas, such as 0,1,2, or how many, such as 3"
+        )
     seeds = [int(word) for word in words]
     if len(set(seeds)) < len(seeds):
         from etude.core import ConfigError
 
         raise ConfigError(f"--seeds {text}: a seed is there twice, which would look like agreement; give each once")
-    return seeds
+    return seeds if is_list else seeds[0]

@@ -3,7 +3,8 @@
 from etude.experiment.build import build_data, build_trainer
 from etude.experiment.check import check_experiment
 from etude.experiment.compare import compare_tasks
-from etude.experiment.comparison import Comparison
+from etude.experiment.compare_weightings import compare_weightings
+from etude.experiment.comparison import Comparison, WeightingComparison
 from etude.experiment.config import (
     ExperimentConfig,
     all_sections,
@@ -22,11 +23,13 @@ __all__ = [
     "Comparison",
     "ExperimentConfig",
     "RunOutcome",
+    "WeightingComparison",
     "all_sections",
     "build_data",
     "build_trainer",
     "check_experiment",
     "compare_tasks",
+    "compare_weightings",
     "create_model_config",
     "create_trainer_config",
     "evaluate_run",

@@ -19,7 +19,7 @@ from etude.data.parts import Streams
 from etude.distributed import World, before_joining
 from etude.engine.accumulation import GradientAccumulator
 from etude.experiment.build import Data, build_data, build_trainer
-from etude.experiment.comparison import ComparedRun, Comparison, make_rows
+from etude.experiment.comparison import ComparedRun, Comparison, WeightingComparison, make_rows
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config, validate_experiment
 from etude.experiment.run import resume_run, train_experiment
 from etude.monitor import RunFolder
@@ -39,7 +39,7 @@ def compare_tasks(
     *,
     out: str | Path | None = None,
     budget: str = "share",
-    seeds: Sequence[int] | None = None,
+    seeds: Sequence[int] | int | None = None,
     progress: bool = True,
     tell: Callable[[str], None] = lambda _words: None,
 ) -> Comparison:
@@ -53,11 +53,6 @@ def compare_tasks(
     not trained again, one that was stopped goes on. Raises ConfigError if there is nothing to compare, or no checkpoint
     to evaluate.
     """
-    with before_joining():
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(
-                "a comparison trains its models one after the other in one process; start it without torchrun"
-            )
     if budget not in BUDGETS:
         raise ConfigError(f"budget '{budget}' is not known{suggest(budget, BUDGETS)}")
     config = load_experiment_config(experiment, overrides=overrides)
@@ -66,24 +61,18 @@ def compare_tasks(
             f"{config.document.place('tasks')}: there must be two tasks or more to compare a model of all with models "
             f"of each, found {len(config.tasks or {})}"
         )
-    if not config.training.save_checkpoints:
-        raise ConfigError(
-            f"{config.document.place('training.save_checkpoints')}: a comparison evaluates the last checkpoint of "
-            f"every model; set it to true"
-        )
+    data = ready(config)
     root = Path(out) if out is not None else Path("runs") / config.name / "compare"
-    chosen = tuple(seeds) if seeds else (config.training.seed,)
-    data = build_data(config, World())
-    _check_splits(config, data.splits)
+    chosen = chosen_seeds(config, seeds)
     runs: list[ComparedRun] = []
     multi: list[Numbers] = []
     single: dict[str, list[Numbers]] = {task: [] for task in config.tasks}
     for seed in chosen:
         tell(f"seed {seed}: one model for {', '.join(config.tasks)}")
-        whole = _with_training(config, seed=seed)
-        folder = _trained(whole, root / f"seed-{seed}" / MULTI, progress)
+        whole = with_training(config, seed=seed)
+        folder = trained(whole, root / f"seed-{seed}" / MULTI, progress)
         result = folder.read_result()
-        numbers, run = _measured(MULTI, whole, folder, data)
+        numbers, run = measured(MULTI, whole, folder, data)
         multi.append(numbers)
         runs.append(run)
         for task in config.tasks:
@@ -92,15 +81,43 @@ def compare_tasks(
             steps = result["step"] if budget == "whole" else steps_for(own, result["samples"][task])
             tell(f"seed {seed}: a model for {task} alone, {steps} steps")
             alone = _for_steps(alone, steps, of_steps=result["step"])
-            folder = _trained(alone, root / f"seed-{seed}" / task, progress)
-            numbers, run = _measured(task, alone, folder, own)
+            folder = trained(alone, root / f"seed-{seed}" / task, progress)
+            numbers, run = measured(task, alone, folder, own)
             single[task].append(numbers)
             runs.append(run)
     rows = make_rows(list(config.tasks), multi, single)
     comparison = Comparison(config.name, budget, chosen, tuple(runs), rows)
+    write_tables(root, comparison)
+    return comparison
+
+
+def ready(config: ExperimentConfig) -> Data:
+    """Return the data of an experiment to be compared; raise ConfigError if its models could not be evaluated."""
+    with before_joining():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                "a comparison trains its models one after the other in one process; start it without torchrun"
+            )
+    if not config.training.save_checkpoints:
+        raise ConfigError(
+            f"{config.document.place('training.save_checkpoints')}: a comparison evaluates the last checkpoint of "
+            f"every model; set it to true"
+        )
+    data = build_data(config, World())
+    _check_splits(config, data.splits)
+    return data
+
+
+def chosen_seeds(config: ExperimentConfig, seeds: Sequence[int] | int | None) -> tuple[int, ...]:
+    """Return the seeds: those given, so many from that of the config on, or that one alone."""
+    first = config.training.seed
+    return tuple(range(first, first + (seeds or 1))) if not isinstance(seeds, Sequence) else tuple(seeds)
+
+
+def write_tables(root: Path, comparison: Comparison | WeightingComparison) -> None:
+    """Write `compare.json` and `compare.md`."""
     write_text(root / "compare.json", json.dumps(comparison.to_dict(), indent=2) + "\n")
     write_text(root / "compare.md", comparison.to_markdown())
-    return comparison
 
 
 def single_task_config(config: ExperimentConfig, task: str, data: Data) -> ExperimentConfig:
@@ -143,7 +160,7 @@ def _for_steps(config: ExperimentConfig, steps: int, *, of_steps: int) -> Experi
     """Return the experiment for so many steps instead of `of_steps`."""
     scheduler = config.selection("scheduler")
     short = None if scheduler is None else _shortened(scheduler, steps / of_steps)
-    return _with_training(
+    return with_training(
         replace(config, sections={**config.sections, "scheduler": short}),
         epochs=None,
         max_steps=steps,
@@ -195,7 +212,8 @@ def _shortened(scheduler: Selection, share: float) -> Selection:
     )
 
 
-def _with_training(config: ExperimentConfig, **changes: Any) -> ExperimentConfig:
+def with_training(config: ExperimentConfig, **changes: Any) -> ExperimentConfig:
+    """Return the experiment with other settings of training."""
     training = config.training.model_copy(update=changes)
     return replace(config, sections={**config.sections, "training": training})
 
@@ -212,7 +230,7 @@ def _check_splits(config: ExperimentConfig, splits: DataSplits) -> None:
             )
 
 
-def _trained(config: ExperimentConfig, path: Path, progress: bool) -> RunFolder:
+def trained(config: ExperimentConfig, path: Path, progress: bool) -> RunFolder:
     """Return the folder of a finished run: train it, go on with it, or find it there."""
     folder = RunFolder(path)
     folder.place_checkpoints(config.training.checkpoint_dir)
@@ -232,7 +250,7 @@ def _trained(config: ExperimentConfig, path: Path, progress: bool) -> RunFolder:
     return folder
 
 
-def _measured(name: str, config: ExperimentConfig, folder: RunFolder, data: Data) -> tuple[Numbers, ComparedRun]:
+def measured(name: str, config: ExperimentConfig, folder: RunFolder, data: Data) -> tuple[Numbers, ComparedRun]:
     """Return the numbers of a run's last checkpoint on validation and test, every task in its main form."""
     result, path = folder.read_result(), folder.path / "evaluation.json"
     saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

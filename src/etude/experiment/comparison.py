@@ -1,4 +1,4 @@
-"""The table of a comparison: the numbers of every task from one model for all tasks, and from a model of its own."""
+"""Tables of comparisons: of one model for all tasks with one for each, and of several weightings."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -53,8 +53,7 @@ class Row:
             return "equal"
         if not abs(difference) > margin:  # also if one of them is NaN
             return "unclear"
-        lower_is_better = not LOWER_IS_BETTER.isdisjoint(self.number.split("_"))
-        return "multi-task" if (difference < 0) == lower_is_better else "single-task"
+        return "multi-task" if (difference < 0) == lower_is_better(self.number) else "single-task"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class ComparedRun:
     """One of the runs that were compared."""
 
     name: str
-    """multi-task, or the task it learned alone."""
+    """multi-task, or the task it learned alone; or the weighting."""
     seed: int
     folder: str
     steps: int
@@ -112,7 +111,7 @@ class Comparison:
             f"mean ± standard deviation over the seeds {', '.join(map(str, self.seeds))}; unclear: 0 lies in the 95 % "
             f"interval of the mean difference"
             if len(self.seeds) > 1
-            else "one seed: a difference may be chance, so none is called better; try several with --seeds 0,1,2,3,4"
+            else "one seed: a difference may be chance, so none is called better; try several with --seeds 5"
         )
         return [
             f"budget {self.budget}: {self._budget()}",
@@ -136,25 +135,88 @@ class Comparison:
 
     def to_markdown(self) -> str:
         """Return the table and its notes as Markdown."""
-        head, *rows = self.cells()
-        lines = [f"# {self.experiment}: one model for all tasks, or one for each", ""]
-        lines += [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
-        return "\n".join([*lines, "", *(f"- {note}" for note in self.notes())]) + "\n"
+        return as_markdown(f"{self.experiment}: one model for all tasks, or one for each", self.cells(), self.notes())
 
     def to_text(self) -> str:
         """Return the table and its notes in columns, for a terminal."""
-        cells = self.cells()
-        widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
+        return as_text(self.cells(), self.notes())
+
+
+@dataclass(frozen=True, slots=True)
+class WeightingRow:
+    """One number of one task from every weighting, for every seed.
+
+    >>> WeightingRow("code", "loss", "test", {"static": (1.0, 1.2), "pcgrad": (0.9, 1.0)}).best
+    'pcgrad'
+    """
+
+    task: str
+    number: str
+    split: str
+    """The data it was computed on."""
+    values: Mapping[str, tuple[float, ...]]
+    """By weighting, a value per seed."""
+
+    @property
+    def best(self) -> str | None:
+        """The weighting with the best mean, the first of equal ones; None if no mean is finite."""
+        means = {name: fmean(values) for name, values in self.values.items()}
+        finite = {name: mean for name, mean in means.items() if math.isfinite(mean)}
+        choose = min if lower_is_better(self.number) else max
+        return choose(finite, key=finite.__getitem__) if finite else None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightingComparison:
+    """The same experiment with several weightings."""
+
+    experiment: str
+    weightings: tuple[str, ...]
+    seeds: tuple[int, ...]
+    runs: tuple[ComparedRun, ...] = ()
+    rows: tuple[WeightingRow, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data, with the best weighting of every row."""
+        return asdict(self) | {"rows": [asdict(row) | {"best": row.best} for row in self.rows]}
+
+    def cells(self) -> list[list[str]]:
+        """Return the table as text, the heading first; the best mean of a row has a star."""
+        return [["task", "split", "number", *self.weightings]] + [
+            [
+                row.task,
+                row.split,
+                row.number,
+                *(spread(row.values[name]) + (" *" if name == row.best else "") for name in self.weightings),
+            ]
+            for row in self.rows
         ]
-        return "\n".join([*lines, *self.notes()])
+
+    def notes(self) -> list[str]:
+        """Return what a reader of the table must know."""
+        several = len(self.seeds) > 1
+        shown = f"mean ± standard deviation over the seeds {', '.join(map(str, self.seeds))}"
+        chance = "one seed: a difference may be chance; try several with --seeds 5"
+        return [
+            f"{shown if several else chance}; * is the best mean of its row",
+            "every model after its last step, on the test split where its task has one",
+        ]
+
+    def to_markdown(self) -> str:
+        """Return the table and its notes as Markdown."""
+        return as_markdown(f"{self.experiment} with several weightings", self.cells(), self.notes())
+
+    def to_text(self) -> str:
+        """Return the table and its notes in columns, for a terminal."""
+        return as_text(self.cells(), self.notes())
+
+
+Measured = Mapping[str, Mapping[str, float]]
+"""Split → numbers of one run."""
 
 
 def make_rows(
-    tasks: Sequence[str],
-    multi: Sequence[Mapping[str, Mapping[str, float]]],
-    single: Mapping[str, Sequence[Mapping[str, Mapping[str, float]]]],
+    tasks: Sequence[str], multi: Sequence[Measured], single: Mapping[str, Sequence[Measured]]
 ) -> tuple[Row, ...]:
     """Return the rows from the numbers of each seed by split: those of the test split where the task has any.
 
@@ -162,17 +224,61 @@ def make_rows(
     >>> [(row.number, row.multi, row.single, row.verdict) for row in made]
     [('loss', (1.0,), (2.0,), 'unclear')]
     """
-    rows = []
-    for task in tasks:
-        found = [*multi, *single[task]]
-        split = "test" if all(f"{task}/loss" in numbers.get("test", {}) for numbers in found) else "validation"
-        for name in found[0].get(split, {}):
-            number = name.removeprefix(f"{task}/")
-            if number == name or number in _LEFT_OUT or any(name not in numbers.get(split, {}) for numbers in found):
-                continue
-            values = [tuple(numbers[split][name] for numbers in runs) for runs in (multi, single[task])]
-            rows.append(Row(task, number, split, *values))
-    return tuple(rows)
+    return tuple(
+        Row(task, number, split, _values(multi, split, name), _values(single[task], split, name))
+        for task in tasks
+        for name, number, split in _shared_numbers(task, [*multi, *single[task]])
+    )
+
+
+def make_weighting_rows(tasks: Sequence[str], found: Mapping[str, Sequence[Measured]]) -> tuple[WeightingRow, ...]:
+    """Return the rows from the numbers of every weighting's runs, one run for each seed."""
+    everything = [numbers for runs in found.values() for numbers in runs]
+    return tuple(
+        WeightingRow(task, number, split, {one: _values(runs, split, name) for one, runs in found.items()})
+        for task in tasks
+        for name, number, split in _shared_numbers(task, everything)
+    )
+
+
+def _shared_numbers(task: str, found: Sequence[Measured]) -> list[tuple[str, str, str]]:
+    """Return name, name within the task and split of every number of a task that all runs have."""
+    split = "test" if all(f"{task}/loss" in numbers.get("test", {}) for numbers in found) else "validation"
+    names = {name: name.removeprefix(f"{task}/") for name in found[0].get(split, {}) if name.startswith(f"{task}/")}
+    return [
+        (name, number, split)
+        for name, number in names.items()
+        if number not in _LEFT_OUT and all(name in numbers.get(split, {}) for numbers in found)
+    ]
+
+
+def _values(runs: Sequence[Measured], split: str, name: str) -> tuple[float, ...]:
+    return tuple(numbers[split][name] for numbers in runs)
+
+
+def lower_is_better(number: str) -> bool:
+    """Return whether a smaller value of a number is the better one.
+
+    >>> lower_is_better("perplexity"), lower_is_better("f1")
+    (True, False)
+    """
+    return not LOWER_IS_BETTER.isdisjoint(number.split("_"))
+
+
+def as_text(cells: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
+    """Return a table and its notes in columns, for a terminal."""
+    widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
+    ]
+    return "\n".join([*lines, *notes])
+
+
+def as_markdown(title: str, cells: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
+    """Return a table and its notes as Markdown."""
+    head, *rows = cells
+    lines = [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
+    return "\n".join([f"# {title}", "", *lines, "", *(f"- {note}" for note in notes)]) + "\n"
 
 
 def spread(values: Sequence[float]) -> str:

@@ -2,8 +2,8 @@
 
 An aggregator makes one gradient of shared parameters from those of the tasks; a scalarizer makes one loss, and its
 derivatives are the coefficients. The keys of a section are torchjd's own arguments; one that is a vector over tasks is
-given by task name. Where torchjd has a method in both forms, the aggregator is meant. PCGrad, FAMO, DWA and
-uncertainty (torchjd: UW) are our own.
+given by task name. Where torchjd has a method in both forms, the aggregator is meant. PCGrad, FAMO, DWA, IMTL-L,
+uncertainty (torchjd: UW) and static (Constant, Sum) are our own.
 
 Most of these methods solve a small problem on the host: every step waits for the device once.
 """
@@ -31,7 +31,6 @@ CLASSES = {
     "aligned_mtl": "aggregation.AlignedMTL",
     "cagrad": "aggregation.CAGrad",
     "config": "aggregation.ConFIG",
-    "constant": "aggregation.Constant",
     "cosmos": "scalarization.COSMOS",
     "dualproj": "aggregation.DualProj",
     "excess_mtl": "aggregation.ExcessMTL",
@@ -48,7 +47,6 @@ CLASSES = {
     "pcd": "aggregation.PCD",
     "random": "aggregation.Random",
     "stch": "scalarization.STCH",
-    "sum": "aggregation.Sum",
     "trimmed_mean": "aggregation.TrimmedMean",
     "upgrad": "aggregation.UPGrad",
 }

@@ -1,0 +1,129 @@
+"""`etude compare --weightings`: the same experiment with every weighting and seed, in one table."""
+
+import json
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+import yaml
+
+from etude.experiment import RunOutcome
+from etude.experiment.comparison import WeightingRow
+
+COMPONENTS = Path(__file__).parents[1] / "experiment" / "task_components.py"
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    """Write an experiment with two tasks and return its path."""
+    data = {
+        "imports": [str(COMPONENTS)],
+        "model": "task_trunk",
+        "data": {"name": "task_sequences", "keys": ["full", "quality"], "samples": 24},
+        "tasks": {
+            "annotation": {
+                "labels": "full",
+                "head": {"name": "token_classifier", "num_classes": 3},
+                "loss": "cross_entropy",
+                "metrics": ["f1"],
+            },
+            "quality": {
+                "labels": "quality",
+                "head": {"name": "sequence_classifier", "num_classes": 4},
+                "loss": "multi_label",
+            },
+        },
+        "weighting": {"name": "dwa", "temperature": 1.5},
+        "training": {"epochs": 1, "batch_size": 8, "device": "cpu"},
+    }
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    return path
+
+
+def test_every_weighting_and_seed_is_trained_once_and_tabulated(etude, experiment, tmp_path):
+    names = ["static", "dwa", "pcgrad", *(["mgda"] if _has_torchjd() else [])]
+    command = ["compare", "--weightings", ",".join(names), experiment, "--seeds", "2", "--out", "out", "-q"]
+    outcome = etude(*command)
+    assert outcome.code == 0, outcome.err
+    out = tmp_path / "out"
+    found = {path.parent.relative_to(out).as_posix() for path in out.glob("*/*/result.json")}
+    assert found == {f"seed-{seed}/{name}" for seed in (0, 1) for name in names}
+    for name in names:
+        config = yaml.safe_load((out / "seed-1" / name / "config.yaml").read_text())
+        assert config["weighting"]["name"] == name
+        assert config["training"]["seed"] == 1
+    # The weighting that the experiment names keeps its settings.
+    assert yaml.safe_load((out / "seed-0/dwa/config.yaml").read_text())["weighting"]["temperature"] == 1.5
+
+    comparison = json.loads((out / "compare.json").read_text())
+    assert (comparison["weightings"], comparison["seeds"]) == (names, [0, 1])
+    rows = {(row["task"], row["number"]): row for row in comparison["rows"]}
+    assert {("annotation", "loss"), ("annotation", "f1"), ("quality", "loss")} <= set(rows)
+    losses = rows["quality", "loss"]["values"]
+    for name in names:
+        expected = [
+            json.loads((out / f"seed-{seed}" / name / "result.json").read_text())["metrics"]["val_quality/loss"]
+            for seed in (0, 1)
+        ]
+        assert losses[name] == pytest.approx(expected)
+    best = min(names, key=lambda name: fmean(losses[name]))
+    assert rows["quality", "loss"]["best"] == best
+    line = next(line for line in outcome.out.splitlines() if line.startswith("quality") and " loss " in line)
+    assert f"{fmean(losses[best]):.4g} ± {stdev(losses[best]):.2g} *" in line
+    assert line.count("*") == 1
+    assert line.count("±") == len(names)
+    assert (out / "compare.md").read_text().count("| quality |") == sum(task == "quality" for task, _ in rows)
+
+    # Started again, nothing that is finished is trained again.
+    stamps = {file: file.stat().st_mtime_ns for file in out.glob("*/*/result.json")}
+    (out / "seed-1/pcgrad/result.json").unlink()  # as if it had been killed
+    again = etude(*command)
+    assert again.out == outcome.out
+    changed = [file.parent.name for file, stamp in stamps.items() if file.stat().st_mtime_ns != stamp]
+    assert changed == ["pcgrad"]
+
+
+def _has_torchjd():
+    try:
+        import torchjd  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--weightings", "static,pcgard"], "unknown weighting 'pcgard'; did you mean 'pcgrad'?"),
+        (["--weightings", "static,static"], "weightings static, static: name each once"),
+        (["--weightings", ","], "weightings (none): name each once"),
+        (["--weightings", "static,null"], "unknown weighting 'null'"),
+        (["--weightings", "static", "--seeds", "0"], "--seeds 0"),
+        (["--weightings", "static", "training.save_checkpoints=false"], "training.save_checkpoints"),
+        (["--weightings", "static", "tasks=null", "weighting=null"], "tasks: there are no tasks"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_refused_before_anything_is_trained(etude, experiment, tmp_path, arguments, words):
+    outcome = etude("compare", experiment, *arguments, "--out", "out", "-q")
+    assert outcome.code == 2
+    assert words in outcome.error
+    assert not list(tmp_path.glob("out/**/config.yaml"))
+
+
+def test_stopped_it_says_how_to_go_on(etude, experiment, monkeypatch):
+    monkeypatch.setattr(
+        "etude.experiment.compare.train_experiment",
+        lambda config, *, run_dir, progress: RunOutcome(run_dir, "interrupted", step=1, epoch=0),
+    )
+    outcome = etude("compare", experiment, "--weightings", "static", "--out", "out", "-q")
+    assert outcome.code == 130
+    assert outcome.errors[-1].endswith("run the same command again to go on")
+
+
+@pytest.mark.parametrize(("number", "best"), [("loss", "b"), ("f1", "a"), ("rmse_depth", "b")])
+def test_the_best_mean_is_the_lowest_of_errors_and_the_highest_of_scores(number, best):
+    assert WeightingRow("t", number, "test", {"a": (1.0, 2.0), "b": (1.2, 1.2)}).best == best
+    nan = float("nan")
+    assert WeightingRow("t", number, "test", {"a": (nan, 2.0), "b": (nan, 1.0)}).best is None
