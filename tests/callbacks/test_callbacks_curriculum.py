@@ -30,7 +30,7 @@ from etude.engine.callback import CallbackList
 from etude.multitask import CurriculumCallback
 from etude.multitask.curriculum import Curriculum, CurriculumState, Phase, Ramp, Start
 from etude.optim import SGD
-from etude.trainer.feeding import DeviceLoader
+from etude.trainer.loaders import DeviceLoader
 
 ACCUMULATION = {1: {"step": 8, "epochs": 3}, 3: {"step": 4, "epochs": 5, "validate_every_steps": 5}}
 """By micro-batches per step: phase three begins inside an epoch or with one, and four with one or inside."""
@@ -203,7 +203,7 @@ def test_a_run_begun_without_a_curriculum_takes_one_up(tmp_path):
         Model(), loader(), config={"epochs": 4, "device": "cpu"}, task=tasks(), output_dir=tmp_path, progress=False,
         callbacks=[stopper := Diary(stop_at=7)],
     )  # fmt: skip
-    stopper.task, stopper.loader = first.task, first.train_loader
+    stopper.task, stopper.loader = first.task, first.loaders.train
     first.train()
     diary = Diary()
     second = trainer(tmp_path, diary)

@@ -130,7 +130,7 @@ def loaders() -> None:
         DataLoader(x, y, batch_size=8, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])),
     ):
         made = trainer(source, validation)
-        seen = [len(batch[0]) for batch in made.train_loader.iterate(epoch=0)]
+        seen = [len(batch[0]) for batch in made.loaders.train.iterate(epoch=0)]
         assert seen == [8 // made.world.size] * 3
         results.append(made.train())
     assert all(result["loss"] == pytest.approx(results[0]["loss"], rel=1e-6) for result in results)

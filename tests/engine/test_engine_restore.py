@@ -87,7 +87,7 @@ def fingerprint(value: Any) -> Any:
 def bits(trainer: Trainer) -> Any:
     model, rest = trainer.state.capture()
     random_numbers = (random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state())
-    return fingerprint([model, rest, *random_numbers, trainer._resumed])
+    return fingerprint([model, rest, *random_numbers, trainer.output.is_resumed])
 
 
 def rewrite(folder: Path, change: Callable[[Path], None]) -> None:

@@ -234,7 +234,7 @@ def test_data_of_a_tasks_own(load, data):
             tasks[name]["data"] = "data"
     tasks["annotation"]["variants"]["simple"]["data"] = {**CODE, "seed": 4}
     trainer = build_trainer(load(tasks=tasks, data=data), progress=False)
-    streams = [name for name, _ in trainer.train_loader.mixture.shares]
+    streams = [name for name, _ in trainer.loaders.train.mixture.shares]
     shared = {"writing", "annotation"} if data is None else {"data"} if data is CODE else {"code"}
     assert set(streams) == shared | {"quality", "annotation-simple"}
     assert trainer.task.tasks["annotation"].variants["simple"].stream == "annotation-simple"
@@ -248,7 +248,7 @@ def test_stream_that_no_task_reads_is_left_out(load, caplog):
         config = load(data={"name": "streams", "streams": streams, "weights": weights})
         trainer = build_trainer(config, progress=False)
     assert "no task reads the stream 'spare': it is left out" in caplog.messages
-    assert dict(trainer.train_loader.mixture.shares) == {"code": 0.5, "functions": 0.5}
+    assert dict(trainer.loaders.train.mixture.shares) == {"code": 0.5, "functions": 0.5}
 
 
 # ------------------------------------------------------------------------------------------------ configs

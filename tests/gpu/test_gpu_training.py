@@ -221,7 +221,7 @@ def test_out_of_memory_is_explained():
 
 def test_auto_is_bf16_on_cuda():
     trainer = Trainer(net(), data(), config={"epochs": 1}, progress=False)
-    assert (trainer.device.type, trainer.precision.name) == ("cuda", "bf16")
+    assert (trainer.machine.device.type, trainer.machine.precision.name) == ("cuda", "bf16")
     assert trainer.train()["loss"] < 2.4
 
 

@@ -10,7 +10,7 @@ from etude.core.errors import DataError, TrainingError
 from etude.losses import accuracy_term, cross_entropy, cross_entropy_term, mean_of
 from etude.losses.binary import binary_accuracy_term
 from etude.losses.linear import linear_cross_entropy_terms
-from etude.trainer.functions import FunctionTask
+from etude.trainer.loops.functions import FunctionTask
 
 SHAPES = [(1,), (7,), (3, 5), (2, 1), (2, 3, 5)]
 

@@ -200,7 +200,7 @@ def test_threads_are_set_while_it_runs():
 
 def test_the_loss_scale_is_the_first_one():
     trainer = Trainer(Blocks(), data(), config={"precision": "fp16", "loss_scale": 128.0}, progress=False)
-    assert trainer.precision.scaler.scale.item() == 128.0
+    assert trainer.machine.precision.scaler.scale.item() == 128.0
 
 
 def test_the_limit_of_skipped_updates():
@@ -251,7 +251,7 @@ def test_two_precisions_are_refused(config, words):
 @pytest.mark.parametrize("given", ["fp16", "bf16"])
 def test_use_amp_keeps_the_number_format_that_the_config_names(given):
     trainer = Trainer(Blocks(), data(), config={"precision": given}, use_amp=True, progress=False)
-    assert trainer.precision.name == given
+    assert trainer.machine.precision.name == given
 
 
 @pytest.mark.parametrize("form", ["object", "function", "class"])

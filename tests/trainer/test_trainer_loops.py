@@ -29,7 +29,7 @@ from etude import (
 )
 from etude.core import CheckpointError, ConfigError
 from etude.optim import AdamW
-from etude.trainer.epoch_progress import EpochProgress
+from etude.trainer.loops.epoch import EpochProgress
 
 
 def data(samples=44, classes=3):

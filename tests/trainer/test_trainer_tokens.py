@@ -91,7 +91,7 @@ def test_a_run_stopped_inside_an_epoch_resumes_to_the_same_bytes(way, root, tmp_
     def trainer(folder):
         return build_trainer(load_config(path), folder=RunFolder.ensure(folder), progress=False)
 
-    per_epoch = len(trainer(tmp_path / "none").train_loader)
+    per_epoch = len(trainer(tmp_path / "none").loaders.train)
     assert per_epoch >= 5
     for stop in (per_epoch // 2, per_epoch + 2):
         folder = tmp_path / f"stopped{stop}"
@@ -189,6 +189,7 @@ def test_prefetching_changes_no_byte(root, tmp_path):
         folder = tmp_path / f"prefetch{depth}"
         train_experiment(path, [f"training.prefetch={depth}"], run_dir=folder, progress=False)
     assert (
-        build_trainer(load_config(path, overrides=["training.prefetch=2"]), progress=False).train_loader.prefetch == 2
+        build_trainer(load_config(path, overrides=["training.prefetch=2"]), progress=False).loaders.train.prefetch
+        == 2
     )
     assert weights(tmp_path / "prefetch0") == weights(tmp_path / "prefetch2")

@@ -22,6 +22,8 @@ class FindNonfinite(Callback):
     the host waits for each: this is for finding a fault, and not for every day.
     """
 
+    needs_model = True
+
     def __init__(self, reports: Annotated[int, Ge(1)] = 3) -> None:
         """Set how many skipped updates are explained."""
         super().__init__()
@@ -34,6 +36,10 @@ class FindNonfinite(Callback):
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._found = ""
         self._batches = 0
+
+    def acts_in_steps(self) -> bool:
+        """It explains updates that are skipped."""
+        return True
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Watch every layer of the model."""

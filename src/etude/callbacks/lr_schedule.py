@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from etude.callbacks.monitored import Monitored
 from etude.checkpoint import check_kind, record_of
 from etude.core import CheckpointError, ConfigError, StepReport, TrainingError
-from etude.engine.callback import Callback, Logs, RunInfo
+from etude.engine.callback import Callback, Logs, RunInfo, RunParts
 
 _STATE = record_of("LRSchedule", {"scheduler": dict[str, Any], "monitored": dict[str, Any] | None})
 
@@ -51,6 +51,18 @@ class LRSchedule(Callback):
         """The number that ReduceLROnPlateau looks at."""
         if monitor is not None and isinstance(scheduler, ReduceLROnPlateau):
             self.monitored = Monitored("LRSchedule", monitor, scheduler.mode)
+
+    def bind(self, parts: RunParts) -> None:
+        """Raise ConfigError where a schedule of the run sets the rate of every step."""
+        if parts.has_schedule:
+            raise ConfigError(
+                "both LRSchedule and a schedule set the learning rate, and the latter wins; leave one of them out "
+                "(training.warmup_steps, use_scheduler and scheduler_type make a schedule)"
+            )
+
+    def acts_in_steps(self) -> bool:
+        """Return whether it is stepped with every step."""
+        return self.interval == "step"
 
     def on_train_begin(self, run: RunInfo) -> None:
         """See that the scheduler drives the optimizer that trains."""

@@ -36,6 +36,8 @@ class ModelCheckpoint(Callback):
     In a loop of your own, without `on_train_begin`, set `.model` to the model to save.
     """
 
+    needs_model = True
+
     def __init__(self, filepath: str | Path, monitor: str = "val_loss", mode: Mode = "min") -> None:
         super().__init__()
         self.filepath = _file(filepath)

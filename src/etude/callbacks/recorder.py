@@ -43,6 +43,7 @@ class RunRecorder(Callback):
         step = run.clock.step
         self._close()
         self.folder.trim(step if step > 0 else -1)
+        self.folder.result_path.unlink(missing_ok=True)  # a run that goes on is not finished any more
         self._resumed_at = step
         files = (self.folder.read_metrics(), read_rows(self.folder.metrics_csv_path))
         self._written = tuple({str(r.get("split")) for r in rs if str(r.get("step")) == str(step)} for rs in files)

@@ -32,6 +32,8 @@ class TextSamples(Callback):
     cannot be sampled from costs a warning, never the run.
     """
 
+    needs_model = True
+
     def __init__(
         self,
         prompts: list[str] | None = None,

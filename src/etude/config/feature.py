@@ -63,7 +63,3 @@ class Feature:
 
     def evaluating(self, trainer: Any, checkpoint: Any) -> None:
         """Make the trainer ready to evaluate a checkpoint; raise CheckpointError if that is of something else."""
-
-    def result(self, trainer: Any) -> dict[str, Any]:
-        """Return what the result of a finished run says in addition."""
-        return {}

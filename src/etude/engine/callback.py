@@ -2,6 +2,7 @@
 
 A run calls the hooks in this order; within a hook, callbacks run in the order in which they are listed:
 
+    bind(parts)                                     # when the run is put together, before a checkpoint is loaded
     on_train_begin(run)
     for each epoch:
         on_epoch_begin(epoch)
@@ -39,9 +40,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from etude.core import Clock, ConfigError, Control, StepReport
+from etude.core import Clock, ConfigError, Control, Loader, StepReport, Task
 from etude.engine.outputs import output_problems
 from etude.engine.precision import Precision
+from etude.engine.schedule import LearningRate
 
 logger = logging.getLogger("etude")
 
@@ -67,6 +69,21 @@ class RunInfo:
     is_main: bool = True
     """True on the one process that writes files and prints."""
     resumed: bool = False
+
+
+@dataclass(slots=True)
+class RunParts:
+    """What a run is made of. Every callback receives it before training starts, and may keep what it acts on."""
+
+    model: nn.Module | None
+    """None if training is by functions that belong to no module."""
+    task: Task
+    train_loader: Loader | None = None
+    """What is read, before batches are moved to the device."""
+    val_loader: Loader | None = None
+    learning_rate: LearningRate | None = None
+    has_schedule: bool = False
+    """Whether a schedule of the run sets the learning rate of every step."""
 
 
 @dataclass(slots=True)
@@ -109,10 +126,19 @@ class Callback:
     control: Control
     shows_notices = False
     """True if `on_notice` shows its message to the user; if no callback does, notices are logged."""
+    needs_model = False
+    """True if it looks at the layers or weights of the model: functions that belong to no module cannot be trained."""
     _siblings: "CallbackList | None" = None
 
     def __init__(self) -> None:
         self.control = Control()
+
+    def bind(self, parts: RunParts) -> None:
+        """Take what it acts on from the parts of a run; raise ConfigError if it could not act in this run."""
+
+    def acts_in_steps(self) -> bool:
+        """Return whether it needs training steps, so that it is of no use where a model is only validated."""
+        return implements(self, "on_gradients")
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Called once before the first step, after a checkpoint has been restored."""
@@ -172,6 +198,10 @@ class Callback:
 
     def numbers(self) -> Logs:
         """Return numbers to add to the record of a log point, right before `on_log`."""
+        return {}
+
+    def outcome(self) -> Mapping[str, Any]:
+        """Return facts to add to `result.json` when the run is finished."""
         return {}
 
     def notify(self, message: str, **facts: Any) -> None:
@@ -267,6 +297,14 @@ class CallbackList:
         ]
         return [(callback.wants_task_gradients, callback.on_task_gradients) for callback in lookers]
 
+    def bind(self, parts: RunParts) -> None:
+        """Hand the parts of a run to every callback; raise ConfigError if one could not act in this run."""
+        for callback in self._callbacks:
+            if parts.model is None and (callback.needs_model or implements(callback, "on_gradients")):
+                name = type(callback).__name__
+                raise ConfigError(f"{name} needs the layers: pass a module as model_forward, or its method")
+            callback.bind(parts)
+
     def _call(self, name: str, *args: Any) -> None:
         if hooks := self._hooks[name]:
             with self.around(name):
@@ -358,6 +396,10 @@ class CallbackList:
         """Let every callback compare the facts of the checkpoint at `place` with its own."""
         for callback in self._callbacks:
             callback.check_facts(saved, place)
+
+    def outcome(self) -> dict[str, Any]:
+        """Return the facts that callbacks add to the result of the run."""
+        return {name: value for callback in self._callbacks for name, value in callback.outcome().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each callback, by class name and its place among those of its class."""

@@ -19,7 +19,7 @@ from etude.experiment.features import features_for
 from etude.monitor import RunFolder
 from etude.optim import AdamW
 from etude.trainer import Trainer, TrainerConfig, resolve_device
-from etude.trainer.assembly import PlannedSchedule
+from etude.trainer.optimization import PlannedSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def build_trainer(
     # Loss, optimizer and scheduler are built from their sections, below, and from nothing else.
     training = config.training.model_copy(update=dict.fromkeys((*MOVED_KEYS, "meaningful_loss")))
     if folder is None:  # nothing is written
-        training = training.model_copy(update={"checkpoint_dir": None})
+        training = training.model_copy(update={"checkpoint_dir": None, "save_checkpoints": False})
     world = world if world is not None else World()
     selection = config.require("model")
     data = data if data is not None else build_data(config, world)

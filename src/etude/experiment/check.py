@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from etude.config import RunDraft, Selection, build_selection
 from etude.core import ConfigError
+from etude.engine.callback import CallbackList, RunParts
 from etude.engine.recompute import recompute_activations
 from etude.experiment.build import data_key
 from etude.experiment.config import ExperimentConfig
@@ -18,8 +19,7 @@ from etude.experiment.dialects import MOVED_KEYS
 from etude.losses import SupervisedTask
 from etude.optim import AdamW
 from etude.trainer import resolve_device
-from etude.trainer.assembly import blocks_to_recompute, make_optimizer
-from etude.trainer.callback_checks import check_callbacks
+from etude.trainer.optimization import make_optimizer
 
 _ANY = {"vocab_size": 1000, "n_types": 4, "steps_per_epoch": 10**6}
 """Stand for what the data tells: no mistake of a config depends on them."""
@@ -47,9 +47,10 @@ def check_experiment(config: ExperimentConfig) -> None:
     if loss is not None and not loss.component.provided:  # else it needs what only the data has
         strategy = _build(config, "loss", loss)
     model = draft.model
-    check_callbacks([*callbacks, *draft.callbacks], draft.trainer.get("task") or SupervisedTask(strategy), model)
-    if config.training.activation_checkpointing is not False:
-        recompute_activations(model, **blocks_to_recompute(config.training.activation_checkpointing))
+    task = draft.trainer.get("task") or SupervisedTask(strategy)
+    CallbackList([*callbacks, *draft.callbacks]).bind(RunParts(model, task))
+    if (blocks := config.training.recomputed_blocks) is not None:
+        recompute_activations(model, **blocks)
     _check_optimizer(config, model)
     if (scheduler := config.selection("scheduler")) is not None:
         # A run has at most `max_steps`; how many it has otherwise, only the data tells.

@@ -8,7 +8,7 @@ from etude.config import Document, Selection, canonical_keys
 from etude.config.moving import put_setting
 from etude.config.signature import parameters_of
 from etude.trainer import TRAINING_ALIASES
-from etude.trainer.assembly import DEFAULT_SCHEDULE
+from etude.trainer.optimization import DEFAULT_SCHEDULE
 
 _MOVES = {
     "learning_rate": ("optimizer", "lr", ("lr", "learning_rate")),

@@ -73,9 +73,7 @@ def train_experiment(
             try:
                 world.attempt(lambda: folder.write_config(config.to_dict()), here=world.is_main)
                 trainer = build_trainer(config, folder=folder, world=world, progress=progress)
-                device = trainer.device
-                world.attempt(lambda: folder.write_environment(device), here=world.is_main)
-                return _run(trainer, folder, config)
+                return _run(trainer, folder)
             except Exception as error:
                 began = trainer is not None and trainer.state.clock.step > 0
                 mistaken = isinstance(error, (ConfigError, DataError))
@@ -91,6 +89,7 @@ def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: 
     """
     with before_joining():
         folder = RunFolder.open(run_dir)
+        folder.check_rebuildable()
         config = load_config(folder.config_path, overrides=overrides, announce=True)
     before = folder.checkpoints_path
     folder.place_checkpoints(config.training.checkpoint_dir)
@@ -108,14 +107,14 @@ def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: 
                 f"run {folder.path} is finished ({clock.epoch} epochs, {clock.step} steps); to train longer, give a "
                 f"new end: `etude resume {quote(str(folder.path))} training.epochs={clock.epoch + 5}`"
             )
-        world.attempt(lambda: _reopen(folder, clock.step, config if overrides else None), here=world.is_main)
-        return _run(trainer, folder, config)
+        return _run(trainer, folder)
 
 
 def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best") -> tuple[Path, dict[str, float]]:
     """Evaluate a checkpoint of a run (`best`, `last` or a step number) on a split; return its path and the numbers."""
     with before_joining():
         folder = RunFolder.open(run_dir)
+        folder.check_rebuildable()
         config = load_config(folder.config_path, announce=True)
     with _world(config) as world:
         found = world.attempt(lambda: _read_checkpoint(folder, which), here=world.is_main)
@@ -134,22 +133,17 @@ def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best
         return checkpoint.path, trainer.evaluate(loader)
 
 
-def _run(trainer: Trainer, folder: RunFolder, config: ExperimentConfig) -> RunOutcome:
+def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:
     metrics = trainer.train()
     clock, reason = trainer.state.clock, trainer.callbacks.control.reason
     interrupted = bool(metrics.pop("interrupted", 0.0))
     outcome = RunOutcome(folder.path, "interrupted" if interrupted else "finished", clock.step, clock.epoch)
-    outcome.reason, outcome.is_main = reason, trainer.world.is_main
-    outcome.resume_command = _resume_command(folder, trainer.world)
+    outcome.reason, outcome.is_main = reason, trainer.machine.world.is_main
+    outcome.resume_command = _resume_command(folder, trainer.machine.world)
     outcome.metrics = metrics
-    result = {"status": "finished", "reason": reason, "step": clock.step, "epoch": clock.epoch, "metrics": metrics}
-    for feature in config.features:
-        result |= feature.result(trainer)
     sampled = any(isinstance(one, TextSamples) for one in trainer.callbacks)
     if outcome.is_main and not interrupted and sampled and folder.samples_path.exists():
         outcome.samples = folder.samples_path.read_text(encoding="utf-8")
-    # Also where nothing is written: no process may end while another is still at work, its launcher would end both.
-    trainer.world.attempt(lambda: folder.write_result(result), here=trainer.world.is_main and not interrupted)
     return outcome
 
 
@@ -208,14 +202,6 @@ def _folder_of_command() -> str:
     if command.name != "etude" or command.parent == Path() or shutil.which("etude"):
         return ""
     return f"{quote(str(command.parent))}/"
-
-
-def _reopen(folder: RunFolder, step: int, config: ExperimentConfig | None) -> None:
-    """Prepare a folder to go on from `step`, with a new config if one is given."""
-    folder.trim(step)
-    if config is not None:
-        folder.write_config(config.to_dict())
-    folder.result_path.unlink(missing_ok=True)  # a run that is made longer is not finished any more
 
 
 def _undo(folder: RunFolder, there: Collection[str], *, own: bool) -> None:

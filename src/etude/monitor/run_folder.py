@@ -41,6 +41,7 @@ OWN_FOLDER = "checkpoints"
 FINISHED = "finished"
 """The `status` in result.json of a run that reached its end."""
 
+_MADE_IN_PYTHON = "# Made in Python: model and data are code, so the run cannot be built from this file alone."
 _STEP = re.compile(r"step-\d{8,}|\.old-step-\d{8,}-[0-9a-f]{8}")
 _MADE = re.compile(r"step-\d{8,}|last|best|\.(tmp|old|trash)-(step-\d{8,}|last|best)-[0-9a-f]{8}")
 """Names that `CheckpointManager` gives: checkpoints, those being written, replaced or deleted, and links."""
@@ -79,7 +80,7 @@ class RunFolder:
                 if folder.holds_run:  # it may have kept its checkpoints elsewhere
                     cls.open(path).remove_run()
                 folder.remove_run()
-            elif folder.holds_run:
+            elif folder.is_rebuildable:
                 raise RunFolderError(
                     f"{folder.path} already holds a run; use `etude resume {quote(str(folder.path))}` "
                     f"or another --run-dir (--overwrite removes the run)"
@@ -147,6 +148,22 @@ class RunFolder:
         return _exists(self.config_path)
 
     @property
+    def is_rebuildable(self) -> bool:
+        """True if a run has been started here that can be built from its config again: not one made in Python."""
+        if not self.holds_run:
+            return False
+        with self.config_path.open("rb") as file:
+            return not file.readline().startswith(_MADE_IN_PYTHON.encode())
+
+    def check_rebuildable(self) -> None:
+        """Raise RunFolderError for a run made in Python, whose model and data its config does not name."""
+        if self.holds_run and not self.is_rebuildable:
+            raise RunFolderError(
+                f"{self.path} holds a run made in Python, so its model and data are not in its config.yaml; "
+                f"run its script with Trainer(…, output_dir={str(self.path)!r}, resume=True), or load_checkpoint there"
+            )
+
+    @property
     def is_finished(self) -> bool:
         """True if the run reached its end."""
         return self.read_result().get("status") == FINISHED
@@ -187,11 +204,17 @@ class RunFolder:
             finally:
                 self.is_held = False
 
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write the resolved config; from now on the folder holds a run."""
+    def write_config(self, config: Mapping[str, Any], *, rebuildable: bool = True) -> None:
+        """Write the resolved config, unless it is there already; from now on the folder holds a run.
+
+        `rebuildable` says that the run can be built from it again; of a run made in Python it cannot.
+        """
         from etude.config import dump_yaml
 
-        self._write(self.config_path, dump_yaml(dict(config)))
+        text = dump_yaml(dict(config))
+        text = text if rebuildable else f"{_MADE_IN_PYTHON}\n{text}"
+        if not self.holds_run or self.config_path.read_bytes() != text.encode():
+            self._write(self.config_path, text)
 
     def write_environment(self, device: torch.device | None = None) -> None:
         """Write versions, device, commit and command line."""

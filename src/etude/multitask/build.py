@@ -250,6 +250,10 @@ class SampleCount(Callback):
         """How many samples each task has learned from."""
         return dict(self.task.samples)
 
+    def outcome(self) -> dict[str, Any]:
+        """Return the counts, for the result of the run."""
+        return {"samples": self.samples}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""
         return {"samples": self.samples}

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from etude.config import Document, Feature, RunDraft, SectionSpec, Selection
 from etude.engine.state import callbacks_in
-from etude.multitask.build import SampleCount, build_tasks, own_data, with_own_data
+from etude.multitask.build import build_tasks, own_data, with_own_data
 from etude.multitask.checks import make_curriculum, settle_tasks
 from etude.multitask.curriculum.callback import CurriculumCallback
 from etude.multitask.sections import Name, Phases, TaskSection
@@ -82,11 +82,6 @@ class Tasks(Feature):
                 checkpoint.state["clock"].get("phase"),
                 ", ".join(inactive),
             )
-
-    def result(self, trainer: Any) -> dict[str, Any]:
-        """Return how many samples each task has learned from."""
-        count = next((one for one in trainer.callbacks if isinstance(one, SampleCount)), None)
-        return {} if count is None else {"samples": count.samples}
 
 
 FEATURE = Tasks()

@@ -13,7 +13,6 @@ from etude.multitask.model import MultiTaskModel
 from etude.multitask.spec import check_streams
 from etude.multitask.task import MultiTask
 from etude.multitask.weighting import CombinesGradients, WatchesGradients, WatchesUpdates
-from etude.trainer.feeding import DeviceLoader
 
 logger = logging.getLogger("etude")
 
@@ -46,18 +45,17 @@ def check_data(task: Task, loader: Loader | None, accumulator: GradientAccumulat
     """
     if not isinstance(task, MultiTask):
         return
-    inner = loader.loader if isinstance(loader, DeviceLoader) else loader
-    task.alike = isinstance(inner, (DataLoader, StreamLoader)) or _is_shuffled_by_torch(inner)
-    if isinstance(inner, StreamLoader):
+    task.alike = isinstance(loader, (DataLoader, StreamLoader)) or _is_shuffled_by_torch(loader)
+    if isinstance(loader, StreamLoader):
         check_streams(
-            task.tasks, [next(iter(StreamLoader({name: part}, 1))) for name, part in inner.data.parts.items()]
+            task.tasks, [next(iter(StreamLoader({name: part}, 1))) for name, part in loader.data.parts.items()]
         )
     weighting = task.weighting
     compares = isinstance(weighting, (CombinesGradients, WatchesGradients, WatchesUpdates))
     if (
         compares
-        and isinstance(inner, StreamLoader)
-        and inner.data.draw == "alternate"
+        and isinstance(loader, StreamLoader)
+        and loader.data.draw == "alternate"
         and accumulator.steps_at(0) == 1
     ):
         logger.warning(

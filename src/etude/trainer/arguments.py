@@ -1,21 +1,22 @@
 """What users give a `Trainer`: names and mappings become parts, and what cannot be used is refused in one line."""
 
-import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from etude.core import ConfigError, DataError, Task
+from etude.config import build_component, canonical_keys, validate_section
+from etude.core import ConfigError, Task
 from etude.core.spelling import did_you_mean
 from etude.core.whole import as_whole
 from etude.engine.callback import Callback
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
-from etude.trainer.config import TrainerConfig
+from etude.trainer.config import TRAINING_ALIASES, TrainerConfig
+
+_MODALITIES = "etude.multimodal"
 
 Section = str | Mapping[str, Any]
 """A registered component as a config file says it: its name, or a mapping with `name` and arguments."""
@@ -25,16 +26,48 @@ def check_model(model: Any) -> nn.Module:
     """Return the model; raise ConfigError if it is no module."""
     if isinstance(model, nn.Module):
         return model
-    _refuse_class("model", model)
-    raise ConfigError(f"model must be a torch.nn.Module, found {_kind(model)}")
+    refuse_class("model", model)
+    raise ConfigError(f"model must be a torch.nn.Module, found {kind_of(model)}")
 
 
-def check_names(name: Any, meta: Any) -> None:
-    """Raise ConfigError unless `name` is text and `meta` a mapping."""
+def check_names(model: Any, name: Any, meta: Any) -> None:
+    """Raise ConfigError unless `model` is a module, `name` text and `meta` a mapping."""
+    check_model(model)
     if not isinstance(name, str):
-        raise ConfigError(f"name must be text, found {_kind(name)}")
+        raise ConfigError(f"name must be text, found {kind_of(name)}")
     if meta is not None and not isinstance(meta, Mapping):
-        raise ConfigError(f"meta must be a mapping of facts, found {_kind(meta)}")
+        raise ConfigError(f"meta must be a mapping of facts, found {kind_of(meta)}")
+
+
+def as_config(
+    config: TrainerConfig | Mapping[str, Any] | None,
+    *,
+    device: str | torch.device | None,
+    use_amp: bool | None,
+    compile_model: bool | None,
+) -> TrainerConfig:
+    """Return the config as a `TrainerConfig`, with what the `Trainer` was given beside it."""
+    if config is not None and not isinstance(config, (TrainerConfig, Mapping)):
+        raise ConfigError(
+            f"config must be a TrainerConfig or a mapping of its keys, found {type(config).__name__}; "
+            f"load_config reads a file, and its `.training` is one"
+        )
+    if not isinstance(config, TrainerConfig):
+        data = canonical_keys(dict(config or {}), TRAINING_ALIASES, "training", None)
+        config = validate_section(TrainerConfig, data, path="training", document=None)
+    for name, value in (("use_amp", use_amp), ("compile_model", compile_model)):
+        if not isinstance(value, bool | None):
+            raise ConfigError(f"{name} must be True, False or None, found {value!r}")
+    changes: dict[str, Any] = {}
+    if device is not None:
+        changes["device"] = str(device)
+    if compile_model is not None:
+        changes["compile_model"] = compile_model
+    if use_amp is not None:
+        changes["use_mixed_precision"] = use_amp
+        if use_amp and config.precision_dtype is None and config.precision in ("bf16", "fp16"):
+            changes["precision_dtype"] = config.precision
+    return config.model_copy(update=changes)
 
 
 def as_loss(loss: Any) -> Any:
@@ -42,11 +75,11 @@ def as_loss(loss: Any) -> Any:
     if loss is None or isinstance(loss, LossStrategy):
         return loss
     if isinstance(loss, (str, Mapping)):
-        return _build("loss", loss, "loss")
-    _refuse_class("loss", loss)
+        return build_named("loss", loss, "loss")
+    refuse_class("loss", loss)
     if not callable(loss):
         raise ConfigError(
-            f"loss must be a torch loss, a function of (predictions, labels) or a name, not {_kind(loss)}"
+            f"loss must be a torch loss, a function of (predictions, labels) or a name, not {kind_of(loss)}"
         )
     return loss
 
@@ -54,127 +87,74 @@ def as_loss(loss: Any) -> Any:
 def check_task(task: Any) -> None:
     """Raise ConfigError if a task cannot be called."""
     if task is not None:
-        _refuse_class("task", task)
+        refuse_class("task", task)
         if not callable(task):
-            raise ConfigError(f"task must be callable as task(model, batch, metrics=…), found {_kind(task)}")
+            raise ConfigError(f"task must be callable as task(model, batch, metrics=…), found {kind_of(task)}")
 
 
 def make_task(
-    of: type, loss: Any, task: Any, config: TrainerConfig, modalities: Mapping[str, Any], sources: Sequence[Any]
+    of: type, loss: Any, task: Any, config: TrainerConfig, modalities: Mapping[str, Any], sources: Iterable[Any]
 ) -> Task:
     """Return the task of a trainer: the one given, that of a loss, or that of tokens of several modalities.
 
     Modalities are the business of their room, which is looked up only where it is needed. Raises ConfigError if what
     is given contradicts, TypeError for a keyword argument that the class `of` does not have.
     """
-    if modalities or config.meaningful_loss is not None:
+    theirs = any(type(source).__module__.startswith(f"{_MODALITIES}.") for source in sources)
+    if modalities or config.meaningful_loss is not None or theirs:
         try:
-            room = import_module("etude.multimodal.training")
+            room = import_module(f"{_MODALITIES}.training")
         except ModuleNotFoundError as error:
             name = next(iter(modalities), "config.meaningful_loss")
             near = did_you_mean(name, inspect.signature(of).parameters)
             raise TypeError(f"{of.__name__}() has no argument '{name}'{near}") from error
-        made: Task = room.make_task(loss, task, config.meaningful_loss, modalities, of, sources)
+        made: Task = room.make_task(loss, task, config.meaningful_loss, modalities, of, tuple(sources))
         return made
     return plain_task(loss, task)
 
 
-def plain_task(loss: Any, task: Any) -> Task:
-    """Return the task that is given, or that of a loss."""
+def plain_task(loss: Any, task: Any, name: str = "loss") -> Task:
+    """Return the task that is given, or that of a loss; `name` is what the argument of the loss is called."""
     check_task(task)
     if loss is not None and task is not None:
-        raise ConfigError("loss= and task= both say what is learned; keep one of them")
-    return task if task is not None else SupervisedTask(as_strategy(as_loss(loss)))
+        raise ConfigError(f"{name}= and task= both say what is learned; keep one of them")
+    made: Task = task if task is not None else SupervisedTask(as_strategy(as_loss(loss)))
+    return made
 
 
-def as_callbacks(callbacks: Any) -> list[Callback]:
+def as_callbacks(callbacks: Any, curriculum: Any = None) -> list[Callback]:
     """Return a list of callbacks from a list or a single one; those that are named are made.
+
+    A curriculum becomes the callback that follows it, and stands first.
 
     >>> [type(one).__name__ for one in as_callbacks({"name": "early_stopping", "patience": 2})]
     ['EarlyStopping']
     """
+    first: list[Callback] = []
+    if curriculum is not None:
+        first.append(import_module("etude.multitask.curriculum.callback").CurriculumCallback(curriculum))
     if callbacks is None:
-        return []
+        return first
     if isinstance(callbacks, (Callback, str, Mapping)) or not isinstance(callbacks, Iterable):
         callbacks = [callbacks]
-    return [_as_callback(one, place) for place, one in enumerate(callbacks)]
+    return first + [_as_callback(one, place) for place, one in enumerate(callbacks)]
 
 
 def _as_callback(callback: Any, place: int) -> Callback:
     if isinstance(callback, (str, Mapping)):
-        callback = _build("callback", callback, f"callbacks.{place}")
-    _refuse_class("callbacks", callback)
+        callback = build_named("callback", callback, f"callbacks.{place}")
+    refuse_class("callbacks", callback)
     if not isinstance(callback, Callback):
-        raise ConfigError(f"callbacks must be of class etude.Callback or names of such, found {_kind(callback)}")
+        raise ConfigError(f"callbacks must be of class etude.Callback or names of such, found {kind_of(callback)}")
     return callback
-
-
-def optimizer_factory(optimizer: Any, settings: Mapping[str, Any]) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return a function of the parameters from one, from a class of optimizers, or from a name.
-
-    A class and a name get `settings`, the learning rate and weight decay of the config, where they have none. Raises
-    ConfigError for anything else.
-    """
-    if isinstance(optimizer, (str, Mapping)):
-        section = {"name": optimizer} if isinstance(optimizer, str) else dict(optimizer)
-        own = {"lr"} if "learning_rate" in section else set(section)
-        section = {**{key: value for key, value in settings.items() if key not in own}, **section}
-        return lambda params: _build("optimizer", section, "optimizer", params=params)
-    is_class = isinstance(optimizer, type)
-    if not callable(optimizer) or (is_class and not issubclass(optimizer, torch.optim.Optimizer)):
-        raise ConfigError(
-            f"optimizer must be an optimizer, a function of the parameters that makes one, or a name such as 'adamw', "
-            f"found {_kind(optimizer)}"
-        )
-
-    def make(params: Any) -> torch.optim.Optimizer:
-        try:
-            made = optimizer(params, **(settings if is_class else {}))
-        except TypeError as error:
-            raise ConfigError(f"optimizer cannot be made from the parameters: {error}") from error
-        if not isinstance(made, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer, a function, must return a torch optimizer, and returned {_kind(made)}")
-        return made
-
-    return make
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Raise ConfigError for what is no optimizer, and for one whose step computes the loss again."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        _refuse_class("optimizer", optimizer)
-        raise ConfigError(f"optimizer must be a torch optimizer, found {_kind(optimizer)}")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
-        raise ConfigError(
-            f"optimizer {type(optimizer).__name__} computes the loss several times in a step, by a closure, which a "
-            f"run that accumulates and skips updates cannot do; use another one, such as 'adamw'"
-        )
-
-
-def check_scheduler(scheduler: Any) -> None:
-    """Raise ConfigError for a scheduler that is neither a function of the step nor one of torch."""
-    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        return
-    _refuse_class("scheduler", scheduler.func if isinstance(scheduler, functools.partial) else scheduler)
-    if callable(getattr(scheduler, "step_update", None)):
-        raise ConfigError(
-            f"scheduler {type(scheduler).__name__} has the interface of timm, which is driven by hand; give a function "
-            f"of the step such as etude.optim.warmup_cosine(total_steps, warmup_steps), or a torch scheduler"
-        )
-    if not callable(scheduler):
-        raise ConfigError(
-            f"scheduler must be a function of the step, a torch scheduler or a name such as 'cosine', "
-            f"found {_kind(scheduler)}"
-        )
 
 
 def check_functions(**functions: Any) -> None:
     """Raise ConfigError for a function that cannot be called."""
     for name, function in functions.items():
-        _refuse_class(name, function)
+        refuse_class(name, function)
         if not callable(function):
-            raise ConfigError(f"{name} must be a function, found {_kind(function)}")
+            raise ConfigError(f"{name} must be a function, found {kind_of(function)}")
 
 
 def as_epochs(num_epochs: Any) -> int:
@@ -182,39 +162,17 @@ def as_epochs(num_epochs: Any) -> int:
     return as_whole("num_epochs", num_epochs, least=1)
 
 
-def as_tensors(source: Any, model: nn.Module) -> Any:
-    """Return NumPy arrays, alone or in a tuple, as tensors; anything else as it is.
-
-    Floating numbers get the format of the model: that of NumPy is float64 unless asked otherwise.
-    """
-    if isinstance(source, np.ndarray):
-        return _as_tensor(source, model)
-    if isinstance(source, tuple) and source and all(isinstance(one, (np.ndarray, Tensor)) for one in source):
-        return tuple(_as_tensor(one, model) if isinstance(one, np.ndarray) else one for one in source)
-    return source
-
-
-def _as_tensor(array: np.ndarray[Any, Any], model: nn.Module) -> Tensor:
-    try:
-        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-    except (TypeError, ValueError) as error:
-        raise DataError(f"a NumPy array of {array.dtype} cannot become a tensor; give numbers") from error
-    if tensor.is_floating_point():
-        formats = (param.dtype for param in model.parameters() if param.is_floating_point())
-        return tensor.to(next(formats, torch.get_default_dtype()))
-    return tensor if tensor.dtype in (torch.bool, torch.uint8) else tensor.long()
-
-
-def _build(kind: str, section: Section, path: str, **provided: Any) -> Any:
-    from etude.config import build_component
-
+def build_named(kind: str, section: Section, path: str, **provided: Any) -> Any:
+    """Return the registered component that a section names."""
     return build_component(kind, section, path=path, provided=provided)
 
 
-def _refuse_class(argument: str, value: Any) -> None:
+def refuse_class(argument: str, value: Any) -> None:
+    """Raise ConfigError for a class where an object of it is meant."""
     if isinstance(value, type):
         raise ConfigError(f"{argument} is the class {value.__name__}; give an object of it: {value.__name__}(…)")
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Return what a value is, for messages."""
     return "None" if value is None else f"{type(value).__name__} {value!r:.60}".replace("\n", " ")

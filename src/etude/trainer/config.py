@@ -152,6 +152,14 @@ class TrainerConfig(SectionModel):
         return 10 if self.epochs is None and self.max_steps is None else self.epochs
 
     @property
+    def recomputed_blocks(self) -> dict[str, Any] | None:
+        """`activation_checkpointing` as arguments of `recompute_activations`; None if nothing is recomputed."""
+        setting = self.activation_checkpointing
+        if isinstance(setting, ActivationCheckpointing):
+            return {"blocks": setting.blocks, "every": setting.every}
+        return {"blocks": setting} if isinstance(setting, str) else {} if setting else None
+
+    @property
     def resolved_precision(self) -> PrecisionName:
         """`precision`, with use_mixed_precision and precision_dtype taken into account."""
         if self.use_mixed_precision is None and self.precision_dtype is None:

@@ -1,73 +1,203 @@
-"""Where a `Trainer` writes. One folder is one run: a folder that holds another one is refused."""
+"""`Output`: what a run leaves behind. Its folder, who may write there, records, display, checkpoints and result."""
 
 import contextlib
+import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from etude.checkpoint import CheckpointManager, find_checkpoints, is_intact, locate_checkpoint
+from etude.callbacks import ProgressDisplay, RunRecorder
+from etude.checkpoint import CheckpointManager, find_checkpoints, folder_name, is_intact, locate_checkpoint
+from etude.config import dump_yaml, plain
 from etude.core import Clock, ConfigError, RunFolderError
-from etude.distributed import World
-from etude.monitor import RunFolder
+from etude.engine.callback import Callback, CallbackList
+from etude.engine.saving import Saver
+from etude.engine.state import TrainState
+from etude.monitor import FINISHED, RunFolder
+from etude.trainer.config import TrainerConfig
+from etude.trainer.machine import Machine
+
+logger = logging.getLogger("etude")
+
+_SAVING = ("save_checkpoints", "checkpoint_interval", "save_every_steps", "keep_best")
 
 
 class Output:
-    """The run folder of a trainer, and its right to write there.
+    """The run folder of a trainer, its right to write there, and what is written and shown.
 
     A folder is free while no run has finished a step in it. A used one may be written by the trainer that used it, by
     one that has loaded a checkpoint of it, and by one that was given `overwrite`, which removes the earlier run. A
-    folder that is held already, as the command line does, is its holder's responsibility.
+    folder that is held already, as the command line does, is its holder's responsibility. Without a folder nothing is
+    written.
     """
 
     def __init__(
         self,
         output_dir: str | Path | RunFolder | None,
-        *,
-        overwrite: bool,
-        resume: bool,
-        world: World,
-        checkpoint_dir: str | None = None,
+        config: TrainerConfig,
+        machine: Machine,
+        name: str = "run",
+        progress: bool | Callback = False,
+        overwrite: bool = False,
+        resume: bool = False,
+        whole_config: Mapping[str, Any] | None = None,
     ) -> None:
-        for name, value in (("overwrite", overwrite), ("resume", resume)):
-            if not isinstance(value, bool):
-                raise ConfigError(f"{name} is {value!r}; it must be True or False")
-        if overwrite and resume:
-            raise ConfigError(
-                "overwrite=True removes the run in output_dir and resume=True goes on with it: keep one"
-            )
-        if output_dir is None and (overwrite or resume):
-            raise ConfigError(f"{'overwrite' if overwrite else 'resume'}=True needs an output_dir")
-        if output_dir is None and checkpoint_dir is not None:
-            raise ConfigError("training.checkpoint_dir needs a run folder: give the Trainer an output_dir")
-        self.folder = _as_folder(output_dir, checkpoint_dir)
-        self._world = world
+        """Make the folder if there is none; nothing is written into it yet.
+
+        `progress` shows a live display, or is a callback that does. `overwrite` and `resume` say what is to become of a
+        run that is there. `whole_config` is the config that the run can be built from again, if there is one.
+        """
+        _check_switches(output_dir, config, overwrite, resume)
+        if machine.world.is_main:
+            _warn_of_ignored(output_dir, config)
+        self._machine = machine
+        self._world = machine.world
+        self.folder = _as_folder(output_dir, config.checkpoint_dir)
+        self.name = name
+        self.is_resumed = False
+        """Whether training goes on: from a checkpoint, or from an earlier `train`."""
+        self.metrics: dict[str, float] = {}
+        """The last numbers of what it goes on from: the result if nothing is left to train."""
+        self._came_from: Path | None = None
+        self._whole_config = None if whole_config is None else dict(whole_config)
         self._overwrite = overwrite
         self._goes_on = resume
-        self._name = secrets.token_hex(8)
+        self._owner = secrets.token_hex(8)
         self._last_holder: str | None = None
         """Who must have held the folder last if its run is still ours; None if that may be anybody."""
+        display = ProgressDisplay() if progress is True else progress or None
+        self._display = display if self._world.is_main else None
+        recorder = RunRecorder(self.folder) if self.folder is not None and self._world.is_main else None
+        self.callbacks: list[Callback] = [one for one in (recorder, self._display) if one is not None]
+        """What records the run and shows it; they come last."""
 
     @property
     def path(self) -> Path | None:
         """The run folder."""
         return None if self.folder is None else self.folder.path
 
+    def say(self, sentence: str) -> None:
+        """Tell the user something at once, as from a signal handler."""
+        if isinstance(self._display, ProgressDisplay):
+            self._display.note(sentence)
+        elif self._world.is_main:
+            logger.warning(sentence)
+
+    # ------------------------------------------------------------------------------------------------ writing
+
+    @contextlib.contextmanager
+    def held(self, clock: Clock, config: TrainerConfig) -> Iterator[None]:
+        """Keep other processes out of the folder while a trainer, which stands at `clock`, writes.
+
+        The folder then says what the run is: `config.yaml` and `env.json`. Raises RunFolderError if the folder is in
+        use, or holds a run that is not the trainer's.
+        """
+        with contextlib.ExitStack() as stack:
+            if self.folder is not None:
+                folder = self.folder
+                self._world.attempt(lambda: self._take(folder, stack, clock, config), here=self._world.is_main)
+            yield
+
+    def saver(self, state: TrainState, config: TrainerConfig, meta: Mapping[str, Any] | None = None) -> Saver | None:
+        """Return what writes checkpoints, with facts of `meta`; None if there is no folder or none are wanted."""
+        if self.folder is None or not config.save_checkpoints:
+            return None
+        manager = CheckpointManager(self.folder.checkpoints_path, keep_best=config.keep_best)
+        is_saved = self._came_from is not None and self._holds(self._came_from)
+        resumed = self.metrics if is_saved else None  # the state is, unchanged, that of a checkpoint there
+        return Saver(manager, state, meta, resumed=resumed, config=dump_yaml(self._described(config)))
+
+    def finish(self, clock: Clock, callbacks: CallbackList, metrics: Mapping[str, float]) -> None:
+        """Write `result.json`, unless a signal ended the training; the next training goes on from here."""
+        saved = None if self.folder is None else self.folder.checkpoints_path / folder_name(clock.step)
+        self.is_resumed, self._came_from, self.metrics = True, saved, dict(metrics)
+        if self.folder is None:
+            return
+        folder, control = self.folder, callbacks.control
+        result = {
+            "status": FINISHED,
+            "reason": control.reason,
+            "step": clock.step,
+            "epoch": clock.epoch,
+            "metrics": dict(metrics),
+            **callbacks.outcome(),
+        }
+        # Also where nothing is written: no process may end while another is still at work, its launcher would end both.
+        here = self._world.is_main and not control.interrupted
+        self._world.attempt(lambda: folder.write_result(result), here=here)
+
+    def _take(self, folder: RunFolder, stack: contextlib.ExitStack, clock: Clock, config: TrainerConfig) -> None:
+        if not folder.is_held:
+            before = stack.enter_context(folder.lock(self._owner))
+            self._claim(folder, before, clock.step)
+            self._goes_on, self._last_holder = True, self._owner
+        if self._whole_config is not None or not folder.is_rebuildable:  # else the file says more than Python knows
+            folder.write_config(self._described(config), rebuildable=self._whole_config is not None)
+        if clock.step == 0 or not folder.environment_path.exists():
+            folder.write_environment(self._machine.device)
+
+    def _claim(self, folder: RunFolder, before: str, step: int) -> None:
+        """Take the folder for this run; raise RunFolderError if it is another one's. `before` held it last."""
+        folder.claim_checkpoints(new=not self._goes_on)
+        if self._goes_on:
+            if before and self._last_holder is not None and self._last_holder not in before:
+                raise RunFolderError(
+                    f"{self.path} has been written by another run since this one trained; "
+                    f"load_checkpoint({str(self.path)!r}) goes on with that, another output_dir leaves it alone"
+                )
+            self._refuse_newer(folder, step)
+        elif self._overwrite:
+            folder.remove_run()
+        elif folder.is_rebuildable or folder.is_used:
+            raise RunFolderError(
+                f"{self.path} already holds a run; give the Trainer resume=True to go on with it, another output_dir, "
+                f"or overwrite=True, which removes the run"
+            )
+
+    def _refuse_newer(self, folder: RunFolder, step: int) -> None:
+        """Raise RunFolderError if the run has got further than `step`: its checkpoints would mix with new ones."""
+        for newer, path in find_checkpoints(folder.checkpoints_path).items():
+            if newer > step and is_intact(path):
+                raise RunFolderError(
+                    f"{self.path} holds a checkpoint of step {newer}, and training is to go on from step {step}; "
+                    f"load the newest one, or give another output_dir to branch off"
+                )
+
+    def _described(self, config: TrainerConfig) -> dict[str, Any]:
+        """Return the config of the run: the whole one, or what is known of it in Python."""
+        own = {"name": self.name, "training": plain(config)}
+        return own if self._whole_config is None else self._whole_config
+
+    # ------------------------------------------------------------------------------------------------ going on
+
     def has_checkpoints(self) -> bool:
         """Return whether the folder holds a checkpoint, intact or not; the same on every rank."""
-        found = self._world.attempt(self._checkpoints, here=self._world.is_main)
+        folder = self.folder
+        if folder is None:
+            return False
+        found = self._world.attempt(lambda: find_checkpoints(folder.checkpoints_path), here=self._world.is_main)
         return bool(self._world.share_text("yes" if found else ""))
 
-    def _checkpoints(self) -> dict[int, Path]:
-        return {} if self.folder is None else find_checkpoints(self.folder.checkpoints_path)
+    def locate(self, path: Path) -> Path:
+        """Return the checkpoint that a path stands for: itself, or the newest intact one of a run or of a folder.
 
-    def holds(self, checkpoint: Path) -> bool:
-        """Return whether a checkpoint lies in this folder."""
+        All ranks get the same one.
+        """
+        found = self._world.attempt(lambda: self._locate(path), here=self._world.is_main)
+        return Path(self._world.share_text(str(found)))
+
+    def loaded(self, checkpoint: Path, metrics: Mapping[str, float]) -> None:
+        """Note that the trainer goes on from a checkpoint: if it is one of this folder, so does the folder's run."""
+        self.is_resumed, self._came_from, self.metrics = True, checkpoint, dict(metrics)
+        if self._holds(checkpoint):
+            self._goes_on, self._last_holder = True, None
+
+    def _holds(self, checkpoint: Path) -> bool:
         return self.folder is not None and checkpoint.resolve().parent == self.folder.checkpoints_path.resolve()
 
-    def locate(self, path: Path) -> Path:
-        """Return the checkpoint that a path stands for: itself, or the newest intact one of a run or of a folder."""
+    def _locate(self, path: Path) -> Path:
         if self.folder is not None and path.resolve() == self.folder.path.resolve():
             path = self.folder.checkpoints_path
         elif (run := RunFolder(path)).holds_run:
@@ -76,56 +206,27 @@ class Output:
             path = run.checkpoints_path
         return locate_checkpoint(path)
 
-    def loaded(self, checkpoint: Path) -> None:
-        """Note that the trainer goes on from a checkpoint: if it is one of this folder, so does the folder's run."""
-        if self.holds(checkpoint):
-            self._goes_on, self._last_holder = True, None
 
-    @contextlib.contextmanager
-    def held(self, clock: Clock) -> Iterator[None]:
-        """Keep other processes out of the folder while the trainer, which stands at `clock`, writes.
+def _check_switches(output_dir: Any, config: TrainerConfig, overwrite: Any, resume: Any) -> None:
+    """Raise ConfigError for what contradicts."""
+    for name, value in (("overwrite", overwrite), ("resume", resume)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}; it must be True or False")
+    if overwrite and resume:
+        raise ConfigError("overwrite=True removes the run in output_dir and resume=True goes on with it: keep one")
+    if output_dir is None and (overwrite or resume):
+        raise ConfigError(f"{'overwrite' if overwrite else 'resume'}=True needs an output_dir")
+    if output_dir is None and config.checkpoint_dir is not None:
+        raise ConfigError("training.checkpoint_dir needs a run folder: give the Trainer an output_dir")
 
-        Raises RunFolderError if the folder is in use, or holds a run that is not the trainer's.
-        """
-        with contextlib.ExitStack() as stack:
-            if self.folder is not None:
-                self._world.attempt(lambda: self._take(stack, clock.step), here=self._world.is_main)
-            yield
 
-    def manager(self, keep_best: int) -> CheckpointManager | None:
-        """Return the manager of the folder's checkpoints."""
-        return None if self.folder is None else CheckpointManager(self.folder.checkpoints_path, keep_best=keep_best)
-
-    def _take(self, stack: contextlib.ExitStack, step: int) -> None:
-        assert self.folder is not None
-        if self.folder.is_held:
-            return
-        before = stack.enter_context(self.folder.lock(self._name))
-        self.folder.claim_checkpoints(new=not self._goes_on)
-        if self._goes_on:
-            if before and self._last_holder is not None and self._last_holder not in before:
-                raise RunFolderError(
-                    f"{self.path} has been written by another run since this one trained; "
-                    f"load_checkpoint({str(self.path)!r}) goes on with that, another output_dir leaves it alone"
-                )
-            self._refuse_newer(step)
-        elif self._overwrite:
-            self.folder.remove_run()
-        elif self.folder.holds_run or self.folder.is_used:
-            raise RunFolderError(
-                f"{self.path} already holds a run; give the Trainer resume=True to go on with it, another output_dir, "
-                f"or overwrite=True, which removes the run"
-            )
-        self._goes_on, self._last_holder = True, self._name
-
-    def _refuse_newer(self, step: int) -> None:
-        """Raise RunFolderError if the run has got further than `step`: its checkpoints would mix with new ones."""
-        for newer, path in self._checkpoints().items():
-            if newer > step and is_intact(path):
-                raise RunFolderError(
-                    f"{self.path} holds a checkpoint of step {newer}, and training is to go on from step {step}; "
-                    f"load the newest one, or give another output_dir to branch off"
-                )
+def _warn_of_ignored(output_dir: Any, config: TrainerConfig) -> None:
+    """Warn of settings that were given and have nothing to act on."""
+    given = [name for name in _SAVING if name in config.model_fields_set]
+    if output_dir is None and given and config.save_checkpoints:
+        logger.warning("nothing is saved without an output_dir, so training.%s does nothing", " and ".join(given))
+    elif not config.save_checkpoints and (idle := [name for name in given if name != "save_checkpoints"]):
+        logger.warning("training.save_checkpoints is false, so training.%s does nothing", " and ".join(idle))
 
 
 def _as_folder(output_dir: Any, checkpoint_dir: str | None) -> RunFolder | None:

@@ -7,7 +7,7 @@ that a run with and without this check ends with the same bytes.
 import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -25,7 +25,8 @@ from etude.distributed import World, is_empty
 from etude.engine.interrupt import Interrupts
 from etude.engine.misfit import explained
 from etude.engine.precision import Precision
-from etude.trainer.feeding import DeviceLoader
+from etude.trainer.loaders import DeviceLoader
+from etude.trainer.machine import Machine
 
 _SMALL = 1 << 20
 
@@ -35,17 +36,13 @@ def check_validation(
     task: Task,
     loader: Loader,
     num_batches: int,
-    *,
-    precision: Precision,
-    world: World,
-    explain: AbstractContextManager[None],
+    machine: Machine,
     interrupts: Interrupts,
 ) -> None:
     """Evaluate the first `num_batches` batches and forget the result; raise DataError if they do not fit.
 
     Left out where trying could change the run: a loader that may be read only once, a model whose first batch shapes
-    its layers. With several ranks each tries its own share, and all of them fail if one does. `explain` is a context
-    that explains errors, such as memory that runs out.
+    its layers. With several ranks each tries its own share, and all of them fail if one does.
     """
     source, model = repeatable(loader), unwrap(model)
     if source is None or any(is_lazy(one) for one in (*model.parameters(), *model.buffers())):
@@ -56,10 +53,10 @@ def check_validation(
             stack.enter_context(probing(one, training=False))
 
         def attempt() -> None:
-            with _explained(together=world.size > 1), explain:
-                _try(model, trial, source, num_batches, precision, world, interrupts)
+            with _explained(together=machine.world.size > 1), machine.validating():
+                _try(model, trial, source, num_batches, machine.precision, machine.world, interrupts)
 
-        world.attempt(attempt)
+        machine.world.attempt(attempt)
 
 
 @explained

@@ -1,65 +1,38 @@
 """`Trainer`: the object most Python users hold. It puts the parts of a run together and runs the loop."""
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from etude.callbacks import LRSchedule, ProgressDisplay, RunRecorder
-from etude.checkpoint import Checkpoint, explained, folder_name, read_checkpoint
-from etude.core import Clock, ConfigError, DataError, Loader, Task, TrainingError
+from etude.callbacks import LRSchedule
+from etude.checkpoint import Checkpoint, explained, read_checkpoint
+from etude.core import Clock, ConfigError, Loader, Task, TrainingError
 from etude.core.terms import SeveralTasks
-from etude.data import explain_worker_failure
-from etude.distributed import World, join_world, wrap_data_parallel
+from etude.distributed import World, wrap_data_parallel
 from etude.engine.accumulation import GradientAccumulator
-from etude.engine.callback import Callback, CallbackList, RunInfo
+from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
 from etude.engine.evaluation import evaluate
 from etude.engine.flops import ForwardFlops
 from etude.engine.interrupt import Interrupts
 from etude.engine.ledger import Ledger
 from etude.engine.loop import Loop, Plan
-from etude.engine.precision import Precision
-from etude.engine.recompute import recompute_activations, repeated_blocks
-from etude.engine.recovery import (
-    explain_out_of_memory,
-    explain_out_of_memory_in_validation,
-    explain_out_of_memory_of_model,
-    explain_single_sample,
-)
-from etude.engine.saving import Saver
-from etude.engine.schedule import LearningRate
+from etude.engine.recompute import repeated_blocks
 from etude.engine.state import TrainState
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import LossStrategy, SupervisedTask
 from etude.monitor import RunFolder
-from etude.multitask.curriculum import Curriculum, Phase
 from etude.multitask.training import check_data, join_weighting, train_weighting
-from etude.optim import Schedule
-from etude.trainer.arguments import Section, as_callbacks, as_epochs, as_tensors, check_model, check_names, make_task
-from etude.trainer.assembly import (
-    PlannedSchedule,
-    TorchScheduler,
-    as_config,
-    blocks_to_recompute,
-    curriculum_callback,
-    make_optimizer,
-    plan_schedule,
-    planned_steps,
-    warn_of_loader,
-)
-from etude.trainer.callback_checks import check_callbacks, check_rates
+from etude.trainer.arguments import Section, as_callbacks, as_config, as_epochs, check_names, make_task
 from etude.trainer.config import TrainerConfig
-from etude.trainer.device import configure_cuda_performance, make_deterministic, on_device, resolve_device
-from etude.trainer.feeding import make_loader, num_batches
+from etude.trainer.loaders import Loaders
+from etude.trainer.machine import Machine
+from etude.trainer.optimization import OptimizerLike, RunRate, SchedulerLike, make_optimizer
 from etude.trainer.output import Output
 from etude.trainer.sanity_check import check_validation
-
-logger = logging.getLogger("etude")
 
 
 class Trainer:
@@ -69,21 +42,18 @@ class Trainer:
     with `logits`. The run is reproducible: the same config gives the same weights, stopped and resumed or not.
     """
 
-    def __init__(  # noqa: C901
+    def __init__(
         self,
         model: nn.Module,
         train_loader: Any = None,
         val_loader: Any = None,
         *,
         config: TrainerConfig | Mapping[str, Any] | None = None,
-        optimizer: torch.optim.Optimizer
-        | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-        | Section
-        | None = None,
-        scheduler: Schedule | TorchScheduler | PlannedSchedule | Section | None = None,
+        optimizer: OptimizerLike = None,
+        scheduler: SchedulerLike = None,
         loss: LossStrategy | nn.Module | Callable[..., Any] | Section | None = None,
         task: Task | None = None,
-        curriculum: Curriculum | Sequence[Phase] | None = None,
+        curriculum: Any | Sequence[Any] | None = None,
         callbacks: Callback | Section | Iterable[Callback | Section] = (),
         device: str | torch.device | None = None,
         output_dir: str | Path | RunFolder | None = None,
@@ -114,7 +84,8 @@ class Trainer:
             loss: a `LossStrategy`, a torch loss or a function of (predictions, labels); found from the shapes of
                 the first batch if left out.
             task: replaces `loss` by full control over how model and batch become loss terms.
-            curriculum: phases that switch the tasks of `task`, a `MultiTask`, on and off as the run goes on.
+            curriculum: phases that switch the tasks of `task`, a `MultiTask`, on and off as the run goes on: short for
+                a `CurriculumCallback` that stands first.
             callbacks: one, or several, called in this order.
             device: overrides `config.device`.
             output_dir: the run folder; without one, nothing is written. One folder is one run: `train` refuses a
@@ -127,112 +98,46 @@ class Trainer:
             name: shown in the display.
             world: the processes of the run; found from torchrun's variables by default.
             meta: facts to keep in every checkpoint's `meta.json`.
-            whole_config: what every checkpoint keeps as `run-config.yaml`; the trainer's own config by default.
+            whole_config: what the run can be built from again: the run folder's `config.yaml`, and `run-config.yaml`
+                of every checkpoint; the trainer's own config by default.
             modalities: for tokens of several modalities, instead of `loss`: `vocab`, a `VocabSpec`, and `codebooks` by
                 modality (or `image_codebook`, `spectrum_codebook`, `scalar_centers`) make the loss `MeaningfulLoss`,
                 with the settings of `config.meaningful_loss`; `edges` are those of the bins of scalars, by modality;
                 `use_ce=False` leaves out its cross entropy.
         """
-        check_model(model)
-        check_names(name, meta)
+        check_names(model, name, meta)
         self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
-        config = self.config
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-        if world is None:
-            world = join_world(resolve_device(config.device).type)
-        self.world = world
-        self.device = resolve_device(config.device, world.local_rank)
-        if config.deterministic:
-            make_deterministic()
-        elif self.device.type == "cuda" and config.resolved_precision != "fp32":
-            configure_cuda_performance()
-        self.name = name
-        self.task = make_task(type(self), loss, task, config, modalities, (train_loader, val_loader))
-        join_weighting(model, self.task)
-        # A batch for some of the tasks leaves the heads of the others without gradients.
-        unused = config.find_unused_parameters or isinstance(self.task, SeveralTasks)
-        with explain_out_of_memory_of_model(self.device):
-            self.model = model.to(self.device)
-            if config.activation_checkpointing is not False:
-                recompute_activations(self.model, **blocks_to_recompute(config.activation_checkpointing))
-            if config.compile_model:
-                self.model.compile()  # in place: names of parameters stay as they are
-            self.optimizer = make_optimizer(optimizer, self.model, config)
-            train_weighting(self.optimizer, self.task)
-            wrapped = wrap_data_parallel(
-                self.model, self.optimizer, world, self.device, find_unused_parameters=unused
-            )
-        self.train_loader = self._loader(train_loader, training=True)
-        warn_of_loader(train_loader, config, world)
-        self.val_loader = self._loader(val_loader, training=False)
-        self.accumulator = GradientAccumulator(self.optimizer, config.grad_accum_steps)
-        check_data(self.task, self.train_loader, self.accumulator)
-        self.precision = Precision(
-            config.resolved_precision, self.device, loss_scale=config.loss_scale, summands=config.batch_size
-        )
-        updater = Updater(
-            self.optimizer,
-            clip_norm=config.gradient_clip_norm,
-            clip_value=config.gradient_clip_value,
-            precision=self.precision,
-        )
-        self.step = Step(
-            wrapped,
-            self.task,
-            updater,
-            self.precision,
-            world=world,
-            metrics=config.train_metrics,
-            flops=ForwardFlops(self.model, self.task.outputs if isinstance(self.task, SeveralTasks) else None),
-        )
-        self._schedule = plan_schedule(scheduler, config)
-        fixed = None if isinstance(scheduler, (TorchScheduler, PlannedSchedule, str, Mapping)) else scheduler
-        self.learning_rate = LearningRate(self.optimizer, fixed)
+        self.machine = machine = Machine.from_config(self.config, world)
+        self.model = model
+        self.task = make_task(type(self), loss, task, self.config, modalities, (train_loader, val_loader))
+        self.step = self._make_step(optimizer)
+        self.optimizer = self.step.updater.optimizer
+        self.loaders = Loaders(train_loader, val_loader, config=self.config, machine=machine, model=model)
+        self.accumulator = GradientAccumulator(self.optimizer, self.config.grad_accum_steps)
+        check_data(self.task, self.loaders.sources[0], self.accumulator)
+        self.learning_rate = RunRate(self.optimizer, scheduler, self.config)
         if train_loader is not None and (scheduler is not None or self.total_steps is None):
-            self._follow_plan()  # what cannot be made is refused now
-        listed = as_callbacks(callbacks)
-        if isinstance(scheduler, TorchScheduler):
-            listed.append(LRSchedule(scheduler, interval="step"))
-        if curriculum is not None:
-            loaders = (self.train_loader, self.val_loader)
-            listed.insert(0, curriculum_callback(curriculum, self.task, *loaders, self.learning_rate))
-        self.callbacks = CallbackList(listed)
-        check_callbacks(self.callbacks, self.task, self.model)
-        if self._schedule is not None or fixed is not None:
-            check_rates(self.callbacks)
-        self.output = Output(
-            output_dir, overwrite=overwrite, resume=resume, world=world, checkpoint_dir=config.checkpoint_dir
-        )
-        self._display = ProgressDisplay() if progress and world.is_main else None
-        if world.is_main:
-            if self.output.folder is not None:
-                self.callbacks.append(RunRecorder(self.output.folder))
-            if self._display is not None:
-                self.callbacks.append(self._display)
+            self._follow_plan()  # a schedule that cannot be made is refused now
+        listed = [*as_callbacks(callbacks, curriculum), *self.learning_rate.callbacks]
+        self.output = Output(output_dir, self.config, machine, name, progress, overwrite, resume, whole_config)
+        self.callbacks = CallbackList([*listed, *self.output.callbacks])
+        self.callbacks.bind(self._parts())
+        self.meta = {**(meta or {}), **self._facts()}
         self.state = TrainState(
-            self.model,
+            model,
             self.optimizer,
-            self.precision,
+            machine.precision,
             Clock(),
-            Ledger(world),
+            Ledger(machine.world),
             self.callbacks,
-            world,
-            config.seed,
+            machine.world,
+            self.config.seed,
             self.task,
         )
-        self.meta = {**(meta or {}), **self.callbacks.facts()}
-        if isinstance(self.task, SupervisedTask):
-            self.meta |= self.task.facts()
-        self._whole_config = whole_config
-        self._resumed = False
         self._interrupts: Interrupts | None = None  # those of the training under way or last
-        self._restored_from: Path | None = None
-        self._restored_metrics: dict[str, float] = {}
         self._is_training = False
-        if resume and self.output.has_checkpoints():
-            assert self.output.path is not None
-            self.load_checkpoint(self.output.path)
+        if resume and (path := self.output.path) is not None and self.output.has_checkpoints():
+            self.load_checkpoint(path)
 
     # ------------------------------------------------------------------------------------------------ doors
 
@@ -246,46 +151,25 @@ class Trainer:
         """
         if self._is_training:
             raise TrainingError("train() was called inside train(), by a callback; wait until it has returned")
-        if self.train_loader is None:
+        if self.loaders.train is None:
             raise ConfigError("there is nothing to train on: give the Trainer a train_loader")
         if num_epochs is not None:
             self.config = self.config.model_copy(update={"epochs": as_epochs(num_epochs)})
         self.callbacks.control.begin()
-        config = self.config
         self._follow_plan()
+        state, output = self.state, self.output
         with (
-            self.output.held(self.state.clock),
-            on_device(self.device),
-            self.state.random.running(),
-            Interrupts(self._say) as interrupts,
-            explain_worker_failure(),
-            explain_single_sample(),
-            explain_out_of_memory(
-                batch_size=config.batch_size,
-                grad_accum_steps=self.accumulator.steps_at(self.state.clock.epoch),
-                precision=self.precision.name,
-                device=self.device,
-                can_recompute=config.activation_checkpointing is False and bool(repeated_blocks(self.model)),
+            output.held(state.clock, self.config),
+            self.machine.training(
+                grad_accum_steps=self.accumulator.steps_at(state.clock.epoch),
+                can_recompute=self.config.recomputed_blocks is None and bool(repeated_blocks(self.model)),
             ),
+            state.random.running(),
+            Interrupts(output.say) as self._interrupts,
         ):
-            self._interrupts = interrupts
-            loop = self._loop(interrupts)
-            self.model.train()
-            self._is_training = True
-            try:
-                self.callbacks.on_train_begin(self._info())
-                self._try_validation(interrupts)
-                result = loop.run()
-                self.callbacks.on_train_end(result)
-            except BaseException as error:
-                self.callbacks.on_exception(error)
-                raise
-            finally:
-                self._is_training = False
-        # The loop has saved its end: if nothing is left to train, that is not saved again.
-        saved = None if loop.saver is None else loop.saver.manager.root / folder_name(self.state.clock.step)
-        self._resumed, self._restored_from, self._restored_metrics = True, saved, dict(result)
-        return {**result, "interrupted": 1.0} if self.was_interrupted else dict(result)
+            result = self._run(self._loop(self.loaders.train, self._interrupts))
+            output.finish(state.clock, self.callbacks, result)
+        return {**result, "interrupted": 1.0} if self.was_interrupted else result
 
     @property
     def was_interrupted(self) -> bool:
@@ -294,17 +178,13 @@ class Trainer:
 
     def evaluate(self, loader: Any = None) -> dict[str, float]:
         """Return the mean loss and metrics over a loader (the validation loader by default)."""
-        source = self.val_loader if loader is None else self._loader(loader, training=False)
+        source = self.loaders.validation if loader is None else self.loaders.make(loader, training=False)
         if source is None:
             raise ConfigError("there is nothing to evaluate on: give a loader")
-        with on_device(self.device), explain_worker_failure(), self._explain_memory_in_validation():
+        precision, world = self.machine.precision, self.machine.world
+        with self.machine.validating():
             return evaluate(
-                self.model,
-                self.task,
-                source,
-                precision=self.precision,
-                world=self.world,
-                interrupts=self._interrupts,
+                self.model, self.task, source, precision=precision, world=world, interrupts=self._interrupts
             )
 
     def load_checkpoint(self, path: str | Path, *, keep_hyperparameters: bool = False) -> None:
@@ -312,31 +192,18 @@ class Trainer:
 
         `keep_hyperparameters` keeps learning rate, weight decay and so on as the optimizer has them now.
         """
-        found = self.world.attempt(lambda: self.output.locate(Path(path)), here=self.world.is_main)
-        path = Path(self.world.share_text(str(found)))  # all ranks load the same one
         mine = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         rates = [(one, one.base_rates) for one in self.callbacks if isinstance(one, LRSchedule)]
-        checkpoint = self._read(path)
+        checkpoint = self._read(self.output.locate(Path(path)))
         metrics = checkpoint.metrics  # before anything changes: they may not be numbers
         self.state.restore(checkpoint)
-        self.output.loaded(checkpoint.path)
-        self._restored_from = checkpoint.path
-        self._restored_metrics = metrics
+        self.output.loaded(checkpoint.path, metrics)
         if keep_hyperparameters:
             for group, settings in zip(self.optimizer.param_groups, mine, strict=True):
                 group.pop("initial_lr", None)  # that of the checkpoint
                 group.update(settings)
             for schedule, base in rates:
                 schedule.rebase(base)
-        self._resumed = True
-
-    def _read(self, path: Path) -> Checkpoint:
-        """Read a checkpoint on every rank; raise CheckpointError if its facts contradict those of this run."""
-        checkpoint = self.world.attempt(lambda: read_checkpoint(path))
-        assert checkpoint is not None
-        with explained(path, "meta"):
-            self.check_facts(checkpoint)
-        return checkpoint
 
     def check_facts(self, checkpoint: Checkpoint) -> None:
         """Raise CheckpointError if a checkpoint is of something else, such as another vocabulary."""
@@ -346,76 +213,63 @@ class Trainer:
 
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> Path | None:
         """Write a checkpoint of this moment into the run folder and return its path."""
-        saver = self._saver()
+        saver = self.output.saver(self.state, self.config, self.meta)
         if saver is None:
             raise ConfigError("there is nowhere to save: give the Trainer an output_dir")
-        with self.output.held(self.state.clock):
+        with self.output.held(self.state.clock, self.config):
             return saver.save(metrics or {})
-
-    # ------------------------------------------------------------------------------------------------ parts
 
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps of the whole run; None if the loader has no length and max_steps is not set."""
-        return planned_steps(self.config, self._num_batches())
+        return self.loaders.total_steps(self.config)
 
-    @property
-    def _steps_per_epoch(self) -> int | None:
-        batches = self._num_batches()
-        return None if batches is None else self.accumulator.num_steps(batches, range(1))
+    # ------------------------------------------------------------------------------------------------ parts
+
+    def _make_step(self, optimizer: OptimizerLike) -> Step:
+        """Move the model to the device, make its optimizer, and return the step that trains it."""
+        config, machine, model, task = self.config, self.machine, self.model, self.task
+        # A batch for some of the tasks leaves the heads of the others without gradients.
+        unused = config.find_unused_parameters or isinstance(task, SeveralTasks)
+        join_weighting(model, task)
+        with machine.making_model():
+            machine.place(model, config)
+            made = make_optimizer(optimizer, model, config)
+            train_weighting(made, task)
+            wrapped = wrap_data_parallel(model, made, machine.world, machine.device, find_unused_parameters=unused)
+        updater = Updater(
+            made,
+            clip_norm=config.gradient_clip_norm,
+            clip_value=config.gradient_clip_value,
+            precision=machine.precision,
+        )
+        return Step(
+            wrapped,
+            task,
+            updater,
+            machine.precision,
+            world=machine.world,
+            metrics=config.train_metrics,
+            flops=ForwardFlops(model, task.outputs if isinstance(task, SeveralTasks) else None),
+        )
 
     def _follow_plan(self) -> None:
         """Give the schedule the length of the run."""
-        if self._schedule is not None:
-            self.learning_rate.schedule = self._schedule.for_plan(self.total_steps, self._steps_per_epoch)
+        self.learning_rate.follow(self.total_steps, self.loaders.steps_per_epoch(self.config))
 
-    def _num_batches(self) -> int | None:
-        return None if self.train_loader is None else num_batches(self.train_loader)
+    def _facts(self) -> dict[str, Any]:
+        """Return what checkpoints keep of the task and the callbacks beside their state."""
+        return {**self.callbacks.facts(), **(self.task.facts() if isinstance(self.task, SupervisedTask) else {})}
 
-    def _loader(self, source: Any, *, training: bool) -> Loader | None:
-        if source is None:
-            return None
-        try:
-            source = as_tensors(source, self.model)
-            return make_loader(source, self.config, self.device, self.world, training=training)
-        except (ConfigError, DataError) as error:
-            raise type(error)(f"{'train_loader' if training else 'val_loader'}: {error}") from error
+    def _read(self, path: Path) -> Checkpoint:
+        """Read a checkpoint on every rank; raise CheckpointError if its facts contradict those of this run."""
+        checkpoint = self.machine.world.attempt(lambda: read_checkpoint(path))
+        assert checkpoint is not None
+        with explained(path, "meta"):
+            self.check_facts(checkpoint)
+        return checkpoint
 
-    def _saver(self, *, resumed: Mapping[str, float] | None = None) -> Saver | None:
-        manager = self.output.manager(self.config.keep_best)
-        if manager is None or not self.config.save_checkpoints:
-            return None
-        return Saver(manager, self.state, self.meta, resumed=resumed, config=self._config_text())
-
-    def _config_text(self) -> str:
-        from etude.config import dump_yaml, plain
-
-        own = {"name": self.name, "training": plain(self.config)}
-        return dump_yaml(dict(self._whole_config) if self._whole_config is not None else own)
-
-    def _is_saved(self) -> bool:
-        """Whether the state is, unchanged, that of a checkpoint in the run folder."""
-        return self._restored_from is not None and self.output.holds(self._restored_from)
-
-    def _try_validation(self, interrupts: Interrupts) -> None:
-        if self.val_loader is not None and self.config.sanity_val_batches:
-            check_validation(
-                self.model,
-                self.task,
-                self.val_loader,
-                self.config.sanity_val_batches,
-                precision=self.precision,
-                world=self.world,
-                explain=self._explain_memory_in_validation(),
-                interrupts=interrupts,
-            )
-
-    def _explain_memory_in_validation(self) -> AbstractContextManager[None]:
-        size, precision = self.config.batch_size, self.precision.name
-        return explain_out_of_memory_in_validation(batch_size=size, precision=precision, device=self.device)
-
-    def _loop(self, interrupts: Interrupts) -> Loop:
-        assert self.train_loader is not None
+    def _loop(self, loader: Loader, interrupts: Interrupts) -> Loop:
         config = self.config
         plan = Plan(
             epochs=config.num_epochs,
@@ -430,35 +284,58 @@ class Trainer:
         loop = Loop(
             self.state,
             self.step,
-            self.train_loader,
+            loader,
             plan,
             learning_rate=self.learning_rate,
             accumulator=self.accumulator,
             callbacks=self.callbacks,
-            validate=self.evaluate if self.val_loader is not None else None,
-            saver=self._saver(resumed=self._restored_metrics if self._is_saved() else None),
+            validate=self.evaluate if self.loaders.validation is not None else None,
+            saver=self.output.saver(self.state, config, self.meta),
             interrupts=interrupts,
         )
-        loop.logs = dict(self._restored_metrics)  # the result if nothing is left to train
+        loop.logs = dict(self.output.metrics)  # the result if nothing is left to train
         return loop
+
+    def _run(self, loop: Loop) -> dict[str, float]:
+        """Run the loop between the callbacks' first and last hook; return the last numbers."""
+        self.model.train()
+        self._is_training = True
+        try:
+            self.callbacks.on_train_begin(self._info())
+            if self.loaders.validation is not None and self.config.sanity_val_batches:
+                check_validation(
+                    self.model,
+                    self.task,
+                    self.loaders.validation,
+                    self.config.sanity_val_batches,
+                    self.machine,
+                    loop.interrupts,
+                )
+            result = loop.run()
+            self.callbacks.on_train_end(result)
+        except BaseException as error:
+            self.callbacks.on_exception(error)
+            raise
+        finally:
+            self._is_training = False
+        return dict(result)
+
+    def _parts(self) -> RunParts:
+        train, validation = self.loaders.sources
+        rate = self.learning_rate
+        return RunParts(self.model, self.task, train, validation, rate, has_schedule=rate.has_schedule)
 
     def _info(self) -> RunInfo:
         return RunInfo(
-            name=self.name,
+            name=self.output.name,
             model=self.model,
             optimizer=self.optimizer,
             clock=self.state.clock,
-            device=self.device,
+            device=self.machine.device,
             total_epochs=self.config.num_epochs,
             total_steps=self.total_steps,
-            steps_per_epoch=self._steps_per_epoch,
+            steps_per_epoch=self.loaders.steps_per_epoch(self.config),
             run_dir=self.output.path,
-            is_main=self.world.is_main,
-            resumed=self._resumed,
+            is_main=self.machine.world.is_main,
+            resumed=self.output.is_resumed,
         )
-
-    def _say(self, sentence: str) -> None:
-        if self._display is not None:
-            self._display.note(sentence)
-        elif self.world.is_main:
-            logger.warning(sentence)

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from etude.callbacks.lr_schedule import LRSchedule
@@ -12,9 +12,10 @@ from etude.core import Clock, ConfigError, EtudeError
 from etude.core.loader import ChoosesStreams
 from etude.core.spelling import suggest
 from etude.core.terms import SwitchesTasks
-from etude.engine.callback import Callback, Logs, RunInfo
+from etude.engine.callback import Callback, Logs, RunInfo, RunParts
 from etude.engine.schedule import LearningRate
 from etude.multitask.curriculum import Curriculum, CurriculumState, Phase
+from etude.multitask.task import MultiTask
 
 _STATE = record_of(
     "Curriculum",
@@ -24,6 +25,9 @@ _STATE = record_of(
 
 class CurriculumCallback(Callback):
     """Gives each moment of a run the tasks, weights, data and learning rate that its curriculum wants. Stands first.
+
+    `Trainer(callbacks=[CurriculumCallback(phases)])` is all there is to say: what it acts on and is not given, it takes
+    from the run. Phases alone take the weights of the tasks from the task.
 
     A phase begins before a step, never between a step and the validation that follows it: at the beginning of an
     epoch, or inside one if a number of steps is reached or a validation said that a metric is. Numbers of an epoch,
@@ -39,22 +43,20 @@ class CurriculumCallback(Callback):
 
     def __init__(
         self,
-        curriculum: Curriculum,
-        task: SwitchesTasks,
+        curriculum: Curriculum | Sequence[Phase],
+        task: SwitchesTasks | None = None,
         loader: Any = None,
         val_loader: Any = None,
         learning_rate: LearningRate | None = None,
     ) -> None:
         super().__init__()
-        self.curriculum = curriculum
-        self.task = task
+        phases = curriculum.phases if isinstance(curriculum, Curriculum) else tuple(curriculum)
+        self._given = (curriculum, task, loader, val_loader, learning_rate)
+        if task is not None:
+            self._act_on(curriculum, task, loader, val_loader, learning_rate)
         self.state = CurriculumState()
         """The phases that have begun."""
-        self._loader = loader if isinstance(loader, ChoosesStreams) else None
-        self._val_loader = val_loader if isinstance(val_loader, ChoosesStreams) else None
-        self._validates = val_loader is not None
-        self._learning_rate = learning_rate
-        self._scales = any(phase.lr_scale != 1 for phase in curriculum.phases)
+        self._scales = any(phase.lr_scale != 1 for phase in phases)
         self._clock = Clock()
         self._is_main = True
         self._moment = (1, 0)
@@ -63,8 +65,50 @@ class CurriculumCallback(Callback):
         """Metrics that phases wait for, since the last step."""
         self._missed: set[str] = set()
         self._next_step = 0
-        if any(phase.begins.epoch is None or phase.ramp.steps for phase in curriculum.phases[1:]):
+        if any(phase.begins.epoch is None or phase.ramp.steps for phase in phases[1:]):
             self.on_step_begin = self._before_step  # type: ignore[method-assign]  # else a step costs nothing
+
+    def bind(self, parts: RunParts) -> None:
+        """Act on the task, the loaders and the learning rate of the run, as far as it was not given others."""
+        curriculum, task, loader, val_loader, learning_rate = self._given
+        trained: object = parts.task
+        if task is not None and task is not trained:
+            raise ConfigError(
+                f"{type(self).__name__} switches the tasks of another task than the one that is trained; "
+                f"give it that one, or none"
+            )
+        if not isinstance(parts.task, SwitchesTasks):
+            raise ConfigError(
+                f"a curriculum chooses among several tasks, and {type(parts.task).__name__} is one; "
+                f"give the Trainer task=MultiTask({{...}}), or leave the curriculum out"
+            )
+        self._act_on(
+            curriculum,
+            parts.task,
+            loader if loader is not None else parts.train_loader,
+            val_loader if val_loader is not None else parts.val_loader,
+            learning_rate if learning_rate is not None else parts.learning_rate,
+        )
+
+    def _act_on(
+        self,
+        curriculum: Curriculum | Sequence[Phase],
+        task: SwitchesTasks,
+        loader: Any,
+        val_loader: Any,
+        learning_rate: LearningRate | None,
+    ) -> None:
+        if not isinstance(curriculum, Curriculum):
+            known = {name: spec.weight for name, spec in task.tasks.items()} if isinstance(task, MultiTask) else None
+            curriculum = Curriculum(curriculum, known)
+        self.curriculum, self.task, self._learning_rate = curriculum, task, learning_rate
+        self._loader = loader if isinstance(loader, ChoosesStreams) else None
+        self._val_loader = val_loader if isinstance(val_loader, ChoosesStreams) else None
+        self._validates = val_loader is not None
+
+    def acts_in_steps(self) -> bool:
+        """It switches what steps train."""
+        return True
 
     # --- hooks
 

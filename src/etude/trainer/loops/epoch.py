@@ -1,16 +1,63 @@
-"""A line that shows how far an epoch is, for loops that do not know how many epochs there will be."""
+"""What the loops by epochs have in common: stopping, the end of a run, saved states, and a line for the epoch."""
 
 import os
 import sys
 import time
-from collections.abc import Iterable
-from typing import TextIO
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Self, TextIO
 
-from etude.callbacks import ProgressDisplay
-from etude.core import StepReport
+from etude.callbacks import EarlyStopping, LRSchedule, ModelCheckpoint, ProgressDisplay
+from etude.core import CheckpointError, ConfigError, Control, StepReport
 from etude.engine.callback import Callback, Logs, RunInfo
 
 REFRESH_S = 0.25
+
+
+class EpochLoop(ABC):
+    """A loop whose user writes the outer one: it asks `should_stop`, and ends the run by `finish` or a `with` block."""
+
+    def __init__(self) -> None:
+        self.control = Control()
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a callback asked to stop, as `EarlyStopping` does; the reason is in `control.reason`."""
+        return self.control.stop
+
+    @abstractmethod
+    def finish(self) -> None:
+        """End the run: callbacks close their files and warn."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+
+
+def check_keys(state: Mapping[str, Any], keys: Collection[str], owner: str) -> None:
+    """Raise CheckpointError unless a saved state has all of its parts."""
+    if missing := [key for key in keys if key not in state]:
+        raise CheckpointError(f"this is not the state of a {owner}: it has no {', '.join(missing)}")
+
+
+def check_validation(callbacks: Iterable[Callback], validation: Any, remedy: str) -> None:
+    """Raise ConfigError for callbacks that wait for a validation number where there is no validation."""
+    if validation is not None:
+        return
+    for callback in callbacks:
+        if not isinstance(callback, (EarlyStopping, ModelCheckpoint, LRSchedule)) or callback.monitored is None:
+            continue
+        if (name := callback.monitored.name).startswith("val_"):
+            raise ConfigError(
+                f"{type(callback).__name__} monitors '{name}', but there is no validation here: give {remedy}, give "
+                f"the callback to the ValidationLoop, or monitor a training number such as 'loss'"
+            )
+
+
+# ------------------------------------------------------------------------------------------------ progress
 
 
 def wants_progress(progress: bool | None, callbacks: Iterable[Callback]) -> bool:

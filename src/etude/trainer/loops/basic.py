@@ -15,7 +15,7 @@ from etude.metrics import LossTracker, Tally, TrainingMetrics
 from etude.optim import Schedule
 from etude.trainer.arguments import as_callbacks, as_loss
 from etude.trainer.config import TrainerConfig
-from etude.trainer.epoch_loop import check_keys
+from etude.trainer.loops.epoch import check_keys
 from etude.trainer.trainer import Trainer
 
 MetricObject = LossTracker | Tally | TrainingMetrics
@@ -111,7 +111,7 @@ def _go_on(trainer: Trainer, state: Mapping[str, Any]) -> None:
     for name in _STATE[:-1]:
         getattr(trainer.state, name).load_state_dict(state[name])
     trainer.state.random.load(state["rng"])
-    trainer._resumed = True
+    trainer.output.is_resumed = True
 
 
 def _shares(metrics: Iterable[MetricObject]) -> tuple[list[LossTracker | Tally], list[LossTracker | Tally]]:

@@ -6,25 +6,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from etude.callbacks import FindNonfinite, LRSchedule
 from etude.core import Batch, Clock, ConfigError, Task
 from etude.core.calling import unwrap
 from etude.core.tokens import count_tokens, token_ids
-from etude.distributed import World
-from etude.engine.callback import Callback, CallbackList, RunInfo, implements
+from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
 from etude.engine.evaluation import evaluate
-from etude.engine.precision import Precision
-from etude.engine.recovery import explain_out_of_memory_in_validation
-from etude.losses import LossStrategy, SupervisedTask, as_strategy
-from etude.multitask.curriculum.callback import CurriculumCallback
-from etude.trainer.arguments import as_callbacks, as_loss, as_tensors, check_model, check_task
-from etude.trainer.callback_checks import check_callbacks
+from etude.losses import LossStrategy
+from etude.trainer.arguments import as_callbacks, check_model, plain_task
 from etude.trainer.config import TrainerConfig
-from etude.trainer.device import resolve_device
-from etude.trainer.epoch_loop import EpochLoop, check_keys
-from etude.trainer.epoch_progress import ProgressLine, wants_progress
-from etude.trainer.feeding import make_loader, num_batches
-from etude.trainer.results import EpochResult, cross_entropy_of, epoch_result
+from etude.trainer.loaders import Loaders, num_batches
+from etude.trainer.loops.epoch import EpochLoop, ProgressLine, check_keys, wants_progress
+from etude.trainer.loops.results import EpochResult, cross_entropy_of, epoch_result
+from etude.trainer.machine import Machine
 
 
 class ValidationLoop(EpochLoop):
@@ -47,14 +40,13 @@ class ValidationLoop(EpochLoop):
     ) -> None:
         """Set what every epoch has in common; `progress` shows a line for it, by default on a terminal only."""
         super().__init__()
-        if loss_strategy is not None and task is not None:
-            raise ConfigError("loss_strategy and task both say what is measured; keep one of them")
-        check_task(task)
-        self.task: Task = task if task is not None else SupervisedTask(as_strategy(as_loss(loss_strategy)))
-        self.device = resolve_device(device)
-        self.precision = Precision("bf16" if use_amp else "fp32", self.device)
+        self.task = plain_task(loss_strategy, task, "loss_strategy")
+        self.machine = Machine(device, "bf16" if use_amp else "fp32")
         self.callbacks = tuple(as_callbacks(callbacks))
-        _check_watchers(self.callbacks)
+        for callback in self.callbacks:
+            if callback.acts_in_steps():
+                name = type(callback).__name__
+                raise ConfigError(f"{name} acts in training steps, and validation has none; give it to TrainingLoop")
         self.clock = Clock()
         self._line = ProgressLine(progress) if wants_progress(progress, self.callbacks) else None
         self._measures: nn.Module | None = None
@@ -62,21 +54,20 @@ class ValidationLoop(EpochLoop):
 
     def validate_epoch(self, model: nn.Module, dataloader: Any, epoch: int = 0) -> EpochResult:
         """Return the numbers of one pass over the loader."""
-        check_model(model).to(self.device)
-        loader = make_loader(as_tensors(dataloader, model), TrainerConfig(), self.device, World(), training=False)
+        machine = self.machine
+        check_model(model).to(machine.device)
+        loader = Loaders(config=TrainerConfig(), machine=machine, model=model).make(dataloader, training=False)
         counting = _Counting(loader, self._line, f"validation {epoch + 1}")
         callbacks = self._listed()
-        check_callbacks(callbacks, self.task, model)
+        callbacks.bind(RunParts(model, self.task, val_loader=loader))
         self.control.begin()
         self.clock.epoch = epoch
         start = time.perf_counter()
         try:
             self._begin(callbacks, model)
             callbacks.on_validation_begin(epoch)
-            with explain_out_of_memory_in_validation(
-                batch_size=None, precision=self.precision.name, device=self.device
-            ):
-                logs = evaluate(model, self.task, counting, precision=self.precision)
+            with machine.validating():
+                logs = evaluate(model, self.task, counting, precision=machine.precision)
             self._logs = {f"val_{name}": value for name, value in logs.items()}
             callbacks.on_validation_end(epoch, self._logs)
             callbacks.on_epoch_end(epoch, self._logs)
@@ -111,22 +102,10 @@ class ValidationLoop(EpochLoop):
         """Call `on_train_begin` if this model is a new one. The clock's step counts validations."""
         if self._measures is not unwrap(model):
             self._measures = unwrap(model)
-            info = RunInfo("validate", model, None, self.clock, self.device, None, None, None, None)
+            info = RunInfo("validate", model, None, self.clock, self.machine.device, None, None, None, None)
             info.resumed = self.clock.step > 0
             callbacks.on_train_begin(info)
         self.clock.step += 1
-
-
-def _check_watchers(callbacks: Iterable[Callback]) -> None:
-    """Raise ConfigError for callbacks that act in training steps, of which there are none here."""
-    for callback in callbacks:
-        steps = isinstance(callback, (CurriculumCallback, FindNonfinite)) or (
-            isinstance(callback, LRSchedule) and callback.interval == "step"
-        )
-        if steps or implements(callback, "on_gradients") or implements(callback, "on_task_gradients"):
-            raise ConfigError(
-                f"{type(callback).__name__} acts in training steps, and validation has none; give it to TrainingLoop"
-            )
 
 
 class _Counting:

@@ -1,29 +1,21 @@
-"""Parts of a run made from what the user of a `Trainer` gives: config, optimizer, schedule, curriculum."""
+"""The optimizer of a run and its learning rate, from what users give: objects, functions, names or nothing."""
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader as TorchDataLoader
 
-from etude.config import build_selection, canonical_keys, select_component, validate_section
+from etude.callbacks import LRSchedule
+from etude.config import build_selection, select_component
 from etude.config.signature import parameters_of
-from etude.core import ConfigError, Loader, Task, TrainingError
-from etude.core.terms import SwitchesTasks
-from etude.distributed import World
-from etude.engine.accumulation import GradientAccumulator
+from etude.core import ConfigError, TrainingError
 from etude.engine.schedule import LearningRate
-from etude.multitask.curriculum import Curriculum, Phase
-from etude.multitask.curriculum.callback import CurriculumCallback
-from etude.multitask.task import MultiTask
 from etude.optim import AdamW, Schedule
-from etude.trainer.arguments import check_optimizer, check_scheduler, optimizer_factory
-from etude.trainer.config import TRAINING_ALIASES, ActivationCheckpointing, TrainerConfig
-from etude.trainer.feeding import DeviceLoader
-
-logger = logging.getLogger("etude")
+from etude.trainer.arguments import Section, build_named, kind_of, refuse_class
+from etude.trainer.config import TrainerConfig
 
 TorchScheduler = torch.optim.lr_scheduler.LRScheduler
 
@@ -37,53 +29,6 @@ class GroupsParameters(Protocol):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the trainable parameters in groups, as optimizers take them."""
-
-
-def planned_steps(config: TrainerConfig, num_batches: int | None) -> int | None:
-    """Return the optimizer steps of a whole run with `num_batches` batches per epoch; None if it has no known end."""
-    epochs, max_steps = config.num_epochs, config.max_steps
-    if epochs is None or num_batches is None:
-        return max_steps
-    steps = GradientAccumulator(accumulation_steps=config.grad_accum_steps).num_steps(num_batches, range(epochs))
-    return steps if max_steps is None else min(steps, max_steps)
-
-
-def as_config(
-    config: TrainerConfig | Mapping[str, Any] | None,
-    *,
-    device: str | torch.device | None,
-    use_amp: bool | None,
-    compile_model: bool | None,
-) -> TrainerConfig:
-    """Return the config as a `TrainerConfig`, with what the `Trainer` was given beside it."""
-    if config is not None and not isinstance(config, (TrainerConfig, Mapping)):
-        raise ConfigError(
-            f"config must be a TrainerConfig or a mapping of its keys, found {type(config).__name__}; "
-            f"load_config reads a file, and its `.training` is one"
-        )
-    if not isinstance(config, TrainerConfig):
-        data = canonical_keys(dict(config or {}), TRAINING_ALIASES, "training", None)
-        config = validate_section(TrainerConfig, data, path="training", document=None)
-    for name, value in (("use_amp", use_amp), ("compile_model", compile_model)):
-        if not isinstance(value, bool | None):
-            raise ConfigError(f"{name} must be True, False or None, found {value!r}")
-    changes: dict[str, Any] = {}
-    if device is not None:
-        changes["device"] = str(device)
-    if compile_model is not None:
-        changes["compile_model"] = compile_model
-    if use_amp is not None:
-        changes["use_mixed_precision"] = use_amp
-        if use_amp and config.precision_dtype is None and config.precision in ("bf16", "fp16"):
-            changes["precision_dtype"] = config.precision
-    return config.model_copy(update=changes)
-
-
-def blocks_to_recompute(setting: bool | str | ActivationCheckpointing) -> dict[str, Any]:
-    """Return the arguments of `recompute_activations`."""
-    if isinstance(setting, ActivationCheckpointing):
-        return {"blocks": setting.blocks, "every": setting.every}
-    return {"blocks": setting} if isinstance(setting, str) else {}
 
 
 def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
@@ -138,22 +83,67 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
         optimizer.load_state_dict(optimizer.state_dict())  # which moves what it loads
 
 
-def warn_of_loader(source: Any, config: TrainerConfig, world: World) -> None:
-    """Warn of settings that say other than a loader that is made already: they cannot change it."""
-    if not world.is_main:
+def optimizer_factory(optimizer: Any, settings: Mapping[str, Any]) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return a function of the parameters from one, from a class of optimizers, or from a name.
+
+    A class and a name get `settings`, the learning rate and weight decay of the config, where they have none. Raises
+    ConfigError for anything else.
+    """
+    if isinstance(optimizer, (str, Mapping)):
+        section = {"name": optimizer} if isinstance(optimizer, str) else dict(optimizer)
+        own = {"lr"} if "learning_rate" in section else set(section)
+        section = {**{key: value for key, value in settings.items() if key not in own}, **section}
+        return lambda params: build_named("optimizer", section, "optimizer", params=params)
+    is_class = isinstance(optimizer, type)
+    if not callable(optimizer) or (is_class and not issubclass(optimizer, torch.optim.Optimizer)):
+        raise ConfigError(
+            f"optimizer must be an optimizer, a function of the parameters that makes one, or a name such as 'adamw', "
+            f"found {kind_of(optimizer)}"
+        )
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        try:
+            made = optimizer(params, **(settings if is_class else {}))
+        except TypeError as error:
+            raise ConfigError(f"optimizer cannot be made from the parameters: {error}") from error
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ConfigError(f"optimizer, a function, must return a torch optimizer, and returned {kind_of(made)}")
+        return made
+
+    return make
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise ConfigError for what is no optimizer, and for one whose step computes the loss again."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        refuse_class("optimizer", optimizer)
+        raise ConfigError(f"optimizer must be a torch optimizer, found {kind_of(optimizer)}")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} computes the loss several times in a step, by a closure, which a "
+            f"run that accumulates and skips updates cannot do; use another one, such as 'adamw'"
+        )
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Raise ConfigError for a scheduler that is neither a function of the step nor one of torch."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         return
-    for name in ("batch_size", "drop_last", "num_workers"):
-        value, found = getattr(config, name), getattr(source, name, None)
-        if name == "batch_size" and isinstance(source, TorchDataLoader) and found is not None:
-            found *= world.size  # it gives the batches of one process
-        if name in config.model_fields_set and found is not None and found != value:
-            logger.warning(
-                "training.%s is %s, but the loader that is given has %s, and keeps it; "
-                "give the data itself, or leave the setting out",
-                name,
-                value,
-                found,
-            )
+    refuse_class("scheduler", scheduler.func if isinstance(scheduler, functools.partial) else scheduler)
+    if callable(getattr(scheduler, "step_update", None)):
+        raise ConfigError(
+            f"scheduler {type(scheduler).__name__} has the interface of timm, which is driven by hand; give a function "
+            f"of the step such as etude.optim.warmup_cosine(total_steps, warmup_steps), or a torch scheduler"
+        )
+    if not callable(scheduler):
+        raise ConfigError(
+            f"scheduler must be a function of the step, a torch scheduler or a name such as 'cosine', "
+            f"found {kind_of(scheduler)}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ learning rate
 
 
 class PlannedSchedule:
@@ -173,9 +163,34 @@ class PlannedSchedule:
         return self._made[1]
 
 
-def plan_schedule(
-    scheduler: Schedule | TorchScheduler | PlannedSchedule | str | Mapping[str, Any] | None, config: TrainerConfig
-) -> PlannedSchedule | None:
+SchedulerLike = Schedule | TorchScheduler | PlannedSchedule | Section | None
+OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | Section | None
+
+
+class RunRate(LearningRate):
+    """The learning rate of a run: constant, a function of the step, a torch scheduler, or as long as the run."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: SchedulerLike, config: TrainerConfig) -> None:
+        """Take the scheduler that is given, or the one that the config asks for."""
+        self._planned = _planned(scheduler, config)
+        is_torch = isinstance(scheduler, TorchScheduler)
+        fixed: Any = None if is_torch or self._planned is not None else scheduler
+        super().__init__(optimizer, fixed)
+        self.callbacks = [LRSchedule(scheduler, interval="step")] if isinstance(scheduler, TorchScheduler) else []
+        """What drives a torch scheduler."""
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether a schedule sets the rate of every step; a torch scheduler is driven by a callback."""
+        return self._planned is not None or self.schedule is not None
+
+    def follow(self, total_steps: int | None, steps_per_epoch: int | None) -> None:
+        """Give a schedule that is as long as the run its length."""
+        if self._planned is not None:
+            self.schedule = self._planned.for_plan(total_steps, steps_per_epoch)
+
+
+def _planned(scheduler: SchedulerLike, config: TrainerConfig) -> PlannedSchedule | None:
     """Return the schedule that is made from the plan of a run; None if there is none, or if its length is fixed.
 
     It is the one that `scheduler_type` names, `warmup_cosine` where only `use_scheduler` or `warmup_steps` ask for one.
@@ -218,25 +233,3 @@ def _named_schedule(section: str | Mapping[str, Any]) -> PlannedSchedule:
         return schedule
 
     return PlannedSchedule(make)
-
-
-def curriculum_callback(
-    curriculum: Curriculum | Sequence[Phase],
-    task: Task,
-    loader: Loader | None,
-    val_loader: Loader | None,
-    learning_rate: LearningRate,
-) -> CurriculumCallback:
-    """Return the callback that follows a curriculum; phases alone take the weights of the tasks from the task."""
-    if not isinstance(task, SwitchesTasks):
-        raise ConfigError(
-            f"a curriculum chooses among several tasks, and {type(task).__name__} is one; "
-            f"give the Trainer task=MultiTask({{...}}), or leave the curriculum out"
-        )
-    if not isinstance(curriculum, Curriculum):
-        weights = {name: spec.weight for name, spec in task.tasks.items()} if isinstance(task, MultiTask) else None
-        curriculum = Curriculum(curriculum, weights)
-    streams, val_streams = (
-        one.loader if isinstance(one, DeviceLoader) else one for one in (loader, val_loader)
-    )  # the batches of any loader may be moved to a device; what is read is the inner one's choice
-    return CurriculumCallback(curriculum, task, streams, val_streams, learning_rate)

@@ -10,50 +10,36 @@ import torch
 from torch import Tensor, nn
 
 from etude.callbacks import GradientMonitor, LRSchedule
-from etude.core import Clock, ConfigError, DataBatch, Loader, Task
+from etude.core import Clock, ConfigError, DataBatch, Task
 from etude.core.calling import unwrap
 from etude.core.random import rng_state, set_rng_state
 from etude.core.terms import Decides
 from etude.core.whole import as_whole
-from etude.data import DataLoader, explain_worker_failure
-from etude.distributed import World
+from etude.data import DataLoader
 from etude.engine.accumulation import GradientAccumulator
-from etude.engine.callback import Callback, CallbackList, RunInfo
+from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
 from etude.engine.evaluation import evaluate
 from etude.engine.flops import ForwardFlops
 from etude.engine.interrupt import Interrupts
 from etude.engine.ledger import Ledger, Tally
 from etude.engine.loop import Loop, Plan
-from etude.engine.precision import Precision
-from etude.engine.recovery import explain_out_of_memory, explain_single_sample
 from etude.engine.schedule import LearningRate
 from etude.engine.state import TrainState
 from etude.engine.step import Step
 from etude.engine.update import Updater
-from etude.losses import LossStrategy, SupervisedTask, as_strategy
+from etude.losses import LossStrategy
 from etude.losses.wrapped import check_loss_arguments
 from etude.metrics import LossTracker, TrainingMetrics
 from etude.optim import Schedule
-from etude.trainer.arguments import (
-    as_callbacks,
-    as_epochs,
-    as_loss,
-    as_tensors,
-    check_functions,
-    check_model,
-    check_optimizer,
-    check_scheduler,
-    check_task,
-)
-from etude.trainer.assembly import follow_parameters
-from etude.trainer.callback_checks import check_callbacks, check_rates, check_validation
+from etude.trainer.arguments import as_callbacks, as_epochs, check_functions, check_model, plain_task
 from etude.trainer.config import TrainerConfig
-from etude.trainer.device import resolve_device
-from etude.trainer.epoch_loop import EpochLoop, check_keys
-from etude.trainer.epoch_progress import EpochProgress, wants_progress
-from etude.trainer.feeding import make_loader, num_batches
-from etude.trainer.functions import Action, ComputeLoss, FollowMetrics, Forward, FunctionTask, function_step
-from etude.trainer.results import EpochResult, cross_entropy_of, epoch_result
+from etude.trainer.loaders import Loaders
+from etude.trainer.loops.epoch import EpochLoop, EpochProgress, check_keys, check_validation, wants_progress
+from etude.trainer.loops.functions import Action, ComputeLoss, FollowMetrics, Forward, FunctionTask, function_step
+from etude.trainer.loops.results import EpochResult, cross_entropy_of, epoch_result
+from etude.trainer.machine import Machine
+from etude.trainer.optimization import check_optimizer, check_scheduler, follow_parameters
+from etude.trainer.output import Output
 
 logger = logging.getLogger("etude")
 
@@ -100,9 +86,7 @@ class TrainingLoop(EpochLoop):
             progress: show a line for the epoch under way; by default on a terminal only.
         """
         super().__init__()
-        if loss_strategy is not None and task is not None:
-            raise ConfigError("loss_strategy and task both say what is trained; keep one of them")
-        check_task(task)
+        self.task = plain_task(loss_strategy, task, "loss_strategy")
         if not isinstance(gradient_accumulator, GradientAccumulator | None):
             raise ConfigError(
                 f"gradient_accumulator must be a GradientAccumulator(optimizer, steps), found {gradient_accumulator!r}"
@@ -110,17 +94,16 @@ class TrainingLoop(EpochLoop):
         self.log_interval = as_whole("log_interval", log_interval, least=1)
         self.clip_gradients = clip_gradients
         self.max_grad_norm = max_grad_norm
-        self.task: Task = task if task is not None else SupervisedTask(as_strategy(as_loss(loss_strategy)))
         self.accumulator = gradient_accumulator if gradient_accumulator is not None else GradientAccumulator()
         self.gradient_monitor = gradient_monitor
         self.callbacks = (*as_callbacks(callbacks), *as_callbacks(gradient_monitor))
-        self.given_device = None if device is None else resolve_device(device)
-        self.device = self.given_device if self.given_device is not None else torch.device("cpu")
-        self.precision = Precision("bf16" if use_amp else "fp32", self.device)
-        self.seed = as_whole("seed", seed, least=0)
+        self.machine = Machine("cpu" if device is None else device, "bf16" if use_amp else "fp32")
+        self._is_placed = device is not None
+        self.config = TrainerConfig(seed=as_whole("seed", seed, least=0))
+        line = wants_progress(progress, self.callbacks)
+        self.output = Output(None, self.config, self.machine, progress=EpochProgress(progress) if line else False)
         self.clock = Clock()
         self.ledger = Ledger()
-        self._progress = [EpochProgress(progress)] if wants_progress(progress, self.callbacks) else []
         self._trains: object = None  # the model, or the function in place of one, of the run under way
         self._has_begun = self._is_restored = False
         self._flops: ForwardFlops | None = None
@@ -164,34 +147,24 @@ class TrainingLoop(EpochLoop):
         epoch = as_whole("epoch", epoch, least=0)
         self._check_accumulator(optimizer)
         self._take(unwrap(model))
-        model.to(self.device)
+        machine = self.machine
+        model.to(machine.device)
         follow_parameters(optimizer)
         callbacks = self._listed()
-        schedule = None
+        is_torch = isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
         if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             callbacks.append(LRSchedule(scheduler, interval="step"))
-        else:
-            schedule = scheduler
-        check_callbacks(callbacks, self.task, model)
-        if schedule is not None:
-            check_rates(callbacks)
+        rate = LearningRate(optimizer, None if is_torch else scheduler)  # type: ignore[arg-type]
+        names = ("dataloader", "val_dataloader")
         check_validation(callbacks, val_dataloader, "train_epoch(val_dataloader=…)")
-        updater = Updater(optimizer, clip_norm=self.clip_norm, precision=self.precision)
+        loaders = Loaders(dataloader, val_dataloader, config=self.config, machine=machine, model=model, names=names)
+        updater = Updater(optimizer, clip_norm=self.clip_norm, precision=machine.precision)
         if self._flops is None or self._flops.model is not unwrap(model):
             self._flops = ForwardFlops(model)
-        step = Step(model, self.task, updater, self.precision, metrics=True, flops=self._flops)
+        step = Step(model, self.task, updater, machine.precision, metrics=True, flops=self._flops)
         model.train()
         start, samples, tokens = time.perf_counter(), self.clock.samples, self.tokens
-        logs = self._run(
-            step,
-            self._loader(as_tensors(dataloader, model), self.device, training=True),
-            callbacks,
-            epoch,
-            rate=LearningRate(optimizer, schedule),
-            validate=self._validation(
-                as_tensors(val_dataloader, model), model, self.task, self.precision, self.device
-            ),
-        )
+        logs = self._run(step, loaders, callbacks, epoch, machine=machine, rate=rate, model=model)
         duration_s = time.perf_counter() - start
         samples, tokens = self.clock.samples - samples, self.tokens - tokens
         return epoch_result(epoch, logs, duration_s, samples, tokens, nll=cross_entropy_of(self.task, logs))
@@ -220,15 +193,14 @@ class TrainingLoop(EpochLoop):
         check_functions(model_forward=model_forward, compute_loss=compute_loss)
         check_loss_arguments(compute_loss)
         check_functions(optimizer_step=optimizer_step, zero_gradients=zero_gradients)
-        device = self.given_device
         step = function_step(
             model_forward,
             compute_loss,
             optimizer_step,
             zero_gradients,
             clip_norm=self.clip_norm,
-            precision=self.precision,
-            device=device,
+            precision=self.machine.precision,
+            device=self.machine.device if self._is_placed else None,
             accumulates=self.accumulator.most > 1,
             metrics=True,
         )
@@ -238,17 +210,17 @@ class TrainingLoop(EpochLoop):
         known = None if isinstance(step.model, nn.Identity) else step.model
         self._take(model_forward if known is None else unwrap(known))
         callbacks = self._listed(FollowMetrics(metrics, step.tasks))
-        check_callbacks(callbacks, step.tasks, known)
         check_validation(callbacks, val_loader, "run(val_loader=…)")
-        device = step.updater.device if device is None else device
-        whole = FunctionTask(model_forward, compute_loss, by_samples=True)
+        machine = self.machine if self._is_placed else self.machine.at(step.updater.device)
         logs = self._run(
             step,
-            self._loader(train_loader, device, training=True),
+            Loaders(train_loader, val_loader, config=self.config, machine=machine),
             callbacks,
             max(metrics.current_epoch, self.clock.epoch),
+            machine=machine,
             rate=LearningRate(optimizer, None),
-            validate=self._validation(val_loader, step.model, whole, step.precision, device),
+            model=known,
+            validated=FunctionTask(model_forward, compute_loss, by_samples=True),
             total_epochs=total_epochs,
         )
         metrics.update_train_metrics(logs["loss"], logs.get("accuracy", float("nan")))
@@ -294,7 +266,7 @@ class TrainingLoop(EpochLoop):
         cannot = {
             "clip_gradients": self.clip_gradients,
             "gradient_accumulator": self.accumulator.most > 1,
-            "use_amp": self.precision.name != "fp32",
+            "use_amp": self.machine.precision.name != "fp32",
             "callbacks": bool(self.callbacks),
         }
         if given := [name for name, is_set in cannot.items() if is_set]:
@@ -302,7 +274,8 @@ class TrainingLoop(EpochLoop):
                 f"run_epoch_manual leaves the whole step to compute_batch_loss, so {' and '.join(given)} cannot act; "
                 f"leave them out, or use run_epoch"
             )
-        loader = DataLoader(train_data, train_labels, batch_size, shuffle=False, device=self.given_device)
+        device = self.machine.device if self._is_placed else None
+        loader = DataLoader(train_data, train_labels, batch_size, shuffle=False, device=device)
         tracker = LossTracker()
         for number, batch in enumerate(loader, start=1):
             assert isinstance(batch, DataBatch)
@@ -322,7 +295,7 @@ class TrainingLoop(EpochLoop):
         return {
             "clock": self.clock.state_dict(),
             "ledger": self.ledger.state_dict(),
-            "precision": self.precision.state_dict(),
+            "precision": self.machine.precision.state_dict(),
             "callbacks": self._listed().state_dict(),
             "rng": rng_state(),
             "loss": self.task.decisions() if isinstance(self.task, Decides) else {},
@@ -335,7 +308,7 @@ class TrainingLoop(EpochLoop):
             self.task.decide(state["loss"])
         self.clock.load_state_dict(state["clock"])
         self.ledger.load_state_dict(state["ledger"])
-        self.precision.load_state_dict(state["precision"])
+        self.machine.precision.load_state_dict(state["precision"])
         self._listed().load_state_dict(state["callbacks"])
         set_rng_state(state["rng"])
         self._is_restored, self._has_begun, self._trains = True, False, None
@@ -351,44 +324,60 @@ class TrainingLoop(EpochLoop):
     def _run(
         self,
         step: Step,
-        loader: Loader,
+        loaders: Loaders,
         callbacks: CallbackList,
         epoch: int,
         *,
+        machine: Machine,
         rate: LearningRate,
-        validate: Callable[..., dict[str, float]] | None,
+        model: nn.Module | None,
+        validated: Task | None = None,
         total_epochs: int | None = None,
     ) -> dict[str, float]:
-        """Run one epoch of the engine's loop and return its numbers."""
+        """Run one epoch of the engine's loop and return its numbers; `validated` is a task for validation alone."""
         clock, ledger, optimizer = self.clock, self.ledger, rate.optimizer
+        assert loaders.train is not None
+        has_schedule = rate.schedule is not None
+        callbacks.bind(RunParts(model, step.tasks, *loaders.sources, rate, has_schedule=has_schedule))
         if not (self._is_restored and clock.epoch == epoch):
             clock.epoch, clock.position = epoch, 0
             ledger.window, ledger.epoch = Tally(), Tally()
         resumed, self._is_restored = self._is_restored, False
         self.control.begin()
         # Nothing is saved here, so that functions without a known optimizer can be trained too.
-        parts: Any = (step.model, optimizer, step.precision, clock, ledger, callbacks, World(), self.seed)
+        parts: Any = (
+            step.model,
+            optimizer,
+            step.precision,
+            clock,
+            ledger,
+            callbacks,
+            machine.world,
+            self.config.seed,
+        )
         state = TrainState(*parts)
         plan = Plan(epochs=epoch + 1, log_interval=self.log_interval, max_skipped_steps=MAX_SKIPPED_STEPS)
-        accumulated, device = self.accumulator.steps_at(epoch), step.updater.device
-        memory = explain_out_of_memory(
-            batch_size=None, grad_accum_steps=accumulated, precision=step.precision.name, device=device
-        )
-        with Interrupts(logger.warning) as interrupts, explain_worker_failure(), explain_single_sample(), memory:
+        accumulated = self.accumulator.steps_at(epoch)
+        with machine.training(grad_accum_steps=accumulated), Interrupts(self.output.say) as interrupts:
+            validate = None
+            if loaders.validation is not None:
+                task = step.tasks if validated is None else validated
+                validate = partial(evaluate, step.model, task, loaders.validation, precision=step.precision)
+                validate = partial(validate, interrupts=interrupts)
             loop = Loop(
                 state,
                 step,
-                loader,
+                loaders.train,
                 plan,
                 learning_rate=rate,
                 accumulator=self.accumulator,
                 callbacks=callbacks,
-                validate=None if validate is None else partial(validate, interrupts=interrupts),
+                validate=validate,
                 interrupts=interrupts,
             )
             try:
                 if not self._has_begun:
-                    batches = num_batches(loader)
+                    batches, device = loaders.num_batches, machine.device
                     per_epoch = None if batches is None else -(-batches // accumulated)
                     info = RunInfo("train", step.model, optimizer, clock, device, total_epochs, None, per_epoch, None)
                     info.resumed = resumed
@@ -408,7 +397,7 @@ class TrainingLoop(EpochLoop):
         return logs
 
     def _listed(self, *more: Callback) -> CallbackList:
-        return CallbackList((*self.callbacks, *self._progress, *more), self.control)
+        return CallbackList((*self.callbacks, *self.output.callbacks, *more), self.control)
 
     def _take(self, trains: object) -> None:
         """Begin a new run if another model is to be trained than before."""
@@ -419,17 +408,6 @@ class TrainingLoop(EpochLoop):
 
     def _forget(self) -> None:
         self.clock, self.ledger, self._has_begun = Clock(), Ledger(), False
-
-    def _loader(self, source: Any, device: torch.device, *, training: bool) -> Loader:
-        return make_loader(source, TrainerConfig(seed=self.seed), device, World(), training=training)
-
-    def _validation(
-        self, source: Any, model: nn.Module, task: Task, precision: Precision, device: torch.device
-    ) -> Callable[..., dict[str, float]] | None:
-        if source is None:
-            return None
-        loader = self._loader(source, device, training=False)
-        return partial(evaluate, model, task, loader, precision=precision)
 
     def _check_accumulator(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self.accumulator.optimizer is not None and self.accumulator.optimizer is not optimizer:

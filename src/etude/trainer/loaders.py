@@ -1,0 +1,281 @@
+"""`Loaders`: whatever users have data in becomes batches on the device, and says how many steps a run has."""
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler as TorchBatchSampler
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from etude.core import Batch, BatchIterator, ConfigError, DataError, Loader, to_device
+from etude.data import (
+    BatchSampler,
+    BatchSource,
+    DataLoader,
+    DataLoaderFactory,
+    LoaderData,
+    StreamLoader,
+    Streams,
+    TensorData,
+    as_loader,
+)
+from etude.distributed import World
+from etude.engine.accumulation import GradientAccumulator
+from etude.trainer.config import TrainerConfig
+from etude.trainer.machine import Machine
+
+logger = logging.getLogger("etude")
+
+_WHOLE_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Samplers that give every process all samples."""
+_OF_TORCH = ("pin_memory", "persistent_workers", "prefetch_factor")
+"""Settings that are also attributes of torch's DataLoader."""
+_OF_VALIDATION = ("validate_interval", "validate_every_steps", "keep_best")
+"""Settings that do nothing without validation."""
+
+
+class Loaders:
+    """The training and the validation data of a run, as loaders whose batches lie on the device.
+
+    >>> data = torch.zeros(10, 4), torch.zeros(10, dtype=torch.long)
+    >>> config = TrainerConfig(batch_size=2, epochs=3, grad_accum_steps=2)
+    >>> loaders = Loaders(data, config=config, machine=Machine("cpu"), model=nn.Linear(4, 2))
+    >>> loaders.num_batches, loaders.steps_per_epoch(config), loaders.total_steps(config)
+    (5, 3, 9)
+    """
+
+    def __init__(
+        self,
+        train: Any = None,
+        validation: Any = None,
+        *,
+        config: TrainerConfig,
+        machine: Machine,
+        model: nn.Module | None = None,
+        names: tuple[str, str] = ("train_loader", "val_loader"),
+    ) -> None:
+        """Make both loaders; either may be None.
+
+        NumPy arrays get the number format of `model`; `names` are the arguments that errors speak of.
+        """
+        self._config = config
+        self._machine = machine
+        self._model = model
+        self.train = self._named(train, names[0], training=True)
+        self.validation = self._named(validation, names[1], training=False)
+        if machine.world.is_main and train is not None:
+            _warn_of_kept(train, config, machine.world)
+            if validation is None:
+                _warn_of_no_validation(config)
+
+    def make(self, source: Any, *, training: bool) -> Loader:
+        """Return a loader over another loader, a Dataset, a source of batches, streams, tensors or NumPy arrays.
+
+        Data that is no loader yet is shuffled in training, in the order that seed, epoch and position alone decide.
+        With several processes each gets its share.
+        """
+        device, world = self._machine.device, self._machine.world
+        source = _as_tensors(source, self._model)
+        known = (Tensor, Dataset, BatchSource, TensorData, LoaderData, Streams)
+        if isinstance(source, known) or _is_tensor_pair(source):
+            source = DataLoaderFactory.from_config(self._config, device=device).create(source, training=training)
+        loader = as_loader(_share(source, world, training=training), seed=self._config.seed, world_size=world.size)
+        if device.type == "cpu" or (isinstance(loader, (DataLoader, StreamLoader)) and loader.device == device):
+            return loader
+        return DeviceLoader(loader, device)
+
+    @property
+    def sources(self) -> tuple[Loader | None, Loader | None]:
+        """What is read for training and validation, before batches are moved to the device."""
+        return _inner(self.train), _inner(self.validation)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Training batches of an epoch; None if the loader does not know."""
+        return None if self.train is None else num_batches(self.train)
+
+    def steps_per_epoch(self, config: TrainerConfig) -> int | None:
+        """Return the optimizer steps of the first epoch; None if the loader has no length."""
+        return planned_steps(config.model_copy(update={"epochs": 1, "max_steps": None}), self.num_batches)
+
+    def total_steps(self, config: TrainerConfig) -> int | None:
+        """Return the optimizer steps of a whole run; None if the loader has no length and max_steps is not set."""
+        return planned_steps(config, self.num_batches)
+
+    def _named(self, source: Any, name: str, *, training: bool) -> Loader | None:
+        if source is None:
+            return None
+        try:
+            return self.make(source, training=training)
+        except (ConfigError, DataError) as error:
+            raise type(error)(f"{name}: {error}") from error
+
+
+def num_batches(loader: Loader) -> int | None:
+    """Return the batches of an epoch; None if the loader does not know."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def planned_steps(config: TrainerConfig, num_batches: int | None) -> int | None:
+    """Return the optimizer steps of a whole run with `num_batches` batches per epoch; None if it has no known end."""
+    epochs, max_steps = config.num_epochs, config.max_steps
+    if epochs is None or num_batches is None:
+        return max_steps
+    steps = GradientAccumulator(accumulation_steps=config.grad_accum_steps).num_steps(num_batches, range(epochs))
+    return steps if max_steps is None else min(steps, max_steps)
+
+
+# ------------------------------------------------------------------------------------------------ to the device
+
+
+class DeviceLoader:
+    """Moves the batches of another loader to a device; copies from pinned memory do not wait."""
+
+    def __init__(self, loader: Loader, device: torch.device) -> None:
+        self.loader = loader
+        self.device = device
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def iterate(self, epoch: int, position: int = 0) -> BatchIterator:
+        """Return the batches of an epoch, on the device."""
+        return _DeviceBatches(self.loader.iterate(epoch, position), self.device)
+
+
+class _DeviceBatches:
+    def __init__(self, batches: BatchIterator, device: torch.device) -> None:
+        self._batches = batches
+        self._device = device
+
+    @property
+    def position(self) -> int:
+        return self._batches.position
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return to_device(next(self._batches), self._device)
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+def _inner(loader: Loader | None) -> Loader | None:
+    return loader.loader if isinstance(loader, DeviceLoader) else loader
+
+
+# ------------------------------------------------------------------------------------------------ what is given
+
+
+def _as_tensors(source: Any, model: nn.Module | None) -> Any:
+    """Return NumPy arrays, alone or in a tuple, as tensors; anything else as it is.
+
+    Floating numbers get the format of the model: that of NumPy is float64 unless asked otherwise.
+    """
+    if isinstance(source, np.ndarray):
+        return _as_tensor(source, model)
+    if isinstance(source, tuple) and source and all(isinstance(one, (np.ndarray, Tensor)) for one in source):
+        return tuple(_as_tensor(one, model) if isinstance(one, np.ndarray) else one for one in source)
+    return source
+
+
+def _as_tensor(array: np.ndarray[Any, Any], model: nn.Module | None) -> Tensor:
+    try:
+        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    except (TypeError, ValueError) as error:
+        raise DataError(f"a NumPy array of {array.dtype} cannot become a tensor; give numbers") from error
+    if tensor.is_floating_point():
+        params = () if model is None else model.parameters()
+        formats = (param.dtype for param in params if param.is_floating_point())
+        return tensor.to(next(formats, torch.get_default_dtype()))
+    return tensor if tensor.dtype in (torch.bool, torch.uint8) else tensor.long()
+
+
+def _is_tensor_pair(source: Any) -> bool:
+    return isinstance(source, tuple) and len(source) == 2 and all(isinstance(one, Tensor) for one in source)
+
+
+def _warn_of_kept(source: Any, config: TrainerConfig, world: World) -> None:
+    """Warn of settings that say other than a loader that is made already: they cannot change it."""
+    of_torch = isinstance(source, TorchDataLoader)
+    names = ("batch_size", "drop_last", "num_workers", *(_OF_TORCH if of_torch else ()))
+    for name in names:
+        value, found = getattr(config, name), getattr(source, name, None)
+        if name == "batch_size" and of_torch and found is not None:
+            found *= world.size  # it gives the batches of one process
+        if name in config.model_fields_set and found is not None and found != value:
+            logger.warning(
+                "training.%s is %s, but the loader that is given has %s, and keeps it; "
+                "give the data itself, or leave the setting out",
+                name,
+                value,
+                found,
+            )
+
+
+def _warn_of_no_validation(config: TrainerConfig) -> None:
+    """Warn of settings that wait for a validation where there is no data for one."""
+    given = [name for name in _OF_VALIDATION if name in config.model_fields_set and getattr(config, name)]
+    if given:
+        settings = " and ".join(f"training.{name}" for name in given)
+        logger.warning("there is no validation data, so %s does nothing; give a val_loader", settings)
+
+
+# ------------------------------------------------------------------------------------------------ several processes
+
+
+def _share(source: Any, world: World, *, training: bool) -> Any:
+    """Return a source of batches of which every rank gets its own share.
+
+    An etude DataLoader or StreamLoader is divided here. Of a torch DataLoader this is known by its sampler:
+    ConfigError if all ranks would train on the same batches. Other sources are taken to be divided already. Validation
+    on undivided batches is exact all the same, as every rank then counts every sample.
+    """
+    if world.size == 1:
+        return source
+    if isinstance(source, DataLoader):
+        return _divided(source, world)
+    if isinstance(source, StreamLoader):
+        return source.shared(world.rank, world.size)
+    if training and isinstance(source, TorchDataLoader) and _gives_all(source, world):
+        raise ConfigError(
+            f"each of the {world.size} processes would train on all batches of this torch DataLoader; give the Trainer "
+            f"the Dataset itself, an etude DataLoader, or a torch DataLoader with sampler=DistributedSampler(dataset)"
+        )
+    return source
+
+
+def _divided(loader: DataLoader, world: World) -> DataLoader:
+    found, size = loader.sampler.world_size, loader.batch_size
+    if found not in (1, world.size):
+        raise ConfigError(f"the DataLoader is made for {found} processes, but there are {world.size}")
+    if size < world.size:
+        raise ConfigError(
+            f"batch_size {size} is that of all processes together: with {world.size} of them it must be at least "
+            f"{world.size}, or some would always be idle"
+        )
+    if found == world.size:
+        return loader
+    mine = copy.copy(loader)
+    mine.sampler = copy.copy(loader.sampler)
+    mine.sampler.rank, mine.sampler.world_size = world.rank, world.size
+    return mine
+
+
+def _gives_all(loader: TorchDataLoader[Any], world: World) -> bool:
+    batches: Any = loader.batch_sampler
+    if isinstance(batches, BatchSampler):
+        return batches.world_size != world.size
+    if batches is not None and type(batches) is not TorchBatchSampler:
+        return False
+    return isinstance(loader.sampler if batches is None else batches.sampler, _WHOLE_SAMPLERS)

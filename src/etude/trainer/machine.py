@@ -1,0 +1,152 @@
+"""`Machine`: where a run computes. Its processes, its device, its number format, threads and kernels."""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Self
+
+import torch
+from torch import nn
+
+from etude.core import ConfigError
+from etude.core.device import as_device
+from etude.data import explain_worker_failure
+from etude.distributed import World, join_world
+from etude.engine.precision import Precision, PrecisionName
+from etude.engine.recompute import recompute_activations
+from etude.engine.recovery import (
+    explain_out_of_memory,
+    explain_out_of_memory_in_validation,
+    explain_out_of_memory_of_model,
+    explain_single_sample,
+)
+from etude.trainer.config import TrainerConfig
+
+
+class Machine:
+    """The processes of a run, the device of this one, and the number format it computes in.
+
+    Its contexts make the device the current one and explain what a device, a layer or a worker refuses.
+
+    >>> machine = Machine("cpu")
+    >>> machine.device, machine.precision.name, machine.world.size
+    (device(type='cpu'), 'fp32', 1)
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device = "cpu",
+        precision: PrecisionName = "fp32",
+        *,
+        world: World | None = None,
+        loss_scale: float = 65536.0,
+        batch_size: int | None = None,
+    ) -> None:
+        """Choose a device; `world` is a single process if left out.
+
+        `batch_size` is that of the batches made here, which remedies speak of; None if all are made elsewhere. Raises
+        ConfigError if the device does not exist here.
+        """
+        self.world = world if world is not None else World()
+        self.device = resolve_device(device, self.world.local_rank)
+        self.precision = Precision(precision, self.device, loss_scale=loss_scale, summands=batch_size or 1)
+        self.batch_size = batch_size
+
+    @classmethod
+    def from_config(cls, config: TrainerConfig, world: World | None = None) -> Self:
+        """Return the machine of a config; set threads and kernels, and join the processes that torchrun started."""
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        machine = cls(
+            config.device,
+            config.resolved_precision,
+            world=world if world is not None else join_world(resolve_device(config.device).type),
+            loss_scale=config.loss_scale,
+            batch_size=config.batch_size,
+        )
+        if config.deterministic:
+            make_deterministic()
+        elif machine.device.type == "cuda" and config.resolved_precision != "fp32":
+            configure_cuda_performance()
+        return machine
+
+    def at(self, device: torch.device) -> "Machine":
+        """Return this machine with another device: where functions already have their tensors."""
+        if device == self.device:
+            return self
+        return Machine(device, self.precision.name, world=self.world, batch_size=self.batch_size)
+
+    def current(self) -> AbstractContextManager[object]:
+        """Return a context in which a CUDA device is the current one: its random generator is the run's."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def making_model(self) -> AbstractContextManager[None]:
+        """Return the context in which a model and its optimizer are made and moved to the device."""
+        return explain_out_of_memory_of_model(self.device)
+
+    def place(self, model: nn.Module, config: TrainerConfig) -> None:
+        """Move a model to the device; recompute its activations and compile it if the config says so."""
+        model.to(self.device)
+        if config.recomputed_blocks is not None:
+            recompute_activations(model, **config.recomputed_blocks)
+        if config.compile_model:
+            model.compile()  # in place: names of parameters stay as they are
+
+    @contextmanager
+    def training(self, *, grad_accum_steps: int = 1, can_recompute: bool = False) -> Iterator[None]:
+        """Train: the device is the current one, and an error of a worker, a layer or the memory has a remedy."""
+        memory = explain_out_of_memory(
+            batch_size=self.batch_size,
+            grad_accum_steps=grad_accum_steps,
+            precision=self.precision.name,
+            device=self.device,
+            can_recompute=can_recompute,
+        )
+        with self.current(), explain_worker_failure(), explain_single_sample(), memory:
+            yield
+
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """Validate or evaluate: the same, with the remedies for validation."""
+        memory = explain_out_of_memory_in_validation(
+            batch_size=self.batch_size, precision=self.precision.name, device=self.device
+        )
+        with self.current(), explain_worker_failure(), memory:
+            yield
+
+
+def resolve_device(name: str | torch.device = "auto", local_rank: int = 0) -> torch.device:
+    """Return the device that a config names; `auto` is CUDA where there is one.
+
+    >>> resolve_device("cpu")
+    device(type='cpu')
+
+    Raises ConfigError if the device does not exist here.
+    """
+    device = as_device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        device = torch.device("cuda", local_rank if device.index is None else device.index)
+        if not torch.cuda.is_available() or device.index >= count:
+            raise ConfigError(f"device '{name}' is not there ({count} CUDA devices found); use device: auto or cpu")
+    elif device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device 'mps' is not there: this torch or this machine has none; use device: auto or cpu")
+    elif device.type not in ("cpu", "mps"):
+        raise ConfigError(f"device '{name}' cannot train; use cpu, cuda or cuda:N")
+    return device
+
+
+def configure_cuda_performance() -> None:
+    """Allow TF32 matrix products and cuDNN's, and flash and memory-efficient attention; harmless without CUDA."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.backends.cuda.enable_mem_efficient_sdp(True)
+    torch.backends.cudnn.benchmark = True
+
+
+def make_deterministic() -> None:
+    """Use deterministic kernels only; an operation that has none raises."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
