@@ -16,12 +16,12 @@ from test_callback_progress import terminal
 from torch import nn
 
 from etude.callbacks import CallbackList, CSVLogger, ProgressDisplay, RunRecorder, progress
+from etude.callbacks.progress_groups import Groups, group_table, losses_line
 from etude.callbacks.progress_view import Phase, Row, View, best_row, epoch_line, frame, keep_rows, log_line
-from etude.callbacks.progress_words import is_metric, of_task
+from etude.callbacks.progress_words import is_metric, of_group
 from etude.core import Clock
 from etude.engine.callback import RunInfo
 from etude.monitor import RunFolder
-from etude.multitask.table import Tasks, losses_line, task_table
 
 __all__ = ["terminal"]
 
@@ -99,7 +99,7 @@ def rows_of(lines: list[str]) -> dict[str, list[str]]:
     ],
 )
 def test_a_slash_parts_the_task_from_its_number(name, expected):
-    assert of_task(name) == expected
+    assert of_group(name) == expected
     assert "/" not in name or not is_metric(name)
 
 
@@ -215,31 +215,31 @@ def test_the_screen_shows_all_tasks_while_the_run_goes_on(width, terminal, monke
 
 
 def test_a_narrow_screen_keeps_the_losses_and_a_metric():
-    tasks = Tasks()
+    tasks = Groups()
     tasks.update(numbers(2, val=False))
     tasks.close("epoch 3", numbers(2))
-    head, *rows = text_of(task_table(tasks, 59, running=True))
+    head, *rows = text_of(group_table(tasks, 59, running=True))
     assert head.split() == ["task,", "epoch", "3", "loss", "now", "val", "loss"]
     assert len(rows) == 7
     assert rows[0].split() == ["code_generation", "1.0333", "1.1000", "ppl", "3.004"]
 
 
 def test_the_weight_is_that_of_the_moment():
-    tasks = Tasks()
+    tasks = Groups()
     tasks.close("epoch 1", {"code/loss": 2.0, "code/weight": 0.25})
     tasks.update({"code/weight": 0.5})
-    assert text_of(task_table(tasks, 80, running=True))[1].split() == ["code", "0.500", "2.0000"]
-    assert text_of(task_table(tasks, 80))[1].split() == ["code", "0.250", "2.0000"]
+    assert text_of(group_table(tasks, 80, running=True))[1].split() == ["code", "0.500", "2.0000"]
+    assert text_of(group_table(tasks, 80))[1].split() == ["code", "0.250", "2.0000"]
 
 
 def test_a_low_screen_has_the_losses_on_one_line():
     view = View("toy", "cpu", 4, 16, 4, 2)
-    view.tasks.update(numbers(2, val=False))
+    view.groups.update(numbers(2, val=False))
     view.rows = [Row(epoch, 1.0, {"loss": 1.0}) for epoch in range(9)]
     lines = text_of(frame(view, 80, 15))
     (line,) = [line for line in lines if "code_generation" in line]
     assert re.match(r" code_generation 1.0333  ontology_annotation 0.7750  test_generation 0.6200.* \+\d$", line)
-    assert "".join(text for text, _ in losses_line(view.tasks, 300)).split()[::2] == list(TASKS)
+    assert "".join(text for text, _ in losses_line(view.groups, 300)).split()[::2] == list(TASKS)
 
 
 names = st.sampled_from([*TASKS, "a", "a_very_long_name_of_a_task_that_does_not_end", "課題" * 12])
@@ -251,7 +251,7 @@ task_numbers = st.dictionaries(
 
 
 @given(
-    tasks=st.builds(Tasks, st.sampled_from(["", "epoch 12", "step 1234567"]), task_numbers, task_numbers),
+    tasks=st.builds(Groups, st.sampled_from(["", "epoch 12", "step 1234567"]), task_numbers, task_numbers),
     num_rows=st.integers(0, 20),
     width=st.integers(10, 220),
     height=st.integers(5, 60),
@@ -261,7 +261,7 @@ task_numbers = st.dictionaries(
 )
 def test_a_frame_with_tasks_fits_the_terminal(tasks, num_rows, width, height, notices, outcome, ascii_only):
     rows = keep_rows([Row(epoch, 1.0, {"loss": 1.0, "val_loss": 1.0}, {}, "2 name") for epoch in range(num_rows)])
-    view = View("name", "cpu", 15, 100, 10, num_rows, 5, 5, rows=rows, num_epochs=num_rows, tasks=tasks)
+    view = View("name", "cpu", 15, 100, 10, num_rows, 5, 5, rows=rows, num_epochs=num_rows, groups=tasks)
     view.outcome, view.notices, view.phase = outcome, notices, Phase(2, "name", 3)
     lines = text_of(frame(view, width, height, ascii_only))
     assert all(cell_len(line) < width and "\n" not in line for line in lines)
@@ -270,12 +270,12 @@ def test_a_frame_with_tasks_fits_the_terminal(tasks, num_rows, width, height, no
     assert not ascii_only or all(line.isascii() for line in lines)
 
 
-@given(tasks=st.builds(Tasks, st.just("epoch 1"), task_numbers, task_numbers), width=st.integers(30, 120))
+@given(tasks=st.builds(Groups, st.just("epoch 1"), task_numbers, task_numbers), width=st.integers(30, 120))
 def test_the_cells_of_a_table_stand_below_each_other(tasks, width):
-    lines = text_of(task_table(tasks, width))
+    lines = text_of(group_table(tasks, width))
     assert len({cell_len(line) for line in lines}) <= 1
     assert len(lines) == 0 or len(lines) - 1 == len(
-        {of_task(name)[0] for name, value in tasks.numbers.items() if value is not None and "weight" not in name}
+        {of_group(name)[0] for name, value in tasks.numbers.items() if value is not None and "weight" not in name}
     )
 
 
@@ -323,7 +323,7 @@ def test_tasks_that_are_not_trained_any_more_leave_the_running_table():
         "next", {"number": 2, "tasks": ("kept", "new"), "weights": {"kept": 1.0, "new": 0.1}}
     )
     run.callbacks.on_log({"new/loss": 3.0})
-    table = text_of(task_table(display._view.tasks, 80, running=True))
+    table = text_of(group_table(display._view.groups, 80, running=True))
     assert [line.split() for line in table[1:]] == [["kept", "1.000", "2.0000"], ["new", "0.100", "3.0000"]]
 
 

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any, NotRequired, TextIO, get_type_hints
 
 import torch
 
+from etude.callbacks.progress_groups import Groups
 from etude.callbacks.progress_view import (
     Phase,
     Row,
     View,
     epoch_line,
+    group_lines,
     keep_rows,
     log_line,
     outcome_line,
-    task_lines,
     validation_line,
 )
 from etude.callbacks.progress_words import is_metric, to_ascii
 from etude.checkpoint import check_kind, record_of
 from etude.core import Clock, StepReport
 from etude.engine.callback import Callback, Logs, RunInfo
-from etude.multitask.table import Tasks
 
 if TYPE_CHECKING:
     from etude.callbacks.terminal import LiveTerminal
@@ -44,7 +44,7 @@ _STATE = record_of(
     "ProgressDisplay",
     {
         "rows": list[record_of("Row", get_type_hints(Row), total=False)],  # type: ignore[misc]
-        "tasks": NotRequired[record_of("Tasks", get_type_hints(Tasks), total=False)],
+        "tasks": NotRequired[record_of("Groups", get_type_hints(Groups), total=False)],
         "phase": NotRequired[record_of("Phase", get_type_hints(Phase), total=False) | None],
     },
 )
@@ -94,7 +94,7 @@ class ProgressDisplay(Callback):
             epoch=run.clock.epoch,
             rows=rows,
             num_epochs=max(len(rows), run.clock.epoch),
-            tasks=before.tasks,
+            groups=before.groups,
             # A curriculum that is listed before the display has told its phase by now.
             phase=self._view.phase if self._phase_is_new else before.phase,
         )
@@ -125,7 +125,7 @@ class ProgressDisplay(Callback):
     def on_log(self, record: Logs) -> None:
         """Take new numbers."""
         self._view.record = dict(record)
-        self._view.tasks.update(_finite(record))
+        self._view.groups.update(_finite(record))
         self._see_phase(record)
         if self._terminal is not None:
             self._tick()
@@ -144,11 +144,11 @@ class ProgressDisplay(Callback):
         per_epoch = self._view.steps_per_epoch
         self._update()
         if per_epoch is None or self._view.step_in_epoch < per_epoch:
-            tasks = self._view.tasks
-            tasks.close(f"step {self._view.step}", {**tasks.latest, **_finite(metrics)})
+            groups = self._view.groups
+            groups.close(f"step {self._view.step}", {**groups.latest, **_finite(metrics)})
             self.note(validation_line(self._view, metrics))
             if per_epoch is not None:
-                self._say_tasks()
+                self._say_groups()
         else:
             self._draw()
 
@@ -162,7 +162,7 @@ class ProgressDisplay(Callback):
         numbers = _finite(logs)
         shown = {name: value for name, value in numbers.items() if is_metric(name)}
         speed = {name: logs[name] for name in ("tokens_per_s", "mfu", "data_wait") if name in logs}
-        self._view.tasks.close(f"epoch {epoch + 1}", numbers | self._gradient_norms)
+        self._view.groups.close(f"epoch {epoch + 1}", numbers | self._gradient_norms)
         self._gradient_norms = {}
         self._see_phase(logs)
         row = Row(epoch, seconds, shown, speed, _phase_of_row(self._view.phase))
@@ -171,14 +171,14 @@ class ProgressDisplay(Callback):
         self._draw()
         if self._terminal is None:
             self._say(epoch_line(self._view, row))
-            self._say_tasks()
+            self._say_groups()
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
         """Show the phase from now on; that it began is told by a notice."""
         self._view.phase, self._phase_is_new = Phase(facts["number"], phase, facts.get("phases")), True
         if (tasks := facts.get("tasks")) is not None:
-            self._view.tasks.keep(tasks)
-        self._view.tasks.update({f"{task}/weight": weight for task, weight in (facts.get("weights") or {}).items()})
+            self._view.groups.keep(tasks)
+        self._view.groups.update({f"{task}/weight": weight for task, weight in (facts.get("weights") or {}).items()})
         self._draw()
 
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
@@ -214,13 +214,13 @@ class ProgressDisplay(Callback):
         """Return the tables and the phase, so that a resumed run shows what was before."""
         view = self._view
         phase = None if view.phase is None else asdict(view.phase)
-        return {"rows": [asdict(row) for row in view.rows], "tasks": asdict(view.tasks), "phase": phase}
+        return {"rows": [asdict(row) for row in view.rows], "tasks": asdict(view.groups), "phase": phase}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; checkpoints of runs before there were tasks have rows alone."""
         check_kind(_STATE, state, "state")
         self._view.rows = [Row(**row) for row in state["rows"]]
-        self._view.tasks = Tasks(**state.get("tasks", {}))
+        self._view.groups = Groups(**state.get("tasks", {}))
         self._view.phase = Phase(**phase) if (phase := state.get("phase")) is not None else None
 
     # --- showing
@@ -316,9 +316,9 @@ class ProgressDisplay(Callback):
         if number is not None and (phase is None or phase.number != int(number)):
             self._view.phase = Phase(int(number), total=None if phase is None else phase.total)
 
-    def _say_tasks(self) -> None:
+    def _say_groups(self) -> None:
         if self._terminal is None:
-            for line in task_lines(self._view):
+            for line in group_lines(self._view):
                 self._say(line)
 
     def _say(self, text: str) -> None:

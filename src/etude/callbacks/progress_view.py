@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from etude.callbacks.progress_groups import Groups, group_names, group_table, losses_line
 from etude.callbacks.progress_words import (
     Line,
     Span,
@@ -20,7 +21,6 @@ from etude.callbacks.progress_words import (
     speed,
     to_ascii,
 )
-from etude.multitask.table import Tasks, losses_line, task_names, task_table
 
 MAX_ROWS = 10
 """Finished epochs in the table: the last ones, and the best one if it came earlier."""
@@ -32,7 +32,7 @@ MAX_LINE = 100
 
 _MIN_BAR = 8
 _MIN_ROWS = 3
-"""Epochs that stay in sight where the tasks need the room, and tasks for which a table is worth its heading."""
+"""Epochs that stay in sight where groups need the room, and groups for which a table is worth its heading."""
 _MAX_PHASE = 22
 """Columns of a phase's name in the table of epochs."""
 
@@ -101,7 +101,7 @@ class View:
     """How the run ended; empty while it runs."""
     notices: list[str] = field(default_factory=list)
     """What callbacks told lately."""
-    tasks: Tasks = field(default_factory=Tasks)
+    groups: Groups = field(default_factory=Groups)
     phase: Phase | None = None
     """The phase of the curriculum, if there is one."""
 
@@ -156,7 +156,7 @@ def _fitting_numbers(record: dict[str, float], room: int, gap: int) -> list[tupl
 
 
 def validation_line(view: View, metrics: Mapping[str, float]) -> str:
-    """Return the numbers of a validation inside an epoch as one line; those of single tasks are for their table."""
+    """Return the numbers of a validation inside an epoch as one line; those of groups are for their table."""
     ours = {name: value for name, value in metrics.items() if "/" not in name and name != "phase"}
     shown = {name: value for name, value in ours.items() if name not in left_out(ours)}
     parts = [f"step {of_total(view.step, view.total_steps, '')}"]
@@ -175,9 +175,9 @@ def epoch_line(view: View, row: Row) -> str:
     return "  ".join(parts + ["(best)"] * (best_row(view.rows) is row))
 
 
-def task_lines(view: View) -> list[str]:
-    """Return the table of the tasks, to stand below the line of an epoch or a validation."""
-    table = task_table(view.tasks, MAX_LINE - 2)
+def group_lines(view: View) -> list[str]:
+    """Return the table of groups, to stand below the line of an epoch or a validation."""
+    table = group_table(view.groups, MAX_LINE - 2)
     return ["  " + "".join(text for text, _ in line).rstrip() for line in table]
 
 
@@ -204,11 +204,11 @@ def frame(view: View, width: int, height: int, ascii_only: bool = False) -> list
     lines: list[Line] = [[(" " + view.title, "bold"), *phase, ("  " + view.subtitle, "dim")]]
     notes = _notes(view, width, max(4, height // 8))
     room = height - 10 - max(0, len(notes) - 2)
-    tasks = _task_lines(view, width, room)
-    rows = min(MAX_ROWS, room - len(tasks))
+    groups = _group_lines(view, width, room)
+    rows = min(MAX_ROWS, room - len(groups))
     if view.rows and rows > 0:
         lines += [[], *_table(view, width, rows, ascii_only)]
-    lines += [*tasks, []]
+    lines += [*groups, []]
     if view.outcome:
         lines.append([(" " + outcome_line(view), "bold")])
     else:
@@ -225,14 +225,14 @@ def _notes(view: View, width: int, max_lines: int) -> list[str]:
     return [part for parts in wrapped for part in parts]
 
 
-def _task_lines(view: View, width: int, room: int) -> list[Line]:
-    """Return the table of the tasks below an empty line; where it is too high, their losses on one line."""
+def _group_lines(view: View, width: int, room: int) -> list[Line]:
+    """Return the table of groups below an empty line; where it is too high, their losses on one line."""
     running = not view.outcome
-    count = len(task_names(view.tasks, running))
+    count = len(group_names(view.groups, running))
     free = room - 2 - min(len(view.rows), _MIN_ROWS)
     if count and free >= min(count, _MIN_ROWS):
-        return [[], *task_table(view.tasks, width, free, running)]
-    losses = losses_line(view.tasks, width) if running and room > 2 else []
+        return [[], *group_table(view.groups, width, free, running)]
+    losses = losses_line(view.groups, width) if running and room > 2 else []
     return [[], losses] if losses else []
 
 

@@ -24,8 +24,8 @@ _NOT_METRICS = frozenset(
         "phase",
     }
 )
-_NO_TASKS = frozenset({"grad_norm", "grad_cosine"})
-"""What stands before a `/` and is no task: norms of layers, and cosines of pairs of tasks."""
+_NO_GROUPS = frozenset({"grad_norm", "grad_cosine"})
+"""What stands before a `/` and is no group: norms of layers, and cosines of pairs."""
 _LEAST_WAIT = 0.001
 """Share of the time waiting for data that is worth a word."""
 _LEAST_WAIT_OF_SAMPLES = 0.25
@@ -33,7 +33,7 @@ _LEAST_WAIT_OF_SAMPLES = 0.25
 
 
 def is_metric(name: str) -> bool:
-    """True for losses and metrics of the whole run; False for those of one task, and for rates, counters and settings.
+    """True for losses and metrics of the whole run; False for those of a group, and for rates, counters and settings.
 
     >>> [name for name in ("loss", "val_accuracy", "lr", "samples_per_s", "quality/loss") if is_metric(name)]
     ['loss', 'val_accuracy']
@@ -43,15 +43,15 @@ def is_metric(name: str) -> bool:
     )
 
 
-def of_task(name: str) -> tuple[str, str] | None:
-    """Return the task a number belongs to, and the number's own name; None if it is not one of a task.
+def of_group(name: str) -> tuple[str, str] | None:
+    """Return the group a number belongs to, and the number's own name; None if it has none.
 
-    >>> of_task("val_quality/f1"), of_task("quality/loss"), of_task("val_loss"), of_task("grad_norm/layers.0")
+    >>> of_group("val_quality/f1"), of_group("quality/loss"), of_group("val_loss"), of_group("grad_norm/layers.0")
     (('quality', 'val_f1'), ('quality', 'loss'), None, None)
     """
     prefix, bare = ("val_", name[4:]) if name.startswith("val_") else ("", name)
-    task, slash, own = bare.partition("/")
-    return (task, prefix + own) if slash and task not in _NO_TASKS else None
+    group, slash, own = bare.partition("/")
+    return (group, prefix + own) if slash and group not in _NO_GROUPS else None
 
 
 def label(name: str) -> str:

@@ -1,13 +1,18 @@
-"""What the progress display shows of the tasks of a run, as text with styles: pure functions, no terminal in sight."""
+"""The table of grouped numbers in the progress display: of names such as `quality/loss`, a line for each group.
+
+Groups are the tasks of a run mostly. Pure functions, no terminal in sight.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from etude.callbacks.progress_words import Line, cells, fit, label, metric, number, of_task
+from etude.callbacks.progress_words import Line, cells, fit, label, metric, number, of_group
 
 MAX_NAME = 24
-"""Columns of a task's name at most."""
+"""Columns of a group's name at most."""
 _GAP = "  "
+_KIND = "task"
+"""What groups are called in the heading."""
 _FIRST = ("perplexity", "f1", "accuracy")
 _SETTINGS = frozenset({"weight", "val_weight"})
 _NO_METRICS = frozenset({"loss", "nll", "weight", "grad_norm"})
@@ -17,65 +22,65 @@ Numbers = dict[str, float | None]
 
 
 @dataclass(slots=True)
-class Tasks:
-    """The numbers of the tasks, by names such as `quality/loss` and `val_quality/f1`; empty if a run has one task."""
+class Groups:
+    """Numbers with names such as `quality/loss` and `val_quality/f1`; empty if a run has no groups."""
 
     when: str = ""
     """The moment that `numbers` are of, such as `epoch 3`."""
     numbers: Numbers = field(default_factory=dict)
     """Those of the last epoch or validation."""
     latest: Numbers = field(default_factory=dict)
-    """Those of log points: for every task the last that had them."""
+    """Those of log points: for every group the last that had them."""
 
     def update(self, record: Mapping[str, float | None]) -> None:
-        """Take the numbers of a log point; a task that had no part in it keeps those it had."""
-        self.latest |= of_tasks(record)
+        """Take the numbers of a log point; a group that had no part in it keeps those it had."""
+        self.latest |= grouped(record)
 
     def close(self, when: str, logs: Mapping[str, float | None]) -> None:
         """Take the numbers of an epoch or a validation."""
-        if found := of_tasks(logs):
+        if found := grouped(logs):
             self.when, self.numbers = when, found
 
     def keep(self, names: Collection[str]) -> None:
-        """Forget the log points of tasks that are not trained any more."""
+        """Forget the log points of all other groups."""
         self.latest = {name: value for name, value in self.latest.items() if _split(name)[0] in names}
 
 
-def of_tasks(record: Mapping[str, float | None]) -> Numbers:
-    """Return the numbers that belong to a task."""
-    return {name: value for name, value in record.items() if of_task(name) is not None}
+def grouped(record: Mapping[str, float | None]) -> Numbers:
+    """Return the numbers that belong to a group."""
+    return {name: value for name, value in record.items() if of_group(name) is not None}
 
 
-def task_names(tasks: Tasks, running: bool = True) -> list[str]:
-    """Return the tasks that have numbers to show; those of a run that goes on, or of its last epoch alone."""
-    sources = (tasks.numbers, tasks.latest if running else {})
+def group_names(groups: Groups, running: bool = True) -> list[str]:
+    """Return the groups that have numbers to show; those of a run that goes on, or of its last epoch alone."""
+    sources = (groups.numbers, groups.latest if running else {})
     known = ((*_split(name), value) for source in sources for name, value in source.items())
-    return list(dict.fromkeys(task for task, own, value in known if value is not None and own not in _SETTINGS))
+    return list(dict.fromkeys(group for group, own, value in known if value is not None and own not in _SETTINGS))
 
 
-def task_table(tasks: Tasks, width: int, max_rows: int | None = None, running: bool = False) -> list[Line]:
-    """Return a heading and one line per task, with the columns that fit; `running` adds the loss of the log point."""
-    names = task_names(tasks, running)
+def group_table(groups: Groups, width: int, max_rows: int | None = None, running: bool = False) -> list[Line]:
+    """Return a heading and one line per group, with the columns that fit; `running` adds the loss of the log point."""
+    names = group_names(groups, running)
     if not names:
         return []
     shown = names if max_rows is None or len(names) <= max_rows else names[: max(1, max_rows - 1)]
-    corner = f"task, {tasks.when}" if tasks.when else "task"
+    corner = f"{_KIND}, {groups.when}" if groups.when else _KIND
     name_width = max(len(corner), *(min(MAX_NAME, cells(name)) for name in shown))
-    columns = _fitting(_columns(tasks, shown, running), width - name_width - 1)
+    columns = _fitting(_columns(groups, shown, running), width - name_width - 1)
     lines: list[Line] = [[(f" {corner:<{name_width}}" + "".join(column.heading for column in columns), "dim")]]
     for place, name in enumerate(shown):
         lines.append(
             [(" " + _name(name, name_width), ""), *((column.cell(place), column.style) for column in columns)]
         )
     if len(shown) < len(names):
-        lines.append([(f" {len(names) - len(shown)} more tasks", "dim")])
+        lines.append([(f" {len(names) - len(shown)} more {_KIND}s", "dim")])
     return lines
 
 
-def losses_line(tasks: Tasks, width: int) -> Line:
+def losses_line(groups: Groups, width: int) -> Line:
     """Return the losses of the last log points on one line, for a terminal too low for a table."""
     losses = [
-        (name, value) for name, value in tasks.latest.items() if _split(name)[1] == "loss" and value is not None
+        (name, value) for name, value in groups.latest.items() if _split(name)[1] == "loss" and value is not None
     ]
     line: Line = []
     for place, (name, value) in enumerate(losses):
@@ -112,9 +117,9 @@ class _Column:
         return (_GAP + text).ljust(self.width) if self.is_left else text.rjust(self.width)
 
 
-def _columns(tasks: Tasks, names: list[str], running: bool) -> list[_Column]:
+def _columns(groups: Groups, names: list[str], running: bool) -> list[_Column]:
     """Return all columns there is something to say in, in their order."""
-    numbers, latest = tasks.numbers, tasks.latest
+    numbers, latest = groups.numbers, groups.latest
     both = {**numbers, **latest} if running else {**latest, **numbers}
     weights = [_weight(both.get(f"{name}/weight")) for name in names]
     columns = [_Column("weight", weights, rank=4)]
@@ -126,7 +131,7 @@ def _columns(tasks: Tasks, names: list[str], running: bool) -> list[_Column]:
     for slot in range(max(map(len, metrics))):
         texts = [found[slot] if slot < len(found) else "" for found in metrics]
         columns.append(_Column("", texts, rank=2 if slot == 0 else 5 + slot, is_left=True))
-    # Of an epoch only its own: tasks are looked at now and then, and norms of long ago would pass for new ones.
+    # Of an epoch only its own: gradients are looked at now and then, and norms of long ago would pass for new ones.
     norms = [_text(both if running else numbers, f"{name}/grad_norm") for name in names]
     columns.append(_Column("grad norm", norms, rank=5, style="dim"))
     return [column for column in columns if any(column.texts)]
@@ -141,13 +146,13 @@ def _fitting(columns: list[_Column], room: int) -> list[_Column]:
     return [column for column in columns if column.rank in chosen]
 
 
-def _metrics(numbers: Numbers, task: str) -> list[str]:
-    """Return what there is beside the losses of a task: values of the validation, or else of the training."""
-    own = [_split(name)[1].removeprefix("val_") for name in numbers if _split(name)[0] == task]
+def _metrics(numbers: Numbers, group: str) -> list[str]:
+    """Return what there is beside the losses of a group: values of the validation, or else of the training."""
+    own = [_split(name)[1].removeprefix("val_") for name in numbers if _split(name)[0] == group]
     names = dict.fromkeys([name for name in _FIRST if name in own] + [n for n in own if n not in _NO_METRICS])
     found = []
     for name in names:
-        value = numbers.get(f"val_{task}/{name}", numbers.get(f"{task}/{name}"))
+        value = numbers.get(f"val_{group}/{name}", numbers.get(f"{group}/{name}"))
         found.append(f"{label(name)} {metric(name, value)}")
     return found
 
@@ -172,5 +177,5 @@ def _name(name: str, width: int) -> str:
 
 
 def _split(name: str) -> tuple[str, str]:
-    found = of_task(name)
+    found = of_group(name)
     return found if found is not None else ("", name)
