@@ -18,7 +18,7 @@ from etude.config.registry import lookup, names
 from etude.core import Clock
 from etude.engine.callback import HOOKS, Callback
 from etude.monitor import RunFolder
-from etude.multitask import CurriculumCallback
+from etude.multitask import CurriculumCallback, TaskGradientMonitor
 from etude.multitask.curriculum import Curriculum, Phase, Start
 
 ARGUMENTS = {
@@ -109,6 +109,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def test_registered_callbacks_are_those_of_the_package():
+    assert lookup("callback", "task_gradients").factory is TaskGradientMonitor
     assert {"early_stopping", "model_checkpoint", "csv_logger", "gradient_monitor", "task_gradients"} <= set(MAKERS)
 
 
