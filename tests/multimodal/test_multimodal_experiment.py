@@ -34,6 +34,7 @@ from etude.multimodal import (
     write_modalities,
 )
 from etude.multimodal.loss import make_reconstruction
+from etude.multimodal.tokenizers import load_tokenizer
 
 IMAGE, SCALAR, CLASS = 9, 6, 3
 
@@ -402,13 +403,45 @@ def test_run_evaluate_and_resume(stars, tmp_path):
         assert torch.equal(value, resumed[name]), name
 
 
-def test_data_made_anew_with_other_codes_is_noticed(stars, tmp_path):
-    train_experiment(write(CONFIG), ["training.epochs=1"], run_dir=tmp_path / "run", progress=False)
-    VectorTokenizer(torch.randn(IMAGE, 2)).save("stars/tokenizers/image.safetensors")
-    with pytest.raises(CheckpointError, match="the codebook of 'image' has other values"):
+def other_bins():
+    """Other edges for the bins of the scalar, around the same centres."""
+    old = load_tokenizer("stars/tokenizers/scalar.safetensors")
+    edges = old.edges.clone()
+    edges[1] = (edges[1] + old.values[1]) / 2
+    ScalarTokenizer(edges, old.values).save("stars/tokenizers/scalar.safetensors")
+
+
+@pytest.mark.usefixtures("stars")
+@pytest.mark.parametrize("loss", ["meaningful", "language_modeling"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda: VectorTokenizer(torch.randn(IMAGE, 2)).save("stars/tokenizers/image.safetensors"),
+            "codebook of 'image' has other values",
+        ),
+        (other_bins, "bin edges of 'scalar'"),
+    ],
+)
+def test_data_made_again_with_other_codes_is_noticed(tmp_path, loss, change, words):
+    text = write(CONFIG if loss == "meaningful" else without_loss() + f"loss: {loss}\n")
+    train_experiment(text, ["training.epochs=1"], run_dir=tmp_path / "run", progress=False)
+    change()
+    with pytest.raises(CheckpointError, match=words):
         evaluate_run(tmp_path / "run", split="test")
-    with pytest.raises(CheckpointError, match="the codebook of 'image' has other values"):
+    with pytest.raises(CheckpointError, match=words):
         resume_run(tmp_path / "run", ["training.epochs=2"], progress=False)
+
+
+@pytest.mark.usefixtures("stars")
+def test_a_run_with_codebooks_of_its_own_resumes(tmp_path):
+    np.savez("scalar.npz", bin_centers=np.linspace(0, 1, SCALAR))
+    given = ["training.epochs=1", "loss.codebooks={scalar: scalar.npz}"]
+    train_experiment(write(CONFIG), given, run_dir=tmp_path / "run", progress=False)
+    assert resume_run(tmp_path / "run", ["training.epochs=2"], progress=False).epoch == 2
+    np.savez("scalar.npz", bin_centers=np.linspace(0, 2, SCALAR))
+    with pytest.raises(CheckpointError, match="codebook of 'scalar' has other values"):
+        resume_run(tmp_path / "run", ["training.epochs=3"], progress=False)
 
 
 def test_tasks_cannot_use_the_loss(stars):

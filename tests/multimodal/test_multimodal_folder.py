@@ -77,13 +77,13 @@ def folder(tmp_path, tokenizers):
 
 
 def test_what_was_written_is_read_again(folder, tokenizers):
-    modal = read_modalities(folder)
-    assert modal.vocab == VOCAB
-    assert set(modal.codebooks) == {"image", "scalar"}
-    assert set(modal.edges) == {"scalar"}
-    assert torch.equal(modal.codebooks["image"], tokenizers["image"].values)
-    assert torch.equal(modal.codebooks["scalar"], tokenizers["scalar"].centers)
-    assert torch.equal(modal.edges["scalar"], tokenizers["scalar"].edges)
+    found = read_modalities(folder)
+    assert found.vocab == VOCAB
+    assert set(found.codebooks) == {"image", "scalar"}
+    assert set(found.edges) == {"scalar"}
+    assert torch.equal(found.codebooks["image"], tokenizers["image"].values)
+    assert torch.equal(found.codebooks["scalar"], tokenizers["scalar"].centers)
+    assert torch.equal(found.edges["scalar"], tokenizers["scalar"].edges)
 
 
 def test_the_writer_writes_ids_and_types(folder):
@@ -241,9 +241,9 @@ def test_the_file_may_tell_how_many_types_there_are(tmp_path, meta, expected):
     assert load_tokens(str(tmp_path), length=4).num_types == meta.get("num_types")
 
 
-@pytest.mark.parametrize("told", [0, "4", 2.0, True])
-def test_a_number_of_types_that_is_none_is_refused(tmp_path, told):
-    with TokenWriter(tmp_path / "train.bin", streams={"types": "uint8"}, meta={"num_types": told}) as writer:
+@pytest.mark.parametrize("number", [0, "4", 2.0, True])
+def test_a_number_of_types_that_is_none_is_refused(tmp_path, number):
+    with TokenWriter(tmp_path / "train.bin", streams={"types": "uint8"}, meta={"num_types": number}) as writer:
         writer.add(np.arange(9), streams={"types": np.zeros(9, int)})
     with pytest.raises(DataError, match="num_types"):
         load_tokens(str(tmp_path), length=4)
@@ -327,14 +327,14 @@ def test_files_of_another_vocabulary_are_refused_when_they_are_opened(folder):
         load_tokens(str(folder))
 
 
-@pytest.mark.parametrize("form", ["told", "largest", "headerless"])
+@pytest.mark.parametrize("form", ["stated", "largest", "headerless"])
 def test_ids_beyond_the_vocabulary_are_refused_when_a_file_is_opened(tmp_path, form):
     VOCAB.save(tmp_path / "vocab.json")
     ids = np.arange(VOCAB.vocab_size + 1)
     if form == "headerless":
         (tmp_path / "train.bin").write_bytes(ids.astype("<u2").tobytes())
     else:
-        meta = {"vocab_size": VOCAB.vocab_size + 1} if form == "told" else {}
+        meta = {"vocab_size": VOCAB.vocab_size + 1} if form == "stated" else {}
         with TokenWriter(tmp_path / "train.bin", meta=meta) as writer:
             writer.add(ids)
     with pytest.raises(DataError, match=r"ids up to 45, but vocab\.json beside it has 45 tokens"):
@@ -429,6 +429,6 @@ def test_a_folder_may_be_remote(folder, tmp_path, monkeypatch):
 
 
 def test_the_vocabulary_lies_beside_as_plain_json(folder):
-    told = json.loads((folder / "vocab.json").read_text())
-    assert told == VOCAB.to_dict()
-    assert open_tokens(folder / "train.bin").meta["vocab"] == told
+    plain = json.loads((folder / "vocab.json").read_text())
+    assert plain == VOCAB.to_dict()
+    assert open_tokens(folder / "train.bin").meta["vocab"] == plain

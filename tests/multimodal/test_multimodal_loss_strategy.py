@@ -380,7 +380,7 @@ def test_a_model_that_does_not_name_its_head_is_run_as_it_is():
 
 @pytest.mark.parametrize("kind", [Capped, FixedLength])
 def test_a_model_that_cannot_do_without_its_head_is_run_as_it_is(kind):
-    """Nobody asked for the fused head, so nobody is told; who does ask is."""
+    """Where nobody asked for the fused head there is no error; who asks gets one."""
     batch, inputs, _ = batches()["tokens"]
     model = kind()
     loss = MeaningfulLoss(VOCAB, BOOKS, sample_k=None)

@@ -73,7 +73,7 @@ def codebooks():
 
 
 def make_batches(vocab, count, rows=4, seed=0):
-    """Batches of (tokens, types, attn_mask): special and modal tokens at random, with padding at the end of rows."""
+    """Batches of (tokens, types, attn_mask): tokens of all kinds at random, with padding at the end of rows."""
     draw, batches = torch.Generator().manual_seed(seed), []
     for _ in range(count):
         tokens = torch.randint(1, vocab.vocab_size, (rows, LENGTH), generator=draw)
@@ -546,13 +546,13 @@ def test_what_tokens_mean_is_compared_and_not_how_they_are_trained(tmp_path, voc
     ],
 )
 def test_facts_of_the_user_s_own_are_not_compared(tmp_path, vocab, codebooks, own):
-    modal = Trainer(make_model(vocab), make_batches(vocab, 2), vocab=vocab, codebooks=codebooks, progress=False)
+    multimodal = Trainer(make_model(vocab), make_batches(vocab, 2), vocab=vocab, codebooks=codebooks, progress=False)
     plain = {"loss": LanguageModelingLoss(), "config": {"epochs": 1}, "progress": False}
     before = Trainer(make_model(vocab), make_batches(vocab, 2), meta=own, output_dir=tmp_path / "run", **plain)
     before.train()
     path = CheckpointManager(tmp_path / "run" / "checkpoints").latest()
     assert read_checkpoint(path).meta["vocab"] == own["vocab"]
-    for now in (modal, Trainer(make_model(vocab), make_batches(vocab, 2), meta=own, **plain)):
+    for now in (multimodal, Trainer(make_model(vocab), make_batches(vocab, 2), meta=own, **plain)):
         now.load_checkpoint(path)
         assert now.state.clock.step == 2
 

@@ -1,46 +1,27 @@
-"""Several modalities in one vocabulary: tokenizers, codebooks, folders of tokens and the meaningful loss.
+"""Several modalities in one vocabulary: tokenizers, codebooks, folders of tokens and the meaningful loss."""
 
-Names are loaded when they are first used.
-"""
+from etude.multimodal.codebooks.loading import load_codebook, load_npz_key
+from etude.multimodal.folder import Modalities, has_vocabulary, read_modalities, write_modalities
+from etude.multimodal.loss import MeaningfulLoss, combined_loss
+from etude.multimodal.tokenizers import ScalarTokenizer, Tokenizer, VectorTokenizer, load_tokenizer
+from etude.multimodal.vocab import Modality, VocabSpec, build_vocab_spec
+from etude.multimodal.writer import MultimodalWriter
 
-from importlib import import_module
-from typing import Any
-
-_HOME = {
-    "codebooks.loading": (
-        "load_codebook",
-        "load_npz_key",
-    ),
-    "folder": (
-        "Modalities",
-        "has_vocabulary",
-        "read_modalities",
-        "write_modalities",
-    ),
-    "loss": (
-        "MeaningfulLoss",
-        "combined_loss",
-    ),
-    "tokenizers.loading": (
-        "Tokenizer",
-        "load_tokenizer",
-    ),
-    "tokenizers.scalar": ("ScalarTokenizer",),
-    "tokenizers.vector": ("VectorTokenizer",),
-    "vocab": (
-        "Modality",
-        "VocabSpec",
-        "build_vocab_spec",
-    ),
-    "writer": ("MultimodalWriter",),
-}
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-__all__ = sorted(_MODULE_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
+__all__ = [
+    "MeaningfulLoss",
+    "Modalities",
+    "Modality",
+    "MultimodalWriter",
+    "ScalarTokenizer",
+    "Tokenizer",
+    "VectorTokenizer",
+    "VocabSpec",
+    "build_vocab_spec",
+    "combined_loss",
+    "has_vocabulary",
+    "load_codebook",
+    "load_npz_key",
+    "load_tokenizer",
+    "read_modalities",
+    "write_modalities",
+]

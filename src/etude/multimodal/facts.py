@@ -1,7 +1,7 @@
 """What checkpoints keep of a vocabulary and its codebooks, and whether those of a run are the same."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from etude.core.errors import CheckpointError, ConfigError
 from etude.multimodal.vocab import VocabSpec
 
 
-def describe_vocabulary(vocab: VocabSpec, codebooks: Mapping[str, Tensor]) -> dict[str, Any]:
+def describe_vocabulary(
+    vocab: VocabSpec, codebooks: Mapping[str, Tensor], edges: Mapping[str, Any] = {}
+) -> dict[str, Any]:
     """Return a vocabulary as checkpoints keep it: `VocabSpec.from_dict(meta["vocab"])` makes it again.
 
     >>> from etude.multimodal.vocab import build_vocab_spec
@@ -26,6 +28,7 @@ def describe_vocabulary(vocab: VocabSpec, codebooks: Mapping[str, Tensor]) -> di
     return {
         "vocab": vocab.to_dict(),
         "codebooks": {name: _print_of(values) for name, values in codebooks.items()},
+        "edges": {name: _print_of(torch.as_tensor(values)) for name, values in edges.items()},
         "config": {"vocab_size": vocab.vocab_size, **bases},
     }
 
@@ -34,15 +37,13 @@ def check_vocabulary(saved: Mapping[str, Any], now: Mapping[str, Any], place: ob
     """Raise CheckpointError if a checkpoint's vocabulary or codebooks are others than those of a run.
 
     `saved` and `now` are the facts of a checkpoint then and now, with what `describe_vocabulary` returned among them.
-    Where one of them knows of no vocabulary, or of no codebook for a modality, there is nothing to compare; nor where
-    users keep something else under these names.
+    Where one of them knows of no vocabulary there is nothing to compare, nor where users keep something else under
+    these names. A codebook that only the checkpoint has is refused; edges of bins are compared where both have them.
     """
     before, after = (_vocabulary_in(facts) for facts in (saved, now))
     if before is None or after is None:
         return
-    difference = before.difference(after, "the checkpoint", "this run") or _codebook_difference(
-        _prints_in(saved.get("codebooks")), _prints_in(now.get("codebooks"))
-    )
+    difference = before.difference(after, "the checkpoint", "this run") or next(_differences(saved, now), None)
     if difference:
         raise CheckpointError(
             f"{place} is of another vocabulary, so that its tokens would mean something else: {difference}; "
@@ -63,16 +64,18 @@ def _prints_in(facts: Any) -> dict[str, Any]:
     return {name: one for name, one in found if isinstance(one, Mapping) and one.keys() == {"shape", "sha256"}}
 
 
-def _codebook_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    for name in before:
-        if name not in now:
-            return f"the codebook of '{name}' is only in the checkpoint"
-        if before[name] != now[name]:
-            old, new = (tuple(one[name]["shape"]) for one in (before, now))
-            return f"the codebook of '{name}' has " + (
-                f"shape {old} in the checkpoint, {new} in this run" if old != new else "other values"
-            )
-    return None
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for key, what, verb in (("codebooks", "the codebook", "has"), ("edges", "the bin edges", "have")):
+        before, after = _prints_in(saved.get(key)), _prints_in(now.get(key))
+        for name in before:
+            if name not in after:
+                if key == "codebooks":
+                    yield f"{what} of '{name}' is only in the checkpoint"
+            elif before[name] != after[name]:
+                old, new = (tuple(one[name]["shape"]) for one in (before, after))
+                yield f"{what} of '{name}' {verb} " + (
+                    f"shape {old} in the checkpoint, {new} in this run" if old != new else "other values"
+                )
 
 
 def _print_of(values: Tensor) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from etude.core.spelling import suggest
 from etude.data import DataSplits
 from etude.engine.callback import Callback
 from etude.multimodal.folder import Modalities
-from etude.multimodal.loss.strategy import MEANINGFUL, NO_VOCABULARY, MeaningfulLoss, read_codebook
+from etude.multimodal.loss.strategy import NO_VOCABULARY, MeaningfulLoss, read_codebook
 from etude.multimodal.vocab import SPECIAL, VocabSpec, build_vocab_spec
 
 Size = Annotated[int, Field(ge=1)]
@@ -99,18 +99,20 @@ class Vocabularies(Feature):
             # The data may ask for room for more.
             draft.vocab_size = max(draft.vocab_size or 0, modalities.vocab_size)
             draft.given["vocab"] = modalities
-            draft.callbacks.append(KeepsVocabulary(modalities))
+            loss: Selection | None = draft.sections.get("loss")
+            if loss is None or loss.component.factory is not MeaningfulLoss:
+                draft.callbacks.append(KeepsVocabulary(modalities))
 
 
 class KeepsVocabulary(Callback):
-    """Keeps the vocabulary in checkpoints, whichever loss there is, and refuses those of another one."""
+    """Keeps the vocabulary in checkpoints and refuses those of another one, where the loss does not do so itself."""
 
     def __init__(self, modalities: Modalities) -> None:
         super().__init__()
         self.modalities = modalities
 
     def facts(self) -> dict[str, Any]:
-        """Return the vocabulary, and what identifies the codebooks."""
+        """Return the vocabulary, and what identifies codebooks and bins."""
         return self.modalities.facts()
 
     def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
@@ -142,18 +144,18 @@ def settle_vocabulary(sections: Mapping[str, Any], document: Document) -> None:
     except ConfigError as error:
         raise config_error([Problem("vocab", str(error))], document) from error
     try:
-        told, is_known = _peek(sections.get("data"))
+        of_data, is_known = _peek(sections.get("data"))
     except DataError as error:
         raise config_error([Problem("data.root", str(error))], document) from error
     problems: list[Problem] = []
-    if said is not None and told is not None:
-        problems += [Problem("vocab", text) for text in _disagreement(said, told)]
-    vocab = told if told is not None else said
+    if said is not None and of_data is not None:
+        problems += [Problem("vocab", text) for text in _disagreement(said, of_data)]
+    vocab = of_data if of_data is not None else said
     for path, one in selections_in(sections).items():
         if path != "loss" and one.component.factory is MeaningfulLoss:
             problems.append(Problem(path, OF_A_TASK))
     loss: Selection | None = sections.get("loss")
-    if loss is not None and loss.component.name == MEANINGFUL:
+    if loss is not None and loss.component.factory is MeaningfulLoss:
         if vocab is not None:
             problems += _loss_problems(loss, vocab)
         elif is_known:
@@ -197,8 +199,8 @@ def _peek(data: Selection | None) -> tuple[VocabSpec | None, bool]:
     return None, (folder / "train.bin").is_file()
 
 
-def _disagreement(said: VocabSpec, told: VocabSpec) -> Iterator[str]:
-    if difference := told.difference(said, "the data", "this section"):
+def _disagreement(said: VocabSpec, of_data: VocabSpec) -> Iterator[str]:
+    if difference := of_data.difference(said, "the data", "this section"):
         yield f"differs from the vocabulary of the data: {difference}; leave this section out to take that of the data"
 
 

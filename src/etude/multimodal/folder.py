@@ -13,7 +13,7 @@ from etude.data.tokens.places import exists, is_remote, local_copy, local_path
 from etude.data.tokens.schema import TokenSchema, folder_of
 from etude.data.tokens.vectors import chunks
 from etude.multimodal.facts import check_vocabulary, describe_vocabulary
-from etude.multimodal.tokenizers.loading import Tokenizer, load_tokenizer
+from etude.multimodal.tokenizers import Tokenizer, load_tokenizer
 from etude.multimodal.tokenizers.scalar import ScalarTokenizer
 from etude.multimodal.tokenizers.storing import SUFFIX
 from etude.multimodal.vocab import VocabSpec
@@ -112,8 +112,8 @@ class Modalities(TokenSchema):
         return None
 
     def facts(self) -> dict[str, Any]:
-        """Return the vocabulary, and what identifies the codebooks."""
-        return describe_vocabulary(self.vocab, self.codebooks)
+        """Return the vocabulary, and what identifies codebooks and bins."""
+        return describe_vocabulary(self.vocab, self.codebooks, self.edges)
 
     def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
         """Raise CheckpointError if a checkpoint is of another vocabulary or other codebooks."""

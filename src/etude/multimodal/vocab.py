@@ -20,7 +20,7 @@ from etude.core.spelling import suggest
 
 PAD, MISS = "PAD", "MISS"
 SPECIAL = (PAD, MISS, "BOS", "EOS", "SEP", "MASK")
-"""The special tokens of a vocabulary that is not told otherwise: padding, a missing value, and others to use freely."""
+"""The special tokens by default: padding, a missing value, and others to use freely."""
 
 
 @dataclass(frozen=True, slots=True)

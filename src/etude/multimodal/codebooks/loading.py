@@ -157,7 +157,7 @@ def _as_codebook(array: Array | Tensor, where: str) -> Tensor:
     if isinstance(array, Tensor):
         values = array.to(torch.float32, copy=True).contiguous()
     else:
-        with np.errstate(over="ignore", invalid="ignore"):  # told below
+        with np.errstate(over="ignore", invalid="ignore"):  # refused below
             values = torch.from_numpy(np.array(array, np.float32, order="C"))
     finite = torch.isfinite(values)
     if not bool(finite.all()):

@@ -113,7 +113,7 @@ class Machine:
             yield opcode.name, argument
 
     def broken(self, why: str) -> DataError:
-        """Return the error for opcodes that make no sense; behind the end of the file, it is the end that is told."""
+        """Return the error for opcodes that make no sense; behind the end of the file, the error is about the end."""
         return (
             self.source.truncated() if self.source.ended else self.source.damaged(f"its pickle has {one_line(why)}")
         )

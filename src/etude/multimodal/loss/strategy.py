@@ -131,9 +131,11 @@ class MeaningfulLoss(LanguageModelingLoss):
         known = {**({} if data is None else data.codebooks), **own} if enabled else {}
         # The edges of the data belong to its own centres, and are left out with them.
         of_data = {} if data is None else {name: one for name, one in data.edges.items() if name not in own}
+        edges = {**of_data, **(edges or {})}
         self.reconstructions = make_reconstructions(
-            vocab, known, kind, edges={**of_data, **(edges or {})}, huber_delta=huber_delta, hl_sigma=hl_sigma
+            vocab, known, kind, edges=edges, huber_delta=huber_delta, hl_sigma=hl_sigma
         )
+        self._edges = {name: edges[name] for name in self.reconstructions if name in edges}
         self.weights = {name: (weights or {}).get(name, weight) for name in self.reconstructions}
         check_numbers(self.weights, sample_k)
         if enabled:
@@ -209,8 +211,9 @@ class MeaningfulLoss(LanguageModelingLoss):
         return means.get("nll", None if self.label_smoothing else means.get("loss_ce"))
 
     def facts(self) -> dict[str, Any]:
-        """Return the vocabulary, what identifies the codebooks, and how they are trained."""
-        facts = describe_vocabulary(self.vocab, {name: one.values for name, one in self.reconstructions.items()})
+        """Return the vocabulary, what identifies codebooks and bins, and how they are trained."""
+        codebooks = {name: one.values for name, one in self.reconstructions.items()}
+        facts = describe_vocabulary(self.vocab, codebooks, self._edges)
         facts["config"]["loss_config"] = {
             "enabled": bool(self.reconstructions),
             "use_ce": self.use_ce,

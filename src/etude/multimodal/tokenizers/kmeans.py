@@ -177,7 +177,7 @@ def _mini_batches(
             step = (sums - counts[:, None] * centroids) / totals[:, None].clamp(min=1)
             centroids = (centroids + step).to(torch.float32)
         empty = (used == 0).nonzero()[:, 0]
-        if len(empty):  # they were given no row in a whole pass: to begin anew at the farthest ones of the last batch
+        if len(empty):  # without a row in a whole pass: start again at the farthest rows of the last batch
             farthest = distances.topk(min(len(empty), len(distances))).indices
             centroids[empty[: len(farthest)]] = batch[farthest]
             totals[empty] = 0

@@ -22,8 +22,8 @@ def save_tensors(path: str | Path, kind: str, tensors: Mapping[str, Tensor], fac
     """Write a file that is there as a whole or not at all; the same tokenizer gives the same bytes."""
     path = Path(path)
     dense = {name: tensor.cpu().contiguous() for name, tensor in sorted(tensors.items())}
-    told = {"kind": kind, "version": VERSION, **facts, "crc32": _checksum(dense)}
-    raw = safetensors.torch.save(dense, {_FACTS: json.dumps(told)})
+    header = {"kind": kind, "version": VERSION, **facts, "crc32": _checksum(dense)}
+    raw = safetensors.torch.save(dense, {_FACTS: json.dumps(header)})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, raw)
@@ -41,22 +41,22 @@ def read_tensors(path: str | Path, kinds: Mapping[str, tuple[str, ...]]) -> tupl
         raise DataError(f"there is no tokenizer {path}; fit one and save it there")
     try:
         with safe_open(path, "pt") as file:
-            told = (file.metadata() or {}).get(_FACTS)
+            header = (file.metadata() or {}).get(_FACTS)
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as a tokenizer: {_one_line(error)}; make or copy it anew") from error
-    facts = _facts(path, told, kinds)
+        raise DataError(f"{path} cannot be read as a tokenizer: {_one_line(error)}; make or copy it again") from error
+    facts = _facts(path, header, kinds)
     names = kinds[facts["kind"]]
     if set(tensors) != set(names):
         raise DataError(f"{path} has tensors {', '.join(sorted(tensors))}; a tokenizer has {', '.join(names)}")
     if _checksum(tensors) != facts.get("crc32"):
-        raise DataError(f"{path} is damaged: its numbers do not have the checksum written with them; make it anew")
+        raise DataError(f"{path} is damaged: its numbers do not have the checksum written with them; make it again")
     return tensors, facts
 
 
-def _facts(path: Path, told: str | None, kinds: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+def _facts(path: Path, header: str | None, kinds: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     try:
-        facts = json.loads(told) if told is not None else None
+        facts = json.loads(header) if header is not None else None
     except ValueError:
         facts = None
     if not isinstance(facts, dict) or not {"kind", "version"} <= facts.keys():
