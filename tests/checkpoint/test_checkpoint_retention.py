@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.checkpoint.retention import Entry, Mode, best_first, to_delete
+from etude.checkpoint.folder import Entry, Mode, best_first, to_delete
 
 VALUES = st.none() | st.floats() | st.sampled_from([0.0, 1.0, math.nan, math.inf])
 ENTRIES = st.dictionaries(st.integers(0, 50), VALUES, max_size=12).map(

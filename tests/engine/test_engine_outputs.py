@@ -10,8 +10,8 @@ from torch import nn
 
 from etude import CSVLogger, ModelCheckpoint, Trainer
 from etude.core import ConfigError
+from etude.core.run_layout import OWN_FILES
 from etude.experiment import load_config
-from etude.monitor.run_folder import OWN_FILES
 
 CONFIG = """\
 model: {{name: mlp, in_features: 4, hidden: [4], out_features: 2}}

@@ -19,7 +19,7 @@ import yaml
 from torch import nn
 
 from etude import Trainer
-from etude.checkpoint.manifest import FILES, FileRecord, render_manifest
+from etude.checkpoint.store import FILES, FileRecord, render_manifest
 from etude.core.errors import EtudeError
 from etude.data.corpus.tokenizer import load_tokenizer as load_text_tokenizer
 from etude.data.tokens import open_tokens, read_dataset

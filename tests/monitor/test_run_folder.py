@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.core import RunFolderError
+from etude.core.run_layout import OWN_FILES
 from etude.monitor import FINISHED, CsvSink, EventLog, JsonlSink, RunFolder, default_run_dir, newest_run
-from etude.monitor.run_folder import OWN_FILES
 
 
 def holding_a_run(path: Path) -> RunFolder:
@@ -231,3 +231,23 @@ def test_name_that_no_system_has(tmp_path, name):
     with pytest.raises(RunFolderError):
         RunFolder.open(tmp_path / name)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("first", [None, "weights", "data/checkpoints"])
+@pytest.mark.parametrize("second", [None, "weights", "elsewhere"])
+@pytest.mark.parametrize("name", ["step-00000003", ".old-step-00000003-1a2b3c4d"])
+def test_a_checkpoint_makes_the_folder_used_whatever_the_checkpoint_dir_of_either_run(tmp_path, first, second, name):
+    saved = RunFolder.ensure(tmp_path / "run", first)
+    assert not RunFolder.ensure(tmp_path / "run", second).is_used
+    (saved.checkpoints_path / name).mkdir()
+    assert RunFolder.ensure(tmp_path / "run", second).is_used
+    with pytest.raises(RunFolderError, match="already holds a run"):
+        RunFolder.create(tmp_path / "run", checkpoint_dir=second)
+
+
+@pytest.mark.parametrize("inside", [None, "weights"])
+def test_checkpoints_of_runs_inside_are_not_those_of_the_folder(tmp_path, inside):
+    run = RunFolder.ensure(tmp_path / "runs" / "one", inside)
+    (run.checkpoints_path / "step-00000003").mkdir()
+    assert run.is_used
+    assert not RunFolder.ensure(tmp_path / "runs").is_used

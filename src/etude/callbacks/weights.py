@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from etude.checkpoint import clean_state_dict, pack
-from etude.checkpoint.tensorfile import safetensors_pieces
+from etude.checkpoint.format import safetensors_pieces
 from etude.core import CheckpointError
 from etude.core.files import replacing
 

@@ -1,7 +1,7 @@
 """Checkpoints: file format, atomic store, retention, and `CheckpointManager`."""
 
 from etude.checkpoint.durable import clean_leftovers
-from etude.checkpoint.find import find_checkpoints, folder_name, newest_intact, read_newest_intact
+from etude.checkpoint.folder import Entry, find_checkpoints, newest_intact, read_newest_intact, to_delete
 from etude.checkpoint.format import pack, unpack
 from etude.checkpoint.manager import CheckpointManager, locate_checkpoint
 from etude.checkpoint.match import (
@@ -12,7 +12,6 @@ from etude.checkpoint.match import (
     load_model_state,
 )
 from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state, remember_optimizer
-from etude.checkpoint.retention import Entry, to_delete
 from etude.checkpoint.store import (
     Checkpoint,
     is_intact,
@@ -21,7 +20,8 @@ from etude.checkpoint.store import (
     verify_checkpoint,
     write_checkpoint,
 )
-from etude.checkpoint.trust import Undo, check_kind, check_tensor, copied, explained, record_of
+from etude.checkpoint.trust import Undo, check_kind, check_tensor, copied, errors_of, record_of
+from etude.core.run_layout import folder_name
 
 __all__ = [
     "Checkpoint",
@@ -36,8 +36,8 @@ __all__ = [
     "clean_leftovers",
     "clean_state_dict",
     "copied",
+    "errors_of",
     "explain_mismatch",
-    "explained",
     "find_checkpoints",
     "folder_name",
     "is_intact",

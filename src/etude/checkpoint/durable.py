@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from etude.core.files import beside, sync_folder, try_lock
-
-TEMPORARY, REPLACED, DELETED = ".tmp-", ".old-", ".trash-"
-"""Name prefixes of folders that are not checkpoints: being written, replaced by a newer one, being deleted."""
+from etude.core.run_layout import DELETED, REPLACED, TEMPORARY, original_name
 
 _PIECE_BYTES = 8 << 20
 _INLINE_BYTES = 1 << 20
@@ -97,7 +95,7 @@ def find_folders(root: Path) -> dict[str, Path]:
         if path.is_symlink() or not path.is_dir():
             continue
         if path.name.startswith(REPLACED):
-            replaced[_original_name(path)] = path
+            replaced[original_name(path.name)] = path
         elif not path.name.startswith((TEMPORARY, DELETED)):
             found[path.name] = path
     return {**replaced, **found}
@@ -112,7 +110,7 @@ def clean_leftovers(root: Path) -> list[str]:
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         if not path.name.startswith((TEMPORARY, REPLACED, DELETED)) or not _is_abandoned(path):
             continue
-        original = root / _original_name(path)
+        original = root / original_name(path.name)
         if path.name.startswith(REPLACED) and not original.exists():
             path.rename(original)
         else:
@@ -167,11 +165,6 @@ def _remove(path: Path) -> None:
             shutil.rmtree(path)
     except OSError as error:
         _log.warning("could not remove %s: %s", path, error.strerror)
-
-
-def _original_name(path: Path) -> str:
-    """Undo `beside`: .old-step-00000010-1a2b3c4d gives step-00000010."""
-    return path.name.removeprefix(REPLACED).rpartition("-")[0]
 
 
 def _is_abandoned(path: Path) -> bool:

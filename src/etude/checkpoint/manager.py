@@ -9,24 +9,25 @@ from torch import nn
 from torch.optim import Optimizer
 
 from etude.checkpoint.durable import clean_leftovers, delete_folder, follow
-from etude.checkpoint.find import (
-    BEST,
-    LAST,
+from etude.checkpoint.folder import (
+    Entry,
+    Mode,
+    adopt_copies,
+    best_first,
     find_all,
     find_checkpoints,
-    folder_name,
     newest_intact,
+    point,
     read_first_intact,
     read_newest_intact,
+    to_delete,
 )
-from etude.checkpoint.manifest import MANIFEST
 from etude.checkpoint.match import change_model, clean_state_dict
 from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state, remember_optimizer
-from etude.checkpoint.pointers import adopt_copies, point
-from etude.checkpoint.retention import Entry, Mode, best_first, to_delete
-from etude.checkpoint.store import Checkpoint, cannot_save, read_checkpoint, read_meta, write_checkpoint
-from etude.checkpoint.trust import Undo, check_kind, explained, record_of
+from etude.checkpoint.store import MANIFEST, Checkpoint, cannot_save, read_checkpoint, read_meta, write_checkpoint
+from etude.checkpoint.trust import Undo, check_kind, errors_of, record_of
 from etude.core.errors import CheckpointError, ConfigError
+from etude.core.run_layout import BEST, LAST, folder_name
 from etude.core.whole import as_whole
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class CheckpointManager:
     """Checkpoints of one run: `root/step-NNNNNNNN`, and the links `root/last` and `root/best` for people.
 
     Kept are the newest and the best `keep_best` by the metric `monitor`; with a curriculum, those of the newest phase
-    are the best (see `retention`). Everything is read from the folders, so a new manager continues where another one
+    are the best. Everything is read from the folders, so a new manager continues where another one
     stopped. A manager that only loads changes nothing on the disk.
 
     >>> from tempfile import mkdtemp
@@ -168,7 +169,7 @@ class CheckpointManager:
         Raises CheckpointError, and leaves both as they were, if they do not fit.
         """
         checkpoint = self.load(which)
-        with explained(checkpoint.path), Undo() as undo:
+        with errors_of(checkpoint.path), Undo() as undo:
             check_kind(_MODULES, checkpoint.state, "state")
             saved = checkpoint.state["optimizer"]
             if optimizer is not None and saved is None:

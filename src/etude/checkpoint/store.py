@@ -1,8 +1,13 @@
-"""Writing, verifying and reading one checkpoint folder."""
+"""Writing, verifying and reading one checkpoint folder.
+
+Its manifest has size and SHA-256 of every file, and of itself, so that any changed bit is noticed.
+"""
 
 import errno
+import hashlib
 import json
 import math
+import stat
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,32 +16,38 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from etude.checkpoint.durable import HashedFile, follow, new_folder
-from etude.checkpoint.format import pack, unpack
-from etude.checkpoint.manifest import (
-    CONFIG,
-    FILES,
-    FORMAT,
-    MANIFEST,
-    META,
-    MODEL_TENSORS,
-    STATE,
-    STATE_TENSORS,
-    FileRecord,
-    check_contents,
-    check_size,
-    damaged,
-    read_manifest,
-    render_manifest,
-)
-from etude.checkpoint.tensorfile import read_tensors, safetensors_pieces
-from etude.checkpoint.trust import explained
+from etude.checkpoint.format import pack, read_tensors, safetensors_pieces, unpack
+from etude.checkpoint.trust import errors_of
 from etude.core.errors import CheckpointError
+
+MANIFEST, META, STATE, MODEL_TENSORS, STATE_TENSORS = (
+    "manifest.json",
+    "meta.json",
+    "state.json",
+    "model.safetensors",
+    "state.safetensors",
+)
+FILES = (MODEL_TENSORS, STATE_TENSORS, STATE, META)
+"""What every checkpoint consists of, besides the manifest."""
+
+CONFIG = "run-config.yaml"
+"""The config of its run, if it has one. Not `config.yaml`: a folder with that file is a run."""
+
+FORMAT = 1
+"""Version of the layout; a reader refuses a later one."""
+
+
+class FileRecord(NamedTuple):
+    """What a file has to be."""
+
+    size: int
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +69,7 @@ class Checkpoint:
     @property
     def metrics(self) -> dict[str, float]:
         """The numbers that were measured at that step; raises CheckpointError if they are not numbers."""
-        with explained(self.path, f"metrics in {META}"):
+        with errors_of(self.path, f"metrics in {META}"):
             return {name: float(value) for name, value in self.meta.get("metrics", {}).items()}
 
 
@@ -101,11 +112,11 @@ def write_checkpoint(
 def verify_checkpoint(folder: Path) -> None:
     """Raise CheckpointError, saying which file and how, unless every byte is as it was written."""
     folder = follow(folder)
-    records = read_manifest(folder)
+    records = _read_manifest(folder)
     for name in records:
-        check_size(folder, name, records[name])
+        _check_size(folder, name, records[name])
     for name in records:
-        check_contents(folder, name, records[name])
+        _check_contents(folder, name, records[name])
 
 
 def is_intact(folder: Path) -> bool:
@@ -123,26 +134,101 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     verify_checkpoint(folder)
     structure = _read_json(folder, STATE)
     if not {"model", "state"} <= structure.keys():
-        raise damaged(folder, f"{STATE} has no model or no state")
+        raise _damaged(folder, f"{STATE} has no model or no state")
     parts = {}
     for part, name in (("model", MODEL_TENSORS), ("state", STATE_TENSORS)):
         try:
             parts[part] = unpack(read_tensors(folder / name), structure[part])
         except CheckpointError as error:  # checksums right, contents not ours
-            raise damaged(folder, f"{part} in {STATE}: {error}") from error
+            raise _damaged(folder, f"{part} in {STATE}: {error}") from error
     if not isinstance(parts["model"], dict) or not all(isinstance(name, str) for name in parts["model"]):
-        raise damaged(folder, f"model in {STATE} is not tensors by name")
-    config = _read_text(folder, CONFIG) if CONFIG in read_manifest(folder) else ""
+        raise _damaged(folder, f"model in {STATE} is not tensors by name")
+    config = _read_text(folder, CONFIG) if CONFIG in _read_manifest(folder) else ""
     return Checkpoint(folder, parts["model"], parts["state"], _read_json(folder, META), config)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """Read meta.json alone, verified; the tensors are not looked at."""
     folder = follow(folder)
-    record = read_manifest(folder)[META]
-    check_size(folder, META, record)
-    check_contents(folder, META, record)
+    record = _read_manifest(folder)[META]
+    _check_size(folder, META, record)
+    _check_contents(folder, META, record)
     return _read_json(folder, META)
+
+
+# --- the manifest
+
+
+def render_manifest(files: Mapping[str, FileRecord]) -> bytes:
+    """Return the one and only text of a manifest for these files."""
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "files": {name: files[name]._asdict() for name in (*FILES, CONFIG) if name in files},
+    }
+    content["sha256"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _read_manifest(folder: Path) -> dict[str, FileRecord]:
+    """Return the records of a checkpoint's files; raise CheckpointError if the manifest is missing or damaged."""
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no checkpoint {folder}; give a folder such as checkpoints/step-00000100")
+    if (folder / MANIFEST).exists() and not (folder / MANIFEST).is_file():  # reading it might never end
+        raise _damaged(folder, f"{MANIFEST} is not a file")
+    try:
+        text = (folder / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is not a checkpoint, or is damaged: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder / MANIFEST}: {error.strerror}") from error
+    try:
+        content = json.loads(text)
+        version = int(content["format"])
+        names = [*FILES, CONFIG] if version == FORMAT and CONFIG in content["files"] else FILES
+        files = {name: FileRecord(**content["files"][name]) for name in names} if version == FORMAT else {}
+        if any(type(one.size) is not int or type(one.sha256) is not str for one in files.values()):
+            raise TypeError
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+        raise _damaged(folder, f"{MANIFEST} cannot be read") from None
+    if version > FORMAT:
+        raise CheckpointError(f"{folder} has format {version}, this version of etude reads {FORMAT}; update etude")
+    # Comparing the whole text also catches damage that JSON would read over, such as spaces or repeated keys.
+    if version < FORMAT or text != render_manifest(files):
+        raise _damaged(folder, f"{MANIFEST} does not agree with its own checksum")
+    return files
+
+
+def _check_size(folder: Path, name: str, expected: FileRecord) -> None:
+    """Raise CheckpointError if a file is missing or does not have its size."""
+    try:
+        status = (folder / name).stat()
+    except FileNotFoundError:
+        raise _damaged(folder, f"{name} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise _damaged(folder, f"{name} is not a file")
+    if (size := status.st_size) != expected.size:
+        raise _damaged(folder, f"{name} has {size} bytes, expected {expected.size}")
+
+
+def _check_contents(folder: Path, name: str, expected: FileRecord) -> None:
+    """Read a file and raise CheckpointError if its checksum is not the recorded one."""
+    try:
+        with (folder / name).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error
+    if found != expected.sha256:
+        raise _damaged(folder, f"{name} has checksum {found[:16]}…, expected {expected.sha256[:16]}…")
+
+
+def _damaged(folder: Path, what: str) -> CheckpointError:
+    """Return the error for a checkpoint that is not what was written."""
+    return CheckpointError(f"checkpoint {folder} is damaged: {what}")
+
+
+# --- files
 
 
 def cannot_save(folder: Path, error: OSError) -> CheckpointError:
@@ -195,9 +281,9 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise damaged(folder, f"{name} is not JSON ({error!s:.100})") from None
+        raise _damaged(folder, f"{name} is not JSON ({error!s:.100})") from None
     if not isinstance(content, dict):
-        raise damaged(folder, f"{name} is not a JSON object")
+        raise _damaged(folder, f"{name} is not a JSON object")
     return content
 
 

@@ -52,7 +52,7 @@ def check_tensor(value: Any, like: Tensor, part: str) -> None:
 
 
 @contextmanager
-def explained(place: Path | str, part: str = "") -> Iterator[None]:
+def errors_of(place: Path | str, part: str = "") -> Iterator[None]:
     """Turn every error of the block into one CheckpointError that names the checkpoint and the part of it."""
     try:
         yield

@@ -1,15 +1,11 @@
 """Files that callbacks write: none may be one of the run's own files, that of another callback, or a device."""
 
 import os
-import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from etude.monitor.run_folder import OWN_FILES, OWN_FOLDER
-
-_CHECKPOINTS = re.compile(r"step-.*|last|best|\..*|copy-of-.*")
-"""What the run itself keeps among its checkpoints; other files may lie beside them."""
+from etude.core.run_layout import CHECKPOINTS, OWN_FILES, is_made
 
 
 def output_problems(outputs: Iterable[tuple[str, str | Path]], run_dir: Path | None) -> list[tuple[str, str]]:
@@ -41,7 +37,9 @@ def _is_own(inside: tuple[str, ...]) -> bool:
     """Whether a path in the run folder, in small letters, is one that the run itself writes."""
     if not inside or inside[0] in OWN_FILES or (inside[0].startswith(".") and inside[0].endswith(".tmp")):
         return True
-    return inside[0] == OWN_FOLDER and (len(inside) == 1 or _CHECKPOINTS.fullmatch(inside[1]) is not None)
+    if inside[0] != CHECKPOINTS or len(inside) == 1:
+        return inside[0] == CHECKPOINTS
+    return is_made(inside[1]) or inside[1].startswith((".", "step-", "copy-of-"))  # other files may lie beside them
 
 
 def _is_special(path: Path) -> bool:

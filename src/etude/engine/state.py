@@ -22,7 +22,7 @@ from etude.checkpoint import (
     check_optimizer,
     clean_state_dict,
     copied,
-    explained,
+    errors_of,
     load_optimizer_state,
     optimizer_state,
     pack,
@@ -127,7 +127,7 @@ class TrainState:
     def _checked(self, checkpoint: Checkpoint) -> dict[str, Any] | None:
         """Raise CheckpointError unless the checkpoint fits; return the state of this rank's random generators."""
         state = checkpoint.state
-        with explained(checkpoint.path):
+        with errors_of(checkpoint.path):
             check_kind(STATE, state, "state")
             check_kind(CLOCK, state["clock"], "clock")
             check_kind(LEDGER, state["ledger"], "ledger")
@@ -135,13 +135,13 @@ class TrainState:
                 tally = Tally(**state["ledger"][name])
                 if tally.sums.keys() != tally.counts.keys():
                     raise CheckpointError(f"ledger.{name}: sums and counts have other names")
-        with explained(checkpoint.path, "model"):
+        with errors_of(checkpoint.path, "model"):
             check_model_state(self.model, checkpoint.model_state)
-        with explained(checkpoint.path, "optimizer"):
+        with errors_of(checkpoint.path, "optimizer"):
             check_optimizer(self.optimizer, self.model, state["optimizer"])
-        with explained(checkpoint.path, "precision"):
+        with errors_of(checkpoint.path, "precision"):
             self.precision.check(state["precision"])
-        with explained(checkpoint.path, "rng"):
+        with errors_of(checkpoint.path, "rng"):
             if len(state["rng"]) != self.world.size:  # such streams cannot be continued
                 return None
             saved = _decode(state["rng"][self.world.rank])
@@ -151,21 +151,21 @@ class TrainState:
     def _change(self, checkpoint: Checkpoint, random: dict[str, Any] | None, undo: Undo) -> None:
         state = checkpoint.state
         undo.add(self._remember())
-        with explained(checkpoint.path, "model"):
+        with errors_of(checkpoint.path, "model"):
             change_model(self.model, checkpoint.model_state, undo)
-        with explained(checkpoint.path, "optimizer"):
+        with errors_of(checkpoint.path, "optimizer"):
             load_optimizer_state(self.optimizer, self.model, state["optimizer"])
-        with explained(checkpoint.path):
+        with errors_of(checkpoint.path):
             self.clock.load_state_dict(state["clock"])
             self.precision.load_state_dict(state["precision"])
             self.ledger.load_state_dict(state["ledger"])
         for key, callback in self.callbacks.by_key().items():
             if saved := state["callbacks"].get(key):
                 undo.add(_remember_callback(callback))
-                with explained(checkpoint.path, f"callbacks.{key}"):
+                with errors_of(checkpoint.path, f"callbacks.{key}"):
                     callback.load_state_dict(saved)
         if isinstance(self.task, Decides):
-            with explained(checkpoint.path, "loss"):
+            with errors_of(checkpoint.path, "loss"):
                 self.task.decide(state.get("loss", {}))
         if random is not None:
             self.random.load(random)
@@ -196,7 +196,7 @@ class TrainState:
 
 def callbacks_in(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """Return the saved states of callbacks; raise CheckpointError if the checkpoint is not one of a run."""
-    with explained(checkpoint.path):
+    with errors_of(checkpoint.path):
         check_kind(STATE, checkpoint.state, "state")
     saved: dict[str, dict[str, Any]] = checkpoint.state["callbacks"]
     return saved

@@ -13,7 +13,7 @@ from etude.callbacks import TextSamples
 from etude.checkpoint import (
     Checkpoint,
     CheckpointManager,
-    explained,
+    errors_of,
     find_checkpoints,
     folder_name,
     load_model_state,
@@ -125,7 +125,7 @@ def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best
         if loader is None:
             raise ConfigError(f"the data of this run has no split {split!r}{suggest(split, data.names)}")
         trainer = build_trainer(config, data=data, world=world, progress=False)
-        with explained(checkpoint.path):
+        with errors_of(checkpoint.path):
             trainer.check_facts(checkpoint)
             for feature in data.features:
                 feature.evaluating(trainer, checkpoint)

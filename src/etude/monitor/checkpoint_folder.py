@@ -1,30 +1,28 @@
 """The folder of a run's checkpoints, where a setting names it: where it lies, and that one folder is one run's."""
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 from etude.core import ConfigError, RunFolderError
 from etude.core.files import write_text
+from etude.core.run_layout import CHECKPOINTS, OWN_FILES, REPLACED, is_made, original_name, step_of
 
 OWNER = ".run"
 """File in a folder of checkpoints outside of the run folder: it names the run folder."""
 
-_CHECKPOINT = re.compile(r"step-\d{8,}")
 
-
-def checkpoint_folder(run: Path, setting: str | None, own_files: frozenset[str]) -> Path:
+def checkpoint_folder(run: Path, setting: str | None) -> Path:
     """Return the folder that `training.checkpoint_dir` names; a relative one lies in the run folder.
 
     Raises ConfigError if it is the run folder itself, contains it, or is one of its files.
     """
     if setting is None:
-        return run / "checkpoints"
+        return run / CHECKPOINTS
     path = run / Path(setting).expanduser()
     real, base = Path(os.path.realpath(path)), Path(os.path.realpath(run))
     inside = real.relative_to(base).parts[0].casefold() if base in real.parents else ""
-    if not setting.strip() or real == base or real in base.parents or inside in own_files:
+    if not setting.strip() or real == base or real in base.parents or inside in OWN_FILES:
         raise ConfigError(
             f"training.checkpoint_dir is {setting!r}, which would mix checkpoints with the run's other files; "
             f"name a folder of its own, such as weights or /scratch/weights"
@@ -57,7 +55,7 @@ def claim(folder: Path, run: Path, *, new: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         owner = _owner(folder)
         taken = owner is not None and Path(owner).is_dir()
-        if taken or (new and any(_CHECKPOINT.fullmatch(path.name) for path in folder.iterdir())):
+        if taken or (new and any(step_of(path.name) is not None for path in folder.iterdir())):
             whose = f"those of the run {owner}" if owner is not None else "checkpoints"
             raise RunFolderError(f"{folder} already holds {whose}; give this run another training.checkpoint_dir")
         if owner is not None:
@@ -74,6 +72,31 @@ def is_owned(folder: Path, run: Path) -> bool:
     """Return whether a folder is known to be the run's: it lies in the run folder, or says so."""
     real = os.path.realpath(run)
     return Path(real) in Path(os.path.realpath(folder)).parents or _owner(folder) == real
+
+
+def made_in(folder: Path, run: Path) -> list[str]:
+    """Return the names in a folder of checkpoints that the run has made; none if the folder is not its own."""
+    if not folder.is_dir() or not is_owned(folder, run):
+        return []
+    return sorted(path.name for path in folder.iterdir() if is_made(path.name))
+
+
+def holds_checkpoints(folder: Path, run: Path) -> bool:
+    """Return whether the run has saved: in `folder`, or in the run folder under another `training.checkpoint_dir`."""
+    return any(map(_is_checkpoint, made_in(folder, run))) or _holds_any(run)
+
+
+def _holds_any(run: Path) -> bool:
+    for folder, inside, files in os.walk(run):
+        if Path(folder) != run and not {"config.yaml", ".lock", OWNER}.isdisjoint(files):
+            inside.clear()  # another run, or its checkpoints
+        elif any(map(_is_checkpoint, inside)):
+            return True
+    return False
+
+
+def _is_checkpoint(name: str) -> bool:
+    return step_of(original_name(name) if name.startswith(REPLACED) else name) is not None
 
 
 def _owner(folder: Path) -> str | None:

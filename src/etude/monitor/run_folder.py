@@ -27,24 +27,17 @@ import torch
 
 from etude.core import RunFolderError
 from etude.core.files import FolderLock, LockHeld, replacing, write_text
-from etude.monitor.checkpoint_folder import checkpoint_folder, claim, is_owned, setting_in
+from etude.core.run_layout import CHECKPOINTS, OWN_FILES
+from etude.monitor.checkpoint_folder import checkpoint_folder, claim, holds_checkpoints, made_in, setting_in
 from etude.monitor.environment import collect_environment
 from etude.monitor.records import decode, plain, read_jsonl
 from etude.monitor.sinks import rewrite_csv
 
 SAMPLES = "samples.txt"
-OWN_FILES = frozenset(
-    ["config.yaml", "metrics.jsonl", "metrics.csv", "events.jsonl", "env.json", "result.json", ".lock"]
-)
-"""What a run writes into its folder, besides `samples.txt`, which a callback writes."""
-OWN_FOLDER = "checkpoints"
 FINISHED = "finished"
 """The `status` in result.json of a run that reached its end."""
 
 _MADE_IN_PYTHON = "# Made in Python: model and data are code, so the run cannot be built from this file alone."
-_STEP = re.compile(r"step-\d{8,}|\.old-step-\d{8,}-[0-9a-f]{8}")
-_MADE = re.compile(r"step-\d{8,}|last|best|\.(tmp|old|trash)-(step-\d{8,}|last|best)-[0-9a-f]{8}")
-"""Names that `CheckpointManager` gives: checkpoints, those being written, replaced or deleted, and links."""
 
 
 class RunFolder:
@@ -59,7 +52,7 @@ class RunFolder:
         self.environment_path = self.path / "env.json"
         self.result_path = self.path / "result.json"
         self.samples_path = self.path / SAMPLES
-        self.checkpoints_path = self.path / "checkpoints"
+        self.checkpoints_path = self.path / CHECKPOINTS
         self.lock_path = self.path / ".lock"
         self.is_held = False
         """Whether this object holds the lock."""
@@ -133,7 +126,7 @@ class RunFolder:
 
     def place_checkpoints(self, setting: str | None) -> None:
         """Let `checkpoints_path` be what `training.checkpoint_dir` names; raises ConfigError if it cannot be."""
-        self.checkpoints_path = checkpoint_folder(self.path, setting, OWN_FILES)
+        self.checkpoints_path = checkpoint_folder(self.path, setting)
 
     def claim_checkpoints(self, *, new: bool) -> None:
         """Note that the checkpoints are this run's; raises RunFolderError if another run keeps its own there.
@@ -171,7 +164,7 @@ class RunFolder:
     @property
     def is_used(self) -> bool:
         """True if a run has got somewhere here: a checkpoint, the record of a step, or a result."""
-        if self.result_path.exists() or any(_STEP.fullmatch(name) for name in self._made_in_checkpoints()):
+        if self.result_path.exists() or holds_checkpoints(self.checkpoints_path, self.path):
             return True
         return self.metrics_path.exists() and any(_step(record) > 0 for record in self.read_metrics())
 
@@ -257,7 +250,7 @@ class RunFolder:
             return
         files = (self.metrics_csv_path, self.events_path, self.environment_path, self.samples_path)
         try:
-            for name in self._made_in_checkpoints():
+            for name in made_in(self.checkpoints_path, self.path):
                 path = self.checkpoints_path / name
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
@@ -268,12 +261,6 @@ class RunFolder:
                 path.unlink(missing_ok=True)
         except OSError as error:
             raise self._cannot_write(error) from error
-
-    def _made_in_checkpoints(self) -> list[str]:
-        """Return the names in the folder of checkpoints that a run has made."""
-        if not self.checkpoints_path.is_dir() or not is_owned(self.checkpoints_path, self.path):
-            return []
-        return sorted(path.name for path in self.checkpoints_path.iterdir() if _MADE.fullmatch(path.name))
 
     def _write(self, path: Path, text: str) -> None:
         try:

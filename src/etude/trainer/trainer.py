@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from etude.callbacks import LRSchedule
-from etude.checkpoint import Checkpoint, explained, read_checkpoint
+from etude.checkpoint import Checkpoint, errors_of, read_checkpoint
 from etude.core import Clock, ConfigError, Loader, Task, TrainingError
 from etude.core.terms import SeveralTasks
 from etude.distributed import World, wrap_data_parallel
@@ -265,7 +265,7 @@ class Trainer:
         """Read a checkpoint on every rank; raise CheckpointError if its facts contradict those of this run."""
         checkpoint = self.machine.world.attempt(lambda: read_checkpoint(path))
         assert checkpoint is not None
-        with explained(path, "meta"):
+        with errors_of(path, "meta"):
             self.check_facts(checkpoint)
         return checkpoint
 

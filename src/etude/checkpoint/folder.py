@@ -1,0 +1,208 @@
+"""A folder of checkpoints: which are there and intact, which are kept, what `last` and `best` stand for."""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from etude.checkpoint.durable import delete_folder, find_folders, put_in_place
+from etude.checkpoint.store import MANIFEST, Checkpoint, is_intact, read_checkpoint, read_meta, verify_checkpoint
+from etude.core.errors import CheckpointError
+from etude.core.files import beside
+from etude.core.run_layout import BEST, LAST, TEMPORARY, folder_name, step_of
+
+T = TypeVar("T")
+Mode = Literal["min", "max"]
+_log = logging.getLogger(__name__)
+
+
+# --- finding them
+
+
+def find_checkpoints(root: Path) -> dict[int, Path]:
+    """Return the checkpoint folders in `root` by step, oldest first; they are not verified."""
+    return {step: paths[0] for step, paths in find_all(root).items()}
+
+
+def find_all(root: Path) -> dict[int, list[Path]]:
+    """Return the folders of each step, oldest step first: `step-NNNNNNNN`, then folders `last` and `best` of that step.
+
+    Those two are folders where a run was copied by something that follows links.
+    """
+    if not root.is_dir():
+        return {}
+    try:
+        folders = find_folders(root)
+    except OSError as error:
+        raise CheckpointError(f"cannot list {root}: {error.strerror}") from error
+    steps = {step: [path] for name, path in folders.items() if (step := step_of(name)) is not None}
+    for name in (LAST, BEST):
+        if name in folders and (step := step_of_copy(folders[name])) is not None:
+            steps.setdefault(step, []).append(folders[name])
+    return dict(sorted(steps.items()))
+
+
+def step_of_copy(folder: Path) -> int | None:
+    """Return the step of a checkpoint that has lost its own name; None if the folder is not a checkpoint."""
+    try:
+        step = read_meta(folder).get("step")
+    except CheckpointError:
+        return None
+    return step if type(step) is int and step_of(folder_name(step)) is not None else None
+
+
+def newest_intact(root: Path) -> tuple[Path, list[str]]:
+    """Return the newest checkpoint that is intact, and one warning for each newer one that is not.
+
+    Raises CheckpointError if there is none, saying what is wrong with each.
+    """
+
+    def verified(path: Path) -> Path:
+        verify_checkpoint(path)
+        return path
+
+    return _first(verified, _newest_first(root), root)
+
+
+def read_newest_intact(root: Path) -> Checkpoint:
+    """Read the newest intact checkpoint; its `warnings` tell of newer ones that are not, and are logged."""
+    return read_first_intact(_newest_first(root), root)
+
+
+def read_first_intact(candidates: Iterable[Path], root: Path) -> Checkpoint:
+    """Read the first of `candidates` that is intact; its `warnings` tell of those before it, and are logged."""
+    checkpoint, warnings = _first(read_checkpoint, candidates, root)
+    for warning in warnings:
+        _log.warning(warning)
+    return replace(checkpoint, warnings=tuple(warnings))
+
+
+def _newest_first(root: Path) -> list[Path]:
+    return [path for paths in reversed(find_all(root).values()) for path in paths]
+
+
+def _first(action: Callable[[Path], T], candidates: Iterable[Path], root: Path) -> tuple[T, list[str]]:
+    """Return the first result that does not fail as damaged, and what was wrong with those before."""
+    problems: list[str] = []
+    for path in candidates:
+        try:
+            return action(path), [f"passed over: {problem}" for problem in problems]
+        except CheckpointError as error:
+            problems.append(str(error))
+    if not problems:
+        raise CheckpointError(f"there is no checkpoint in {root}; train first, or give another folder")
+    short = "; ".join(problem.replace(f"checkpoint {root}/", "") for problem in problems)
+    raise CheckpointError(f"no checkpoint in {root} is intact: {short}; bring back a copy, or train anew")
+
+
+# --- which to keep
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A checkpoint and its monitored number.
+
+    In a run with a curriculum a phase trains other tasks than the phase before, so its loss is another number. Values
+    compare only within a phase: any checkpoint of a later phase ranks before all of an earlier one.
+    """
+
+    step: int
+    value: float | None = None
+    """The monitored number at that step; None if it was not measured."""
+    phase: float = 0.0
+    """The phase of the curriculum in which it was measured."""
+
+
+def best_first(entries: Iterable[Entry], mode: Mode) -> list[Entry]:
+    """Return the entries that have a value, those of the latest phase first, in it the best, of equals the earlier.
+
+    NaN is no value.
+
+    >>> [entry.step for entry in best_first([Entry(1, 0.5), Entry(2, 0.2), Entry(3), Entry(4, float("nan"))], "min")]
+    [2, 1]
+    >>> [entry.step for entry in best_first([Entry(1, 0.2, phase=1), Entry(2, 0.9, phase=2)], "min")]
+    [2, 1]
+    """
+    sign = 1.0 if mode == "min" else -1.0
+    measured = [
+        ((-e.phase, sign * e.value, e.step), e) for e in entries if e.value is not None and not math.isnan(e.value)
+    ]
+    return [entry for _, entry in sorted(measured, key=lambda item: item[0])]
+
+
+def to_delete(entries: Sequence[Entry], keep_best: int, mode: Mode, protect: Set[int] = frozenset()) -> list[int]:
+    """Return the steps to delete, oldest first: all but the newest, the best `keep_best` and the protected.
+
+    While fewer than `keep_best` have a value, the newest others fill the places: a run that never validates
+    still has something to fall back on.
+
+    >>> to_delete([Entry(1, 0.5), Entry(2, 0.2), Entry(3, 0.4), Entry(4, 0.6)], keep_best=2, mode="min")
+    [1]
+    >>> to_delete([Entry(1), Entry(2), Entry(3)], keep_best=0, mode="min")
+    [1, 2]
+    """
+    newest_first = sorted((entry.step for entry in entries), reverse=True)
+    ranked = [entry.step for entry in best_first(entries, mode)]
+    unmeasured = [step for step in newest_first[1:] if step not in ranked]
+    keep = {*newest_first[:1], *(ranked + unmeasured)[:keep_best], *protect}
+    return [step for step in reversed(newest_first) if step not in keep]
+
+
+# --- last and best
+
+
+def point(root: Path, name: str, target: str | None) -> None:
+    """Let `root/name` stand for its sibling `target` in one atomic step, or remove it for None.
+
+    It is a symbolic link; where the file system has none, a text file with the name of the folder (`durable.follow`).
+    """
+    pointer = root / name
+    if target is None:
+        pointer.unlink(missing_ok=True)
+        return
+    if pointer.is_symlink() and str(pointer.readlink()) == target:
+        return
+    temporary = beside(pointer, TEMPORARY)
+    try:
+        try:
+            temporary.symlink_to(target, target_is_directory=True)
+        except OSError:
+            temporary.write_text(f"{target}\n", encoding="utf-8")
+        temporary.replace(pointer)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def adopt_copies(root: Path) -> None:
+    """Make room for `last` and `best` where they are folders, as in a run copied by something that follows links.
+
+    A checkpoint that is nowhere else gets its own name back. One that is also there under its own name, byte for byte,
+    goes. Anything else is somebody's and is only renamed.
+    """
+    for path in (root / LAST, root / BEST):
+        if path.is_symlink() or not path.is_dir():
+            continue
+        step = step_of_copy(path)
+        own = None if step is None else root / folder_name(step)
+        if own is not None and not own.exists():
+            path.rename(own)
+        elif own is not None and is_intact(own) and _same(path, own):
+            delete_folder(path)
+        elif own is not None and is_intact(path) and not is_intact(own):
+            put_in_place(path, own)
+        else:
+            aside = path.rename(_free_name(root, f"copy-of-{path.name}"))
+            _log.warning("%s is a folder of its own, not a link to a checkpoint: renamed to %s", path, aside.name)
+
+
+def _same(folder: Path, other: Path) -> bool:
+    """Whether the manifests, which hold the checksums of all files, are equal."""
+    return (folder / MANIFEST).read_bytes() == (other / MANIFEST).read_bytes()
+
+
+def _free_name(root: Path, name: str) -> Path:
+    candidates = (root / (name if count == 1 else f"{name}-{count}") for count in range(1, 1_000_000))
+    return next(path for path in candidates if not path.exists() and not path.is_symlink())
