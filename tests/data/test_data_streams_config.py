@@ -75,9 +75,7 @@ def test_mistakes_in_a_section_are_told_with_their_place(tmp_path):
     wrong["streams"]["code"]["lenght"] = 3
     with pytest.raises(ConfigError, match=r"streams\.code.*lenght.*length"):
         build_component("data", wrong)
-    with pytest.raises(
-        EtudeError, match=r"data: data 'streams': weights names the stream 'cod'.*did you mean 'code'"
-    ):
+    with pytest.raises(EtudeError, match=r"data: data 'streams': weights.*'cod'.*did you mean 'code'"):
         build_component("data", section(code=code) | {"weights": {"cod": 1}})
     with pytest.raises(ConfigError, match="draw"):
         build_component("data", section(code=code) | {"draw": "both"})

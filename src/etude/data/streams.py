@@ -1,7 +1,7 @@
 """Streams for config files: several data sets under names, trained on in given proportions."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -60,6 +60,7 @@ def combine_streams(
     _check_same_tokenizer(splits)
     schemas = {name: data.token_schema for name, data in splits.items() if data.token_schema is not None}
     check_same_schema(schemas, "streams")
+    _check_no_tokenizer(splits, schemas)
     parts: dict[str, Any] = {}
     for split in SPLITS:
         there = {name: part for name, data in splits.items() if (part := getattr(data, split)) is not None}
@@ -82,6 +83,16 @@ def _common(values: Any) -> Any:
     """What all streams agree on, or None."""
     found = set(values)
     return found.pop() if len(found) == 1 else None
+
+
+def _check_no_tokenizer(splits: Mapping[str, DataSplits], schemas: Collection[str]) -> None:
+    """Refuse text of a tokenizer beside streams with a schema, which says that ids mean something else."""
+    for name, data in splits.items():
+        if schemas and name not in schemas and _tokenizer_print(data) is not None:
+            raise DataError(
+                f"stream '{name}' has the ids of a text tokenizer, and a file beside '{next(iter(schemas))}' says that "
+                f"its ids mean something else; one model cannot learn from both"
+            )
 
 
 def _check_same_tokenizer(splits: Mapping[str, DataSplits]) -> None:

@@ -2,10 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
-
-import numpy as np
-from torch import Tensor
+from typing import Any
 
 from etude.core import ConfigError, Task
 from etude.core.spelling import did_you_mean
@@ -17,33 +14,15 @@ from etude.multimodal.loss.settings import read_settings
 from etude.multimodal.vocab import VocabSpec
 from etude.trainer.arguments import plain_task
 
-Values = Tensor | np.ndarray[Any, Any]
-
-
-class ModalityArguments(TypedDict, total=False):
-    """Arguments of `Trainer` for models over tokens of several modalities."""
-
-    vocab: VocabSpec | Modalities | None
-    """Which token ids belong to which modality; chooses the loss `MeaningfulLoss`."""
-    codebooks: Mapping[str, Values] | None
-    """The value of every token of a modality, by its name: (V, D), or (V,) for scalars."""
-    image_codebook: Values | None
-    """The codebook of the modality `image`."""
-    spectrum_codebook: Values | None
-    """The codebook of the modality `spectrum`."""
-    scalar_centers: Values | None
-    """The codebook of the modality `scalar`: the centres of its bins."""
-    edges: Mapping[str, Values] | None
-    """The edges of the bins of a scalar modality, by its name, for `hl_gauss`: (V + 1,)."""
-    use_ce: bool
-    """Whether cross entropy is part of the loss; overrides `config.meaningful_loss.use_ce`."""
+ARGUMENTS = ("vocab", "codebooks", *CODEBOOK_NAMES, "edges", "use_ce")
+"""Further arguments of a `Trainer`: those of `MeaningfulLoss`, and codebooks by names of their own."""
 
 
 def make_task(
     loss: Any,
     task: Task | None,
     settings: Mapping[str, Any] | None,
-    modalities: ModalityArguments,
+    modalities: Mapping[str, Any],
     of: type,
     loaders: Sequence[Any] = (),
 ) -> Task:
@@ -52,7 +31,7 @@ def make_task(
     Raises ConfigError if what is given contradicts, TypeError for arguments that the class `of` does not have.
     """
     _refuse_unknown(modalities, of)
-    if any(isinstance(one, VocabSpec) for one in loaders):
+    if any(isinstance(one, (VocabSpec, Modalities)) for one in loaders):
         raise ConfigError(
             "a vocabulary is given by name: write vocab=vocab; by position come model, train_loader and val_loader"
         )
@@ -73,15 +52,15 @@ def make_task(
     return SupervisedTask(MeaningfulLoss(vocab, codebooks, edges=modalities.get("edges"), **options))
 
 
-def _refuse_unknown(modalities: ModalityArguments, of: type) -> None:
+def _refuse_unknown(modalities: Mapping[str, Any], of: type) -> None:
     for name in modalities:
-        if name not in ModalityArguments.__annotations__:
-            known = [*ModalityArguments.__annotations__, *inspect.signature(of).parameters]
+        if name not in ARGUMENTS:
+            known = [*ARGUMENTS, *inspect.signature(of).parameters]
             raise TypeError(f"{of.__name__}() has no argument '{name}'{did_you_mean(name, known)}")
 
 
 def _refuse_without_vocabulary(
-    settings: Mapping[str, Any] | None, modalities: ModalityArguments, *, chosen: bool
+    settings: Mapping[str, Any] | None, modalities: Mapping[str, Any], *, chosen: bool
 ) -> None:
     values = [name for name in ("codebooks", *CODEBOOK_NAMES, "edges") if modalities.get(name) is not None]
     if values:
