@@ -10,7 +10,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from etude.callbacks import CallbackList, ModelCheckpoint
-from etude.callbacks.weights import save_weights
+from etude.callbacks.model_checkpoint import save_weights
 from etude.checkpoint import load_model_state
 from etude.core import CheckpointError, ConfigError, TrainingError
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from etude import Trainer
-from etude.core.probe import probing
+from etude.core.buffers import probing
 from etude.core.random import RunRandom, aside, rng_state, set_seed
 from etude.engine.callback import HOOKS, Callback, CallbackList
 

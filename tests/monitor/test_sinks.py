@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.monitor import CsvSink, EventLog, JsonlSink
-from etude.monitor.records import encode
+from etude.monitor.sinks import encode
 
 numbers = st.one_of(
     st.integers(-(2**53), 2**53), st.floats(), st.floats(width=32).map(np.float32), st.text(max_size=8)

@@ -5,14 +5,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from etude.callbacks.monitored import Mode, Monitored, with_other_names
 from etude.callbacks.paths import resolve
-from etude.callbacks.weights import save_weights
-from etude.checkpoint import check_kind, record_of
+from etude.checkpoint import check_kind, clean_state_dict, pack, record_of
+from etude.checkpoint.format import safetensors_pieces
 from etude.config.registry import register
 from etude.core import CheckpointError, ConfigError, TrainingError
+from etude.core.files import replacing
 from etude.engine.callback import Callback, Logs, RunInfo
 
 logger = logging.getLogger("etude")
@@ -137,3 +138,22 @@ def _file(filepath: str | Path) -> Path:
     raise ConfigError(
         f"ModelCheckpoint writes safetensors: filepath '{text}' has to end in {SUFFIX}, or in / if it is a folder"
     )
+
+
+def save_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a model's state; tied weights are stored once, and the metadata say under which name.
+
+    `safetensors.torch.load_model(model, path)` reads it. Raises CheckpointError if it cannot be written; an earlier
+    file stays as it was.
+    """
+    state = {name: value for name, value in clean_state_dict(model).items() if isinstance(value, Tensor)}
+    tensors, structure = pack(state, "model")
+    stored_as = {name: next(iter(node.values())) for name, node in structure["dict"].items()}
+    tied = {name: first for name, first in stored_as.items() if name != first}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            for piece in safetensors_pieces(tensors, {**tied, **metadata}):
+                file.write(piece)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error

@@ -9,7 +9,7 @@ from typing import Any
 from etude.core import Clock
 from etude.engine.callback import Callback, Logs, RunInfo
 from etude.monitor import CsvSink, EventLog, JsonlSink, RunFolder, read_rows
-from etude.monitor.records import read_jsonl
+from etude.monitor.sinks import read_jsonl
 
 logger = logging.getLogger("etude")
 

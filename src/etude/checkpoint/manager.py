@@ -26,9 +26,9 @@ from etude.checkpoint.match import change_model, clean_state_dict
 from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state, remember_optimizer
 from etude.checkpoint.store import MANIFEST, Checkpoint, cannot_save, read_checkpoint, read_meta, write_checkpoint
 from etude.checkpoint.trust import Undo, check_kind, errors_of, record_of
+from etude.core.arguments import as_whole
 from etude.core.errors import CheckpointError, ConfigError
 from etude.core.run_layout import BEST, LAST, folder_name
-from etude.core.whole import as_whole
 
 _log = logging.getLogger(__name__)
 

@@ -1,13 +1,19 @@
-"""Running statistics and other buffers: put back as they were when the update of their step is skipped.
+"""Running statistics and other buffers: put back when the update of their step is skipped, or after a mere probe.
 
 A batch with a NaN in it gives batch norm statistics that are NaN for ever after. Skipping the update alone would keep
 the weights and lose the model.
 """
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+
+from etude.core.random import aside
 
 Place = tuple[nn.Module, str]
 
@@ -125,3 +131,23 @@ def _are_alike(now: Tensor, before: Tensor) -> bool:
 def _overlaps(tensor: Tensor) -> bool:
     """Whether elements share memory, as in an expanded tensor: it cannot be written element by element."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+@contextmanager
+def probing(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Run the model without a trace: no gradients, no compilation; modes, buffers and random numbers are put back."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
+    guard = BufferGuard(model, caches=True)
+    guard.remember()
+    model.train(training)
+    # Whoever has compiled something has imported this; otherwise it would take a second.
+    eagerly = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    try:
+        with torch.no_grad(), aside(0), torch.random.fork_rng(list(devices)), eagerly:
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        with torch.no_grad():
+            guard.restore()

@@ -4,12 +4,10 @@ from etude.data.blocks import TokenBlocks
 from etude.data.delivery import EpochIterator
 from etude.data.factory import DataLoaderFactory
 from etude.data.foreign import ForeignLoader, as_loader
-from etude.data.idx import read_idx
 from etude.data.language import load_text_corpus, load_token_mixture, load_tokens
 from etude.data.loader import DataLoader
 from etude.data.mixture import TokenMixture
-from etude.data.mnist import fetch_mnist, load_mnist
-from etude.data.normalize import Normalize
+from etude.data.mnist import Normalize, fetch_mnist, load_mnist, read_idx
 from etude.data.parts import LoaderData, Streams, TensorData
 from etude.data.permutation import KeyedPermutation
 from etude.data.prefetch import PrefetchStream, prefetch_stream

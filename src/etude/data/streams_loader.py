@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from etude.core.arguments import as_device
 from etude.core.batch import Batch, JointBatch
-from etude.core.device import as_device
 from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.core.spelling import listed

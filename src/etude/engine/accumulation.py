@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Any
 
 from etude.core import Batch, ConfigError
-from etude.core.whole import as_whole
+from etude.core.arguments import as_whole
 
 
 class GradientAccumulator:

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.core.batch import Batch, map_tensors
+from etude.core.buffers import probing
 from etude.core.calling import ModelCall, unwrap
 from etude.core.errors import TrainingError
 from etude.core.head import HeadOutput, linked
-from etude.core.probe import probing
 from etude.losses.outputs import head_of, logits_of
 
 FEW_POSITIONS = 16

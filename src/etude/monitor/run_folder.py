@@ -30,8 +30,7 @@ from etude.core.files import FolderLock, LockHeld, replacing, write_text
 from etude.core.run_layout import CHECKPOINTS, OWN_FILES
 from etude.monitor.checkpoint_folder import checkpoint_folder, claim, holds_checkpoints, made_in, setting_in
 from etude.monitor.environment import collect_environment
-from etude.monitor.records import decode, plain, read_jsonl
-from etude.monitor.sinks import rewrite_csv
+from etude.monitor.sinks import decode, plain, read_jsonl, rewrite_csv
 
 SAMPLES = "samples.txt"
 FINISHED = "finished"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from etude.core.batch import Batch, JointBatch
+from etude.core.buffers import probing
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.head import linked
-from etude.core.probe import probing
 from etude.core.spelling import did_you_mean, listed, suggest
 from etude.models.features import FeatureCall, Features, feature_dim
 from etude.multitask.heads import Attaches, LanguageModelHead

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from etude.config.registry import register
+from etude.core.arguments import checked
 from etude.core.errors import ConfigError
-from etude.optim.arguments import checked
 
 Kernel = Literal["auto", "fused", "foreach", "loop"]
 Rate = Annotated[float, Gt(0)]

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 
 from etude.config.registry import Section, register
+from etude.core.arguments import checked
 from etude.core.errors import ConfigError
-from etude.optim.arguments import checked
 
 logger = logging.getLogger("etude")
 

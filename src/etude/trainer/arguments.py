@@ -10,8 +10,8 @@ from torch import nn
 
 from etude.config import build_component, canonical_keys, validate_section
 from etude.core import ConfigError, Task
+from etude.core.arguments import as_whole
 from etude.core.spelling import did_you_mean
-from etude.core.whole import as_whole
 from etude.engine.callback import Callback
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
 from etude.trainer.config import TRAINING_ALIASES, TrainerConfig

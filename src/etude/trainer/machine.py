@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from etude.core import ConfigError
-from etude.core.device import as_device
+from etude.core.arguments import as_device
 from etude.data import explain_worker_failure
 from etude.distributed import World, join_world
 from etude.engine.precision import Precision, PrecisionName

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 from etude.core import Batch, ConfigError, DataError, EtudeError, Loader, Task, TrainingError
+from etude.core.buffers import probing
 from etude.core.calling import unwrap
-from etude.core.probe import probing
 from etude.core.terms import Measures, SeveralTasks, check_terms, derive
 from etude.data.foreign import ForeignLoader
 from etude.distributed import World, is_empty

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from etude.callbacks import GradientMonitor, LRSchedule
 from etude.core import Clock, ConfigError, DataBatch, Task
+from etude.core.arguments import as_whole
 from etude.core.calling import unwrap
 from etude.core.random import rng_state, set_rng_state
 from etude.core.terms import Decides
-from etude.core.whole import as_whole
 from etude.data import DataLoader
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts

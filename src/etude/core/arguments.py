@@ -1,4 +1,4 @@
-"""Argument checks from annotations: a value out of its stated range is refused in Python as it is in YAML."""
+"""Arguments that a user gives in Python: whole numbers, devices, and ranges stated in annotations."""
 
 import functools
 import inspect
@@ -8,12 +8,45 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import torch
 from annotated_types import Ge, Gt, Le, Lt
 
-from etude.core.errors import ConfigError
+from etude.core.errors import ConfigError, EtudeError
+from etude.core.spelling import shorten
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def as_whole(name: str, value: Any, *, least: int, error: type[EtudeError] = ConfigError) -> int:
+    """Return `value` as an int; raise `error` unless it is a whole number of at least `least`.
+
+    >>> as_whole("batch_size", 8, least=1)
+    8
+    """
+    try:
+        count = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or count < least:
+        raise error(f"{name} is {value!r:.60}; it must be a whole number of at least {least}")
+    return count
+
+
+def as_device(device: torch.device | str | int) -> torch.device:
+    """Return the device of that name; `auto` is CUDA where there is one. Raises ConfigError for an unknown name.
+
+    >>> as_device("cpu")
+    device(type='cpu')
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:  # an index that is no number of 8 bits is a ValueError
+        raise ConfigError(
+            f"device {shorten(str(device))!r} is not known to torch; use cpu, cuda or cuda:N"
+        ) from error
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
