@@ -2,12 +2,12 @@
 
 from etude.data.blocks import TokenBlocks
 from etude.data.delivery import EpochIterator
-from etude.data.factory import DataLoaderFactory
 from etude.data.foreign import ForeignLoader, as_loader
 from etude.data.language import load_text_corpus, load_token_mixture, load_tokens
 from etude.data.loader import DataLoader
 from etude.data.mixture import TokenMixture
 from etude.data.mnist import Normalize, fetch_mnist, load_mnist, read_idx
+from etude.data.order import BatchSampler
 from etude.data.parts import LoaderData, Streams, TensorData
 from etude.data.permutation import KeyedPermutation
 from etude.data.prefetch import PrefetchStream, prefetch_stream
@@ -19,9 +19,8 @@ from etude.data.reading import (
     document_mask,
     mask_tokens,
 )
-from etude.data.sampler import BatchSampler
 from etude.data.source import BatchSource, ResizableSource
-from etude.data.splits import DataSplits, check_labels, make_loader
+from etude.data.splits import DataLoaderFactory, DataSplits, check_labels, make_loader
 from etude.data.streams import combine_streams, load_streams
 from etude.data.streams_loader import StreamLoader
 from etude.data.tokens import (

@@ -12,9 +12,9 @@ from etude.core.batch import Batch, map_tensors, to_device
 from etude.core.errors import DataError
 from etude.data.delivery import BatchTransform, EpochIterator, deliver
 from etude.data.memory import TensorSource, is_in_memory
-from etude.data.order import BucketOrder, Order, SequentialOrder, ShuffledOrder
+from etude.data.mixed_order import BucketOrder
+from etude.data.order import BatchSampler, Order, SequentialOrder, ShuffledOrder
 from etude.data.reading import TokenDocuments
-from etude.data.sampler import BatchSampler
 from etude.data.source import BatchSource, GatheredBatches, MeasuredSource, OrderedSource
 from etude.data.tokens import open_tokens
 from etude.data.workers import Collate, DatasetSource, WorkerSettings, dataset_length

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import DataError
-from etude.data.order import MixtureOrder, Order, SequentialOrder, ShuffledOrder
+from etude.data.mixed_order import MixtureOrder
+from etude.data.order import Order, SequentialOrder, ShuffledOrder
 from etude.data.permutation import Indices
 from etude.data.source import BatchSource, MeasuredSource, ResizableSource
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from etude.core.batch import Batch, map_tensors
-from etude.data.order import Order
+from etude.data.order import BatchSampler, Order
 from etude.data.permutation import Indices
-from etude.data.sampler import BatchSampler
 
 CHUNK_BYTES = 800_000
 """Batches read together are at most this large: they stay in the processor's cache, and Python's share is small."""

@@ -7,7 +7,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from etude.core.errors import DataError
-from etude.data.order import MixtureOrder, Order
+from etude.data.mixed_order import MixtureOrder
+from etude.data.order import Order
 from etude.data.permutation import Indices
 
 ENDLESS = 2**62

@@ -14,7 +14,8 @@ from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data.delivery import BatchTransform
 from etude.data.memory import TensorSource, is_in_memory
-from etude.data.order import BucketOrder, Order, SequentialOrder, ShuffledOrder
+from etude.data.mixed_order import BucketOrder
+from etude.data.order import Order, SequentialOrder, ShuffledOrder
 from etude.data.parts import LoaderData, TensorData
 from etude.data.permutation import Indices
 from etude.data.reading import TokenDocuments
