@@ -29,7 +29,7 @@ from etude.data import StreamLoader, Streams
 from etude.engine.callback import CallbackList
 from etude.multitask import CurriculumCallback
 from etude.multitask.curriculum import Curriculum, CurriculumState, Phase, Ramp, Start
-from etude.optim import SGD
+from etude.optim import SGD, AdamW
 from etude.trainer.loaders import DeviceLoader
 
 ACCUMULATION = {1: {"step": 8, "epochs": 3}, 3: {"step": 4, "epochs": 5, "validate_every_steps": 5}}
@@ -110,6 +110,23 @@ def test_steps_cost_nothing_unless_something_can_change_between_them(curriculum,
     listed = CallbackList([callback])
     assert bool(listed.hooks("on_step_begin")) == listens
     assert not listed.hooks("on_step_end")
+
+
+@pytest.mark.parametrize("given", ["phases", "curriculum"])
+def test_curriculum_of_a_trainer_is_short_for_the_callback(given):
+    """Task, streams and learning rate, which the callback was not given, are those of the run."""
+    short, long = Diary(), Diary()
+    run(None, short).train()
+    made = phases(ACCUMULATION[1]["step"])
+    made = made if given == "phases" else Curriculum(made, {name: one.weight for name, one in tasks().tasks.items()})
+    long.loader, long.task = loader(), tasks()
+    Trainer(
+        Model(), long.loader, loader(training=False, shuffle=False, weights=None, epoch_samples=None), task=long.task,
+        callbacks=[CurriculumCallback(made), long], optimizer=lambda params: AdamW(params, lr=0.01), progress=False,
+        config={"epochs": ACCUMULATION[1]["epochs"], "log_interval": 3, "device": "cpu", "validate_every_steps": 4},
+    ).train()  # fmt: skip
+    assert long.steps == short.steps
+    assert long.phases == short.phases
 
 
 # --- exactness

@@ -29,7 +29,7 @@ from etude import (
     ValidationLoop,
     training_step,
 )
-from etude.core import ConfigError, DataError, TrainingError
+from etude.core import ConfigError, DataError, RunFolderError, TrainingError
 from etude.optim import SGD, Adam, AdamW
 
 
@@ -398,3 +398,22 @@ def test_compiled_model_trains_and_keeps_its_names():
     logs = trainer.train()
     assert logs["loss"] < 1.5
     assert set(model.state_dict()) == set(net().state_dict())
+
+
+def test_a_basic_loop_writes_and_resumes_as_a_trainer_does(tmp_path):
+    straight, parts = tmp_path / "straight", tmp_path / "parts"
+
+    def loop(folder, **options):
+        torch.manual_seed(0)
+        return BasicTrainingLoop(
+            nn.Linear(4, 2), progress=False, config={"device": "cpu"}, output_dir=folder, **options
+        )
+
+    x, y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 2
+    loop(straight).fit((x, y), epochs=3)
+    loop(parts).fit((x, y), epochs=1)
+    with pytest.raises(RunFolderError, match="resume=True"):
+        loop(parts).fit((x, y), epochs=3)
+    loop(parts, resume=True).fit((x, y), epochs=3)
+    weights = [(folder / "checkpoints" / "last" / "model.safetensors").read_bytes() for folder in (straight, parts)]
+    assert weights[0] == weights[1]

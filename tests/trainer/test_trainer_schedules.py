@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 
 import pytest
 import torch
@@ -283,3 +284,16 @@ def test_a_schedule_without_an_end_is_refused_when_the_trainer_is_made():
     Trainer(model(), lambda: batches, config={"warmup_steps": 3, "max_steps": 9}, progress=False)
     only_measured = Trainer(model(), val_loader=data(), config={"warmup_steps": 3}, progress=False)
     assert only_measured.evaluate()["loss"] > 0
+
+
+@pytest.mark.parametrize("scheduler", ["cosine", {"name": "linear"}, lambda step: 1.0])
+def test_a_scheduler_and_a_config_that_turns_it_off_contradict(scheduler):
+    with pytest.raises(ConfigError, match="use_scheduler"):
+        Trainer(model(), data(), scheduler=scheduler, config={"use_scheduler": False}, progress=False)
+
+
+@pytest.mark.parametrize("setting", [{"warmup_steps": 3}, {"scheduler_type": "linear"}], ids=str)
+def test_settings_of_a_schedule_beside_a_scheduler_do_nothing_and_are_warned_of(setting, caplog):
+    with caplog.at_level(logging.WARNING, logger="etude"):
+        Trainer(model(), data(), scheduler=lambda step: 1.0, config=setting, progress=False)
+    assert [f"training.{name}" in caplog.text for name in setting] == [True]

@@ -1,5 +1,6 @@
 """`TrainerConfig`: the `training` section of an experiment, and what a `Trainer` in Python is configured with."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
@@ -145,6 +146,15 @@ class TrainerConfig(SectionModel):
                 f"{self.resolved_precision}; keep one of them"
             )
         return self
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Return those of some settings that are given and other than the default.
+
+        >>> TrainerConfig(epochs=3, keep_best=3, seed=7).changed(("keep_best", "seed", "batch_size"))
+        ['seed']
+        """
+        fields = type(self).model_fields
+        return [one for one in names if one in self.model_fields_set and getattr(self, one) != fields[one].default]
 
     @property
     def num_epochs(self) -> int | None:

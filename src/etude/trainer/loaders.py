@@ -225,10 +225,9 @@ def _warn_of_kept(source: Any, config: TrainerConfig, world: World) -> None:
 
 def _warn_of_no_validation(config: TrainerConfig) -> None:
     """Warn of settings that wait for a validation where there is no data for one."""
-    given = [name for name in _OF_VALIDATION if name in config.model_fields_set and getattr(config, name)]
+    given = " and ".join(f"training.{name}" for name in config.changed(_OF_VALIDATION) if getattr(config, name))
     if given:
-        settings = " and ".join(f"training.{name}" for name in given)
-        logger.warning("there is no validation data, so %s does nothing; give a val_loader", settings)
+        logger.warning("there is no validation data, so %s does nothing; give a val_loader", given)
 
 
 # ------------------------------------------------------------------------------------------------ several processes

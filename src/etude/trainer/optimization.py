@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +17,8 @@ from etude.engine.schedule import LearningRate
 from etude.optim import AdamW, Schedule
 from etude.trainer.arguments import Section, build_named, kind_of, refuse_class
 from etude.trainer.config import TrainerConfig
+
+logger = logging.getLogger("etude")
 
 TorchScheduler = torch.optim.lr_scheduler.LRScheduler
 
@@ -196,15 +199,8 @@ def _planned(scheduler: SchedulerLike, config: TrainerConfig) -> PlannedSchedule
     It is the one that `scheduler_type` names, `warmup_cosine` where only `use_scheduler` or `warmup_steps` ask for one.
     Raises ConfigError if that name is unknown, or needs more than a name.
     """
-    if isinstance(scheduler, (str, Mapping)):
-        return _named_schedule(scheduler)
-    if isinstance(scheduler, PlannedSchedule):
-        return scheduler
     if scheduler is not None:
-        check_scheduler(scheduler)
-        if config.use_scheduler is False:
-            raise ConfigError("a scheduler is given, but training.use_scheduler is false; leave one of them out")
-        return None
+        return _given(scheduler, config)
     asked = config.use_scheduler or config.scheduler_type is not None or config.warmup_steps is not None
     if not asked or config.use_scheduler is False:
         return None
@@ -218,6 +214,22 @@ def _planned(scheduler: SchedulerLike, config: TrainerConfig) -> PlannedSchedule
             f"training.scheduler_type '{section['name']}' cannot be used: {error}; "
             f"give the Trainer scheduler=…, a function of the step, for more than a name and warmup_steps"
         ) from error
+
+
+def _given(scheduler: SchedulerLike, config: TrainerConfig) -> PlannedSchedule | None:
+    """Return a scheduler that was given if it is as long as the run; the config must not ask for another one."""
+    if config.use_scheduler is False:
+        raise ConfigError("a scheduler is given, but training.use_scheduler is false; leave one of them out")
+    if idle := [
+        f"training.{name}" for name in ("scheduler_type", "warmup_steps") if getattr(config, name) is not None
+    ]:
+        logger.warning("a scheduler is given, so %s does nothing; leave one of them out", " and ".join(idle))
+    if isinstance(scheduler, (str, Mapping)):
+        return _named_schedule(scheduler)
+    if isinstance(scheduler, PlannedSchedule):
+        return scheduler
+    check_scheduler(scheduler)
+    return None
 
 
 def _named_schedule(section: str | Mapping[str, Any]) -> PlannedSchedule:

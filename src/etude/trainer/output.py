@@ -21,7 +21,7 @@ from etude.trainer.machine import Machine
 
 logger = logging.getLogger("etude")
 
-_SAVING = ("save_checkpoints", "checkpoint_interval", "save_every_steps", "keep_best")
+_SAVING = ("checkpoint_interval", "save_every_steps", "keep_best")
 
 
 class Output:
@@ -222,11 +222,11 @@ def _check_switches(output_dir: Any, config: TrainerConfig, overwrite: Any, resu
 
 def _warn_of_ignored(output_dir: Any, config: TrainerConfig) -> None:
     """Warn of settings that were given and have nothing to act on."""
-    given = [name for name in _SAVING if name in config.model_fields_set]
-    if output_dir is None and given and config.save_checkpoints:
-        logger.warning("nothing is saved without an output_dir, so training.%s does nothing", " and ".join(given))
-    elif not config.save_checkpoints and (idle := [name for name in given if name != "save_checkpoints"]):
-        logger.warning("training.save_checkpoints is false, so training.%s does nothing", " and ".join(idle))
+    given = " and ".join(f"training.{name}" for name in config.changed(_SAVING))
+    if given and output_dir is None and config.save_checkpoints:
+        logger.warning("nothing is saved without an output_dir, so %s does nothing", given)
+    elif given and output_dir is not None and not config.save_checkpoints:
+        logger.warning("training.save_checkpoints is false, so %s does nothing", given)
 
 
 def _as_folder(output_dir: Any, checkpoint_dir: str | None) -> RunFolder | None:

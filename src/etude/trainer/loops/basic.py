@@ -1,6 +1,7 @@
 """`BasicTrainingLoop`: model, optimizer, scheduler, metrics and callbacks in one object, with `fit`."""
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +46,11 @@ class BasicTrainingLoop:
         loss: LossStrategy | nn.Module | Callable[..., Any] | None = None,
         config: TrainerConfig | dict[str, Any] | None = None,
         progress: bool = True,
+        output_dir: str | Path | None = None,
+        overwrite: bool = False,
+        resume: bool = False,
     ) -> None:
+        """Set what every `fit` has in common; `output_dir`, `overwrite` and `resume` are those of a `Trainer`."""
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -54,6 +59,7 @@ class BasicTrainingLoop:
         self.loss = loss
         self.config = config
         self.progress = progress
+        self._output: dict[str, Any] = {"output_dir": output_dir, "overwrite": overwrite, "resume": resume}
         self.trainer: Trainer | None = None
         """The trainer of the last `fit`."""
         self._restored: dict[str, Any] | None = None
@@ -87,6 +93,7 @@ class BasicTrainingLoop:
             loss=loss,
             callbacks=callbacks + self.callbacks,
             progress=self.progress,
+            **self._output,
         )
         if self._restored is not None:
             _go_on(self.trainer, self._restored)
