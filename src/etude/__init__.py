@@ -3,9 +3,10 @@
 Names are loaded when they are first used, so that `import etude` and `etude --help` stay quick.
 """
 
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import load_late
 
 if TYPE_CHECKING:
     from etude.callbacks import (
@@ -68,90 +69,6 @@ if TYPE_CHECKING:
         configure_cuda_performance,
         training_step,
     )
-
-_HOME = {
-    "etude.callbacks": (
-        "CSVLogger",
-        "EarlyStopping",
-        "GradientMonitor",
-        "LRSchedule",
-        "ModelCheckpoint",
-        "ProgressDisplay",
-    ),
-    "etude.checkpoint": ("CheckpointManager",),
-    "etude.config": ("register",),
-    "etude.core": (
-        "Batch",
-        "Clock",
-        "Control",
-        "DataBatch",
-        "EtudeError",
-        "LossTerm",
-        "StepReport",
-    ),
-    "etude.core.random": ("set_seed",),
-    "etude.data": (
-        "BatchSampler",
-        "DataLoader",
-        "DataLoaderFactory",
-        "TokenBlocks",
-        "collate",
-        "prefetch_stream",
-        "read_dataset",
-    ),
-    "etude.engine.accumulation": ("GradientAccumulator",),
-    "etude.engine.callback": ("Callback", "CallbackList"),
-    "etude.experiment": (
-        "create_model_config",
-        "create_trainer_config",
-        "load_config",
-        "load_experiment_config",
-        "resume_run",
-        "train_experiment",
-    ),
-    "etude.losses": (
-        "LanguageModelingLoss",
-        "LossStrategy",
-        "SegmentationLoss",
-        "TextClassificationLoss",
-        "VisionClassificationLoss",
-        "binary_cross_entropy",
-        "cross_entropy",
-        "multi_label_bce",
-    ),
-    "etude.metrics": ("F1", "Accuracy", "ConfusionMatrix", "LossTracker", "Precision", "Recall", "TrainingMetrics"),
-    "etude.models": (
-        "MLP",
-        "CausalTransformerLM",
-        "LeNet5",
-    ),
-    "etude.trainer": (
-        "BasicTrainingLoop",
-        "EpochResult",
-        "Trainer",
-        "TrainerConfig",
-        "TrainingLoop",
-        "ValidationLoop",
-        "configure_cuda_performance",
-        "training_step",
-    ),
-    "etude.multitask": (
-        "MultiTaskModel",
-        "multi_task_loss",
-        "default_weights",
-    ),
-    "etude.multimodal": (
-        "VectorTokenizer",
-        "ScalarTokenizer",
-        "load_npz_key",
-        "load_codebook",
-        "build_vocab_spec",
-        "VocabSpec",
-        "combined_loss",
-        "MeaningfulLoss",
-    ),
-}
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 try:
     __version__ = version("etude")
@@ -229,13 +146,7 @@ __all__ = [
     "training_step",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'etude' has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = load_late(__name__, __file__)
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,11 @@ Write = Callable[[str, str], Path]
 
 @pytest.fixture(autouse=True)
 def empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in registry.kinds():  # once for all: a module imported during a test would register into its empty one
+        for name in registry.names(kind):
+            registry.lookup(kind, name)
     monkeypatch.setattr(registry, "_COMPONENTS", {})
+    monkeypatch.setattr(registry, "MODULES", {})
 
 
 @pytest.fixture

@@ -26,11 +26,14 @@ import torch
 import torch._dynamo  # wrapping a model imports it: here once, for all processes
 import torch.distributed as dist
 
-import etude.experiment
+import etude.experiment.run  # noqa: F401 - what runs import, here once for all processes too
 from etude.cli import main as cli
+from etude.config import kinds, lookup, names
 
 GRACE_S = 20
-etude.experiment.load_components()
+for kind in kinds():
+    for name in names(kind):
+        lookup(kind, name)
 
 
 def variables(rank: int, size: int, port: int) -> dict[str, str]:

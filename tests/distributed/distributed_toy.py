@@ -13,7 +13,7 @@ from etude.core import DataError, LossTerm
 from etude.data import DataSplits, TensorData
 from etude.engine.callback import Callback
 from etude.losses import LossStrategy
-from etude.multimodal import build_vocab_spec
+from etude.multimodal import Modalities, ScalarTokenizer, VectorTokenizer, build_vocab_spec
 
 VOCABULARY, LENGTH = 19, 12
 RANK = int(os.environ.get("RANK", "0"))
@@ -69,10 +69,8 @@ def modal(samples: int = 41, validation: int = 21) -> DataSplits:
     return DataSplits(
         modal_rows(samples, 1),
         modal_rows(validation, 2),
-        vocab=VOCAB,
         vocab_size=VOCAB.vocab_size,
-        codebooks={"scalar": (edges[1:] + edges[:-1]) / 2, "vector": vectors},
-        edges={"scalar": edges},
+        token_schema=Modalities(VOCAB, {"scalar": ScalarTokenizer(edges), "vector": VectorTokenizer(vectors)}),
     )
 
 

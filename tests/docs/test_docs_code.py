@@ -13,7 +13,7 @@ from docs_pages import PAGES, ROOT, Block, Reader, blocks_of, run_alone
 
 from etude.cli.main import app
 from etude.config import registry
-from etude.experiment import all_sections, load_components
+from etude.experiment import all_sections
 from etude.multimodal.feature import VocabSection
 from etude.multimodal.loss.settings import DEFAULTS
 from etude.multitask.weighting.torchjd_adapter import CLASSES
@@ -28,8 +28,8 @@ PROGRAMS = [block for page in PAGES for block in blocks_of(page) if block.words[
 @pytest.fixture(autouse=True)
 def own_folder(monkeypatch, tmp_path):
     """Work in an empty folder, and forget what a page registers and imports."""
-    load_components()
-    monkeypatch.setattr(registry, "_COMPONENTS", {kind: dict(known) for kind, known in registry._COMPONENTS.items()})
+    known = {kind: {name: registry.lookup(kind, name) for name in registry.names(kind)} for kind in registry.kinds()}
+    monkeypatch.setattr(registry, "_COMPONENTS", known)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     environment = dict(os.environ)
@@ -167,13 +167,14 @@ def test_every_argument_of_weightings_and_heads_is_in_the_guide(kind):
         name = row[0].strip("`") or name
         said[name] = f"{said.get(name, '')} {' '.join(row[1:])}"
     supplied = {"tasks", "in_features"}
-    own = {name for name, one in registry._COMPONENTS[kind].items() if one.factory.__module__.startswith("etude.")}
+    factories = {name: registry.lookup(kind, name).factory for name in registry.names(kind)}
+    own = {name for name, factory in factories.items() if factory.__module__.startswith("etude.")}
     if kind == "weighting":  # those of torchjd are only named: their arguments are in its own documentation
         assert all(f"`{one}`" in text for one in CLASSES)
         own -= CLASSES.keys()
     assert set(said) == own
     for name in own:
-        for argument, parameter in inspect.signature(registry.lookup(kind, name).factory).parameters.items():
+        for argument, parameter in inspect.signature(factories[name]).parameters.items():
             if argument in supplied:
                 continue
             written = {None: "null", (): "[]"}.get(parameter.default, str(parameter.default).lower())

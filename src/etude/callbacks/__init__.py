@@ -1,16 +1,21 @@
 """Callbacks that come with the package; the protocol itself is in `etude.engine.callback`."""
 
-from etude.callbacks.csv_logger import CSVLogger
-from etude.callbacks.early_stopping import EarlyStopping
-from etude.callbacks.find_nonfinite import FindNonfinite
-from etude.callbacks.gradient_health import GradientHealth
-from etude.callbacks.gradient_monitor import GradientMonitor
-from etude.callbacks.lr_schedule import LRSchedule
-from etude.callbacks.model_checkpoint import ModelCheckpoint
-from etude.callbacks.progress import ProgressDisplay
-from etude.callbacks.recorder import RunRecorder
-from etude.callbacks.text_samples import TextSamples
-from etude.engine.callback import Callback, CallbackList, RunInfo
+from typing import TYPE_CHECKING
+
+from etude.lazy import load_late
+
+if TYPE_CHECKING:
+    from etude.callbacks.csv_logger import CSVLogger
+    from etude.callbacks.early_stopping import EarlyStopping
+    from etude.callbacks.find_nonfinite import FindNonfinite
+    from etude.callbacks.gradient_health import GradientHealth
+    from etude.callbacks.gradient_monitor import GradientMonitor
+    from etude.callbacks.lr_schedule import LRSchedule
+    from etude.callbacks.model_checkpoint import ModelCheckpoint
+    from etude.callbacks.progress import ProgressDisplay
+    from etude.callbacks.recorder import RunRecorder
+    from etude.callbacks.text_samples import TextSamples
+    from etude.engine.callback import Callback, CallbackList, RunInfo
 
 __all__ = [
     "CSVLogger",
@@ -27,3 +32,5 @@ __all__ = [
     "RunRecorder",
     "TextSamples",
 ]
+
+__getattr__ = load_late(__name__, __file__)

@@ -102,12 +102,10 @@ def list_experiments() -> None:
     """List the experiments and components that can be named."""
     from etude.config import kinds, names
     from etude.config import list_experiments as found
-    from etude.experiment import load_components
 
     print("experiments")
     for name, path in found():
         print(f"  {name:<28} {path}")
-    load_components()
     for kind in kinds():
         print(f"{kind}: {', '.join(names(kind))}")
 

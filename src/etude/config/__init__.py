@@ -4,10 +4,10 @@ Every leaf imports the registry from here, so all else loads on first use: pydan
 config is read.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from etude.config.registry import Component, Section, kinds, lookup, names, register
+from etude.lazy import load_late
 
 if TYPE_CHECKING:
     from etude.config.aliases import canonical_keys
@@ -25,38 +25,6 @@ if TYPE_CHECKING:
     from etude.config.section_model import SectionModel
     from etude.config.selection import Selection, SuppliedSection, plain, selections_in
     from etude.config.signature import schema_of
-
-_HOME = {
-    "Document": "document",
-    "Feature": "feature",
-    "Location": "document",
-    "Problem": "errors",
-    "RunDraft": "feature",
-    "SectionModel": "section_model",
-    "SectionSpec": "schema",
-    "Selection": "selection",
-    "SuppliedSection": "selection",
-    "apply_overrides": "overrides",
-    "build_component": "build",
-    "build_selection": "build",
-    "canonical_keys": "aliases",
-    "check_component": "build",
-    "config_error": "errors",
-    "dump_yaml": "dialect",
-    "find_config": "resolve",
-    "import_user_modules": "imports",
-    "json_schema": "editor",
-    "list_experiments": "resolve",
-    "merge": "document",
-    "parse_override": "overrides",
-    "plain": "selection",
-    "read_config": "read",
-    "schema_of": "signature",
-    "selections_in": "selection",
-    "select_component": "build",
-    "validate_document": "schema",
-    "validate_section": "schema",
-}
 
 __all__ = [
     "Component",
@@ -96,10 +64,4 @@ __all__ = [
     "validate_section",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = load_late(__name__, __file__)

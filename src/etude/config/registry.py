@@ -3,13 +3,18 @@
     @register("optimizer", "adamw")
     class AdamW: ...
 
-A YAML section names the component (`name: adamw`) and gives its arguments; nothing else describes them.
+A YAML section names the component (`name: adamw`) and gives its arguments; nothing else describes them. Our own are
+imported when they are named.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
+from etude.config.components import MODULES
 from etude.core.errors import ConfigError
 from etude.core.spelling import shorten, suggest
 
@@ -69,6 +74,8 @@ def register(
     """
 
     def add(factory: T) -> T:
+        if _our_modules(kind).get(name, factory.__module__) != factory.__module__:
+            _find(kind, name)  # ours, to say what has the name already
         known = _COMPONENTS.setdefault(kind, {})
         previous = known.get(name)
         if previous is not None and _origin(previous.factory) != _origin(factory):
@@ -84,20 +91,38 @@ def register(
 
 def lookup(kind: str, name: str) -> Component:
     """Return the component, or raise ConfigError with the nearest spelling and the names there are."""
-    known = _COMPONENTS.get(kind, {})
-    if name not in known:
-        raise ConfigError(f"unknown {kind} '{shorten(name)}'{suggest(name, sorted(known))}")
-    return known[name]
+    component = _find(kind, name)
+    if component is None:
+        raise ConfigError(f"unknown {kind} '{shorten(name)}'{suggest(name, names(kind))}")
+    return component
 
 
 def names(kind: str) -> list[str]:
-    """Return the registered names of a kind, sorted."""
-    return sorted(_COMPONENTS.get(kind, {}))
+    """Return the names of a kind's components, sorted."""
+    return sorted({*_COMPONENTS.get(kind, {}), *_our_modules(kind)})
 
 
 def kinds() -> list[str]:
     """Return the kinds that have at least one component, sorted."""
-    return sorted(_COMPONENTS)
+    return sorted(kind for kind in {*_COMPONENTS, *MODULES} if names(kind))
+
+
+def _find(kind: str, name: str) -> Component | None:
+    if name not in _COMPONENTS.get(kind, {}) and (module := _our_modules(kind).get(name)):
+        import_module(module)  # registers it
+    return _COMPONENTS.get(kind, {}).get(name)
+
+
+def _our_modules(kind: str) -> dict[str, str]:
+    """Return the modules of our own components of a kind, by name, in the rooms that are there."""
+    ours = MODULES.get(kind, {}).items()
+    return {name: f"etude.{module}" for name, module in ours if _is_there(module.partition(".")[0])}
+
+
+@cache
+def _is_there(room: str) -> bool:
+    spec = find_spec(f"etude.{room}")
+    return spec is not None and spec.origin is not None  # without an origin it is a folder without code
 
 
 def _origin(factory: Callable[..., Any]) -> str:

@@ -1,39 +1,44 @@
 """Data: orders and samplers, loaders, token files, prefetching and data sets."""
 
-from etude.data.blocks import TokenBlocks
-from etude.data.delivery import EpochIterator
-from etude.data.foreign import ForeignLoader, as_loader
-from etude.data.language import load_text_corpus, load_token_mixture, load_tokens
-from etude.data.loader import DataLoader
-from etude.data.mixture import TokenMixture
-from etude.data.mnist import Normalize, fetch_mnist, load_mnist, read_idx
-from etude.data.order import BatchSampler
-from etude.data.parts import LoaderData, Streams, TensorData
-from etude.data.permutation import KeyedPermutation
-from etude.data.prefetch import PrefetchStream, prefetch_stream
-from etude.data.reading import (
-    MaskedTokens,
-    PackedDocuments,
-    TokenDocuments,
-    collate,
-    document_mask,
-    mask_tokens,
-)
-from etude.data.source import BatchSource, ResizableSource
-from etude.data.splits import DataLoaderFactory, DataSplits, check_labels, make_loader
-from etude.data.streams import combine_streams, load_streams
-from etude.data.streams_loader import StreamLoader
-from etude.data.tokens import (
-    Sample,
-    TokenFile,
-    TokenReport,
-    TokenWriter,
-    check_tokens,
-    find_split,
-    open_tokens,
-    read_dataset,
-)
-from etude.data.worker_process import explain_worker_failure
+from typing import TYPE_CHECKING
+
+from etude.lazy import load_late
+
+if TYPE_CHECKING:
+    from etude.data.blocks import TokenBlocks
+    from etude.data.delivery import EpochIterator
+    from etude.data.foreign import ForeignLoader, as_loader
+    from etude.data.language import load_text_corpus, load_token_mixture, load_tokens
+    from etude.data.loader import DataLoader
+    from etude.data.mixture import TokenMixture
+    from etude.data.mnist import Normalize, fetch_mnist, load_mnist, read_idx
+    from etude.data.order import BatchSampler
+    from etude.data.parts import LoaderData, Streams, TensorData
+    from etude.data.permutation import KeyedPermutation
+    from etude.data.prefetch import PrefetchStream, prefetch_stream
+    from etude.data.reading import (
+        MaskedTokens,
+        PackedDocuments,
+        TokenDocuments,
+        collate,
+        document_mask,
+        mask_tokens,
+    )
+    from etude.data.source import BatchSource, ResizableSource
+    from etude.data.splits import DataLoaderFactory, DataSplits, check_labels, make_loader
+    from etude.data.streams import combine_streams, load_streams
+    from etude.data.streams_loader import StreamLoader
+    from etude.data.tokens import (
+        Sample,
+        TokenFile,
+        TokenReport,
+        TokenWriter,
+        check_tokens,
+        find_split,
+        open_tokens,
+        read_dataset,
+    )
+    from etude.data.worker_process import explain_worker_failure
 
 __all__ = [
     "BatchSampler",
@@ -81,3 +86,5 @@ __all__ = [
     "read_dataset",
     "read_idx",
 ]
+
+__getattr__ = load_late(__name__, __file__)

@@ -1,23 +1,27 @@
 """Experiments: the sections of a config file, building them into a Trainer, and whole runs in a run folder."""
 
-from etude.experiment.build import build_data, build_trainer
-from etude.experiment.check import check_experiment
-from etude.experiment.compare import compare_tasks
-from etude.experiment.compare_weightings import compare_weightings
-from etude.experiment.comparison import Comparison, WeightingComparison
-from etude.experiment.config import (
-    ExperimentConfig,
-    all_sections,
-    create_model_config,
-    create_trainer_config,
-    experiment_schema,
-    load_components,
-    load_config,
-    load_experiment_config,
-    validate_experiment,
-)
-from etude.experiment.run import RunOutcome, evaluate_run, resume_run, train_experiment
-from etude.experiment.template import new_experiment
+from typing import TYPE_CHECKING
+
+from etude.lazy import load_late
+
+if TYPE_CHECKING:
+    from etude.experiment.build import build_data, build_trainer
+    from etude.experiment.check import check_experiment
+    from etude.experiment.compare import compare_tasks
+    from etude.experiment.compare_weightings import compare_weightings
+    from etude.experiment.comparison import Comparison, WeightingComparison
+    from etude.experiment.config import (
+        ExperimentConfig,
+        all_sections,
+        create_model_config,
+        create_trainer_config,
+        experiment_schema,
+        load_config,
+        load_experiment_config,
+        validate_experiment,
+    )
+    from etude.experiment.run import RunOutcome, evaluate_run, resume_run, train_experiment
+    from etude.experiment.template import new_experiment
 
 __all__ = [
     "Comparison",
@@ -34,7 +38,6 @@ __all__ = [
     "create_trainer_config",
     "evaluate_run",
     "experiment_schema",
-    "load_components",
     "load_config",
     "load_experiment_config",
     "new_experiment",
@@ -42,3 +45,5 @@ __all__ = [
     "train_experiment",
     "validate_experiment",
 ]
+
+__getattr__ = load_late(__name__, __file__)

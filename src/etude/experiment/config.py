@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +52,6 @@ _SECTIONS: dict[str, SectionSpec | None] = {
 }
 """The keys of a file in the order in which they are shown; None stands for a feature's own."""
 
-_COMPONENT_ROOMS = (
-    "callbacks",
-    "data",
-    "losses",
-    "metrics",
-    "models",
-    "multimodal.loss",
-    "multitask.gradient_monitor",
-    "multitask.heads",
-    "multitask.weighting",
-    "optim",
-)
 _OPTIONAL_KEYS = ("use_mixed_precision", "precision_dtype", "meaningful_loss", "num_threads", "checkpoint_dir")
 
 
@@ -165,7 +152,6 @@ def validate_experiment(
 
     With `announce`, a line names the code of every module under `imports:` before it is run.
     """
-    load_components()
     document = apply_overrides(document, overrides)
     base = document.path.parent if document.path else Path.cwd()
     imports = document.data.get("imports")
@@ -202,7 +188,6 @@ def create_model_config(config: ExperimentConfig) -> dict[str, Any]:
 
 def experiment_schema(imports: Iterable[str] = ()) -> dict[str, Any]:
     """Return the JSON Schema of experiment files, with every registered component."""
-    load_components()
     import_user_modules(list(imports), Path.cwd())
     return json_schema(all_sections())
 
@@ -210,12 +195,6 @@ def experiment_schema(imports: Iterable[str] = ()) -> dict[str, Any]:
 def all_sections() -> dict[str, SectionSpec]:
     """Return every section that an experiment file may have."""
     return with_features(_SECTIONS, all_features())
-
-
-def load_components() -> None:
-    """Import the rooms whose components config files can name."""
-    for room in _COMPONENT_ROOMS:
-        import_module(f"etude.{room}")
 
 
 def _add_companions(document: Document) -> None:

@@ -1,27 +1,32 @@
 """Losses as sums and counts, and the strategies that read model outputs."""
 
-from etude.losses.binary import (
-    BinaryLoss,
-    MultiLabelLoss,
-    binary_cross_entropy,
-    binary_cross_entropy_term,
-    multi_label_bce,
-    multi_label_bce_term,
-)
-from etude.losses.functional import accuracy_term, cross_entropy, cross_entropy_term, mean_of
-from etude.losses.inferred import InferredLoss, as_strategy, infer_strategy
-from etude.losses.language import LanguageModelingLoss, MaskedLanguageModelingLoss
-from etude.losses.linear import linear_cross_entropy, linear_cross_entropy_terms
-from etude.losses.outputs import logits_of
-from etude.losses.strategies import (
-    ClassificationLoss,
-    LossStrategy,
-    SegmentationLoss,
-    TextClassificationLoss,
-    VisionClassificationLoss,
-)
-from etude.losses.task import SupervisedTask
-from etude.losses.wrapped import FunctionLoss
+from typing import TYPE_CHECKING
+
+from etude.lazy import load_late
+
+if TYPE_CHECKING:
+    from etude.losses.binary import (
+        BinaryLoss,
+        MultiLabelLoss,
+        binary_cross_entropy,
+        binary_cross_entropy_term,
+        multi_label_bce,
+        multi_label_bce_term,
+    )
+    from etude.losses.functional import accuracy_term, cross_entropy, cross_entropy_term, mean_of
+    from etude.losses.inferred import InferredLoss, as_strategy, infer_strategy
+    from etude.losses.language import LanguageModelingLoss, MaskedLanguageModelingLoss
+    from etude.losses.linear import linear_cross_entropy, linear_cross_entropy_terms
+    from etude.losses.outputs import logits_of
+    from etude.losses.strategies import (
+        ClassificationLoss,
+        LossStrategy,
+        SegmentationLoss,
+        TextClassificationLoss,
+        VisionClassificationLoss,
+    )
+    from etude.losses.task import SupervisedTask
+    from etude.losses.wrapped import FunctionLoss
 
 __all__ = [
     "BinaryLoss",
@@ -50,3 +55,5 @@ __all__ = [
     "multi_label_bce",
     "multi_label_bce_term",
 ]
+
+__getattr__ = load_late(__name__, __file__)

@@ -1,9 +1,14 @@
 """Metrics that are exact over batches and ranks, and trackers for loops."""
 
-from etude.metrics.accuracy import Accuracy, accuracy_counts
-from etude.metrics.base import Meter, Metric, Tally
-from etude.metrics.classification import F1, ClassScore, ConfusionMatrix, Precision, Recall
-from etude.metrics.trackers import LossTracker, TrainingMetrics
+from typing import TYPE_CHECKING
+
+from etude.lazy import load_late
+
+if TYPE_CHECKING:
+    from etude.metrics.accuracy import Accuracy, accuracy_counts
+    from etude.metrics.base import Meter, Metric, Tally
+    from etude.metrics.classification import F1, ClassScore, ConfusionMatrix, Precision, Recall
+    from etude.metrics.trackers import LossTracker, TrainingMetrics
 
 __all__ = [
     "F1",
@@ -19,3 +24,5 @@ __all__ = [
     "TrainingMetrics",
     "accuracy_counts",
 ]
+
+__getattr__ = load_late(__name__, __file__)

@@ -1,10 +1,15 @@
 """Models that ship with the library."""
 
-from etude.models.features import Features, Trunk, feature_dim
-from etude.models.huggingface import huggingface_causal_lm
-from etude.models.lenet5 import LeNet5
-from etude.models.mlp import MLP
-from etude.models.transformer import CausalTransformerLM
+from typing import TYPE_CHECKING
+
+from etude.lazy import load_late
+
+if TYPE_CHECKING:
+    from etude.models.features import Features, Trunk, feature_dim
+    from etude.models.huggingface import huggingface_causal_lm
+    from etude.models.lenet5 import LeNet5
+    from etude.models.mlp import MLP
+    from etude.models.transformer import CausalTransformerLM
 
 __all__ = [
     "MLP",
@@ -15,3 +20,5 @@ __all__ = [
     "feature_dim",
     "huggingface_causal_lm",
 ]
+
+__getattr__ = load_late(__name__, __file__)

@@ -1,25 +1,30 @@
 """Optimizers on their fastest kernel, schedules as functions of the step, clipping."""
 
-from etude.optim.clipping import clip_gradients, clip_gradients_by_value, clip_to_norm, global_norm, tensor_norms
-from etude.optim.optimizers import SGD, Adam, AdamW, RMSprop, choose_kernel, decay_groups, get_lr, set_lr
-from etude.optim.schedules import (
-    Schedule,
-    constant,
-    cosine,
-    cosine_restarts,
-    cosine_schedule_with_warmup,
-    exponential,
-    inverse_sqrt,
-    linear,
-    multistep,
-    one_cycle,
-    polynomial,
-    product,
-    sequence,
-    step_decay,
-    warmup,
-    warmup_cosine,
-)
+from typing import TYPE_CHECKING
+
+from etude.lazy import load_late
+
+if TYPE_CHECKING:
+    from etude.optim.clipping import clip_gradients, clip_gradients_by_value, clip_to_norm, global_norm, tensor_norms
+    from etude.optim.optimizers import SGD, Adam, AdamW, RMSprop, choose_kernel, decay_groups, get_lr, set_lr
+    from etude.optim.schedules import (
+        Schedule,
+        constant,
+        cosine,
+        cosine_restarts,
+        cosine_schedule_with_warmup,
+        exponential,
+        inverse_sqrt,
+        linear,
+        multistep,
+        one_cycle,
+        polynomial,
+        product,
+        sequence,
+        step_decay,
+        warmup,
+        warmup_cosine,
+    )
 
 __all__ = [
     "SGD",
@@ -52,3 +57,5 @@ __all__ = [
     "warmup",
     "warmup_cosine",
 ]
+
+__getattr__ = load_late(__name__, __file__)

@@ -1,10 +1,15 @@
 """The doors to the engine for Python users: `Trainer`, loops by epoch, and training from plain functions."""
 
-from etude.trainer.config import TRAINING_ALIASES, TrainerConfig
-from etude.trainer.loaders import planned_steps
-from etude.trainer.loops import BasicTrainingLoop, EpochResult, TrainingLoop, ValidationLoop, training_step
-from etude.trainer.machine import configure_cuda_performance, make_deterministic, resolve_device
-from etude.trainer.trainer import Trainer
+from typing import TYPE_CHECKING
+
+from etude.lazy import load_late
+
+if TYPE_CHECKING:
+    from etude.trainer.config import TRAINING_ALIASES, TrainerConfig
+    from etude.trainer.loaders import planned_steps
+    from etude.trainer.loops import BasicTrainingLoop, EpochResult, TrainingLoop, ValidationLoop, training_step
+    from etude.trainer.machine import configure_cuda_performance, make_deterministic, resolve_device
+    from etude.trainer.trainer import Trainer
 
 __all__ = [
     "TRAINING_ALIASES",
@@ -20,3 +25,5 @@ __all__ = [
     "resolve_device",
     "training_step",
 ]
+
+__getattr__ = load_late(__name__, __file__)

@@ -1,9 +1,14 @@
 """Preparing a corpus: documents from files, a byte-level BPE tokenizer, splits by content, token files."""
 
-from etude.data.corpus.options import CorpusOptions
-from etude.data.corpus.prepare import ensure_corpus, prepare_corpus
-from etude.data.corpus.report import CorpusReport, SplitCounts, read_report
-from etude.data.corpus.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
+from typing import TYPE_CHECKING
+
+from etude.lazy import load_late
+
+if TYPE_CHECKING:
+    from etude.data.corpus.options import CorpusOptions
+    from etude.data.corpus.prepare import ensure_corpus, prepare_corpus
+    from etude.data.corpus.report import CorpusReport, SplitCounts, read_report
+    from etude.data.corpus.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
 
 __all__ = [
     "CorpusOptions",
@@ -16,3 +21,5 @@ __all__ = [
     "read_report",
     "read_vocabulary",
 ]
+
+__getattr__ = load_late(__name__, __file__)
