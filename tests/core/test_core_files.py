@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 import etude
-from etude.core.files import FolderLock, LockHeld, NewFile, replacing, sync_folder, write_bytes, write_text
+from etude.core.files import (
+    FolderLock,
+    LockHeld,
+    NewFile,
+    create_text,
+    replacing,
+    sync_folder,
+    write_bytes,
+    write_text,
+)
 
 WRITING = """
 import sys
@@ -134,6 +143,44 @@ def test_of_several_writers_at_once_one_wins_as_a_whole(tmp_path):
         thread.join()
     assert path.read_bytes() in [bytes([size]) * size * 1000 for size in sizes]
     assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_is_there_is_never_replaced_by_a_new_one(tmp_path, monkeypatch, has_links):
+    def cannot(*args, **options):
+        raise OSError(1, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", cannot)
+    assert create_text(tmp_path / "a", "first")
+    assert not create_text(tmp_path / "a", "second")
+    assert (tmp_path / "a").read_text() == "first"
+    assert names(tmp_path) == ["a"]
+
+
+def test_of_several_that_create_a_file_at_once_one_does(tmp_path):
+    created = []
+    threads = [
+        threading.Thread(target=lambda n=n: created.append(n) if create_text(tmp_path / "a", str(n)) else None)
+        for n in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [str(n) for n in created] == [(tmp_path / "a").read_text()]
+
+
+def test_a_full_disk_leaves_no_empty_file_that_keeps_others_out(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            create_text(tmp_path / "a", "mine")
+    assert names(tmp_path) == []
+    assert create_text(tmp_path / "a", "mine")
 
 
 def test_a_discarded_file_is_gone(tmp_path):

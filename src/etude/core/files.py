@@ -36,13 +36,33 @@ class NewFile:
 
     def commit(self) -> None:
         """Close the file and give it its name; once this returns the disk has both."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        self._sync()
         if sys.platform == "win32":  # an open file cannot be renamed there
             self.file.close()
         self._temporary.replace(self.path)  # still locked, so that no other writer takes it for abandoned
         self.file.close()
         sync_folder(self.path.parent)
+
+    def commit_new(self) -> bool:
+        """As `commit`, but never replace a file: False if one is there already. Of two writers at once one wins."""
+        self._sync()
+        try:
+            os.link(self._temporary, self.path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links
+            if self.path.exists():
+                return False
+            self.commit()
+            return True
+        finally:
+            self.discard()
+        sync_folder(self.path.parent)
+        return True
+
+    def _sync(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
 
     def discard(self) -> None:
         """Close and remove the file; what has been under the name `path` stays."""
@@ -81,6 +101,17 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 def write_text(path: str | Path, text: str) -> None:
     """Write a text file atomically, in UTF-8 and with its line ends as they are."""
     write_bytes(path, text.encode())
+
+
+def create_text(path: str | Path, text: str) -> bool:
+    """Write a text file atomically where there is none; False if there is one, which stays as it is."""
+    new = NewFile(path)
+    try:
+        new.file.write(text.encode())
+        return new.commit_new()
+    except BaseException:
+        new.discard()
+        raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.core import ConfigError, RunFolderError
-from etude.core.files import write_text
+from etude.core.files import create_text, write_text
 from etude.core.run_layout import CHECKPOINTS, OWN_FILES, REPLACED, is_made, original_name, step_of
 
 OWNER = ".run"
@@ -60,7 +60,7 @@ def claim(folder: Path, run: Path, *, new: bool) -> None:
             raise RunFolderError(f"{folder} already holds {whose}; give this run another training.checkpoint_dir")
         if owner is not None:
             write_text(folder / OWNER, f"{mine}\n")
-        elif not _create(folder / OWNER, mine) and _owner(folder) != mine:
+        elif not create_text(folder / OWNER, f"{mine}\n") and _owner(folder) != mine:
             raise RunFolderError(f"{folder} was taken by another run just now; give another training.checkpoint_dir")
     except OSError as error:
         raise RunFolderError(
@@ -104,13 +104,3 @@ def _owner(folder: Path) -> str | None:
         return (folder / OWNER).read_text(encoding="utf-8").strip() or None
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-
-
-def _create(path: Path, text: str) -> bool:
-    """Write a file that must not be there; of two processes that do so at once, one fails."""
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(f"{text}\n")
-    except FileExistsError:
-        return False
-    return True
