@@ -106,6 +106,17 @@ def test_every_place_gives_the_same_loss(plain_data, key):
         assert described(from_file(plain_data, loss=loss, training={"meaningful_loss": settings})) == wanted
 
 
+@pytest.mark.parametrize(("key", "kind"), [("huber_delta", "huber"), ("hl_sigma", "hl_gauss")])
+def test_settings_of_a_kind_that_no_modality_has_are_warned_of(caplog, key, kind):
+    for settings in ({key: OTHERS[key], "kind": {"scalar": kind}}, {key: DEFAULTS[key]}, {}):
+        MeaningfulLoss(VOCAB, CODEBOOKS, **settings)
+        assert not caplog.records
+    MeaningfulLoss(VOCAB, CODEBOOKS, **{key: OTHERS[key]})
+    assert len(caplog.records) == 1
+    assert key in caplog.text
+    assert kind in caplog.text
+
+
 @pytest.mark.parametrize("key", ["enabled", "sample_k", "weight", "weights", "kind", "huber_delta", "hl_sigma"])
 def test_combined_loss_is_the_loss_of_the_settings(key):
     settings = {**KINDS, "sample_k": None, key: OTHERS[key]}

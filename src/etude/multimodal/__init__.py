@@ -1,4 +1,15 @@
-"""Several modalities in one vocabulary: tokenizers, codebooks, folders of tokens and the meaningful loss."""
+"""Several modalities in one vocabulary: tokenizers, codebooks, folders of tokens and the meaningful loss.
+
+vocab               which token ids belong to which modality
+tokenizers/         numbers and vectors become codes, and codes values
+codebooks/          values of codes from files made elsewhere
+writer, folder      samples of several modalities as token files, with vocabulary and tokenizers beside them
+loss/               cross entropy, and the error of the values that tokens stand for
+facts               what checkpoints keep of a vocabulary
+training            `Trainer(vocab=…, codebooks=…)`
+feature             the section `vocab` of experiment files
+training_section    `training.meaningful_loss`, which moves to the section `loss`
+"""
 
 from etude.multimodal.codebooks.loading import load_codebook, load_npz_key
 from etude.multimodal.folder import Modalities, has_vocabulary, read_modalities, write_modalities

@@ -35,6 +35,7 @@ from etude.multimodal.loss.terms import (
     make_reconstructions,
     meaningful_terms,
     short_name,
+    warn_of_unused,
 )
 from etude.multimodal.vocab import VocabSpec
 
@@ -140,6 +141,7 @@ class MeaningfulLoss(LanguageModelingLoss):
         check_numbers(self.weights, sample_k)
         if enabled:
             check_codebooks(self.reconstructions, weights or {}, kind)
+            warn_of_unused(self.reconstructions, huber_delta=huber_delta, hl_sigma=hl_sigma)
         check_something_to_learn(self.use_ce, self.weights)
         if (owner := vocab.modality_of(ignore_index)) is not None:
             raise ConfigError(

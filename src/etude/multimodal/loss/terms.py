@@ -108,6 +108,19 @@ def check_codebooks(
         logger.warning("no modality has a codebook: the meaningful loss is cross entropy alone")
 
 
+def warn_of_unused(reconstructions: Mapping[str, Reconstruction], *, huber_delta: float, hl_sigma: float) -> None:
+    """Warn of settings for a kind of loss that no modality has."""
+    kinds = {one.name for one in reconstructions.values()}
+    for setting, value, default, kind in (
+        ("huber_delta", huber_delta, HUBER_DELTA, "huber"),
+        ("hl_sigma", hl_sigma, HL_SIGMA, "hl_gauss"),
+    ):
+        if value != default and kind not in kinds:
+            logger.warning(
+                "%s is %s, but no modality has the kind %s: it changes nothing", setting, value, kind
+            )
+
+
 def check_output(predictions: HeadOutput | Tensor, vocab: VocabSpec) -> None:
     """Raise TrainingError if there are fewer logits than tokens. On a GPU a label beyond them would end the process."""
     if predictions.shape[-1] < vocab.vocab_size:
