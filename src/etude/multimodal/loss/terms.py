@@ -116,9 +116,7 @@ def warn_of_unused(reconstructions: Mapping[str, Reconstruction], *, huber_delta
         ("hl_sigma", hl_sigma, HL_SIGMA, "hl_gauss"),
     ):
         if value != default and kind not in kinds:
-            logger.warning(
-                "%s is %s, but no modality has the kind %s: it changes nothing", setting, value, kind
-            )
+            logger.warning("%s is %s, but no modality has the kind %s: it changes nothing", setting, value, kind)
 
 
 def check_output(predictions: HeadOutput | Tensor, vocab: VocabSpec) -> None:
