@@ -22,13 +22,14 @@ from benchmarks.table import (
     read_options,
     take_device,
 )
+from etude.engine.callback import CallbackList
 from etude.engine.precision import Precision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import BinaryLoss, ClassificationLoss, LanguageModelingLoss, MultiLabelLoss
 from etude.models import CausalTransformerLM
 from etude.multitask import MultiTask, MultiTaskModel, TaskSpec
-from etude.multitask.gradients import GradientLook
+from etude.multitask.gradients import TaskGradientWatcher
 from etude.multitask.heads import BinaryHead, LanguageModelHead, SequenceClassifier, TokenClassifier
 from etude.multitask.weighting import (
     FAMO,
@@ -102,6 +103,13 @@ def make_task(weighting: Weighting | None) -> MultiTask:
     return MultiTask(specs, weighting)
 
 
+class Watcher(TaskGradientWatcher):
+    """Looks at the gradients of every step."""
+
+    def wants_task_gradients(self, step: int) -> bool:
+        return True
+
+
 def etude_step(
     name: str, batch: BatchDict, device: torch.device, width: int, *, looking: bool
 ) -> Callable[[], object]:
@@ -110,8 +118,7 @@ def etude_step(
     updater = Updater(AdamW(model.parameter_groups(), lr=1e-4), clip_norm=1.0, precision=precision)
     step = Step(model, task, updater, precision)
     if looking:
-        step.task_watchers = [(lambda _: True, lambda found: found.products)]
-        assert isinstance(step._looks(), GradientLook)
+        step.objective.connect(CallbackList([Watcher()]))
     return lambda: step([batch])
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     )
     from etude.checkpoint import CheckpointManager
     from etude.config import register
-    from etude.core import Batch, Clock, Control, DataBatch, EtudeError, LossTerm, StepReport
+    from etude.core import Batch, Clock, Control, DataBatch, EtudeError, LossTerm, StepReport, Task
     from etude.core.random import set_seed
     from etude.data import (
         BatchSampler,
@@ -112,6 +112,7 @@ __all__ = [
     "ScalarTokenizer",
     "SegmentationLoss",
     "StepReport",
+    "Task",
     "TextClassificationLoss",
     "TokenBlocks",
     "Trainer",

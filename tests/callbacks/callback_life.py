@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from etude.core import Clock, StepReport
-from etude.engine.callback import Callback, CallbackList, Gradients, RunInfo, TaskGradients
+from etude.engine.callback import Callback, CallbackList, Gradients, RunInfo
 from etude.engine.precision import Precision
+from etude.multitask.gradients import TaskGradients, TaskGradientWatcher
 
 STEPS = 4
 """Steps per epoch; a log point after every second one."""
@@ -19,7 +20,7 @@ STEPS = 4
 
 def report(lr: float = 0.1) -> StepReport:
     one = torch.ones(())
-    return StepReport({"loss": one}, {"loss": 1.0}, norm=one, divisor=1.0, skipped=one * 0, lr=lr, num_samples=8)
+    return StepReport({"loss": one}, {"loss": 1.0}, norm=one, divisor=1.0, skipped=one * 0, lr=lr)
 
 
 def task_gradients(step: int) -> TaskGradients:
@@ -93,7 +94,7 @@ class Life:
             torch.manual_seed(self.clock.step)
             self.model(torch.randn(8, 3)).sum().backward()  # a gradient that the weights have no part in
             for callback in callbacks:
-                if callback.wants_task_gradients(self.clock.step):
+                if isinstance(callback, TaskGradientWatcher) and callback.wants_task_gradients(self.clock.step):
                     callback.on_task_gradients(task_gradients(self.clock.step))
             callbacks.on_gradients(Gradients(self.model, list(self.model.parameters()), 8.0, Precision("fp32")))
             self.optimizer.zero_grad()  # the weights are set below, by epoch

@@ -12,8 +12,8 @@ from hypothesis.extra import numpy as arrays
 
 from etude.callbacks import Callback, CallbackList
 from etude.core import ConfigError
-from etude.engine.callback import TaskGradients
 from etude.multitask import TaskGradientMonitor, TaskGradientReport
+from etude.multitask.gradients import TaskGradients
 
 NAMES = ("quality", "code", "security", "annotation")
 

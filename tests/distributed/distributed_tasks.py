@@ -5,13 +5,13 @@ import os
 import torch
 from torch import nn
 
-from etude import Callback, DataLoader, Trainer
+from etude import DataLoader, Trainer
 from etude.config.registry import lookup
 from etude.data import StreamLoader, TensorData
 from etude.distributed import World, leave_world
 from etude.losses import ClassificationLoss, MultiLabelLoss
 from etude.metrics import F1
-from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
+from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskGradientWatcher, TaskSpec
 
 TASKS = ("kind", "flags", "size")
 
@@ -53,7 +53,7 @@ def loader(kind):
     return StreamLoader(streams, 6, weights={"a": 5, "b": 1}, draw="together", epoch_samples=24)  # one sample of b
 
 
-class Looks(Callback):
+class Looks(TaskGradientWatcher):
     def __init__(self):
         super().__init__()
         self.found = []

@@ -119,9 +119,9 @@ def test_alone_a_step_does_nothing_for_others(monkeypatch):
     task = SupervisedTask()
     updater = Updater(torch.optim.SGD(model.parameters(), lr=0.1))
     step = Step(model, task, updater, Precision("fp32"), world=World())
-    assert step.task is task
+    assert step.objective.task is task
     for name in ("check_gradients", "local_gradients", "_on_device"):
-        monkeypatch.setattr(f"etude.engine.step.{name}", None)
+        monkeypatch.setattr(f"etude.engine.objective.{name}", None)
     for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
         monkeypatch.setattr(torch.distributed, name, None)
     step([(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))])

@@ -33,8 +33,12 @@ from etude import Callback
 from etude.core import ConfigError, TrainingError
 from etude.core.batch import JointBatch
 from etude.core.buffers import BufferGuard
+from etude.distributed import World
+from etude.engine.callback import CallbackList
+from etude.engine.objective import ObjectiveParts
 from etude.engine.precision import Precision
-from etude.multitask.balance import make_balance
+from etude.multitask.gradients import TaskGradientWatcher
+from etude.multitask.rules import make_objective
 from etude.multitask.weighting import FAMO, GradNorm, UncertaintyWeighting
 from etude.optim import AdamW
 
@@ -53,7 +57,9 @@ def test_every_weighting_equals_the_loop_by_hand(name, micro):
                 loss, rel=1e-10
             )
         if place in (6, 12, 18):  # the ends of epochs
-            step.end_epoch({f"{task}/loss": loss for task, loss in expected.items()} | {"kind/accuracy": 0.5})
+            step.objective.end_epoch(
+                {f"{task}/loss": loss for task, loss in expected.items()} | {"kind/accuracy": 0.5}
+            )
             plain.epochs.append(dict(expected))
     assert_same(step.model, plain.model)
     numbers = {"gradnorm": "weights", "famo": "logits"}.get(name)
@@ -191,7 +197,10 @@ def test_a_weighting_with_state_must_be_part_of_the_model():
 def test_a_model_must_tell_what_its_tasks_share():
     task, model = make_task(make_weighting("pcgrad")), nn.Linear(2, 2)
     with pytest.raises(TrainingError, match="Linear does not tell which parameters"):
-        make_balance(task, model, None, Precision("fp32"), list(model.parameters()), task)
+        make_objective(
+            task,
+            ObjectiveParts(model, list(model.parameters()), torch.device("cpu"), World(), Precision("fp32")),
+        )
 
 
 def test_batches_for_no_task_are_an_error_in_one_line():
@@ -204,10 +213,19 @@ def test_batches_for_no_task_are_an_error_in_one_line():
 # ------------------------------------------------------------------------------------------------ looking at gradients
 
 
+class Watcher(TaskGradientWatcher):
+    def __init__(self, wanted):
+        super().__init__()
+        self.wants_task_gradients, self.found = wanted, []
+
+    def on_task_gradients(self, gradients):
+        self.found.append(gradients)
+
+
 def look_at(step, wanted=lambda step: True):
-    found = []
-    step.task_watchers = [(wanted, found.append)]
-    return found
+    watcher = Watcher(wanted)
+    step.objective.connect(CallbackList([watcher]))
+    return watcher.found
 
 
 def products_by_hand(model, batches):

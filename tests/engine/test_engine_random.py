@@ -12,7 +12,7 @@ from etude.core.buffers import probing
 from etude.core.random import RunRandom, aside, rng_state, set_seed
 from etude.engine.callback import HOOKS, Callback, CallbackList
 
-STEP_HOOKS = {"on_step_begin", "on_gradients", "on_task_gradients", "on_step_end"}
+STEP_HOOKS = {"on_step_begin", "on_gradients", "on_step_end"}
 OTHER_HOOKS = sorted(set(HOOKS) - STEP_HOOKS)
 
 

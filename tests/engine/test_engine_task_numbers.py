@@ -18,31 +18,31 @@ from task_parts import (
 
 from etude.core import StepReport
 from etude.engine.evaluation import evaluate
-from etude.engine.ledger import Ledger
+from etude.engine.step_log import StepLog
 from etude.metrics import F1
 from etude.metrics import Precision as PrecisionMetric
 
 
 def test_means_of_terms_that_come_and_go():
     """Each over its own labels; a task without labels in a window has no key in it, and none is NaN."""
-    ledger = Ledger()
+    log = StepLog()
 
     def add(**pairs):
         sums = {f"{task}/loss": torch.tensor(total) for task, (total, _) in pairs.items()}
         counts = {f"{task}/loss": torch.tensor(count) for task, (_, count) in pairs.items()}
-        ledger.add(StepReport(sums, counts, torch.tensor(1.0), 1.0, torch.tensor(0.0), 0.1, 4))
+        log.add(StepReport(sums, counts, torch.tensor(1.0), 1.0, torch.tensor(0.0), 0.1, set(sums)))
 
     add(a=(6.0, 3.0))
     add(b=(4.0, 1.0), c=(0.0, 0.0))
     add(a=(2.0, 1.0), b=(2.0, 2.0))
-    means = ledger.take_window().means()
+    means = log.take_window().means()
     assert means == {"a/loss": 2.0, "b/loss": 2.0}
     add(c=(5.0, 2.0))
-    assert ledger.take_window().means() == {"c/loss": 2.5}
+    assert log.take_window().means() == {"c/loss": 2.5}
     add(a=(NAN, 3.0))
-    bad = ledger.take_window().means()
+    bad = log.take_window().means()
     assert bad["a/loss"] != bad["a/loss"]  # labels were there, and the loss was not finite: that is to be seen
-    assert ledger.take_epoch().means() == {"a/loss": 2.0, "b/loss": 2.0, "c/loss": 2.5}
+    assert log.take_epoch().means() == {"a/loss": 2.0, "b/loss": 2.0, "c/loss": 2.5}
 
 
 class Batches(list):

@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from etude import Callback, Trainer
+from etude import Trainer
 from etude.config.registry import lookup
 from etude.core import TrainingError
 from etude.data import StreamLoader, TensorData
 from etude.losses import ClassificationLoss
-from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
+from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskGradientWatcher, TaskSpec
 from etude.multitask.curriculum import Phase, Ramp
 
 TASKS = ("kind", "size")
 
 
-class Diary(Callback):
+class Diary(TaskGradientWatcher):
     """Asks for the tasks' gradients at every step, and keeps the head of the second task."""
 
     def __init__(self, model):

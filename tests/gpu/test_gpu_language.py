@@ -6,6 +6,7 @@ from torch import nn
 
 from etude import Callback, Trainer
 from etude.engine.flops import ForwardFlops
+from etude.engine.meter import Meter
 from etude.engine.peak import _measured, listed_flops
 from etude.engine.precision import Precision
 from etude.engine.step import Step
@@ -41,17 +42,19 @@ def test_a_step_with_padding_never_waits():
     model = Model(width=64, layers=1).cuda()
     precision = Precision("bf16", torch.device("cuda"))
     updater = Updater(AdamW(model.parameters(), lr=1e-3), clip_norm=1.0, precision=precision)
-    flops = ForwardFlops(model)
-    step = Step(model, SupervisedTask(LanguageModelingLoss()), updater, precision, metrics=True, flops=flops)
+    task = SupervisedTask(LanguageModelingLoss())
+    step, meter = Step(model, task, updater, precision, metrics=True), Meter(task, ForwardFlops(model))
     batches = [batch(4, 32), batch(4, 48)]
     step(batches)
+    meter(batches)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        report = step(batches)
+        step(batches)
+        amounts = meter(batches)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert report.num_tokens == sum(int(one["attention_mask"].sum()) for one in batches)
-    assert report.forward_flops > 0
+    assert amounts.tokens == sum(int(one["attention_mask"].sum()) for one in batches)
+    assert amounts.forward_flops > 0
 
 
 def test_flops_are_the_same_as_on_the_cpu():

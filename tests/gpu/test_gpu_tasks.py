@@ -9,6 +9,7 @@ from torch import nn
 from etude import Callback, Trainer
 from etude.config.registry import lookup
 from etude.core.batch import JointBatch
+from etude.engine.callback import CallbackList
 from etude.engine.precision import Precision
 from etude.engine.step import Step
 from etude.engine.update import Updater
@@ -23,6 +24,7 @@ from etude.multitask import (
     TaskSpec,
     TokenClassifier,
 )
+from etude.multitask.gradients import TaskGradientWatcher
 from etude.optim import AdamW
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
@@ -82,6 +84,18 @@ def make_step(model, task, precision, lr=1e-3):
     return Step(model, task, updater, chosen, metrics=True)
 
 
+class EverySecond(TaskGradientWatcher):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def wants_task_gradients(self, step):
+        return step % 2 == 0
+
+    def on_task_gradients(self, gradients):
+        self.found.append(gradients)
+
+
 @pytest.mark.parametrize("name", WEIGHTINGS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("num_micro", [1, 3])
@@ -89,8 +103,8 @@ def test_a_step_of_several_tasks_never_waits(no_waiting, name, precision, num_mi
     model = make_model(name).cuda()
     task = make_task(model.weighting)
     step = make_step(model, task, precision)
-    looks = []
-    step.task_watchers = [(lambda step: step % 2 == 0, looks.append)]
+    watcher = EverySecond()
+    step.objective.connect(CallbackList([watcher]))
     batches = [make_batch(seed) for seed in range(num_micro)]
     batches[0]["tags"].fill_(-100)  # a task without labels
     while float(step(batches).skipped):  # up to the first update that counts, the step may look
@@ -100,7 +114,7 @@ def test_a_step_of_several_tasks_never_waits(no_waiting, name, precision, num_mi
         step.clock.step = place
         report = step(batches)
     no_waiting(False)
-    assert len(looks) >= 2
+    assert len(watcher.found) >= 2
     assert float(report.skipped) == 0
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from etude.core import DataBatch, Task
 from etude.core.errors import DataError
-from etude.core.terms import CountsAhead
 from etude.losses import ClassificationLoss, LanguageModelingLoss, SupervisedTask
 
 
@@ -28,7 +27,6 @@ def classifier():
 def test_it_is_a_task_that_counts_ahead():
     task = SupervisedTask()
     assert isinstance(task, Task)
-    assert isinstance(task, CountsAhead)
     batch = (torch.zeros(5, 6), torch.zeros(5, dtype=torch.long))
     assert task.counts(batch) is None
     task(classifier(), batch, metrics=False)

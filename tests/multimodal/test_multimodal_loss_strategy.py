@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from etude.core import ConfigError, DataError, HeadOutput, TrainingError
-from etude.core.terms import derive
 from etude.losses import LanguageModelingLoss, SupervisedTask
 from etude.losses.functional import mean_of
 from etude.losses.fused_head import FusedHead
@@ -315,7 +314,7 @@ def test_training_draws_k_positions_of_each_modality(monkeypatch):
 def test_derived_numbers():
     loss = MeaningfulLoss(VOCAB, BOOKS, weights={"image": 0.5}, weight=0.25, kind={"image": "huber", "scalar": "mse"})
     means = {"loss_ce": 2.0, "accuracy": 0.5, "loss_img": 3.0, "mse_img": 4.0, "loss_sca": 8.0}
-    assert derive(SupervisedTask(loss), means) == {
+    assert SupervisedTask(loss).summary(means) == {
         **means,
         "loss": 5.5,
         "loss_total": 5.5,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import etude.callbacks
+import etude.multitask
 from etude import (
     BasicTrainingLoop,
     CSVLogger,
@@ -232,7 +233,8 @@ REFUSED = {
 
 
 def test_all_callbacks_of_the_package_are_here():
-    found = {getattr(etude.callbacks, name) for name in etude.callbacks.__all__}
+    rooms = (etude.callbacks, etude.multitask)
+    found = {getattr(room, name) for room in rooms for name in room.__all__}
     kinds = {one for one in found if isinstance(one, type) and issubclass(one, Callback) and one is not Callback}
     assert kinds | {CurriculumCallback, TaskGradientMonitor} == set(CALLBACKS)
 

@@ -21,7 +21,7 @@ class Watch(Callback):
 
     def on_step_end(self, report):
         self.rates.append(report.lr)
-        self.norms.append(report.num_samples)
+        self.norms.append(float(report.counts["loss"]))
 
     def on_log(self, record):
         self.logged.append(record)

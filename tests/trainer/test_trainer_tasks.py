@@ -9,11 +9,10 @@ from torch import nn
 
 from etude import DataLoader, Trainer
 from etude.core import DataError, TrainingError
-from etude.core.terms import in_order
 from etude.data import StreamLoader
 from etude.engine.callback import Callback
 from etude.metrics import F1, Accuracy, ConfusionMatrix
-from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
+from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskGradientWatcher, TaskSpec
 from etude.multitask.weighting import DynamicWeightAverage, PCGrad
 
 TASKS = ("zeta", "alpha", "mid")
@@ -42,7 +41,7 @@ class Epochs(Callback):
         self.logs.append(dict(logs))
 
 
-class Looks(Callback):
+class Looks(TaskGradientWatcher):
     """Asks for the tasks' gradients at every third step."""
 
     def __init__(self):
@@ -162,7 +161,7 @@ def test_numbers_come_in_the_order_of_the_tasks():
     numbers = [name for name in trainer.evaluate() if name.endswith("/loss")]
     assert numbers == [f"{name}/loss" for name in TASKS]
     backwards = {"mid/loss": 1.0, "alpha/loss": 2.0, "loss": 3.0, "zeta/f1": 4.0, "zeta/loss": 5.0}
-    assert list(in_order(task, backwards)) == ["loss", "zeta/f1", "zeta/loss", "alpha/loss", "mid/loss"]
+    assert list(task.ordered(backwards)) == ["loss", "zeta/f1", "zeta/loss", "alpha/loss", "mid/loss"]
 
 
 def test_the_trial_of_the_first_batches_warns_of_no_task_that_comes_later(caplog):

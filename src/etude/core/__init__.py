@@ -14,7 +14,8 @@ from etude.core.errors import (
 from etude.core.head import HeadOutput
 from etude.core.loader import BatchIterator, Loader
 from etude.core.report import StepReport
-from etude.core.terms import LossTerm, Task, Terms
+from etude.core.task import Task
+from etude.core.terms import LossTerm, Terms
 
 __all__ = [
     "Batch",

@@ -13,8 +13,6 @@ class Control:
     """Write a checkpoint after this step."""
     validate: bool = False
     """Run validation after this step."""
-    reload: bool = False
-    """Ask the loader for the batches from here on again, before the next step: which ones come next has changed."""
     reason: str = ""
     """Why `stop` was set, in words for people."""
     interrupted: bool = False

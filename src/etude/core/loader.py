@@ -49,8 +49,11 @@ class ChoosesStreams(Protocol):
         weights: Mapping[str, float] | None = None,
         sequence_length: int | None = None,
         only: Set[str] | None = None,
+        position: int | None = None,
     ) -> bool:
-        """Set what the next `iterate` reads; return whether that is something else than before.
+        """Set what is read from sample `position` of the epoch under way on, without one from the next `iterate` on.
+
+        Returns whether that is something else than before. The iterator of the epoch then stands at the position.
 
         None stands for what the loader was made with: its proportions, its sequence length, all its streams.
         """

@@ -1,5 +1,6 @@
 """What one optimizer step leaves behind, still on the device: nothing here has been waited for."""
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,12 +22,8 @@ class StepReport:
     """1.0 if the update was not finite and was skipped on the device, else 0.0."""
     lr: float
     """Learning rate of the first parameter group in this step."""
-    num_samples: int
-    """Samples on this rank."""
-    num_tokens: Tensor | float = 0.0
-    """Tokens on this rank, padding left out; 0 where batches have none."""
-    forward_flops: float = 0.0
-    """FLOPs of this rank's forward passes, as far as they are counted: for batches of tokens."""
+    optional: Set[str] = frozenset()
+    """Terms that have no number where nothing was counted."""
 
     @property
     def grad_norm(self) -> Tensor:

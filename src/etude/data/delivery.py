@@ -16,11 +16,12 @@ from etude.data.prefetch import prefetch_stream
 class EpochIterator:
     """The batches of one epoch; `position` counts the samples handed out so far over all ranks."""
 
-    __slots__ = ("_close", "_items", "position")
+    __slots__ = ("__weakref__", "_close", "_items", "is_closed", "position")
 
     def __init__(self, items: Iterator[tuple[int, Batch]], position: int, close: Callable[[], None]) -> None:
         self._items, self._close = items, close
         self.position = position
+        self.is_closed = False
 
     def __iter__(self) -> "EpochIterator":
         return self
@@ -33,6 +34,12 @@ class EpochIterator:
         """Stop any prefetching; the iterator is then at its end. Safe to call twice."""
         self._close()
         self._items = iter(())
+        self.is_closed = True
+
+    def go_on_as(self, other: "EpochIterator") -> None:
+        """Hand out the batches of another iterator from here on, from its position."""
+        self._close()
+        self._items, self._close, self.position = other._items, other._close, other.position
 
 
 def deliver(

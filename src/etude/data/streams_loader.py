@@ -1,6 +1,7 @@
 """The loader over named streams: batches of one of them or of all, in proportions that can change between epochs."""
 
 import copy
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -92,6 +93,8 @@ class StreamLoader:
         self._streams = {name: Stream.of(name, part, seed) for name, part in self.data.parts.items()}
         self._sizes = {name: stream.order(shuffle=shuffle).size for name, stream in self._streams.items()}
         self._cut: dict[tuple[str, int], Stream] = {}
+        self._under_way: weakref.ref[EpochIterator] | None = None
+        self._epoch_under_way = 0
         self._set_rank(rank, world_size)
         samples = self.data.epoch_samples or sum(self._sizes.values())
         self._training_batches = max(1, samples // batch_size if drop_last else -(-samples // batch_size))
@@ -126,12 +129,14 @@ class StreamLoader:
         weights: Mapping[str, float] | None = None,
         sequence_length: int | None = None,
         only: Collection[str] | None = None,
+        position: int | None = None,
     ) -> bool:
-        """Change what is read from the next `iterate` on; return whether anything changed.
+        """Change what is read; return whether anything changed.
 
         weights: proportions in training; streams left out are not read. Without, those the loader was made with.
         sequence_length: tokens of a sample, at most those of the data section; without, each stream's own.
         only: the streams that are read; the proportions among them stay.
+        position: where the epoch under way goes on with it; without, it holds from the next `iterate` on.
 
         The order depends on what is chosen alone, not on what was before. Raises DataError for streams there are
         not, a length that does not fit, and if nothing would be left to train on; then nothing changes.
@@ -141,6 +146,9 @@ class StreamLoader:
             return False
         self._plan, self._readers = self._planned(mixture)
         self.mixture = mixture
+        batches = None if position is None or self._under_way is None else self._under_way()
+        if batches is not None and position is not None and not batches.is_closed:
+            batches.go_on_as(self._open(self._epoch_under_way, position))
         return True
 
     def _mixed(
@@ -203,6 +211,11 @@ class StreamLoader:
 
     def iterate(self, epoch: int, position: int = 0) -> EpochIterator:
         """Return the batches of `epoch` from sample `position` on."""
+        batches = self._open(epoch, position)
+        self._under_way, self._epoch_under_way = weakref.ref(batches), epoch
+        return batches
+
+    def _open(self, epoch: int, position: int) -> EpochIterator:
         plan, readers = self._plan, self._readers
         if not 0 <= position <= plan.epoch_samples:
             raise DataError(

@@ -1,19 +1,18 @@
 """A task as one of several ranks runs it: all ranks have the same terms, and one may have no samples."""
 
 import json
-from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
-from etude.core.batch import Batch, JointBatch, map_tensors
+from etude.core.batch import Batch, map_tensors
 from etude.core.errors import TrainingError
-from etude.core.terms import Derives, LossTerm, SeveralTasks, Task, Terms
+from etude.core.task import Task
+from etude.core.terms import LossTerm, Terms
 from etude.distributed.parallel import idle_output
 from etude.distributed.world import World
 
 
-class RankTask:
+class RankTask(Task):
     """Runs a task on this rank's share of a batch.
 
     The last batch of an epoch may leave a rank without samples. It takes part in the step with sums and counts of 0,
@@ -23,14 +22,11 @@ class RankTask:
     def __init__(self, task: Task, world: World) -> None:
         self.task = task
         self.world = world
-        self._many = task if isinstance(task, SeveralTasks) else None
         self._weighted: dict[str, bool] = {}
         """Names of all terms, in the order of every rank, and whether each has a weight."""
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
         """Return the terms of this rank's samples; raise TrainingError if they are others than before."""
-        if self._many is not None:
-            return self._terms_of(self._many, model, batch, metrics=metrics)
         idle = is_empty(batch)
         # Either way through the model first: the ranks meet there too, and must meet in the same order.
         zero = idle_output(model) if idle else None
@@ -49,27 +45,8 @@ class RankTask:
             )
         return {name: terms[name] for name in self._weighted}
 
-    def _terms_of(self, task: SeveralTasks, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
-        """Return the terms of several tasks, which know them from the batch, be it empty."""
-        names = task.weighted_terms(batch)
-        if is_empty(batch):
-            zero = idle_output(model)
-            return {name: LossTerm(zero, 0.0) for name in names}
-        if not isinstance(batch, JointBatch) or not any(is_empty(part) for part in batch):
-            return self.task(model, batch, metrics=metrics)
-        # This rank has samples of some of the streams only; few models take an empty batch.
-        there = JointBatch([part for part in batch if not is_empty(part)])
-        terms = self.task(model, there, metrics=metrics)
-        nothing = torch.zeros((), device=next(model.parameters()).device)
-        found = {name: terms.get(name, LossTerm(nothing, 0.0)) for name in names}
-        return found | {name: term for name, term in terms.items() if name not in found}
-
-    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the numbers that the task itself derives."""
-        return self.task.derived(means) if isinstance(self.task, Derives) else {}
-
     def _agree(self, terms: Terms) -> dict[str, bool]:
-        mine = {name: isinstance(term.weight, Tensor) or term.weight != 0 for name, term in terms.items()}
+        mine = {name: term.is_weighted for name, term in terms.items()}
         agreed: dict[str, bool] = {}
         for text in self.world.gather_text(json.dumps(mine)):
             for name, weighted in json.loads(text).items():

@@ -7,8 +7,7 @@ A run calls the hooks in this order; within a hook, callbacks run in the order i
     for each epoch:
         on_epoch_begin(epoch)
         for each step:
-            on_step_begin(step)                     # its batches are there; `control.reload` asks for others
-            on_task_gradients(gradients)            # if a callback's `wants_task_gradients` says so
+            on_step_begin(step)                     # its batches are there
             on_gradients(gradients)                 # between the backward pass and the update
             on_step_end(report)                     # nothing has been read from the device yet
             numbers() · on_log(record)              # every `log_interval` steps: plain numbers
@@ -108,20 +107,8 @@ class Gradients:
         return self.precision.scaler is not None
 
 
-@dataclass(slots=True)
-class TaskGradients:
-    """How the gradients of the tasks lie to each other in one step, on the parameters that tasks share."""
-
-    tasks: tuple[str, ...]
-    """Those that took part in this step, in order."""
-    products: Tensor
-    """(tasks, tasks), float32 on the device: inner products of the gradients of the unweighted mean losses, over all
-    micro-batches and ranks, unscaled."""
-    step: int
-
-
 class Callback:
-    """Base class: override the hooks you need. Set `self.control.stop`, `.save`, `.validate`, `.reload` to steer."""
+    """Base class: override the hooks you need. Set `self.control.stop`, `.save`, `.validate` to steer."""
 
     control: Control
     shows_notices = False
@@ -145,13 +132,6 @@ class Callback:
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Called before the first step of an epoch, and again when a run resumes inside one."""
-
-    def wants_task_gradients(self, step: int) -> bool:  # noqa: ARG002
-        """Return whether this step is to tell the gradients of each task; asked only if the next hook is overridden."""
-        return False
-
-    def on_task_gradients(self, gradients: TaskGradients) -> None:
-        """Called in the steps in which they were wanted; reading the products waits for the device."""
 
     def on_step_begin(self, step: int) -> None:
         """Called before every optimizer step with the number of steps taken so far."""
@@ -289,13 +269,6 @@ class CallbackList:
     def owners(self, name: str) -> set[int]:
         """Return the identities of the callbacks that override a hook."""
         return {id(one) for one in self._callbacks if getattr(one, name) in self._hooks[name]}
-
-    def task_watchers(self) -> list[tuple[Callable[[int], bool], Callable[[TaskGradients], None]]]:
-        """Return, for callbacks that look at the tasks' gradients, when they want to and what they do."""
-        lookers = [
-            callback for callback in self._callbacks if callback.on_task_gradients in self.hooks("on_task_gradients")
-        ]
-        return [(callback.wants_task_gradients, callback.on_task_gradients) for callback in lookers]
 
     def bind(self, parts: RunParts) -> None:
         """Hand the parts of a run to every callback; raise ConfigError if one could not act in this run."""

@@ -1,8 +1,8 @@
 """Updates that were not finite: a warning for each epoch that had some, an error when nothing can be learned."""
 
 from etude.core import TrainingError
-from etude.engine.ledger import Ledger, Tally
 from etude.engine.step import Step
+from etude.engine.step_log import StepLog, Tally
 
 REMEDIES = "To go on, lower the learning rate, clip by training.gradient_clip_norm, or look for NaN in the data"
 FINDER = "the callback find_nonfinite names the samples and the first layer"
@@ -11,17 +11,17 @@ USUAL_SHARE = 0.1
 
 
 class FiniteCheck:
-    """Judges the skipped updates of a run at the moments when its ledger has been read."""
+    """Judges the skipped updates of a run at the moments when its step log has been read."""
 
-    def __init__(self, ledger: Ledger, step: Step, max_skipped_steps: int) -> None:
-        self._ledger = ledger
+    def __init__(self, log: StepLog, step: Step, max_skipped_steps: int) -> None:
+        self._log = log
         self._step = step
         self._is_scaled = step.precision.scaler is not None
         self._limit = max_skipped_steps
 
     def streak(self, step: int) -> None:
         """Raise TrainingError after too many updates in a row that were not finite."""
-        if (streak := self._ledger.bad_streak) >= self._limit:
+        if (streak := self._log.bad_streak) >= self._limit:
             raise TrainingError(
                 f"the loss or its gradients were not finite in the last {streak} steps, up to step {step}; "
                 f"{self._weights()}. {REMEDIES}; {FINDER} (training.max_skipped_steps={self._limit})"
@@ -47,7 +47,7 @@ class FiniteCheck:
 
     def run(self, steps: int) -> None:
         """Raise TrainingError at the end of a run of which no update was finite."""
-        if steps and self._ledger.bad_streak >= steps:
+        if steps and self._log.bad_streak >= steps:
             self._raise("nothing was learned", f"the {steps} steps of the run")
 
     def _raise(self, what: str, where: str) -> None:

@@ -9,8 +9,9 @@ from etude.core import Batch, Control, DataError, Loader
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import CallbackList
 from etude.engine.finite import FiniteCheck
+from etude.engine.flops import ForwardFlops
 from etude.engine.interrupt import OTHER_PROCESS, Interrupted, Interrupts, StopPoll
-from etude.engine.numbers import Numbers
+from etude.engine.meter import Meter
 from etude.engine.saving import Saver
 from etude.engine.schedule import LearningRate
 from etude.engine.state import TrainState
@@ -51,13 +52,14 @@ class Loop:
         validate: Callable[[], dict[str, float]] | None = None,
         saver: Saver | None = None,
         interrupts: Interrupts | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self.state = state
         self.clock = state.clock
-        self.ledger = state.ledger
-        self.numbers = Numbers(step, state.ledger)
-        self.finite = FiniteCheck(state.ledger, step, plan.max_skipped_steps)
+        self.log = state.log
+        self.finite = FiniteCheck(state.log, step, plan.max_skipped_steps)
         self.step = step
+        self.meter = meter if meter is not None else Meter(step.task, ForwardFlops(step.model, step.task.outputs))
         self.loader = loader
         self.plan = plan
         self.learning_rate = learning_rate
@@ -67,8 +69,7 @@ class Loop:
         self.control: Control = self.callbacks.control
         step.clock = state.clock
         step.watchers = self.callbacks.hooks("on_gradients")
-        step.task_watchers = self.callbacks.task_watchers()
-        step.set_notice(self.callbacks.on_notice)
+        step.objective.connect(self.callbacks)
         self.validate = validate
         self.saver = saver
         self.interrupts = interrupts if interrupts is not None else Interrupts()
@@ -88,9 +89,9 @@ class Loop:
         while not self._finished():
             self._run_epoch()
         if self.clock.position and not self.control.stop:  # max_steps ended the run inside an epoch
-            self.ledger.flush()
-            self._warn(self.finite.epoch(self.ledger.epoch, self.clock.epoch + 1))
-            logs = self.numbers.of(self.ledger.epoch) | self._validate()
+            self.log.flush()
+            self._warn(self.finite.epoch(self.log.epoch, self.clock.epoch + 1))
+            logs = self.log.numbers(self.log.epoch, self.step) | self._validate()
             if not self._cut_off:
                 self._set_logs(logs)
         if not self.control.stop:
@@ -104,39 +105,37 @@ class Loop:
             self._validate_and_save()
             if self._cut_off:
                 return
-        while self._run_batches():
-            pass  # other batches were asked for: the epoch goes on from the same position with those
+        self._run_steps()
+        if not self._finished():
+            self._end_epoch()
 
-    def _run_batches(self) -> bool:
-        """Take the steps that are left of the epoch and end it; True if it is to go on with other batches."""
+    def _run_steps(self) -> None:
+        """Take the steps that are left of the epoch."""
         clock, control = self.clock, self.control
-        control.reload = False
         on_step_begin, on_step_end = (self.callbacks.hooks(name) for name in ("on_step_begin", "on_step_end"))
         batches = self.loader.iterate(clock.epoch, clock.position)
-        self.ledger.restart_timer()
+        self.log.restart_timer()
         due = self._next_due()
         try:
             for micro_batches in self._timed(self.accumulator.group(batches, clock.epoch)):
+                end = batches.position
                 for before in on_step_begin:
                     before(clock.step)
-                if control.reload:
-                    self.ledger.flush()  # the steps so far with their time, which is measured again from here
-                    return True
+                if batches.position != end:  # a hook made the loader go back, to read something else from here on
+                    continue
                 self.learning_rate.set(clock.step)
                 report = self.step(micro_batches)
                 clock.step += 1
-                self.ledger.add(report, clock.step, clock.position, batches.position)
-                clock.samples += batches.position - clock.position
-                clock.position = batches.position
+                self.log.add(report, self.meter(micro_batches), clock.step, clock.position, end)
+                clock.samples += end - clock.position
+                clock.position = end
                 for hook in on_step_end:
                     hook(report)
                 if clock.step >= due or control.stop or control.save or control.validate or self.interrupts.requested:
                     self._between_steps()
                     due = self._next_due()
                     if self._finished():
-                        return False
-            self._end_epoch()
-            return False
+                        return
         finally:
             batches.close()
 
@@ -144,16 +143,20 @@ class Loop:
         clock, plan, epoch = self.clock, self.plan, self.clock.epoch
         if clock.position == 0:
             raise DataError("the training loader gave no batch: its data is empty, or drop_last dropped all of it")
-        tally = self.ledger.take_epoch()
+        tally = self.log.take_epoch()
         self.finite.streak(clock.step)
         self._warn(self.finite.epoch(tally, epoch + 1))
         due = _every(plan.validate_interval, epoch + 1) or epoch + 1 == plan.epochs
         validation = self._validate() if due else {}
         if self._cut_off:
-            self.ledger.epoch = tally  # nothing of the epoch's end has happened yet: a resumed run does it all
+            self.log.epoch = tally  # nothing of the epoch's end has happened yet: a resumed run does it all
             return
-        self.step.end_epoch(tally.means())
-        logs = self.numbers.of(tally) | {"lr": self.step.updater.lr, "epoch_s": tally.seconds} | self._phase()
+        self.step.objective.end_epoch(tally.means())
+        logs = (
+            self.log.numbers(tally, self.step)
+            | {"lr": self.step.updater.lr, "epoch_s": tally.seconds}
+            | self._phase()
+        )
         self._set_logs(logs | validation)
         self.callbacks.on_epoch_end(epoch, self.logs)
         clock.epoch, clock.position = epoch + 1, 0
@@ -163,7 +166,7 @@ class Loop:
     def _between_steps(self) -> None:
         plan, step = self.plan, self.clock.step
         if _every(plan.log_interval, step):
-            record = self.numbers.of(self.ledger.take_window())
+            record = self.log.numbers(self.log.take_window(), self.step)
             self.finite.streak(step)
             position = {"step": step, "epoch": self.clock.epoch, "samples": self.clock.samples, **self._phase()}
             self.callbacks.on_log({**position, **record, "lr": self.step.updater.lr, **self.callbacks.numbers()})
@@ -189,7 +192,7 @@ class Loop:
         if self.validate is None:
             return {}
         if self._validated_at != self.clock.step:  # once, even where an epoch or the run ends at such a step
-            self.ledger.flush()
+            self.log.flush()
             self.callbacks.on_validation_begin(self.clock.epoch)
             self.interrupts.may_cut_off = self._may_cut_off
             try:
@@ -206,11 +209,11 @@ class Loop:
             if not math.isfinite(self._val_logs.get("val_loss", 0.0)):
                 self._warn("the validation loss is not finite: look for NaN in the validation data or the weights")
             self._validated_at, self.clock.validation_due = self.clock.step, 0
-            self.ledger.restart_timer()
+            self.log.restart_timer()
         return self._val_logs
 
     def _warn(self, message: str) -> None:
-        if message and self.ledger.world.is_main:
+        if message and self.log.world.is_main:
             self.callbacks.on_notice(message, {"step": self.clock.step})
 
     def _save(self) -> None:
@@ -220,7 +223,7 @@ class Loop:
         metrics = self.logs if self._logs_at == self.clock.step else {}
         if (path := self.saver.save(metrics)) is not None:
             self.callbacks.on_checkpoint(path)
-        self.ledger.restart_timer()
+        self.log.restart_timer()
 
     def _set_logs(self, logs: dict[str, float]) -> None:
         self.logs, self._logs_at = logs, self.clock.step
@@ -252,7 +255,7 @@ class Loop:
         while True:
             start = time.perf_counter()
             group = next(groups, None)
-            self.ledger.add_wait(time.perf_counter() - start)
+            self.log.add_wait(time.perf_counter() - start)
             if group is None:
                 return
             yield group

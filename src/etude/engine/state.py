@@ -30,13 +30,12 @@ from etude.checkpoint import (
     remember_optimizer,
     unpack,
 )
-from etude.core import CheckpointError, Clock
+from etude.core import CheckpointError, Clock, Task
 from etude.core.random import RunRandom, aside, check_rng_state, mix
-from etude.core.terms import Decides
 from etude.distributed import World
 from etude.engine.callback import Callback, CallbackList
-from etude.engine.ledger import Ledger, Tally
 from etude.engine.precision import Precision
+from etude.engine.step_log import StepLog, Tally
 
 logger = logging.getLogger("etude")
 
@@ -57,7 +56,7 @@ STATE = record_of(
         "clock": dict[str, Any],
         "optimizer": dict[str, Any],
         "precision": dict[str, Any],
-        "ledger": dict[str, Any],
+        "ledger": dict[str, Any],  # the step log, under the name that checkpoints have always had
         "callbacks": dict[str, dict[str | int, Any]],
         "rng": Annotated[list[Tensor], MinLen(1)],
         "seed": int,
@@ -78,12 +77,12 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     precision: Precision
     clock: Clock
-    ledger: Ledger
+    log: StepLog
     callbacks: CallbackList
     world: World
     seed: int = 0
-    task: Any = None
-    """What it has decided by its first batches is kept, if it tells."""
+    task: Task = field(default_factory=Task)
+    """What it has decided by its first batches is kept."""
     random: RunRandom = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,11 +99,11 @@ class TrainState:
             "clock": self.clock.state_dict(),
             "optimizer": optimizer_state(self.optimizer, self.model),
             "precision": self.precision.state_dict(),
-            "ledger": self.ledger.state_dict(),
+            "ledger": self.log.state_dict(),
             "callbacks": self.callbacks.state_dict(),
             "rng": self.world.gather_bytes(_encode(self.random.state())),
             "seed": self.seed,
-            **({"loss": found} if (found := self._decisions()) else {}),
+            **({"loss": found} if (found := self.task.decisions()) else {}),
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -158,36 +157,31 @@ class TrainState:
         with errors_of(checkpoint.path):
             self.clock.load_state_dict(state["clock"])
             self.precision.load_state_dict(state["precision"])
-            self.ledger.load_state_dict(state["ledger"])
+            self.log.load_state_dict(state["ledger"])
         for key, callback in self.callbacks.by_key().items():
             if saved := state["callbacks"].get(key):
                 undo.add(_remember_callback(callback))
                 with errors_of(checkpoint.path, f"callbacks.{key}"):
                     callback.load_state_dict(saved)
-        if isinstance(self.task, Decides):
-            with errors_of(checkpoint.path, "loss"):
-                self.task.decide(state.get("loss", {}))
+        with errors_of(checkpoint.path, "loss"):
+            self.task.decide(state.get("loss", {}))
         if random is not None:
             self.random.load(random)
         else:  # begin new streams, the same at every resume
             self.random = RunRandom(mix(self.seed, self.clock.step, self.world.rank))
 
-    def _decisions(self) -> dict[str, Any]:
-        return self.task.decisions() if isinstance(self.task, Decides) else {}
-
     def _remember(self) -> Callable[[], object]:
         """Return what puts all but the model and the callbacks back as it is now."""
         optimizer, clock = remember_optimizer(self.optimizer), self.clock.state_dict()
-        precision, ledger = copied(self.precision.state_dict()), self.ledger.remember()
-        random, random_state, decisions = self.random, self.random.state(), self._decisions()
+        precision, log = copied(self.precision.state_dict()), self.log.remember()
+        random, random_state, decisions = self.random, self.random.state(), self.task.decisions()
 
         def put_back() -> None:
-            if isinstance(self.task, Decides):
-                self.task.decide(decisions)
+            self.task.decide(decisions)
             optimizer()
             self.clock.load_state_dict(clock)
             self.precision.load_state_dict(precision)
-            ledger()
+            log()
             self.random = random
             random.load(random_state)
 

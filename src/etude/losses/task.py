@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from etude.core.batch import Batch
 from etude.core.calling import ModelCall
 from etude.core.lookups import explain_lookup
+from etude.core.task import Task
 from etude.core.terms import Terms
 from etude.losses.inferred import as_strategy
 from etude.losses.strategies import LossStrategy
 from etude.losses.wrapped import LossFunction
 
 
-class SupervisedTask:
+class SupervisedTask(Task):
     """Turns a model and a batch of any form into the terms of a loss strategy.
 
     `loss` is anything `as_strategy` takes: a strategy, a torch loss, a function, or None to choose by shapes.

@@ -18,6 +18,7 @@ _HOME = {
         "TaskGradientMonitor",
         "TaskGradientReport",
     ),
+    "gradients": ("TaskGradientWatcher", "TaskGradients"),
     "heads": (
         "BinaryHead",
         "LanguageModelHead",

@@ -12,7 +12,8 @@ from annotated_types import Ge
 from etude.checkpoint import check_kind, record_of
 from etude.config.registry import register
 from etude.core import ConfigError
-from etude.engine.callback import Callback, Logs, RunInfo, RunParts, TaskGradients
+from etude.engine.callback import Logs, RunInfo, RunParts
+from etude.multitask.gradients import TaskGradients, TaskGradientWatcher
 from etude.multitask.task import MultiTask
 
 Pair = tuple[str, str]
@@ -136,7 +137,7 @@ class TaskGradientReport:
 
 
 @register("callback", "task_gradients")
-class TaskGradientMonitor(Callback):
+class TaskGradientMonitor(TaskGradientWatcher):
     """Tells for a run with several tasks how large the gradient of each task is, and which tasks are in conflict.
 
     It looks at the first step and then at every `every_steps`-th; in such a step the gradient of each task on the

@@ -1,6 +1,7 @@
 """Each task's own gradient of the parameters that tasks share."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Protocol, runtime_checkable
 
@@ -10,12 +11,36 @@ from torch import Tensor, nn
 from etude.core import Batch, Terms, TrainingError
 from etude.core.calling import unwrap
 from etude.distributed import World
-from etude.engine.callback import TaskGradients
+from etude.engine.callback import Callback
+from etude.engine.objective import ObjectiveParts
 from etude.engine.precision import Precision
 
 Counts = Mapping[str, Tensor | float]
 LOSS = "/loss"
 """How the terms of the tasks' losses end: `<task>/loss`."""
+
+
+@dataclass(slots=True)
+class TaskGradients:
+    """How the gradients of the tasks lie to each other in one step, on the parameters that tasks share."""
+
+    tasks: tuple[str, ...]
+    """Those that took part in this step, in order."""
+    products: Tensor
+    """(tasks, tasks), float32 on the device: inner products of the gradients of the unweighted mean losses, over all
+    micro-batches and ranks, unscaled."""
+    step: int
+
+
+class TaskGradientWatcher(Callback):
+    """A callback that looks at the gradients of the tasks in some of the steps."""
+
+    def wants_task_gradients(self, step: int) -> bool:
+        """Return whether it wants those of this step; asked before every step."""
+        return False
+
+    def on_task_gradients(self, gradients: TaskGradients) -> None:
+        """Called in the steps in which they were wanted; reading the products waits for the device."""
 
 
 @runtime_checkable
@@ -116,18 +141,18 @@ class TaskRows:
         return places, [found[place] for place in places]
 
 
-class GradientLook:
+class GradientProbe:
     """Each task's gradient of all shared parameters, for callbacks that ask for some of the steps."""
 
-    def __init__(self, tasks: Sequence[str], model: nn.Module, world: World, precision: Precision) -> None:
-        self._rows = TaskRows(tasks, shares(model).shared_parameters(), world, precision)
+    def __init__(self, tasks: Sequence[str], parts: ObjectiveParts) -> None:
+        self._rows = TaskRows(tasks, shares(parts.model).shared_parameters(), parts.world, parts.precision)
 
     def begin(self) -> None:
-        """Begin a step that is looked at."""
+        """Begin a step that is probed."""
         self._rows.begin()
 
     def add(self, terms: Terms, totals: Counts) -> None:
-        """Look at one micro-batch, before its backward pass, which this does not change."""
+        """Take the gradients of one micro-batch, before its backward pass, which this does not change."""
         self._rows.add(terms, totals)
 
     @property

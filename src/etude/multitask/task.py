@@ -3,7 +3,9 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +13,14 @@ from torch import Tensor, nn
 
 from etude.core.batch import STREAM, Batch, JointBatch
 from etude.core.errors import ConfigError, EtudeError, TrainingError
+from etude.core.loader import Loader
 from etude.core.lookups import explain_lookup
 from etude.core.spelling import suggest
+from etude.core.task import Task
 from etude.core.terms import LossTerm, Terms
+from etude.engine.objective import ObjectiveParts
 from etude.losses.outputs import head_of
+from etude.multitask.rules import make_objective
 from etude.multitask.spec import (
     Measure,
     Shown,
@@ -26,6 +32,7 @@ from etude.multitask.spec import (
     strategy_of,
     view_for,
 )
+from etude.multitask.training import check_streams_of, holds_same_keys, join_weighting, train_weighting, warn_of_steps
 from etude.multitask.weighting import StaticWeights, Weighting
 
 logger = logging.getLogger("etude")
@@ -33,7 +40,7 @@ logger = logging.getLogger("etude")
 LOSS, PENALTY, CAUSAL = "loss", "penalty", "causal"
 
 
-class MultiTask:
+class MultiTask(Task):
     """Trains several tasks on one `MultiTaskModel`: `Trainer(model, loader, task=MultiTask({...}))`.
 
     A batch is for the tasks that read its stream, or, where it has none, for those whose labels it has. The model runs
@@ -43,6 +50,8 @@ class MultiTask:
 
     `weighting` (None: the weights as they are) learns or adapts the weights; it must be the one of the model.
     """
+
+    uses_all_parameters = False  # a batch for some of the tasks leaves the heads of the others without gradients
 
     def __init__(self, tasks: Mapping[str, TaskSpec], weighting: Weighting | None = None) -> None:
         if not tasks:
@@ -135,7 +144,10 @@ class MultiTask:
                 loss.weight = coefficients[task]
                 if task in penalties and torch.is_grad_enabled():  # no part of what a validation measures
                     present = _any(loss.count)
-                    fresh[f"{task}/{PENALTY}"] = LossTerm(penalties[task] * present, present)
+                    # No number of a task: its mean would depend on how ranks share the labels.
+                    fresh[f"{task}/{PENALTY}"] = LossTerm(
+                        penalties[task] * present, present, reported=False, optional=True
+                    )
                 for name, term in fresh.items():
                     terms[name] = term if name not in terms else _added(terms[name], term)
         return terms
@@ -209,9 +221,11 @@ class MultiTask:
             found = shown.strategy.terms(output, view, metrics=metrics)
             if shown.spec.metrics and (self._measuring or id(shown.spec) not in self._tried):
                 self._measure(shown, output, view)
-        weighted = [name for name, term in found.items() if isinstance(term.weight, Tensor) or term.weight != 0]
+        weighted = [name for name, term in found.items() if term.is_weighted]
         if weighted != [LOSS]:
             raise _several_terms(task, weighted)
+        for term in found.values():
+            term.optional = True
         return {f"{task}/{name}": term for name, term in found.items()}
 
     def _measure(self, shown: Shown, output: Any, view: Batch) -> None:
@@ -245,6 +259,29 @@ class MultiTask:
                 name: shown for name, shown in self._shown.items() if learns_from(name, shown.spec, batch)
             }
         return self._plans[plan]
+
+    # ---------------------------------------------------------------------------------------- training
+
+    def objective(self, parts: ObjectiveParts) -> Any:
+        """Return the objective that the weighting needs."""
+        return make_objective(self, parts)
+
+    def join(self, model: nn.Module) -> None:
+        """Make the weighting part of the model, so that it is saved, moved and trained with it."""
+        if self.weighting is not None:
+            join_weighting(self.weighting, model)
+
+    def extend(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer train the parameters of the weighting, without weight decay."""
+        if self.weighting is not None:
+            train_weighting(self.weighting, optimizer)
+
+    def check_loader(self, loader: Loader | None, accumulation_steps: int) -> None:
+        """Raise TrainingError for labels that no stream has; warn if tasks that are compared never share a step."""
+        self.alike = holds_same_keys(loader)
+        check_streams_of(self.tasks, loader)
+        if self.weighting is not None:
+            warn_of_steps(self.weighting, loader, accumulation_steps)
 
     # ---------------------------------------------------------------------------------------- resuming
 
@@ -295,19 +332,28 @@ class MultiTask:
             values = weighting.latest(self.scale(weighting.device, weighting.dtype)).tolist()
         return {f"{task}/weight": values[place] for place, task in enumerate(self.tasks) if task in self._weights}
 
-    def start_measuring(self) -> None:
-        """Begin to count for the metrics of the tasks, in validation."""
-        self._measuring = True
-        for _, metric in self._metrics():
-            metric.reset()
+    def ordered(self, numbers: dict[str, float]) -> dict[str, float]:
+        """Return numbers in the order of the tasks, whichever came first in the data; those of no task come first."""
+        places = {name: place for place, name in enumerate(self.tasks)}
+        return dict(sorted(numbers.items(), key=lambda item: places.get(item[0].rpartition("/")[0], -1)))
 
-    def stop_measuring(self) -> None:
-        """Stop counting, after an error."""
-        self._measuring = False
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Within this block the metrics of the tasks count."""
+        self._measuring = True
+        try:
+            for _, metric in self._metrics():
+                metric.reset()
+            yield
+        finally:
+            self._measuring = False
+
+    def no_data(self) -> None:
+        """Warn: the data that is evaluated may have nothing for the tasks that are active."""
+        logger.warning("there is no data here for the tasks that are trained now, so nothing is measured")
 
     def measured(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the metrics since `start_measuring`, and stop; `reduce` adds counts up over ranks."""
-        self._measuring = False
+        """Return the metrics of this evaluation; `reduce` adds counts up over ranks."""
         found = {}
         for name, metric in self._metrics():
             metric.load_state(reduce(metric.state()))
@@ -364,4 +410,4 @@ def _any(count: Tensor | float) -> Tensor | float:
 
 
 def _added(one: LossTerm, other: LossTerm) -> LossTerm:
-    return LossTerm(one.sum + other.sum, one.count + other.count, one.weight)
+    return replace(one, sum=one.sum + other.sum, count=one.count + other.count)

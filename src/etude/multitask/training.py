@@ -1,63 +1,81 @@
-"""Several tasks in a trainer: their weighting becomes part of the model, its parameters part of the optimizer."""
+"""What several tasks need of model, optimizer and data before training: their weighting is part of the first two."""
 
 import logging
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from etude.core import ConfigError, Loader, Task
+from etude.core import ConfigError, Loader
 from etude.data import DataLoader, StreamLoader
 from etude.data.foreign import ForeignLoader
-from etude.engine.accumulation import GradientAccumulator
 from etude.multitask.model import MultiTaskModel
-from etude.multitask.spec import check_streams
-from etude.multitask.task import MultiTask
-from etude.multitask.weighting import CombinesGradients, WatchesGradients, WatchesUpdates
+from etude.multitask.spec import TaskSpec, check_streams
+from etude.multitask.weighting import CombinesGradients, WatchesGradients, WatchesUpdates, Weighting
 
 logger = logging.getLogger("etude")
 
 
-def join_weighting(model: nn.Module, task: Task) -> None:
-    """Make the weighting of the tasks part of their model, so that it is saved, moved and trained with it.
+def join_weighting(weighting: Weighting, model: nn.Module) -> None:
+    """Make the weighting of the tasks part of their model.
 
     Raises ConfigError if the model cannot have one, or has another one.
     """
-    if not isinstance(task, MultiTask) or task.weighting is None:
-        return
-    name = type(task.weighting).__name__
+    name = type(weighting).__name__
     if not isinstance(model, MultiTaskModel):
         raise ConfigError(
             f"{name} weighs the tasks of a MultiTaskModel, but the model is a {type(model).__name__}; "
             f"give MultiTaskModel(trunk, heads)"
         )
     if model.weighting is None:
-        model.weighting = task.weighting
-    elif model.weighting is not task.weighting:
+        model.weighting = weighting
+    elif model.weighting is not weighting:
         raise ConfigError(
             f"the model and the task each have a {name} of their own; give both the same one, or only one"
         )
 
 
-def check_data(task: Task, loader: Loader | None, accumulator: GradientAccumulator) -> None:
-    """Raise TrainingError for labels that no stream has; warn if a weighting compares tasks that never meet in a step.
+def train_weighting(weighting: Weighting, optimizer: torch.optim.Optimizer) -> None:
+    """Add parameters of the weighting that the optimizer does not have, without weight decay.
 
-    Of data without streams the first batch will show labels that it lacks.
+    Raises ConfigError if a torch scheduler has the optimizer already: it would know nothing of them.
     """
-    if not isinstance(task, MultiTask):
-        return
-    task.alike = isinstance(loader, (DataLoader, StreamLoader)) or _is_shuffled_by_torch(loader)
-    if isinstance(loader, StreamLoader):
-        check_streams(
-            task.tasks, [next(iter(StreamLoader({name: part}, 1))) for name, part in loader.data.parts.items()]
+    groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    wanted = [param for param in weighting.parameters() if param.requires_grad]
+    name = type(weighting).__name__
+    if any(groups[id(param)].get("weight_decay") for param in wanted if id(param) in groups):
+        logger.warning(
+            "the optimizer decays the parameters of %s, which pulls the tasks towards equal weights; "
+            "make it with model.parameter_groups()",
+            name,
         )
-    weighting = task.weighting
+    missing = [param for param in wanted if id(param) not in groups]
+    if missing and getattr(optimizer.step, "_wrapped_by_lr_sched", False):  # as torch's schedulers leave it
+        raise ConfigError(
+            f"the optimizer has no parameters of {name} and a torch scheduler has taken it over, so that they cannot "
+            f"be added; make it with MultiTaskModel(trunk, heads, weighting).parameter_groups()"
+        )
+    if missing:
+        optimizer.add_param_group({"params": missing, "weight_decay": 0.0})
+
+
+def holds_same_keys(loader: Loader | None) -> bool:
+    """Whether all batches of a stream hold the same keys, so that the first shows labels that are missing."""
+    return isinstance(loader, (DataLoader, StreamLoader)) or _is_shuffled_by_torch(loader)
+
+
+def check_streams_of(tasks: Mapping[str, TaskSpec], loader: Loader | None) -> None:
+    """Raise TrainingError for labels that no stream has."""
+    if isinstance(loader, StreamLoader):
+        check_streams(tasks, [next(iter(StreamLoader({name: part}, 1))) for name, part in loader.data.parts.items()])
+
+
+def warn_of_steps(weighting: Weighting, loader: Loader | None, accumulation_steps: int) -> None:
+    """Warn if a weighting compares tasks that never share a step."""
     compares = isinstance(weighting, (CombinesGradients, WatchesGradients, WatchesUpdates))
-    if (
-        compares
-        and isinstance(loader, StreamLoader)
-        and loader.data.draw == "alternate"
-        and accumulator.steps_at(0) == 1
-    ):
+    if not compares or not isinstance(loader, StreamLoader):
+        return
+    if loader.data.draw == "alternate" and accumulation_steps == 1:
         logger.warning(
             "%s compares tasks, but with `draw: alternate` a step sees one stream only; "
             "set data.draw to together, or training.grad_accum_steps above 1",
@@ -74,29 +92,3 @@ def _is_shuffled_by_torch(loader: Loader | None) -> bool:
         and type(source.sampler) in (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
         and type(source.batch_sampler) is torch.utils.data.BatchSampler
     )
-
-
-def train_weighting(optimizer: torch.optim.Optimizer, task: Task) -> None:
-    """Add parameters of the weighting that the optimizer does not have, without weight decay.
-
-    Raises ConfigError if a torch scheduler has the optimizer already: it would know nothing of them.
-    """
-    if not isinstance(task, MultiTask) or task.weighting is None:
-        return
-    groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    wanted = [param for param in task.weighting.parameters() if param.requires_grad]
-    name = type(task.weighting).__name__
-    if any(groups[id(param)].get("weight_decay") for param in wanted if id(param) in groups):
-        logger.warning(
-            "the optimizer decays the parameters of %s, which pulls the tasks towards equal weights; "
-            "make it with model.parameter_groups()",
-            name,
-        )
-    missing = [param for param in wanted if id(param) not in groups]
-    if missing and getattr(optimizer.step, "_wrapped_by_lr_sched", False):  # as torch's schedulers leave it
-        raise ConfigError(
-            f"the optimizer has no parameters of {name} and a torch scheduler has taken it over, so that they cannot "
-            f"be added; make it with MultiTaskModel(trunk, heads, weighting).parameter_groups()"
-        )
-    if missing:
-        optimizer.add_param_group({"params": missing, "weight_decay": 0.0})

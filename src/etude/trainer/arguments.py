@@ -12,6 +12,7 @@ from etude.config import build_component, canonical_keys, validate_section
 from etude.core import ConfigError, Task
 from etude.core.arguments import as_whole
 from etude.core.spelling import did_you_mean
+from etude.core.task import as_task
 from etude.engine.callback import Callback
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
 from etude.trainer.config import TRAINING_ALIASES, TrainerConfig
@@ -84,14 +85,6 @@ def as_loss(loss: Any) -> Any:
     return loss
 
 
-def check_task(task: Any) -> None:
-    """Raise ConfigError if a task cannot be called."""
-    if task is not None:
-        refuse_class("task", task)
-        if not callable(task):
-            raise ConfigError(f"task must be callable as task(model, batch, metrics=…), found {kind_of(task)}")
-
-
 def make_task(
     of: type, loss: Any, task: Any, config: TrainerConfig, modalities: Mapping[str, Any], sources: Iterable[Any]
 ) -> Task:
@@ -115,11 +108,9 @@ def make_task(
 
 def plain_task(loss: Any, task: Any, name: str = "loss") -> Task:
     """Return the task that is given, or that of a loss; `name` is what the argument of the loss is called."""
-    check_task(task)
     if loss is not None and task is not None:
         raise ConfigError(f"{name}= and task= both say what is learned; keep one of them")
-    made: Task = task if task is not None else SupervisedTask(as_strategy(as_loss(loss)))
-    return made
+    return as_task(task) if task is not None else SupervisedTask(as_strategy(as_loss(loss)))
 
 
 def as_callbacks(callbacks: Any, curriculum: Any = None) -> list[Callback]:

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from etude.core import Batch, ConfigError, DataError, EtudeError, Loader, Task, TrainingError
 from etude.core.buffers import probing
 from etude.core.calling import unwrap
-from etude.core.terms import Measures, SeveralTasks, check_terms, derive
+from etude.core.terms import check_terms
 from etude.data.foreign import ForeignLoader
 from etude.distributed import World, is_empty
 from etude.engine.interrupt import Interrupts
@@ -73,22 +73,20 @@ def _try(
     sums: dict[str, Tensor | float] = {}
     counts: dict[str, Tensor | float] = {}
     try:
-        if isinstance(task, Measures):
-            task.start_measuring()
-        for batch in _first(batches, num_batches):
-            if interrupts.requested:
-                return  # the loop asks next, and stops before its first step
-            with precision.autocast():
-                terms = task(model, batch, metrics=True)
-            check_terms(terms)
-            for name, term in terms.items():
-                sums[name] = sums.get(name, 0.0) + term.sum
-                counts[name] = counts.get(name, 0.0) + term.count
-        if not sums and world.size == 1 and not isinstance(task, SeveralTasks):
-            raise DataError("the validation loader gave no batch: its data is empty, or drop_last dropped it all")
-        if not isinstance(task, SeveralTasks):  # tasks that these few batches lack would be warned of
-            derive(task, {name: float(sums[name]) / (float(counts[name]) or math.nan) for name in sums})
-        if isinstance(task, Measures):
+        with task.measuring():
+            for batch in _first(batches, num_batches):
+                if interrupts.requested:
+                    return  # the loop asks next, and stops before its first step
+                with precision.autocast():
+                    terms = task(model, batch, metrics=True)
+                check_terms(terms)
+                for name, term in terms.items():
+                    sums[name] = sums.get(name, 0.0) + term.sum
+                    counts[name] = counts.get(name, 0.0) + term.count
+            if task.uses_all_parameters:  # of several tasks those that these few batches lack would be warned of
+                if not sums and world.size == 1:
+                    task.no_data()
+                task.derived({name: float(sums[name]) / (float(counts[name]) or math.nan) for name in sums})
             task.measured(lambda found: found)
     finally:
         batches.close()

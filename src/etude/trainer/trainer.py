@@ -10,22 +10,19 @@ from torch import nn
 from etude.callbacks import LRSchedule
 from etude.checkpoint import Checkpoint, errors_of, read_checkpoint
 from etude.core import Clock, ConfigError, Loader, Task, TrainingError
-from etude.core.terms import SeveralTasks
 from etude.distributed import World, wrap_data_parallel
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
 from etude.engine.evaluation import evaluate
-from etude.engine.flops import ForwardFlops
 from etude.engine.interrupt import Interrupts
-from etude.engine.ledger import Ledger
 from etude.engine.loop import Loop, Plan
 from etude.engine.recompute import repeated_blocks
 from etude.engine.state import TrainState
 from etude.engine.step import Step
+from etude.engine.step_log import StepLog
 from etude.engine.update import Updater
-from etude.losses import LossStrategy, SupervisedTask
+from etude.losses import LossStrategy
 from etude.monitor import RunFolder
-from etude.multitask.training import check_data, join_weighting, train_weighting
 from etude.trainer.arguments import Section, as_callbacks, as_config, as_epochs, check_names, make_task
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders
@@ -114,7 +111,7 @@ class Trainer:
         self.optimizer = self.step.updater.optimizer
         self.loaders = Loaders(train_loader, val_loader, config=self.config, machine=machine, model=model)
         self.accumulator = GradientAccumulator(self.optimizer, self.config.grad_accum_steps)
-        check_data(self.task, self.loaders.sources[0], self.accumulator)
+        self.task.check_loader(self.loaders.sources[0], self.accumulator.steps_at(0))
         self.learning_rate = RunRate(self.optimizer, scheduler, self.config)
         if train_loader is not None and (scheduler is not None or self.total_steps is None):
             self._follow_plan()  # a schedule that cannot be made is refused now
@@ -128,7 +125,7 @@ class Trainer:
             self.optimizer,
             machine.precision,
             Clock(),
-            Ledger(machine.world),
+            StepLog(machine.world),
             self.callbacks,
             machine.world,
             self.config.seed,
@@ -207,8 +204,7 @@ class Trainer:
 
     def check_facts(self, checkpoint: Checkpoint) -> None:
         """Raise CheckpointError if a checkpoint is of something else, such as another vocabulary."""
-        if isinstance(self.task, SupervisedTask):
-            self.task.check_facts(checkpoint.meta, checkpoint.path)
+        self.task.check_facts(checkpoint.meta, checkpoint.path)
         self.callbacks.check_facts(checkpoint.meta, checkpoint.path)
 
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> Path | None:
@@ -229,13 +225,12 @@ class Trainer:
     def _make_step(self, optimizer: OptimizerLike) -> Step:
         """Move the model to the device, make its optimizer, and return the step that trains it."""
         config, machine, model, task = self.config, self.machine, self.model, self.task
-        # A batch for some of the tasks leaves the heads of the others without gradients.
-        unused = config.find_unused_parameters or isinstance(task, SeveralTasks)
-        join_weighting(model, task)
+        unused = config.find_unused_parameters or not task.uses_all_parameters
+        task.join(model)
         with machine.making_model():
             machine.place(model, config)
             made = make_optimizer(optimizer, model, config)
-            train_weighting(made, task)
+            task.extend(made)
             wrapped = wrap_data_parallel(model, made, machine.world, machine.device, find_unused_parameters=unused)
         updater = Updater(
             made,
@@ -250,7 +245,6 @@ class Trainer:
             machine.precision,
             world=machine.world,
             metrics=config.train_metrics,
-            flops=ForwardFlops(model, task.outputs if isinstance(task, SeveralTasks) else None),
         )
 
     def _follow_plan(self) -> None:
@@ -259,7 +253,7 @@ class Trainer:
 
     def _facts(self) -> dict[str, Any]:
         """Return what checkpoints keep of the task and the callbacks beside their state."""
-        return {**self.callbacks.facts(), **(self.task.facts() if isinstance(self.task, SupervisedTask) else {})}
+        return {**self.callbacks.facts(), **self.task.facts()}
 
     def _read(self, path: Path) -> Checkpoint:
         """Read a checkpoint on every rank; raise CheckpointError if its facts contradict those of this run."""

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from etude.callbacks.lr_schedule import LRSchedule
 from etude.callbacks.monitored import with_other_names
@@ -11,11 +11,22 @@ from etude.checkpoint import check_kind, record_of
 from etude.core import Clock, ConfigError, EtudeError
 from etude.core.loader import ChoosesStreams
 from etude.core.spelling import suggest
-from etude.core.terms import SwitchesTasks
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
 from etude.engine.schedule import LearningRate
 from etude.multitask.curriculum import Curriculum, CurriculumState, Phase
 from etude.multitask.task import MultiTask
+
+
+@runtime_checkable
+class SwitchesTasks(Protocol):
+    """Several tasks of which a run switches some on and off as it goes on: what a curriculum acts on."""
+
+    def activate(self, weights: Mapping[str, float], variants: Mapping[str, str] | None = None) -> None:
+        """Train the tasks that have a weight, with that weight and in the given variants; all others are inactive."""
+
+    def streams(self) -> frozenset[str] | None:
+        """Return the streams of data that active tasks read; None if one of them reads any."""
+
 
 _STATE = record_of(
     "Curriculum",
@@ -161,13 +172,12 @@ class CurriculumCallback(Callback):
         self._moment = (epoch + 1, step)
         self.state = self.curriculum.advance(before, *self._moment, self._measured)
         self._measured = {}
-        if self._put_in_force(self.state):
-            self.control.reload = True
+        self._put_in_force(self.state, self._clock.position)
         for count in range(len(before.begun) + 1, len(self.state.begun) + 1):
             self._announce(CurriculumState(self.state.begun[:count]))
 
-    def _put_in_force(self, state: CurriculumState) -> bool:
-        """Set tasks, data and learning rate to those of the moment; return whether other batches come next."""
+    def _put_in_force(self, state: CurriculumState, position: int | None = None) -> None:
+        """Set tasks, data (from this position of the epoch on) and learning rate to those of the moment."""
         epoch, step = self._moment
         phase = self.curriculum.current_phase(epoch, step, state)
         self._clock.phase = self._number(phase)
@@ -179,7 +189,8 @@ class CurriculumCallback(Callback):
         only = self.task.streams()
         if self._val_loader is not None:
             self._val_loader.choose(only=only)
-        return self._loader is not None and self._loader.choose(phase.mixture, phase.sequence_length, only)
+        if self._loader is not None:
+            self._loader.choose(phase.mixture, phase.sequence_length, only, position)
 
     def _announce(self, state: CurriculumState) -> None:
         """Tell everybody of the phase that began last."""

@@ -22,7 +22,7 @@ from etude.trainer.trainer import Trainer
 MetricObject = LossTracker | Tally | TrainingMetrics
 """What `metrics` may hold: `LossTracker`, `Accuracy`, `F1` and all others of etude.metrics, or metrics of your own."""
 
-_STATE = ("clock", "precision", "ledger", "callbacks", "rng")
+_STATE = ("clock", "precision", "log", "callbacks", "rng")
 
 
 class BasicTrainingLoop:

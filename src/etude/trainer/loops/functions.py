@@ -14,6 +14,7 @@ from etude.core import (
     DataError,
     LossTerm,
     StepReport,
+    Task,
     Terms,
     TrainingError,
     num_samples,
@@ -102,7 +103,7 @@ def function_step(
     )
 
 
-class FunctionTask:
+class FunctionTask(Task):
     """A task from a forward function and a loss function of (predictions, labels).
 
     The loss counts as it is; with `by_samples` as a mean over the samples of its batch, so that batches of different

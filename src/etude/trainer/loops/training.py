@@ -14,18 +14,18 @@ from etude.core import Clock, ConfigError, DataBatch, Task
 from etude.core.arguments import as_whole
 from etude.core.calling import unwrap
 from etude.core.random import rng_state, set_rng_state
-from etude.core.terms import Decides
 from etude.data import DataLoader
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
 from etude.engine.evaluation import evaluate
 from etude.engine.flops import ForwardFlops
 from etude.engine.interrupt import Interrupts
-from etude.engine.ledger import Ledger, Tally
 from etude.engine.loop import Loop, Plan
+from etude.engine.meter import Meter
 from etude.engine.schedule import LearningRate
 from etude.engine.state import TrainState
 from etude.engine.step import Step
+from etude.engine.step_log import StepLog, Tally
 from etude.engine.update import Updater
 from etude.losses import LossStrategy
 from etude.losses.wrapped import check_loss_arguments
@@ -103,7 +103,7 @@ class TrainingLoop(EpochLoop):
         line = wants_progress(progress, self.callbacks)
         self.output = Output(None, self.config, self.machine, progress=EpochProgress(progress) if line else False)
         self.clock = Clock()
-        self.ledger = Ledger()
+        self.log = StepLog()
         self._trains: object = None  # the model, or the function in place of one, of the run under way
         self._has_begun = self._is_restored = False
         self._flops: ForwardFlops | None = None
@@ -119,7 +119,7 @@ class TrainingLoop(EpochLoop):
     @property
     def tokens(self) -> float:
         """Tokens seen since the start."""
-        return self.ledger.tokens
+        return self.log.tokens
 
     # ------------------------------------------------------------------------------------------------ objects
 
@@ -160,11 +160,11 @@ class TrainingLoop(EpochLoop):
         loaders = Loaders(dataloader, val_dataloader, config=self.config, machine=machine, model=model, names=names)
         updater = Updater(optimizer, clip_norm=self.clip_norm, precision=machine.precision)
         if self._flops is None or self._flops.model is not unwrap(model):
-            self._flops = ForwardFlops(model)
-        step = Step(model, self.task, updater, machine.precision, metrics=True, flops=self._flops)
+            self._flops = ForwardFlops(model, self.task.outputs)
+        step = Step(model, self.task, updater, machine.precision, metrics=True)
         model.train()
         start, samples, tokens = time.perf_counter(), self.clock.samples, self.tokens
-        logs = self._run(step, loaders, callbacks, epoch, machine=machine, rate=rate, model=model)
+        logs = self._run(step, loaders, callbacks, epoch, machine=machine, rate=rate, model=model, flops=self._flops)
         duration_s = time.perf_counter() - start
         samples, tokens = self.clock.samples - samples, self.tokens - tokens
         return epoch_result(epoch, logs, duration_s, samples, tokens, nll=cross_entropy_of(self.task, logs))
@@ -204,12 +204,12 @@ class TrainingLoop(EpochLoop):
             accumulates=self.accumulator.most > 1,
             metrics=True,
         )
-        assert isinstance(step.tasks, FunctionTask)
+        assert isinstance(step.task, FunctionTask)
         optimizer = step.updater.optimizer if isinstance(step.updater, Updater) else None
         self._check_accumulator(optimizer)
         known = None if isinstance(step.model, nn.Identity) else step.model
         self._take(model_forward if known is None else unwrap(known))
-        callbacks = self._listed(FollowMetrics(metrics, step.tasks))
+        callbacks = self._listed(FollowMetrics(metrics, step.task))
         check_validation(callbacks, val_loader, "run(val_loader=…)")
         machine = self.machine if self._is_placed else self.machine.at(step.updater.device)
         logs = self._run(
@@ -294,20 +294,19 @@ class TrainingLoop(EpochLoop):
         """
         return {
             "clock": self.clock.state_dict(),
-            "ledger": self.ledger.state_dict(),
+            "log": self.log.state_dict(),
             "precision": self.machine.precision.state_dict(),
             "callbacks": self._listed().state_dict(),
             "rng": rng_state(),
-            "loss": self.task.decisions() if isinstance(self.task, Decides) else {},
+            "loss": self.task.decisions(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`: the next epoch is the one that was under way, from the step where it stood."""
-        check_keys(state, ("clock", "ledger", "precision", "callbacks", "rng", "loss"), "TrainingLoop")
-        if isinstance(self.task, Decides):
-            self.task.decide(state["loss"])
+        check_keys(state, ("clock", "log", "precision", "callbacks", "rng", "loss"), "TrainingLoop")
+        self.task.decide(state["loss"])
         self.clock.load_state_dict(state["clock"])
-        self.ledger.load_state_dict(state["ledger"])
+        self.log.load_state_dict(state["log"])
         self.machine.precision.load_state_dict(state["precision"])
         self._listed().load_state_dict(state["callbacks"])
         set_rng_state(state["rng"])
@@ -333,15 +332,16 @@ class TrainingLoop(EpochLoop):
         model: nn.Module | None,
         validated: Task | None = None,
         total_epochs: int | None = None,
+        flops: ForwardFlops | None = None,
     ) -> dict[str, float]:
         """Run one epoch of the engine's loop and return its numbers; `validated` is a task for validation alone."""
-        clock, ledger, optimizer = self.clock, self.ledger, rate.optimizer
+        clock, log, optimizer = self.clock, self.log, rate.optimizer
         assert loaders.train is not None
         has_schedule = rate.schedule is not None
-        callbacks.bind(RunParts(model, step.tasks, *loaders.sources, rate, has_schedule=has_schedule))
+        callbacks.bind(RunParts(model, step.task, *loaders.sources, rate, has_schedule=has_schedule))
         if not (self._is_restored and clock.epoch == epoch):
             clock.epoch, clock.position = epoch, 0
-            ledger.window, ledger.epoch = Tally(), Tally()
+            log.window, log.epoch = Tally(), Tally()
         resumed, self._is_restored = self._is_restored, False
         self.control.begin()
         # Nothing is saved here, so that functions without a known optimizer can be trained too.
@@ -350,7 +350,7 @@ class TrainingLoop(EpochLoop):
             optimizer,
             step.precision,
             clock,
-            ledger,
+            log,
             callbacks,
             machine.world,
             self.config.seed,
@@ -361,7 +361,7 @@ class TrainingLoop(EpochLoop):
         with machine.training(grad_accum_steps=accumulated), Interrupts(self.output.say) as interrupts:
             validate = None
             if loaders.validation is not None:
-                task = step.tasks if validated is None else validated
+                task = step.task if validated is None else validated
                 validate = partial(evaluate, step.model, task, loaders.validation, precision=step.precision)
                 validate = partial(validate, interrupts=interrupts)
             loop = Loop(
@@ -374,6 +374,7 @@ class TrainingLoop(EpochLoop):
                 callbacks=callbacks,
                 validate=validate,
                 interrupts=interrupts,
+                meter=Meter(step.task, flops),
             )
             try:
                 if not self._has_begun:
@@ -391,8 +392,8 @@ class TrainingLoop(EpochLoop):
                 callbacks.on_exception(error)
                 raise
         if "loss" not in logs:  # a callback stopped the epoch before its end
-            ledger.flush()
-            logs = loop.numbers.of(ledger.epoch) | logs
+            log.flush()
+            logs = log.numbers(log.epoch, step) | logs
         self._logs = logs
         return logs
 
@@ -407,7 +408,7 @@ class TrainingLoop(EpochLoop):
         self._trains = trains
 
     def _forget(self) -> None:
-        self.clock, self.ledger, self._has_begun = Clock(), Ledger(), False
+        self.clock, self.log, self._has_begun = Clock(), StepLog(), False
 
     def _check_accumulator(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self.accumulator.optimizer is not None and self.accumulator.optimizer is not optimizer:

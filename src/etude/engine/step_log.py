@@ -1,4 +1,4 @@
-"""The numbers of a run between log points: kept on the device step by step, read by the host in one transfer."""
+"""The step log: numbers of steps, kept on the device and read by the host in one transfer at log points."""
 
 import math
 import time
@@ -6,13 +6,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from etude.core import StepReport
 from etude.distributed import World
+from etude.engine.flops import STEP_PER_FORWARD
+from etude.engine.meter import NO_AMOUNTS, Amounts
+from etude.engine.peak import peak_flops
+from etude.engine.step import Step
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(slots=True)
@@ -62,7 +68,16 @@ class Tally:
         return logs
 
 
-class Ledger:
+class _Entry(NamedTuple):
+    """One step that has not been read from the device yet."""
+
+    report: StepReport
+    amounts: Amounts
+    place: tuple[int, int, int]
+    """The number of the step, and where its samples begin and end in the epoch."""
+
+
+class StepLog:
     """Collects step reports; `flush` reads them all at once. The only place where training reads the device."""
 
     def __init__(self, world: World | None = None) -> None:
@@ -75,15 +90,16 @@ class Ledger:
         """Since the start of the run, over all ranks: whole numbers, exact in float64."""
         self.bad_streak = 0
         """Updates skipped in a row, up to now."""
-        self._pending: list[StepReport] = []
-        self._places: list[tuple[int, int, int]] = []
+        self._pending: list[_Entry] = []
+        self._peak: float | None = None
         self._since = time.perf_counter()
         self._waited = 0.0
 
-    def add(self, report: StepReport, step: int = 0, start: int = 0, end: int = 0) -> None:
+    def add(
+        self, report: StepReport, amounts: Amounts = NO_AMOUNTS, step: int = 0, start: int = 0, end: int = 0
+    ) -> None:
         """Remember the report of `step`, whose samples are `start` to `end` of the epoch, without reading it."""
-        self._pending.append(report)
-        self._places.append((step, start, end))
+        self._pending.append(_Entry(report, amounts, (step, start, end)))
 
     def add_wait(self, seconds: float) -> None:
         """Count time spent waiting for data."""
@@ -98,9 +114,8 @@ class Ledger:
         """Read all pending reports from the device (a host synchronisation, wanted here) and add them up."""
         if not self._pending:
             return
-        reports, self._pending = self._pending, []
-        places, self._places = self._places, []
-        fresh, series = self._read(reports, places)
+        entries, self._pending = self._pending, []
+        fresh, series = self._read(entries)
         now = time.perf_counter()
         fresh.seconds, fresh.waited = now - self._since, self._waited
         self._since, self._waited = now, 0.0
@@ -133,14 +148,14 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the sums in flight."""
-        self._pending, self._places = [], []
+        self._pending = []
         self.window, self.epoch = Tally(**state["window"]), Tally(**state["epoch"])
         self.tokens = state.get("tokens", 0.0)  # checkpoints of runs before tokens were counted have none
         self.bad_streak = state["bad_streak"]
 
     def remember(self) -> Callable[[], object]:
         """Return what puts everything back as it is now, reports not yet read included."""
-        names = ("window", "epoch", "tokens", "bad_streak", "_pending", "_places")
+        names = ("window", "epoch", "tokens", "bad_streak", "_pending")
         before = {name: getattr(self, name) for name in names}  # loading replaces these objects
 
         def put_back() -> None:
@@ -149,26 +164,48 @@ class Ledger:
 
         return put_back
 
-    def _read(self, reports: list[StepReport], places: list[tuple[int, int, int]]) -> "tuple[Tally, Series]":
+    def numbers(self, tally: Tally, step: Step) -> dict[str, float]:
+        """Return averages, what the task derives from them, norms and rates of some steps, as callbacks receive them.
+
+        For tokens also their total and the MFU.
+        """
+        logs = {**step.task.summary(tally.means()), **tally.rates(), **step.task.numbers()}
+        if tally.forward_flops and tally.seconds > 0:
+            logs["mfu"] = STEP_PER_FORWARD * tally.forward_flops / (tally.seconds * self._peak_flops(step))
+        if self.tokens:
+            logs["tokens"] = int(self.tokens)
+        return logs
+
+    def _peak_flops(self, step: Step) -> float:
+        """Return what all ranks together could do in a second, if nothing but large matrix products were asked for."""
+        if self._peak is None:
+            dtype = _DTYPES.get(step.precision.name, next(step.model.parameters()).dtype)
+            self._peak = self.world.size * peak_flops(step.updater.device, dtype)
+            self.restart_timer()  # measuring is no part of a step
+        return self._peak
+
+    def _read(self, entries: list[_Entry]) -> "tuple[Tally, Series]":
+        reports = [entry.report for entry in entries]
         # Steps differ in their terms where tasks take turns; and of ranks, one without samples knows few.
         names = self.world.union(list(dict.fromkeys(name for report in reports for name in report.sums)))
+        optional = set(self.world.union(sorted(set().union(*(report.optional for report in reports)))))
         columns: list[Tensor] = []
         for name in names:
             columns += [_column([r.sums.get(name, 0.0) for r in reports])]
             columns += [_column([r.counts.get(name, 0.0) for r in reports])]
-        columns.append(_column([float(r.num_samples) for r in reports]))
-        columns.append(_column([r.num_tokens for r in reports]))
-        columns.append(_column([r.forward_flops for r in reports]))
+        columns.append(_column([float(entry.amounts.samples) for entry in entries]))
+        columns.append(_column([entry.amounts.tokens for entry in entries]))
+        columns.append(_column([entry.amounts.forward_flops for entry in entries]))
         device = reports[0].norm.device
         per_rank = self.world.sum(torch.stack([column.to(device) for column in columns]))
         shared = torch.stack(
             [_column([getattr(r, key) for r in reports]).to(device) for key in ("norm", "divisor", "skipped")]
         )
         rows = torch.cat([per_rank, shared]).cpu()  # the one transfer
-        return self._summarise(names, rows, places)
+        return self._summarise(names, optional, rows, [entry.place for entry in entries])
 
     def _summarise(
-        self, names: list[str], rows: Tensor, places: list[tuple[int, int, int]]
+        self, names: list[str], optional: set[str], rows: Tensor, places: list[tuple[int, int, int]]
     ) -> "tuple[Tally, Series]":
         norms, divisors, skipped = rows[-3:]
         samples, tokens, flops = rows[-6:-3].sum(dim=1).tolist()
@@ -181,7 +218,7 @@ class Ledger:
         series = Series()
         for index, name in enumerate(names):
             sums, counts = rows[2 * index], rows[2 * index + 1]
-            if "/" in name and not counts.any():  # a number of one of several tasks, which had no labels here
+            if name in optional and not counts.any():
                 continue
             finite = torch.isfinite(sums)
             series.terms[name] = sums[finite].tolist(), counts[finite].tolist()

@@ -1,4 +1,4 @@
-"""Other batches inside an epoch: the loop goes on from the same position, and nothing is lost, doubled or left open."""
+"""A loader that reads something else inside an epoch: nothing is lost, doubled or left open."""
 
 from types import SimpleNamespace
 
@@ -12,10 +12,10 @@ SAMPLES, BATCH = 22, 4  # six batches, the last one of two samples
 
 
 class Edition:
-    """A loader whose samples are numbers; the hundreds tell the edition, which can be changed at any time."""
+    """A loader whose samples are numbers; the hundreds are the edition, which can be changed at any time."""
 
     def __init__(self, sizes=(SAMPLES,)):
-        self.edition, self.sizes, self.asked, self.open = 0, sizes, [], 0
+        self.edition, self.sizes, self.asked, self.open, self.batches = 0, sizes, [], 0, None
 
     def __len__(self):
         return -(-self.sizes[0] // BATCH)
@@ -23,8 +23,18 @@ class Edition:
     def iterate(self, epoch, position=0):
         self.asked.append((epoch, position))
         self.open += 1
-        size = self.sizes[min(self.edition, len(self.sizes) - 1)]
-        return Batches(self, 100 * self.edition + torch.arange(size), position)
+        self.batches = Batches(self, self.numbers(), position)
+        return self.batches
+
+    def numbers(self):
+        return 100 * self.edition + torch.arange(self.sizes[min(self.edition, len(self.sizes) - 1)])
+
+    def change(self, position):
+        """Read another edition from a position of the epoch on."""
+        self.edition += 1
+        if self.batches is not None and not self.batches.closed:
+            self.asked.append(("changed", position))
+            self.batches.numbers, self.batches.position = self.numbers(), position
 
 
 class Batches:
@@ -69,8 +79,7 @@ class Change(Callback):
     def change(self, step):
         if step in self.steps:
             self.steps = self.steps - {step}
-            self.loader.edition += 1
-            self.control.reload = True
+            self.loader.change(self.clock.position)
 
     def on_train_begin(self, run):
         self.clock = run.clock
@@ -122,7 +131,7 @@ def test_the_epoch_goes_on_from_its_position_with_other_batches(when, step):
     whole = list(range(SAMPLES))
     expected = [sample + 100 * (sample >= step * BATCH) for sample in whole] + [100 + sample for sample in whole]
     assert flat(model) == expected
-    assert loader.asked == [(0, 0), (0, step * BATCH), (1, 0)]
+    assert loader.asked == [(0, 0), ("changed", step * BATCH), (1, 0)]
     steps = [4, 8, 12, 16, 20, 22]
     assert callback.lines == ["epoch 0", *steps, "end 0", "epoch 1", *steps, "end 1"]  # an epoch begins once
     assert (trainer.state.clock.step, trainer.state.clock.samples) == (12, 2 * SAMPLES)
@@ -132,13 +141,13 @@ def test_the_epoch_goes_on_from_its_position_with_other_batches(when, step):
 def test_a_change_as_an_epoch_begins(when):
     _, loader, _, model = run(when, {6})
     assert flat(model) == [*range(SAMPLES), *range(100, 100 + SAMPLES)]
-    assert loader.asked == {"epoch": [(0, 0), (1, 0)], "before": [(0, 0), (1, 0), (1, 0)]}[when]
+    assert loader.asked == {"epoch": [(0, 0), (1, 0)], "before": [(0, 0), (1, 0), ("changed", 0)]}[when]
 
 
-def test_a_change_after_the_last_step_of_an_epoch_opens_nothing_anew():
+def test_a_change_after_the_last_step_of_an_epoch_adds_nothing_to_it():
     _, loader, _, model = run("after", {6})
     assert flat(model) == [*range(SAMPLES), *range(100, 100 + SAMPLES)]
-    assert loader.asked == [(0, 0), (1, 0)]
+    assert loader.asked == [(0, 0), ("changed", SAMPLES), (1, 0)]
 
 
 @pytest.mark.parametrize(("accumulation", "step"), [(2, 1), (2, 2), (4, 1)])
@@ -146,14 +155,14 @@ def test_with_gradient_accumulation_steps_stay_whole(accumulation, step):
     trainer, loader, _, model = run("after", {step}, grad_accum_steps=accumulation, epochs=1)
     boundary = step * accumulation * BATCH
     assert flat(model) == [sample + 100 * (sample >= boundary) for sample in range(SAMPLES)]
-    assert loader.asked == [(0, 0), (0, boundary)]
+    assert loader.asked == [(0, 0), ("changed", boundary)]
     assert trainer.state.clock.step == -(-6 // accumulation)
 
 
 def test_a_change_in_a_validation_inside_an_epoch():
     _, loader, _, model = run("validation", {2}, validate=True, validate_every_steps=2, epochs=1)
     assert flat(model) == [sample + 100 * (sample >= 8) for sample in range(SAMPLES)]
-    assert loader.asked == [(0, 0), (0, 8)]
+    assert loader.asked == [(0, 0), ("changed", 8)]
 
 
 def test_several_changes_in_one_epoch():
@@ -202,7 +211,7 @@ def test_the_time_of_an_epoch_is_that_of_all_its_steps(monkeypatch, when):
         def on_step_end(self, report):
             now[0] += 1.0
 
-    monkeypatch.setattr("etude.engine.ledger.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("etude.engine.step_log.time", SimpleNamespace(perf_counter=lambda: now[0]))
     loader = Edition()
     change = Change(loader, when, frozenset({4}))
     config = {"epochs": 1, "device": "cpu", "log_interval": 100}
@@ -215,7 +224,7 @@ def test_the_time_of_an_epoch_is_that_of_all_its_steps(monkeypatch, when):
 def test_a_run_that_ends_where_a_change_was_asked_for(tmp_path, max_steps):
     trainer, loader, _, model = run("after", {3}, max_steps=max_steps, output_dir=tmp_path)
     assert len(model.batches) == max_steps
-    assert loader.asked == [(0, 0)] + [(0, 12)] * (max_steps > 3)
+    assert loader.asked == [(0, 0)] + [("changed", 12)] * (max_steps > 2)
     assert trainer.state.clock.position == max_steps * BATCH
 
 
@@ -225,10 +234,10 @@ def test_a_stop_comes_before_a_change():
     class Stop(Callback):
         def on_step_end(self, report):
             self.control.request_stop("enough")
-            self.control.reload = True
+            loader.change(BATCH)
 
     Trainer(Seen(), loader, callbacks=[Stop()], progress=False, config={"epochs": 1, "device": "cpu"}).train()
-    assert loader.asked == [(0, 0)]
+    assert loader.asked == [(0, 0), ("changed", BATCH)]
     assert loader.open == 0
 
 

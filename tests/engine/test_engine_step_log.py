@@ -1,4 +1,4 @@
-"""The ledger: averages equal the plain formula, skipped steps leave it intact, its state round-trips."""
+"""The step log: averages equal the plain formula, skipped steps leave it intact, its state round-trips."""
 
 import json
 import math
@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.core import StepReport
-from etude.engine.ledger import Ledger
+from etude.engine.meter import Amounts
+from etude.engine.step_log import StepLog
 
 
-def report(loss, count=4.0, norm=2.0, divisor=4.0, skipped=0.0, samples=4):
+def report(loss, count=4.0, norm=2.0, divisor=4.0, skipped=0.0):
     return StepReport(
         {"loss": torch.tensor(loss), "accuracy": torch.tensor(3)},
         {"loss": count, "accuracy": torch.tensor(4)},
@@ -21,47 +22,46 @@ def report(loss, count=4.0, norm=2.0, divisor=4.0, skipped=0.0, samples=4):
         divisor,
         torch.tensor(skipped),
         0.1,
-        samples,
     )
 
 
 def test_averages_weigh_by_count_not_by_step():
-    ledger = Ledger()
-    ledger.add(report(8.0, count=4.0))
-    ledger.add(report(1.0, count=1.0))
-    logs = ledger.take_window().logs()
+    log = StepLog()
+    log.add(report(8.0, count=4.0))
+    log.add(report(1.0, count=1.0))
+    logs = log.take_window().logs()
     assert logs["loss"] == pytest.approx(9.0 / 5.0)
     assert logs["accuracy"] == pytest.approx(6 / 8)
     assert logs["grad_norm"] == pytest.approx(0.5)
-    assert ledger.epoch.means()["loss"] == pytest.approx(9.0 / 5.0)
-    assert ledger.window.steps == 0
+    assert log.epoch.means()["loss"] == pytest.approx(9.0 / 5.0)
+    assert log.window.steps == 0
 
 
 def test_non_finite_steps_are_counted_and_left_out_of_averages():
-    ledger = Ledger()
-    ledger.add(report(8.0))
-    ledger.add(report(math.nan, norm=math.nan, skipped=1.0))
-    ledger.add(report(math.inf, norm=math.inf, skipped=1.0))
-    ledger.flush()
-    assert ledger.bad_streak == 2
-    logs = ledger.take_window().logs()
+    log = StepLog()
+    log.add(report(8.0))
+    log.add(report(math.nan, norm=math.nan, skipped=1.0))
+    log.add(report(math.inf, norm=math.inf, skipped=1.0))
+    log.flush()
+    assert log.bad_streak == 2
+    logs = log.take_window().logs()
     assert logs["loss"] == pytest.approx(2.0)
     assert logs["skipped"] == 2
     assert logs["grad_norm_max"] == pytest.approx(0.5)
-    ledger.add(report(4.0))
-    ledger.flush()
-    assert ledger.bad_streak == 0
+    log.add(report(4.0))
+    log.flush()
+    assert log.bad_streak == 0
 
 
 def test_state_round_trips_through_json_in_the_middle_of_a_window():
-    straight, first = Ledger(), Ledger()
-    for ledger in (straight, first):
+    straight, first = StepLog(), StepLog()
+    for log in (straight, first):
         for value in (0.1, 0.2, 0.3):
-            ledger.add(report(value))
-    second = Ledger()
+            log.add(report(value))
+    second = StepLog()
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for ledger in (straight, second):
-        ledger.add(report(0.7))
+    for log in (straight, second):
+        log.add(report(0.7))
     assert straight.take_window().logs()["loss"] == second.take_window().logs()["loss"]
     assert straight.take_epoch().sums == second.take_epoch().sums
 
@@ -72,7 +72,7 @@ def test_state_round_trips_through_json_in_the_middle_of_a_window():
     saved=st.sets(st.integers(0, 39)),
 )
 def test_no_number_depends_on_when_the_host_reads_or_saves(values, read, saved):
-    straight, other = Ledger(), Ledger()
+    straight, other = StepLog(), StepLog()
     for place, value in enumerate(values):
         one = report(1.0, norm=value, divisor=3.0)
         one.sums["loss"] = torch.tensor(value / 3, dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_no_number_depends_on_when_the_host_reads_or_saves(values, read, saved):
             other.flush()
         if place in saved:
             state = json.loads(json.dumps(other.state_dict()))
-            other = Ledger()
+            other = StepLog()
             other.load_state_dict(state)
     for mine, theirs in ((straight.take_window(), other.take_window()), (straight.take_epoch(), other.take_epoch())):
         timing = {"seconds": 0.0, "waited": 0.0}
@@ -90,29 +90,23 @@ def test_no_number_depends_on_when_the_host_reads_or_saves(values, read, saved):
 
 
 def test_tokens_are_added_up_over_steps_whether_counted_by_the_host_or_on_the_device():
-    ledger = Ledger()
+    log = StepLog()
     for tokens in (torch.tensor(7), 5.0, torch.tensor(2.0)):
-        step = report(1.0)
-        step.num_tokens, step.forward_flops = tokens, 100.0
-        ledger.add(step)
-    window = ledger.take_window()
-    assert (window.tokens, window.forward_flops, ledger.tokens) == (14.0, 300.0, 14.0)
+        log.add(report(1.0), Amounts(4, tokens, 100.0))
+    window = log.take_window()
+    assert (window.tokens, window.forward_flops, log.tokens) == (14.0, 300.0, 14.0)
     assert window.logs()["tokens_per_s"] == pytest.approx(14.0 / window.seconds)
-    assert ledger.take_window().tokens == 0
-    assert ledger.tokens == ledger.epoch.tokens == 14.0
+    assert log.take_window().tokens == 0
+    assert log.tokens == log.epoch.tokens == 14.0
 
 
 def test_the_total_of_tokens_goes_on_after_a_resume_and_old_states_have_none():
-    first, second = Ledger(), Ledger()
+    first, second = StepLog(), StepLog()
     for _ in range(3):
-        step = report(1.0)
-        step.num_tokens = float(2**53 // 4)  # whole numbers stay exact
-        first.add(step)
+        first.add(report(1.0), Amounts(4, 2**53 // 4))  # whole numbers stay exact
     state = json.loads(json.dumps(first.state_dict()))
     second.load_state_dict(state)
-    step = report(1.0)
-    step.num_tokens = 1.0
-    second.add(step)
+    second.add(report(1.0), Amounts(4, 1))
     second.flush()
     assert second.tokens == 3 * (2**53 // 4) + 1
     for tally in ("window", "epoch"):
@@ -123,7 +117,7 @@ def test_the_total_of_tokens_goes_on_after_a_resume_and_old_states_have_none():
 
 
 def test_without_tokens_there_is_no_rate_of_tokens():
-    ledger = Ledger()
-    ledger.add(report(1.0))
-    assert {"samples_per_s", "data_wait"} <= ledger.epoch.logs().keys() | ledger.take_window().logs().keys()
-    assert "tokens_per_s" not in ledger.epoch.logs()
+    log = StepLog()
+    log.add(report(1.0))
+    assert {"samples_per_s", "data_wait"} <= log.epoch.logs().keys() | log.take_window().logs().keys()
+    assert "tokens_per_s" not in log.epoch.logs()

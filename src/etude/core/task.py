@@ -1,0 +1,147 @@
+"""What the engine trains: a task turns a model and a batch into loss terms."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from etude.core.batch import Batch
+from etude.core.calling import ModelCall
+from etude.core.errors import ConfigError, DataError
+from etude.core.loader import Loader
+from etude.core.terms import Terms
+
+
+class Task:
+    """Base class of tasks: `__call__` is all that must be defined; everything else has a default that does nothing.
+
+    >>> class Mean(Task):
+    ...     def __call__(self, model, batch, *, metrics):
+    ...         errors = (model(batch) - 1.0).square()
+    ...         return {"loss": LossTerm(errors.sum(), errors.numel())}
+    >>> from etude.core.terms import LossTerm
+    >>> Mean()(nn.Identity(), torch.zeros(3), metrics=False)["loss"].count
+    3
+    """
+
+    version = 0
+    """Changes whenever the model is run in another way from now on, for example with other heads."""
+    uses_all_parameters = True
+    """False if a batch may leave parameters without a part in the loss."""
+
+    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
+        """Run the model on the batch and return its terms; with `metrics` those of weight 0 as well."""
+        raise NotImplementedError
+
+    def objective(self, parts: Any) -> Any:  # noqa: ARG002
+        """Return the `Objective` that turns its terms into gradients, from `ObjectiveParts`; None: the plain one."""
+        return None
+
+    # --- the loss
+
+    def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:  # noqa: ARG002
+        """Return the count of every weighted term without running the model, or None if it cannot be known.
+
+        Needed with gradient accumulation if there are several weighted terms: each is divided by its own count over
+        the whole step before the first backward pass.
+        """
+        return None
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Any:
+        """Run the model on a batch as training does: for counting FLOPs."""
+        return ModelCall(model)(model, batch)
+
+    def decisions(self) -> dict[str, Any]:
+        """Return what was decided by the first batches, such as the loss, as plain data: checkpoints keep it."""
+        return {}
+
+    def decide(self, decisions: Mapping[str, Any]) -> None:
+        """Replace all decisions by those that `decisions` returned."""
+
+    # --- numbers
+
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:  # noqa: ARG002
+        """Return numbers that follow from the averages of the terms, as perplexity does from the loss."""
+        return {}
+
+    def numbers(self) -> Mapping[str, float]:
+        """Return numbers of its own for a log point."""
+        return {}
+
+    def ordered(self, numbers: dict[str, float]) -> dict[str, float]:
+        """Return numbers in the order in which people read them."""
+        return numbers
+
+    def summary(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return the averages, and after them the numbers derived from them."""
+        return self.ordered({**means, **self.derived(means)})
+
+    # --- evaluation
+
+    def measuring(self) -> AbstractContextManager[object]:
+        """Return the context of an evaluation: in it metrics that are more than averages count."""
+        return contextlib.nullcontext()
+
+    def measured(self, reduce: Callable[[Tensor], Tensor]) -> Mapping[str, float]:  # noqa: ARG002
+        """Return these metrics at the end of an evaluation; `reduce` adds counts up over ranks."""
+        return {}
+
+    def no_data(self) -> None:
+        """Called if an evaluation had no batch: raise, or return if that may happen."""
+        raise DataError("the evaluation loader gave no batch: its data is empty, or drop_last dropped all of it")
+
+    # --- before training
+
+    def join(self, model: nn.Module) -> None:
+        """Make what the task must save and train part of the model, before there is an optimizer."""
+
+    def extend(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add parameters to an optimizer that it must update and does not have."""
+
+    def check_loader(self, loader: Loader | None, accumulation_steps: int) -> None:
+        """Raise or warn if the training data, or the micro-batches of a step, do not suit the task."""
+
+    # --- checkpoints
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return plain data about the task that checkpoints keep beside the weights."""
+        return {}
+
+    def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
+        """Raise CheckpointError if the facts of the checkpoint at `place` contradict those of this task."""
+
+
+_METHODS = tuple(name for name in vars(Task) if not name.startswith("_"))
+
+
+class _FunctionAsTask(Task):
+    def __init__(self, function: Callable[..., Terms]) -> None:
+        self.function = function
+
+    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
+        return self.function(model, batch, metrics=metrics)
+
+
+def as_task(task: Any) -> Task:
+    """Return a `Task`: the one given, or one made of a function (model, batch, *, metrics).
+
+    Raises ConfigError for anything else: methods of an object that is no `Task` would silently not be called.
+    """
+    if isinstance(task, Task):
+        return task
+    if isinstance(task, type) or not callable(task):
+        raise ConfigError(
+            f"a task is called with (model, batch, metrics=…) and returns LossTerms, found {_described(task)}"
+        )
+    if methods := [name for name in _METHODS if name in dir(type(task))]:
+        raise ConfigError(
+            f"{type(task).__name__} defines {', '.join(methods)}, but is no etude.Task: inherit from it"
+        )
+    return _FunctionAsTask(task)
+
+
+def _described(task: Any) -> str:
+    return f"the class {task.__name__}; make an object of it" if isinstance(task, type) else type(task).__name__

@@ -1,0 +1,217 @@
+"""The way from loss terms to gradients: which backward passes run, and what their gradients are divided by.
+
+A task returns sums and counts. The gradients of the sums add up over micro-batches and ranks, and are divided once by
+the count over all of them: k micro-batches of b samples are one batch of k·b samples, with any masks.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from etude.core import Batch, Task, Terms, TrainingError
+from etude.core.terms import check_terms
+from etude.distributed import RankTask, World, check_gradients, local_gradients
+from etude.engine.callback import CallbackList
+from etude.engine.precision import Precision
+
+Counts = dict[str, Tensor | float]
+
+SMALLEST_COUNT = 1e-12
+"""Stands in for a count of 0, where sum and gradient are 0 too, so that 0 is the result and not 0/0."""
+
+_NOTHING = nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveParts:
+    """What an objective works with."""
+
+    model: nn.Module
+    """As it is run: it may be wrapped for data parallelism."""
+    params: Sequence[nn.Parameter]
+    """Those that the step updates."""
+    device: torch.device
+    world: World
+    precision: Precision
+
+
+class Objective:
+    """Σ weight·sum/count over all micro-batches and ranks of a step. Nothing here waits for the device.
+
+    The gradient of a single term stays that of its sum, and the update divides it: no pass over the gradients is spent.
+    Several terms have counts of their own, so each is divided before its backward pass; with several micro-batches the
+    task has to know the counts ahead.
+    """
+
+    def __init__(self, task: Task, parts: ObjectiveParts) -> None:
+        self.parts = parts
+        self.task = self.on_rank(task)
+        """The task as this rank runs it."""
+        self.sums: dict[str, Tensor] = {}
+        """Per term, the sum over the micro-batches of the step so far (detached)."""
+        self.counts: Counts = {}
+        self.optional: set[str] = set()
+        """Terms that have no number where nothing was counted."""
+        self.step = 0
+        self.micro_batches: Sequence[Batch] = ()
+        self.totals: Counts | None = None
+        """What each term is divided by before its backward pass; None while there is only one."""
+        self._only: str | None = None
+        self._count_ahead = task.counts
+        self._is_checked = False  # once is enough: what a task returns
+
+    # --- the life of a step
+
+    def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
+        """Begin a step."""
+        self.micro_batches, self.step = micro_batches, step
+        self.sums, self.counts = {}, {}
+        self.totals = self._only = None
+
+    def micro_batch(self, place: int) -> AbstractContextManager[object]:
+        """Return the context of a micro-batch: the last one of a step all-reduces the gradients."""
+        if self.parts.world.size == 1 or place + 1 == len(self.micro_batches):
+            return _NOTHING
+        return local_gradients(self.parts.model)
+
+    def backward(self, terms: Terms) -> None:
+        """Add up the terms of a micro-batch and run its backward pass."""
+        weighted = self.add(terms)
+        if not weighted:
+            return
+        if self.totals is None and not self._is_the_only(weighted):
+            self._divide_from_here(weighted)
+        self.run_backward(weighted)
+
+    def finish(self) -> Tensor | float:
+        """Complete the gradients; return what the update divides them by."""
+        if self.totals is None and self._only is None:
+            raise self.nothing_to_learn()
+        divisor = 1.0 if self._only is None or self.totals is not None else self._total(self.counts[self._only])
+        return self.over_ranks(divisor)
+
+    def after_update(self) -> None:
+        """Called when the update is done."""
+
+    def end_epoch(self, means: Mapping[str, float]) -> None:
+        """Called with the averages of every epoch."""
+
+    def connect(self, callbacks: CallbackList) -> None:
+        """Called before training with the callbacks of the run: some look at what only an objective knows."""
+
+    # --- for subclasses
+
+    def on_rank(self, task: Task) -> Task:
+        """Return a task as this rank runs it: one of several ranks may have no samples."""
+        return task if self.parts.world.size == 1 else RankTask(task, self.parts.world)
+
+    def add(self, terms: Terms) -> Terms:
+        """Add up the terms of a micro-batch; return those that are trained."""
+        if not self._is_checked:
+            check_terms(terms)
+            self._is_checked = True
+        sums, counts = self.sums, self.counts
+        for name, term in terms.items():
+            if term.reported:
+                value = term.sum.detach() if term.sum.requires_grad else term.sum
+                sums[name] = sums[name] + value if name in sums else value
+                counts[name] = counts[name] + term.count if name in counts else term.count
+                if term.optional:
+                    self.optional.add(name)
+        return {name: term for name, term in terms.items() if term.is_weighted}
+
+    def run_backward(self, weighted: Terms) -> None:
+        """Run the backward pass of Σ weight·sum/total, or of weight·sum if the division is left to the update."""
+        parts = []
+        for name, term in weighted.items():
+            part = term.sum if isinstance(term.weight, float) and term.weight == 1.0 else term.sum * term.weight
+            parts.append(part if self.totals is None else part / self._total_of(name))
+        loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+        if not loss.requires_grad:
+            raise TrainingError(
+                "the loss does not depend on any parameter that is trained: look for .detach(), .item(), argmax, "
+                "torch.no_grad() or frozen layers between the parameters and the loss"
+            )
+        self.parts.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def totals_of(self, weighted: Terms) -> Counts:
+        """Return the counts of all terms over the whole step, asked for when some terms are there."""
+        if len(self.micro_batches) == 1:
+            return self.all_ranks({name: term.count for name, term in weighted.items()})
+        return self.totals_ahead(weighted)
+
+    def totals_ahead(self, names: Sequence[str] | Terms = ()) -> Counts:
+        """Return the counts of all terms over the whole step from its batches alone, these names first."""
+        totals: Counts = dict.fromkeys(names, 0.0)
+        for batch in self.micro_batches:
+            ahead = self._count_ahead(batch)
+            if ahead is None:
+                several = ", ".join(name for name in dict.fromkeys([self._only, *totals]) if name is not None)
+                raise TrainingError(
+                    f"the loss has several terms ({several}): with gradient accumulation its task must "
+                    f"define `counts(batch)`; or set grad_accum_steps to 1"
+                )
+            for name, count in ahead.items():
+                totals[name] = totals.get(name, 0.0) + count
+        return self.all_ranks(totals) if totals else totals
+
+    def all_ranks(self, counts: Counts) -> Counts:
+        """Return counts over all ranks, none of them 0."""
+        if self.parts.world.size > 1:
+            row = torch.stack([_on_device(count, self.parts.device) for count in counts.values()])
+            counts = dict(zip(counts, self.parts.world.sum(row).unbind(), strict=True))
+        return {name: _nonzero(count) for name, count in counts.items()}
+
+    def over_ranks(self, divisor: Tensor | float) -> Tensor | float:
+        """Check that the gradients are complete; data parallelism averages them over ranks, and a sum is due."""
+        if self.parts.world.size == 1:
+            return divisor
+        check_gradients(self.parts.model, self.parts.params)
+        return divisor / self.parts.world.size
+
+    def nothing_to_learn(self) -> TrainingError:
+        """Return the error of a step without any term that is trained."""
+        batch = self.micro_batches[0]
+        held = f" for batches that hold {', '.join(map(str, batch))}" if isinstance(batch, Mapping) and batch else ""
+        return TrainingError(f"the loss has no term with a weight other than 0{held}: there is nothing to learn from")
+
+    # --- one term, or several
+
+    def _is_the_only(self, weighted: Terms) -> bool:
+        """Whether the step has had one term so far, and the same one in every micro-batch."""
+        name = next(iter(weighted))
+        if len(weighted) > 1 or self._only not in (None, name):
+            return False
+        self._only = name
+        return True
+
+    def _divide_from_here(self, weighted: Terms) -> None:
+        """Divide terms before their backward passes from here on, and the gradients of those before now."""
+        self.totals = self.totals_of(weighted)
+        if self._only is not None:
+            gradients = [param.grad for param in self.parts.params if param.grad is not None]
+            torch._foreach_div_(gradients, self._total_of(self._only))
+
+    def _total_of(self, name: str) -> Tensor | float:
+        assert self.totals is not None
+        if name not in self.totals:
+            raise TrainingError(f"`counts(batch)` of the task has no '{name}'; it must return every weighted term")
+        return self.totals[name]
+
+    def _total(self, count: Tensor | float) -> Tensor | float:
+        return _nonzero(count) if self.parts.world.size == 1 else self.all_ranks({"": count})[""]
+
+
+def _on_device(count: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(count, Tensor):
+        return count.to(device, torch.float64)
+    return torch.full((), count, dtype=torch.float64, device=device)  # a copy would make the host wait
+
+
+def _nonzero(count: Tensor | float) -> Tensor | float:
+    if isinstance(count, Tensor):
+        return count.clamp_min(SMALLEST_COUNT)
+    return float(max(count, SMALLEST_COUNT))

@@ -1,0 +1,200 @@
+"""From the terms of several tasks to gradients: tasks without labels, ranks without samples, gradient watchers.
+
+`TaskObjective` serves weightings whose weights are in the terms. The others ask more of a step and are in `rules.py`.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from etude.core import Batch, ConfigError, Task, Terms, TrainingError
+from etude.core.batch import STREAM, JointBatch
+from etude.core.terms import LossTerm
+from etude.distributed import World, idle_output, is_empty, local_gradients
+from etude.engine.callback import CallbackList
+from etude.engine.objective import Counts, Objective, ObjectiveParts
+from etude.multitask.gradients import LOSS, GradientProbe, TaskGradientWatcher
+from etude.multitask.weighting import WatchesEpochs
+
+if TYPE_CHECKING:
+    from etude.multitask.task import MultiTask
+
+logger = logging.getLogger("etude")
+
+LEAST = 1e-9
+"""Counts below this are none: the step puts a tiny number in place of 0."""
+
+
+class TaskObjective(Objective):
+    """Σ over tasks of weight·sum/count, where not every micro-batch has every task."""
+
+    all_reduces = True
+    """Whether gradients come from one backward pass, in which they are all-reduced."""
+
+    def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
+        super().__init__(task, parts)
+        self.tasks = task
+        self.names = tuple(task.tasks)
+        self.weighting: Any = task.weighting
+        self._dtype = torch.promote_types(next(parts.model.parameters()).dtype, torch.float32)
+        self.notice: Callable[[str, Mapping[str, Any]], None] = lambda message, _facts: logger.info(message)
+        """Receives what the user should know."""
+        self._watchers: Sequence[TaskGradientWatcher] = ()
+        self._probe: GradientProbe | None = None
+        self._is_probed = self._learns = self._is_last = False
+        rule = self.weighting
+        if rule is not None and rule.has_state and all(rule is not part for part in parts.model.modules()):
+            raise ConfigError(
+                f"{type(rule).__name__} is not part of the model, so that it would be neither trained nor saved; "
+                f"give it to the model too: MultiTaskModel(trunk, heads, weighting)"
+            )
+
+    def on_rank(self, task: Task) -> Task:
+        """Return the tasks as this rank runs them."""
+        return task if self.parts.world.size == 1 else RankTasks(task, self.parts.world)  # type: ignore[arg-type]
+
+    def connect(self, callbacks: CallbackList) -> None:
+        """Take the callbacks that look at the tasks' gradients, and let notices reach the user."""
+        self._watchers = [one for one in callbacks if isinstance(one, TaskGradientWatcher)]
+        self.notice = callbacks.on_notice
+
+    # --- a step
+
+    def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
+        """Begin a step: with several micro-batches the counts of all tasks are known ahead."""
+        super().begin(micro_batches, step)
+        self._learns = False
+        self._is_probed = any(one.wants_task_gradients(step) for one in self._watchers)
+        if self._is_probed:
+            self._begin_probe()
+        if len(micro_batches) > 1:
+            self.totals = self.totals_ahead()
+            if not self.totals:
+                raise self.nothing_to_learn()
+
+    def micro_batch(self, place: int) -> Any:
+        """Return the context of a micro-batch."""
+        self._is_last = place + 1 == len(self.micro_batches)
+        return super().micro_batch(place) if self.all_reduces else local_gradients(self.parts.model)
+
+    def backward(self, terms: Terms) -> None:
+        """Make the gradients of one micro-batch, which may have no task at all."""
+        weighted = self.add(terms)
+        if self.totals is None:
+            self.totals = self.totals_of(weighted) if weighted else self._no_totals()
+        if weighted:
+            self._learns = True
+            if self._is_probed and self._probe is not None:
+                self._probe.add(weighted, self.totals)
+            self.task_backward(weighted, self.totals)
+        elif self._is_last and self.all_reduces and self.parts.world.size > 1:
+            idle_output(self.parts.model).backward()  # type: ignore[no-untyped-call]  # the other ranks all-reduce
+
+    def task_backward(self, weighted: Terms, totals: Counts) -> None:
+        """Run the backward pass of the terms that a micro-batch has."""
+        self.run_backward(weighted)
+
+    def finish(self) -> Tensor | float:
+        """Complete the gradients; each term was divided before its backward pass."""
+        if not self._learns:
+            for param in self.parts.params:
+                param.grad = None  # zeros that only keep ranks in sync: weight decay must not be applied
+        assert self.totals is not None
+        self.complete(self.totals)
+        if self._is_probed and self._probe is not None:  # before the update, which may change the loss scale
+            self._show_gradients(self._probe)
+        return self.over_ranks(1.0)
+
+    def complete(self, totals: Counts) -> None:
+        """Look at the gradients of the whole step, or change them."""
+
+    def end_epoch(self, means: Mapping[str, float]) -> None:
+        """Give a weighting the mean losses of an epoch; warn of an active task that had no labels in all of it."""
+        for task, weight in self.tasks.weights.items():
+            if weight and f"{task}{LOSS}" not in means:
+                logger.warning(
+                    "the task '%s' had no labels in a whole epoch, so it learned nothing and the sum of the losses is "
+                    "not reported; look at its labels and at its share of the data",
+                    task,
+                )
+        if isinstance(self.weighting, WatchesEpochs):
+            losses = [means.get(f"{task}{LOSS}", float("nan")) for task in self.names]
+            like = self.tasks.scale(self.weighting.device, self.weighting.dtype)  # type: ignore[attr-defined]
+            vector = torch.tensor(losses, dtype=torch.float64).to(like)
+            self.weighting.end_epoch(vector.nan_to_num(0.0), like * vector.isfinite())
+
+    def losses(self, sums: Mapping[str, Tensor], totals: Counts) -> tuple[Tensor, Tensor]:
+        """Return the mean losses of all tasks over all ranks, and their weights, 0 without labels in this step."""
+        device = next(iter(sums.values())).device
+        zero = torch.zeros((), device=device)
+        found = torch.stack([sums.get(f"{task}{LOSS}", zero).detach() for task in self.names])
+        found = found.to(self._dtype)
+        counts = torch.stack([_on(totals.get(f"{task}{LOSS}", 0.0), device) for task in self.names])
+        present = counts > LEAST
+        means = torch.where(present, self.parts.world.sum(found) / torch.where(present, counts, 1.0), 0.0)
+        return means, self.tasks.scale(device, self._dtype) * present
+
+    def nothing_to_learn(self) -> TrainingError:
+        """Return the error of a step without any active task."""
+        streams = {str(one[STREAM]) for one in self.micro_batches if isinstance(one, Mapping) and STREAM in one}
+        if not streams:
+            return super().nothing_to_learn()
+        return TrainingError(
+            f"no task that is active now learns from the stream {' or '.join(sorted(streams))}: there is nothing to "
+            f"learn from"
+        )
+
+    def _no_totals(self) -> Counts:
+        """Return no counts: tasks of weight 0, at the start of a ramp for example, are only evaluated."""
+        if any(self.tasks.is_for(batch) for batch in self.micro_batches):
+            return {}
+        raise self.nothing_to_learn()
+
+    # --- gradient watchers
+
+    def _begin_probe(self) -> None:
+        if self._probe is None:
+            self._probe = GradientProbe(self.names, self.parts)
+        self._probe.begin()
+
+    def _show_gradients(self, probe: GradientProbe) -> None:
+        if probe.has_any:
+            found = probe.gradients(self.step)
+            for watcher in self._watchers:
+                if watcher.wants_task_gradients(self.step):
+                    watcher.on_task_gradients(found)
+
+
+class RankTasks(Task):
+    """Runs several tasks on this rank's share of a batch, even if it is empty."""
+
+    def __init__(self, task: "MultiTask", world: World) -> None:
+        self.task, self.world = task, world
+
+    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
+        """Return the terms of this rank's samples, and with count 0 those that only other ranks have samples of."""
+        names = self.task.weighted_terms(batch)
+        if is_empty(batch):
+            zero = idle_output(model)
+            return {name: _absent(name, zero) for name in names}
+        if not isinstance(batch, JointBatch) or not any(is_empty(part) for part in batch):
+            return self.task(model, batch, metrics=metrics)
+        # This rank has samples of some of the streams only; few models take an empty batch.
+        there = JointBatch([part for part in batch if not is_empty(part)])
+        terms = self.task(model, there, metrics=metrics)
+        nothing = torch.zeros((), device=next(model.parameters()).device)
+        found = {name: terms.get(name) or _absent(name, nothing) for name in names}
+        return found | {name: term for name, term in terms.items() if name not in found}
+
+
+def _absent(name: str, zero: Tensor) -> LossTerm:
+    return LossTerm(zero, 0.0, reported=name.endswith(LOSS), optional=True)
+
+
+def _on(count: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(count, Tensor):
+        return count.to(device, torch.float32, non_blocking=True)
+    return torch.full((), count, dtype=torch.float32, device=device)  # a copy would make the host wait

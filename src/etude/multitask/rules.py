@@ -1,0 +1,199 @@
+"""Weightings that ask more of a step than weights: each task's gradient, or the losses before and after the update."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from etude.core import Batch, ConfigError, Terms
+from etude.core.batch import JointBatch
+from etude.core.buffers import BufferGuard
+from etude.core.calling import unwrap
+from etude.core.terms import LossTerm
+from etude.distributed import is_empty
+from etude.engine.objective import Counts, ObjectiveParts
+from etude.multitask.gradients import LOSS, SharesParameters, TaskRows, shares
+from etude.multitask.objective import TaskObjective
+from etude.multitask.replay import Replay
+from etude.multitask.weighting import CombinesGradients, WatchesGradients, WatchesUpdates, assign_gradients
+
+if TYPE_CHECKING:
+    from etude.multitask.task import MultiTask
+
+
+def make_objective(task: "MultiTask", parts: ObjectiveParts) -> TaskObjective:
+    """Return the objective that the weighting of the tasks needs."""
+    kinds = (
+        (CombinesGradients, CombinedGradients),
+        (WatchesGradients, GradNormObjective),
+        (WatchesUpdates, UpdateObjective),
+    )
+    chosen = (objective for kind, objective in kinds if isinstance(task.weighting, kind))
+    return next(chosen, TaskObjective)(task, parts)
+
+
+class GradNormObjective(TaskObjective):
+    """Shows the weighting each task's gradient of one shared layer: the one it names, or the last one."""
+
+    def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
+        super().__init__(task, parts)
+        self._layer: str | None = self.weighting.layer
+        self._params = [] if self._layer is None else shares(parts.model).layer_parameters(self._layer)
+        self._rows = TaskRows(self.names, self._params, parts.world, parts.precision)
+        self._has_begun = self._reached = False
+
+    def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
+        """Begin without gradients; the first step finds the layer and says which it is."""
+        super().begin(micro_batches, step)
+        if not self._has_begun:
+            self._has_begun = True
+            self._choose_layer(micro_batches)
+            self._rows = TaskRows(self.names, self._params, self.parts.world, self.parts.precision)
+        self._rows.begin()
+
+    def task_backward(self, weighted: Terms, totals: Counts) -> None:
+        """Keep each task's gradient of the layer, then run the common backward pass."""
+        self._rows.add(weighted, totals)
+        super().task_backward(weighted, totals)
+
+    def complete(self, totals: Counts) -> None:
+        """Let the weighting see the gradients of the whole step; the first one shows whether the layer has any."""
+        if not self._reached:
+            self._reached = bool(self.parts.world.host_max([max(self._rows.reached)])[0])
+            if not self._reached:
+                raise ConfigError(
+                    f"no task has a gradient of the layer '{self._layer}', which {type(self.weighting).__name__} is to "
+                    f"look at; name one that the features are made with"
+                )
+        losses, scale = self.losses(self.sums, totals)
+        self.weighting.observe(losses, self._rows.matrix(), scale)
+
+    def _choose_layer(self, micro_batches: Sequence[Batch]) -> None:
+        model = shares(self.parts.model)
+        if self._layer is None:
+            self._layer = self._last_layer(model, micro_batches)
+            self._params = model.layer_parameters(self._layer)
+        if self.parts.world.is_main:
+            number = sum(param.numel() for param in self._params)
+            self.notice(
+                f"{type(self.weighting).__name__} looks at the gradients of {self._layer} ({number:,} parameters)",
+                {"event": "weighting", "layer": self._layer},
+            )
+
+    def _last_layer(self, model: SharesParameters, micro_batches: Sequence[Batch]) -> str:
+        """Return the name of the last shared layer; ranks without samples take it from the others."""
+        names: list[str] = [name for name, _ in unwrap(self.parts.model).named_modules()]
+        found = -1
+        for batch in micro_batches:
+            parts = [part for part in (batch if isinstance(batch, JointBatch) else (batch,)) if not is_empty(part)]
+            if parts:
+                with self.parts.precision.autocast():
+                    found = names.index(model.last_shared_layer(parts[0]))
+                break
+        return names[self.parts.world.host_max([found])[0]]
+
+
+class CombinedGradients(TaskObjective):
+    """Lets the weighting make the gradient of the shared parameters; the others take that of the weighted sum."""
+
+    all_reduces = False
+
+    def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
+        super().__init__(task, parts)
+        shared = {id(param) for param in shares(parts.model).shared_parameters()}
+        self._shared = [param for param in parts.params if id(param) in shared]
+        self._own = [param for param in parts.params if id(param) not in shared]
+        self._size = sum(param.numel() for param in self._shared)
+        self._rows = TaskRows(self.names, [*self._shared, *self._own], parts.world, parts.precision)
+        self._reached: dict[tuple[tuple[str, str | None], ...], list[int]] = {}
+
+    def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
+        """Begin without gradients."""
+        super().begin(micro_batches, step)
+        self._rows.begin()
+
+    def task_backward(self, weighted: Terms, totals: Counts) -> None:
+        """Keep each task's gradient apart."""
+        self._rows.add(weighted, totals)
+
+    def complete(self, totals: Counts) -> None:
+        """Make one gradient of them all."""
+        _, scale = self.losses(self.sums, totals)
+        rows = self._rows.matrix()
+        shared, own = rows[:, : self._size], rows[:, self._size :]
+        # As backward passes of several ranks leave them: scaled like the loss, and averaged over ranks.
+        factor = self.parts.precision.unscale(1.0) / self.parts.world.size
+        if self._own:
+            assign_gradients((scale.to(own.dtype) @ own).mul_(factor), self._own)
+        # Weighed in place: a copy of all gradients takes longer than the rest of the method.
+        shared.masked_fill_(scale[:, None] <= 0, 0.0).mul_(scale[:, None])
+        assign_gradients(self.weighting.combine(shared, step=self.step, scale=None).mul_(factor), self._shared)
+        for param, reached in zip(self._rows.params, self._params_reached(), strict=True):
+            if not reached:
+                param.grad = None  # as a backward pass leaves it: heads of inactive tasks must not decay
+
+    def _params_reached(self) -> list[int]:
+        """Return 1 for every parameter that one of the tasks of this step uses on any rank."""
+        if self.parts.world.size == 1:
+            return self._rows.reached
+        key = tuple((task, self.tasks.head_of(task)) for task in self._rows.found)
+        if key not in self._reached:  # once for the same tasks and heads: ranks talk about it through their hosts
+            self._reached[key] = self.parts.world.host_max(self._rows.reached)
+        return self._reached[key]
+
+
+class UpdateObjective(TaskObjective):
+    """Shows the weighting the losses of the step's batches before and after the update.
+
+    Both are of the same dropout: what it changes in a loss is far more than what one update does.
+    """
+
+    def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
+        super().__init__(task, parts)
+        self._buffers = BufferGuard(unwrap(parts.model))
+        self._random = Replay(next(parts.model.parameters()).device)
+        self._before: tuple[Tensor, Tensor] | None = None
+
+    def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
+        """With several micro-batches the losses of all must be known before the first backward pass."""
+        super().begin(micro_batches, step)
+        self._before = None
+        self._random.remember()
+        if self.totals is not None:
+            with self._random.again():
+                self._before = self._losses_now(self.totals)
+
+    def task_backward(self, weighted: Terms, totals: Counts) -> None:
+        """Weigh the losses by what they are."""
+        if self._before is None:
+            self._before = self.losses({name: term.sum for name, term in weighted.items()}, totals)
+        weights = dict(zip(self.names, self.weighting.coefficients(*self._before).unbind(), strict=True))
+        self.run_backward(
+            {
+                name: LossTerm(term.sum, term.count, weights[name.removesuffix(LOSS)])
+                for name, term in weighted.items()
+            }
+        )
+
+    def after_update(self) -> None:
+        """Run the batches again, without gradients, and show the weighting what changed."""
+        if self._before is None or self.totals is None:  # all tasks of this step have weight 0
+            return
+        before, scale = self._before
+        with self._random.again():
+            after, _ = self._losses_now(self.totals)
+        self.weighting.after_update(before, after, scale)
+
+    @torch.no_grad()
+    def _losses_now(self, totals: Counts) -> tuple[Tensor, Tensor]:
+        sums: dict[str, Tensor] = {}
+        self._buffers.remember()
+        for batch in self.micro_batches:
+            with self.parts.precision.autocast():  # the losses before and after must differ by the update alone
+                terms = self.task(self.parts.model, batch, metrics=False)
+            for name, term in terms.items():
+                sums[name] = sums[name] + term.sum if name in sums else term.sum
+        result = self.losses(sums, totals)
+        self._buffers.put_back(torch.ones((), device=result[0].device))  # a look must not move running statistics
+        return result
