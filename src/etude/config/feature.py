@@ -40,12 +40,19 @@ class Feature:
     sections: ClassVar[Mapping[str, SectionSpec]] = {}
     """The top-level keys of a file that the feature serves."""
 
+    def move_legacy_keys(self, document: Document, training: dict[str, Any]) -> None:
+        """Move what older files say of the feature under `training` to its own place in the document."""
+
     def settle(self, sections: dict[str, Any], document: Document) -> None:
         """Check the validated sections and fill in what they leave open; raise ConfigError for mistakes."""
 
     def plain(self, sections: Mapping[str, Any]) -> dict[str, Any]:
         """Return the feature's sections as a file would give them."""
         return {key: plain(sections[key]) for key in self.sections if sections.get(key) is not None}
+
+    def trainer_settings(self, sections: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of `training` that a `Trainer` made in Python takes for the feature's sections."""
+        return {}
 
     def data_sets(self, sections: Mapping[str, Any]) -> dict[str, tuple[str, Selection]]:
         """Return the data sets besides that of the `data` section: by name, its dotted path and the component."""

@@ -14,7 +14,6 @@ from etude.data.splits import SplitName
 from etude.distributed import World
 from etude.engine.recovery import explain_out_of_memory_of_model
 from etude.experiment.config import ExperimentConfig
-from etude.experiment.dialects import MOVED_KEYS
 from etude.experiment.features import features_for
 from etude.monitor import RunFolder
 from etude.optim import AdamW
@@ -64,7 +63,7 @@ def build_data(config: ExperimentConfig, world: World) -> Data:
     device = resolve_device(config.training.device, world.local_rank)
     of_data = features_for((), [type(splits.token_schema).__module__])
     features = tuple(dict.fromkeys((*config.features, *of_data)))
-    return Data(splits, config.training, device, world, config.document.place(where), features)
+    return Data(splits, config.sections["training"], device, world, config.document.place(where), features)
 
 
 def data_key(config: ExperimentConfig) -> str:
@@ -110,8 +109,7 @@ def build_trainer(
 
     The seed is set first, so that the weights are always the same.
     """
-    # Loss, optimizer and scheduler are built from their sections, below, and from nothing else.
-    training = config.training.model_copy(update=dict.fromkeys((*MOVED_KEYS, "meaningful_loss")))
+    training: TrainerConfig = config.sections["training"]
     if folder is None:  # nothing is written
         training = training.model_copy(update={"checkpoint_dir": None, "save_checkpoints": False})
     world = world if world is not None else World()

@@ -15,7 +15,6 @@ from etude.engine.callback import CallbackList, RunParts
 from etude.engine.recompute import recompute_activations
 from etude.experiment.build import data_key
 from etude.experiment.config import ExperimentConfig
-from etude.experiment.dialects import MOVED_KEYS
 from etude.losses import SupervisedTask
 from etude.optim import AdamW
 from etude.trainer import resolve_device
@@ -65,7 +64,7 @@ def _check_optimizer(config: ExperimentConfig, model: nn.Module) -> None:
         params = [_weight_like(one) for one in model.parameters() if one.requires_grad]
         return AdamW(params) if selection is None else _build(config, "optimizer", selection, params=params)
 
-    make_optimizer(build, model, config.training.model_copy(update=dict.fromkeys(MOVED_KEYS)))
+    make_optimizer(build, model, config.sections["training"])
 
 
 def _weight_like(weight: nn.Parameter) -> nn.Parameter:

@@ -214,7 +214,7 @@ def _shortened(scheduler: Selection, share: float) -> Selection:
 
 def with_training(config: ExperimentConfig, **changes: Any) -> ExperimentConfig:
     """Return the experiment with other settings of training."""
-    training = config.training.model_copy(update=changes)
+    training = config.sections["training"].model_copy(update=changes)
     return replace(config, sections={**config.sections, "training": training})
 
 

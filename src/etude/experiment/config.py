@@ -21,10 +21,11 @@ from etude.config import (
     selections_in,
     validate_document,
 )
+from etude.config.signature import parameters_of
 from etude.core import ConfigError
 from etude.experiment.data_checks import settle_data
-from etude.experiment.dialects import MOVED_KEYS, moved_settings, trainer_settings, unify_dialects
 from etude.experiment.features import all_features, features_for, with_features
+from etude.experiment.legacy_keys import DEFAULT_NAMES, LEGACY_KEYS, move_legacy_keys
 from etude.experiment.outputs import settle_outputs
 from etude.trainer import TrainerConfig
 
@@ -52,8 +53,6 @@ _SECTIONS: dict[str, SectionSpec | None] = {
 }
 """The keys of a file in the order in which they are shown; None stands for a feature's own."""
 
-_OPTIONAL_KEYS = ("use_mixed_precision", "precision_dtype", "meaningful_loss", "num_threads", "checkpoint_dir")
-
 
 @dataclass(slots=True)
 class ExperimentConfig:
@@ -73,8 +72,7 @@ class ExperimentConfig:
         Learning rate, weight decay and warm-up are filled in from their sections where the optimizer is AdamW and the
         schedule `warmup_cosine`, which a `Trainer` makes of them; others are for you to build and to give.
         """
-        training: TrainerConfig = self.sections["training"]
-        return training
+        return _for_python(self, any_optimizer=False)
 
     def __getattr__(self, key: str) -> Any:
         """Return a section by its key; None if the file has none."""
@@ -106,15 +104,8 @@ class ExperimentConfig:
         for feature in self.features:
             result |= feature.plain(self.sections)
         result = {key: result[key] for key in _SECTIONS if key in result}
-        loss = self.selection("loss")
-        moved = {
-            *MOVED_KEYS,
-            *(("meaningful_loss",) if loss is not None and loss.component.name == "meaningful" else ()),
-        }
         result["training"] = {
-            key: value
-            for key, value in result["training"].items()
-            if key not in moved and (value is not None or key not in _OPTIONAL_KEYS)
+            key: value for key, value in result["training"].items() if value is not None or key not in LEGACY_KEYS
         }
         return result
 
@@ -148,7 +139,7 @@ def load_config(
 def validate_experiment(
     document: Document, *, overrides: Sequence[str] = (), announce: bool = False
 ) -> ExperimentConfig:
-    """Validate a document: import the user's modules, apply overrides, unify dialects, fill in companions.
+    """Validate a document: import the user's modules, apply overrides, move legacy keys, fill in companions.
 
     With `announce`, a line names the code of every module under `imports:` before it is run.
     """
@@ -157,7 +148,7 @@ def validate_experiment(
     imports = document.data.get("imports")
     if isinstance(imports, list) and all(isinstance(one, str) for one in imports):
         import_user_modules(imports, base, document=document, announce=announce)
-    unify_dialects(document)
+    move_legacy_keys(document)
     _add_companions(document)
     sections = _validate(document)
     components = selections_in(sections).values()
@@ -166,7 +157,6 @@ def validate_experiment(
         feature.settle(sections, document)
     settle_outputs(sections, document)
     settle_data(sections, document, features)
-    sections["training"] = sections["training"].model_copy(update=trainer_settings(sections))
     name = sections.get("name") or _name_of(document.path)
     return ExperimentConfig(name, document.path, document, sections, features)
 
@@ -177,7 +167,33 @@ def create_trainer_config(config: ExperimentConfig) -> TrainerConfig:
     Learning rate, weight decay, schedule and the settings of the meaningful loss are filled in, whichever optimizer
     they are for: build that and give it to the `Trainer`, and a schedule with other settings than `warmup_steps` too.
     """
-    return config.training.model_copy(update=moved_settings(config.sections))
+    return _for_python(config, any_optimizer=True)
+
+
+def _for_python(config: ExperimentConfig, *, any_optimizer: bool) -> TrainerConfig:
+    """Return the `training` section with what a `Trainer` in Python needs of the other sections.
+
+    It makes AdamW of learning rate and weight decay: those of another optimizer would mislead it, unless the caller
+    asks for them. A schedule with other settings than `warmup_steps` has no keys here: its name alone would mislead.
+    """
+    optimizer, scheduler = config.selection("optimizer"), config.selection("scheduler")
+    found: dict[str, Any] = {"use_scheduler": False} if scheduler is None else {}
+    if optimizer is not None and (any_optimizer or optimizer.component.name == DEFAULT_NAMES["optimizer"]):
+        arguments = optimizer.defaults | optimizer.arguments
+        found |= {"learning_rate": arguments.get("lr"), "weight_decay": arguments.get("weight_decay")}
+    if scheduler is not None and not _changed(scheduler) - {"warmup_steps"}:
+        warmup = (scheduler.defaults | scheduler.arguments).get("warmup_steps")
+        found |= {"use_scheduler": True, "scheduler_type": scheduler.component.name, "warmup_steps": warmup}
+    for feature in config.features:
+        found |= feature.trainer_settings(config.sections)
+    training: TrainerConfig = config.sections["training"]
+    return training.model_copy(update=found)
+
+
+def _changed(selection: Selection) -> set[str]:
+    """Return the arguments that a section gives and that are not the default."""
+    known = parameters_of(selection.component.factory)[0]
+    return {key for key, value in selection.arguments.items() if key not in known or known[key][1] != value}
 
 
 def create_model_config(config: ExperimentConfig) -> dict[str, Any]:

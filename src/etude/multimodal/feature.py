@@ -22,7 +22,9 @@ from etude.core.spelling import suggest
 from etude.data import DataSplits
 from etude.engine.callback import Callback
 from etude.multimodal.folder import Modalities
+from etude.multimodal.loss.settings import DEFAULTS
 from etude.multimodal.loss.strategy import NO_VOCABULARY, MeaningfulLoss, read_codebook
+from etude.multimodal.training_section import move_meaningful_loss
 from etude.multimodal.vocab import SPECIAL, VocabSpec, build_vocab_spec
 
 Size = Annotated[int, Field(ge=1)]
@@ -81,6 +83,17 @@ class Vocabularies(Feature):
             model=VocabSection, description="How many tokens each modality has, where the data does not tell."
         )
     }
+
+    def move_legacy_keys(self, document: Document, training: dict[str, Any]) -> None:
+        """Move `training.meaningful_loss` to the section `loss`."""
+        move_meaningful_loss(document, training)
+
+    def trainer_settings(self, sections: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of the meaningful loss, for a `Trainer` that is given `vocab=`."""
+        loss: Selection | None = sections.get("loss")
+        if loss is None or loss.component.factory is not MeaningfulLoss:
+            return {}
+        return {"meaningful_loss": {key: value for key, value in loss.arguments.items() if key in DEFAULTS}}
 
     def settle(self, sections: dict[str, Any], document: Document) -> None:
         """Raise ConfigError if `vocab` contradicts itself, the data or a loss."""

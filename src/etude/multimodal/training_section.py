@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from etude.config import Document, Selection
+from etude.config import Document
 from etude.config.moving import put_setting
 from etude.core import ConfigError
-from etude.multimodal.loss.settings import DEFAULTS, WEIGHT_OF, read_settings, spellings_of
+from etude.multimodal.loss.settings import WEIGHT_OF, read_settings, spellings_of
 from etude.multimodal.loss.strategy import ALIASES, MEANINGFUL
 
 HERE = "training.meaningful_loss"
@@ -35,11 +35,6 @@ def move_meaningful_loss(document: Document, training: dict[str, Any]) -> None:
             _put(document, target, written, path, value)
         if "loss" not in document.locations:
             document.renamed(HERE, "loss")
-
-
-def meaningful_settings(loss: Selection) -> dict[str, Any]:
-    """Return the settings of the section `loss`, for a `Trainer` in Python that is given `vocab=`."""
-    return {key: value for key, value in loss.arguments.items() if key in DEFAULTS}
 
 
 def _contradicts(document: Document, enabled: bool, loss: dict[str, Any] | None) -> bool:

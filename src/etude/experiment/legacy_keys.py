@@ -1,12 +1,10 @@
-"""Two habits of writing configs, one schema: keys that some files keep under `training` move to their own section."""
+"""Keys that some files keep under `training` move to the sections they belong to: one way, before validation."""
 
-from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
-from etude.config import Document, Selection, canonical_keys
+from etude.config import Document, canonical_keys
 from etude.config.moving import put_setting
-from etude.config.signature import parameters_of
+from etude.experiment.features import features_for
 from etude.trainer import TRAINING_ALIASES
 from etude.trainer.optimization import DEFAULT_SCHEDULE
 
@@ -18,17 +16,17 @@ _MOVES = {
 }
 """Key under `training` → section, key there, and the spellings under which that section may already have it."""
 
-_MEANINGFUL = "etude.multimodal.training_section"
-"""What moves `training.meaningful_loss`; imported only for files with that key or that loss."""
+_ROOMS = {"meaningful_loss": "etude.multimodal"}
+"""Key under `training` → the room whose feature moves it."""
 
-MOVED_KEYS = (*_MOVES, "use_scheduler")
-"""Keys of `training` that are kept in other sections."""
+LEGACY_KEYS = (*_MOVES, "use_scheduler", "use_mixed_precision", "precision_dtype", *_ROOMS)
+"""Keys of `training` that the other sections, and `precision`, say better: shown only where they say something."""
 
 DEFAULT_NAMES = {"optimizer": "adamw", "scheduler": DEFAULT_SCHEDULE}
 """The component of an optimizer section without a name, or of one that only a key of `training` speaks of."""
 
 
-def unify_dialects(document: Document) -> None:
+def move_legacy_keys(document: Document) -> None:
     """Give every setting its one place, in the document itself; messages keep showing what was written.
 
     Raises ConfigError if one file gives the same setting in both places. Between files, and from the command line,
@@ -52,47 +50,8 @@ def unify_dialects(document: Document) -> None:
     for key, (section, name, spellings) in _MOVES.items():
         if training.get(key) is not None:
             _move(document, training, key, section, name, spellings)
-    if training.get("meaningful_loss") is not None:
-        import_module(_MEANINGFUL).move_meaningful_loss(document, training)
-
-
-def trainer_settings(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return of the settings that moved those that a `Trainer` in Python acts on as the sections say.
-
-    It makes AdamW of them: numbers for another optimizer would mislead it.
-    """
-    found = moved_settings(sections)
-    optimizer = sections.get("optimizer")
-    if optimizer is not None and optimizer.component.name != DEFAULT_NAMES["optimizer"]:
-        found |= dict.fromkeys(("learning_rate", "weight_decay"))
-    return found
-
-
-def moved_settings(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that moved, from where they are now, whichever optimizer they are for.
-
-    A schedule with other settings than `warmup_steps` has no keys under `training`: its name alone would mislead.
-    """
-    optimizer, scheduler = sections.get("optimizer"), sections.get("scheduler")
-    found: dict[str, Any] = {}
-    if optimizer is not None:
-        arguments = optimizer.defaults | optimizer.arguments
-        found |= {"learning_rate": arguments.get("lr"), "weight_decay": arguments.get("weight_decay")}
-    if scheduler is None:
-        found["use_scheduler"] = False
-    elif not _settings(scheduler) - {"warmup_steps"}:
-        arguments = scheduler.defaults | scheduler.arguments
-        found |= {"use_scheduler": True, "scheduler_type": scheduler.component.name}
-        found["warmup_steps"] = arguments.get("warmup_steps")
-    if (loss := sections.get("loss")) is not None and loss.component.name == "meaningful":
-        found["meaningful_loss"] = import_module(_MEANINGFUL).meaningful_settings(loss)
-    return found
-
-
-def _settings(selection: Selection) -> set[str]:
-    """Return the arguments that a section gives and that are not the default."""
-    known = parameters_of(selection.component.factory)[0]
-    return {key for key, value in selection.arguments.items() if key not in known or known[key][1] != value}
+    for feature in features_for((), [room for key, room in _ROOMS.items() if training.get(key) is not None]):
+        feature.move_legacy_keys(document, training)
 
 
 def _move(
