@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import etude.config
-
 
 def test_the_registry_loads_neither_pydantic_nor_yaml() -> None:
     code = (
@@ -13,8 +11,3 @@ def test_the_registry_loads_neither_pydantic_nor_yaml() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "['etude']"
-
-
-def test_every_name_of_the_room_is_there() -> None:
-    for name in etude.config.__all__:
-        assert getattr(etude.config, name) is not None

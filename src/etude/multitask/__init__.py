@@ -1,43 +1,39 @@
-"""Several tasks that share a model: tasks, heads, weightings, a curriculum and their sections in config files.
+"""Several tasks that share a model: tasks, heads, weightings, a curriculum and their sections in config files."""
 
-Names are loaded when they are first used.
-"""
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import Any
+from etude.lazy import load_late
 
-_HOME = {
-    "curriculum.callback": ("CurriculumCallback",),
-    "functional": (
-        "TaskLosses",
-        "default_weights",
-        "multi_task_loss",
-        "multi_task_terms",
-    ),
-    "gradient_monitor": (
-        "TaskGradientMonitor",
-        "TaskGradientReport",
-    ),
-    "gradients": ("TaskGradientWatcher", "TaskGradients"),
-    "heads": (
-        "BinaryHead",
-        "LanguageModelHead",
-        "LinearHead",
-        "SequenceClassifier",
-        "TokenClassifier",
-    ),
-    "model": ("MultiTaskModel",),
-    "spec": ("TaskSpec",),
-    "task": ("MultiTask",),
-    "weighting": ("Weighting",),
-}
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-__all__ = sorted(_MODULE_OF)
+if TYPE_CHECKING:
+    from etude.multitask.curriculum.callback import CurriculumCallback
+    from etude.multitask.functional import TaskLosses, default_weights, multi_task_loss, multi_task_terms
+    from etude.multitask.gradient_monitor import TaskGradientMonitor, TaskGradientReport
+    from etude.multitask.gradients import TaskGradients, TaskGradientWatcher
+    from etude.multitask.heads import BinaryHead, LanguageModelHead, LinearHead, SequenceClassifier, TokenClassifier
+    from etude.multitask.model import MultiTaskModel
+    from etude.multitask.spec import TaskSpec
+    from etude.multitask.task import MultiTask
+    from etude.multitask.weighting import Weighting
 
+__all__ = [
+    "BinaryHead",
+    "CurriculumCallback",
+    "LanguageModelHead",
+    "LinearHead",
+    "MultiTask",
+    "MultiTaskModel",
+    "SequenceClassifier",
+    "TaskGradientMonitor",
+    "TaskGradientReport",
+    "TaskGradientWatcher",
+    "TaskGradients",
+    "TaskLosses",
+    "TaskSpec",
+    "TokenClassifier",
+    "Weighting",
+    "default_weights",
+    "multi_task_loss",
+    "multi_task_terms",
+]
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = load_late(__name__, __file__)
