@@ -1,4 +1,4 @@
-"""Facts that a loss or a callback keeps in checkpoints, and refuses those that contradict."""
+"""Facts that a loss, a task or a callback keeps in checkpoints; a checkpoint whose facts contradict is refused."""
 
 import copy
 
@@ -9,7 +9,7 @@ from torch import nn
 from etude import Callback, Trainer
 from etude.checkpoint import read_checkpoint
 from etude.core import CheckpointError
-from etude.losses import ClassificationLoss
+from etude.losses import ClassificationLoss, SupervisedTask
 
 DATA = (torch.randn(8, 3), torch.arange(8) % 2)
 
@@ -33,6 +33,12 @@ class LossWithFacts(Facts, ClassificationLoss):
     pass
 
 
+class TaskWithFacts(Facts, SupervisedTask):
+    def __init__(self, unit):
+        super().__init__(unit)
+        SupervisedTask.__init__(self)
+
+
 class CallbackWithFacts(Facts, Callback):
     pass
 
@@ -42,10 +48,12 @@ def trainer(folder=None, **given):
 
 
 def given(kind, unit):
-    return {"loss": LossWithFacts(unit)} if kind == "loss" else {"callbacks": [CallbackWithFacts(unit)]}
+    if kind == "callbacks":
+        return {kind: [CallbackWithFacts(unit)]}
+    return {kind: {"loss": LossWithFacts, "task": TaskWithFacts}[kind](unit)}
 
 
-@pytest.mark.parametrize("kind", ["loss", "callback"])
+@pytest.mark.parametrize("kind", ["loss", "task", "callbacks"])
 def test_checkpoints_keep_them_and_others_are_refused(tmp_path, kind):
     trainer(tmp_path / "run", meta={"who": "me"}, **given(kind, "metres")).train()
     meta = read_checkpoint(tmp_path / "run" / "checkpoints" / "last").meta
