@@ -144,19 +144,21 @@ class Objective:
         return self.totals_ahead(weighted)
 
     def totals_ahead(self, names: Sequence[str] | Terms = ()) -> Counts:
-        """Return the counts of all terms over the whole step from its batches alone, these names first."""
-        totals: Counts = dict.fromkeys(names, 0.0)
+        """Return the counts of all terms over the whole step from its batches alone; `names` are for a message."""
+        totals: Counts = {}
         for batch in self.micro_batches:
             ahead = self._count_ahead(batch)
             if ahead is None:
-                several = ", ".join(name for name in dict.fromkeys([self._only, *totals]) if name is not None)
+                several = ", ".join(name for name in dict.fromkeys([self._only, *names]) if name is not None)
                 raise TrainingError(
                     f"the loss has several terms ({several}): with gradient accumulation its task must "
                     f"define `counts(batch)`; or set grad_accum_steps to 1"
                 )
             for name, count in ahead.items():
                 totals[name] = totals.get(name, 0.0) + count
-        return self.all_ranks(totals) if totals else totals
+        if not totals:
+            return totals
+        return self.all_ranks({name: totals[name] for name in sorted(totals)})  # in the same order on every rank
 
     def all_ranks(self, counts: Counts) -> Counts:
         """Return counts over all ranks, none of them 0."""

@@ -100,12 +100,17 @@ class Output:
                 self._world.attempt(lambda: self._take(folder, stack, clock, config), here=self._world.is_main)
             yield
 
-    def saver(self, state: TrainState, config: TrainerConfig, meta: Mapping[str, Any] | None = None) -> Saver | None:
-        """Return what writes checkpoints, with facts of `meta`; None if there is no folder or none are wanted."""
+    def saver(
+        self, state: TrainState, config: TrainerConfig, meta: Mapping[str, Any] | None = None, *, again: bool = False
+    ) -> Saver | None:
+        """Return what writes checkpoints, with facts of `meta`; None if there is no folder or none are wanted.
+
+        It leaves out the moment that the run has come from, unless that is to be saved `again`.
+        """
         if self.folder is None or not config.save_checkpoints:
             return None
         manager = CheckpointManager(self.folder.checkpoints_path, keep_best=config.keep_best)
-        is_saved = self._came_from is not None and self._holds(self._came_from)
+        is_saved = not again and self._came_from is not None and self._holds(self._came_from)
         resumed = self.metrics if is_saved else None  # the state is, unchanged, that of a checkpoint there
         return Saver(manager, state, meta, resumed=resumed, config=dump_yaml(self._described(config)))
 

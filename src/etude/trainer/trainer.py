@@ -209,7 +209,7 @@ class Trainer:
 
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> Path | None:
         """Write a checkpoint of this moment into the run folder and return its path."""
-        saver = self.output.saver(self.state, self.config, self.meta)
+        saver = self.output.saver(self.state, self.config, self.meta, again=True)
         if saver is None:
             raise ConfigError("there is nowhere to save: give the Trainer an output_dir")
         with self.output.held(self.state.clock, self.config):
