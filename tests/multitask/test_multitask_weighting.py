@@ -14,15 +14,11 @@ from etude.config.selection import component_model
 from etude.core.errors import ConfigError
 from etude.multitask.weighting import (
     FAMO,
-    CombinesGradients,
     DynamicWeightAverage,
     GradNorm,
     PCGrad,
     StaticWeights,
     UncertaintyWeighting,
-    WatchesEpochs,
-    WatchesGradients,
-    WatchesUpdates,
     Weighting,
     assign_gradients,
     task_gradients,
@@ -49,13 +45,13 @@ def drive(weighting: Weighting, steps: range, scale: Tensor | None = None) -> li
     for step in steps:
         losses, after, rows = vectors(step)[0], vectors(step + 500)[0], vectors(step + 900, 3, 5) - 0.7
         objectives.append(weighting(losses, scale).detach().clone())
-        if isinstance(weighting, WatchesGradients):
+        if weighting.needs == "layer_gradients":
             weighting.observe(losses, rows, scale)
-        if isinstance(weighting, CombinesGradients):
+        if weighting.needs == "gradients":
             objectives.append(weighting.combine(rows, step=step, scale=scale))
-        if isinstance(weighting, WatchesUpdates):
+        if weighting.needs == "updates":
             weighting.after_update(losses, after, scale)
-        if isinstance(weighting, WatchesEpochs) and step % 2:
+        if step % 2:
             weighting.end_epoch(losses, scale)
         for parameter in weighting.parameters():
             (gradient,) = torch.autograd.grad(weighting(losses, scale), parameter)
@@ -92,20 +88,19 @@ def test_a_task_of_scale_zero_changes_nothing_whatever_its_loss(name: str) -> No
         rows = vectors(step + 9, 3, 5)
         rows[2] = torch.nan
         torch.testing.assert_close(weighting(losses, scale), without(losses[:2]), rtol=1e-12, atol=0)
-        if isinstance(weighting, WatchesGradients):
+        if weighting.needs == "layer_gradients":
             weighting.observe(losses, rows, scale)
             without.observe(losses[:2], rows[:2])
-        if isinstance(weighting, CombinesGradients):
+        if weighting.needs == "gradients":
             # Two tasks meet each other only, so the order does not matter.
             torch.testing.assert_close(
                 weighting.combine(rows, step=step, scale=scale), without.combine(rows[:2], step=step)
             )
-        if isinstance(weighting, WatchesUpdates):
+        if weighting.needs == "updates":
             weighting.after_update(losses, 0.5 * losses, scale)
             without.after_update(losses[:2], 0.5 * losses[:2])
-        if isinstance(weighting, WatchesEpochs):
-            weighting.end_epoch(losses, scale)
-            without.end_epoch(losses[:2])
+        weighting.end_epoch(losses, scale)
+        without.end_epoch(losses[:2])
     for key, value in weighting.state_dict().items():
         assert torch.equal(value[2:], before[key][2:]), key
     assert torch.isfinite(weighting(torch.full((3,), torch.nan, dtype=torch.float64), torch.zeros(3).double()))

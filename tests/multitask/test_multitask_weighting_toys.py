@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from etude.multitask.weighting import FAMO, StaticWeights, UncertaintyWeighting, WatchesUpdates, Weighting
+from etude.multitask.weighting import FAMO, StaticWeights, UncertaintyWeighting, Weighting
 
 TASKS = ["first", "second"]
 STARTS = [(-8.5, 7.5), (0.0, 0.0), (9.0, 9.0), (-7.5, -0.5), (9.0, -1.0)]
@@ -35,7 +35,7 @@ def descend(weightings: list[Weighting], lr: float, steps: int) -> Tensor:
         seen = losses.detach()
         if before is not None:
             for weighting, old, new in zip(weightings, before, seen, strict=True):
-                if isinstance(weighting, WatchesUpdates):
+                if weighting.needs == "updates":
                     weighting.after_update(old, new)
         coefficients = torch.stack([each.coefficients(row) for each, row in zip(weightings, seen, strict=True)])
         adam.zero_grad()

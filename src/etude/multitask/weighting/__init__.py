@@ -6,31 +6,33 @@ is not trained now or has no labels in this batch. What a loss says where the sc
 
 The objective is `(coefficients · losses).sum() + penalty`: the coefficients go into `LossTerm.weight`, the penalty is a
 term of its own. Where `known_ahead` is true, the coefficients do not depend on this step's losses, so that the
-micro-batches of a step can be weighed one after the other. Beyond that a weighting may ask for more; whoever drives
-the step asks with `isinstance`:
+micro-batches of a step can be weighed one after the other. `Weighting.needs` says what a step has to give a weighting:
 
-| name | class | needs | protocol |
-|---|---|---|---|
-| static | `StaticWeights` | nothing | |
-| uncertainty | `UncertaintyWeighting` | its parameters in the optimizer, without weight decay | |
-| dwa | `DynamicWeightAverage` | mean losses of every epoch | `WatchesEpochs` |
-| famo | `FAMO` | losses before and after every update, of the same batch | `WatchesUpdates` |
-| gradnorm | `GradNorm` | each task's gradients of the last shared parameters | `WatchesGradients` |
-| pcgrad | `PCGrad` | each task's gradients of all shared parameters | `CombinesGradients` |
+| name | class | needs |
+|---|---|---|
+| static | `StaticWeights` | nothing |
+| uncertainty | `UncertaintyWeighting` | nothing; its parameters in the optimizer, without weight decay |
+| imtl_l | `ImpartialLosses` | the same |
+| dwa | `DynamicWeightAverage` | nothing; mean losses of every epoch (`end_epoch`) |
+| famo | `FAMO` | updates: losses before and after every update, of the same batch (`after_update`) |
+| gradnorm | `GradNorm` | layer_gradients: each task's gradients of the last shared parameters (`observe`) |
+| pcgrad | `PCGrad` | gradients: each task's gradients of all shared parameters (`combine`) |
+| those of torchjd | `TorchjdAggregator` | gradients |
+| | `TorchjdScalarizer` | losses of the step, for `coefficients` |
 
 In a step:
 
     losses = ...                                     # (tasks,), with gradient history
-    if isinstance(weighting, CombinesGradients):
+    if weighting.needs == "gradients":
         rows = task_gradients(losses, shared)        # (tasks, elements)
         merged = weighting.combine(rows, step=clock.step, scale=scale)
-    if isinstance(weighting, WatchesGradients):
+    if weighting.needs == "layer_gradients":
         weighting.observe(losses, task_gradients(losses, last_shared), scale)
     weighting(losses, scale).backward()
-    if isinstance(weighting, CombinesGradients):
+    if weighting.needs == "gradients":
         assign_gradients(merged, shared)             # heads keep the gradients of the plain sum
     optimizer.step()
-    if isinstance(weighting, WatchesUpdates):
+    if weighting.needs == "updates":
         weighting.after_update(losses, losses_again, scale)
 
 State is buffers and parameters: `state_dict` holds tensors only, and `to(device)` moves it. On several processes every
@@ -39,10 +41,6 @@ process must be given the same losses and gradients, that is, the reduced ones; 
 
 from etude.multitask.weighting.averaging import DynamicWeightAverage
 from etude.multitask.weighting.base import (
-    CombinesGradients,
-    WatchesEpochs,
-    WatchesGradients,
-    WatchesUpdates,
     Weighting,
 )
 from etude.multitask.weighting.famo import FAMO
@@ -55,7 +53,6 @@ from etude.multitask.weighting.uncertainty import ImpartialLosses, UncertaintyWe
 
 __all__ = [
     "FAMO",
-    "CombinesGradients",
     "DynamicWeightAverage",
     "GradNorm",
     "ImpartialLosses",
@@ -64,9 +61,6 @@ __all__ = [
     "TorchjdAggregator",
     "TorchjdScalarizer",
     "UncertaintyWeighting",
-    "WatchesEpochs",
-    "WatchesGradients",
-    "WatchesUpdates",
     "Weighting",
     "assign_gradients",
     "task_gradients",

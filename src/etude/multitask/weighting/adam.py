@@ -18,16 +18,16 @@ class VectorAdam(nn.Module):
             self.register_buffer(name, torch.zeros(size))
 
     @torch.no_grad()
-    def step(self, values: Tensor, gradient: Tensor, taking_part: Tensor) -> None:
-        """Update the values in place where a task takes part; the others, and their state, stay as they are."""
+    def step(self, values: Tensor, gradient: Tensor, active: Tensor) -> None:
+        """Update the values in place where a task is active; the others, and their state, stay as they are."""
         gradient = gradient + self.weight_decay * values
         first, second = self.betas
-        count = self.count + taking_part
-        mean = torch.where(taking_part, self.mean.lerp(gradient, 1 - first), self.mean)
-        square = torch.where(taking_part, self.square.lerp(gradient.square(), 1 - second), self.square)
+        count = self.count + active
+        mean = torch.where(active, self.mean.lerp(gradient, 1 - first), self.mean)
+        square = torch.where(active, self.square.lerp(gradient.square(), 1 - second), self.square)
         self.count.copy_(count)
         self.mean.copy_(mean)
         self.square.copy_(square)
         corrected = mean / (1 - first**count)
         size = (square / (1 - second**count)).sqrt() + self.eps
-        values.copy_(torch.where(taking_part, values - self.lr * corrected / size, values))
+        values.copy_(torch.where(active, values - self.lr * corrected / size, values))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from etude.config.registry import register
-from etude.multitask.weighting.base import Weighting, active, positive, scaled
+from etude.multitask.weighting.base import Weighting, is_active, positive, scaled
 
 
 @register("weighting", "dwa")
@@ -33,17 +33,17 @@ class DynamicWeightAverage(Weighting):
     @torch.no_grad()
     def coefficients(self, losses: Tensor, scale: Tensor | None = None) -> Tensor:
         """Return the weights, which add up to the number of active tasks before they are scaled."""
-        taking_part = active(losses, scale)
+        active = is_active(losses, scale)
         ratio = torch.where(self.before > 0, self.last / self.before, 1.0)  # 0 until a task has had two epochs
-        logits = torch.where(taking_part, ratio / self.temperature, -torch.inf)
+        logits = torch.where(active, ratio / self.temperature, -torch.inf)
         # With no task at all the softmax is NaN; every coefficient is then 0.
-        shares = torch.where(taking_part, torch.softmax(logits, 0), 0.0)
-        return scaled(shares * taking_part.sum(), scale)
+        shares = torch.where(active, torch.softmax(logits, 0), 0.0)
+        return scaled(shares * active.sum(), scale)
 
     @torch.no_grad()
     def end_epoch(self, losses: Tensor, scale: Tensor | None = None) -> None:
         """Take in the mean losses of an epoch; tasks that are not active keep what they had."""
         self.check(losses)
-        taking_part = active(losses, scale)
-        self.before.copy_(torch.where(taking_part, self.last, self.before))
-        self.last.copy_(torch.where(taking_part, losses, self.last))
+        active = is_active(losses, scale)
+        self.before.copy_(torch.where(active, self.last, self.before))
+        self.last.copy_(torch.where(active, losses, self.last))

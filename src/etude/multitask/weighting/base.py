@@ -1,9 +1,9 @@
-"""What every weighting has, and the protocols of those that ask for more."""
+"""What every weighting has."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,21 @@ from torch import Tensor, nn
 from etude.core.errors import ConfigError
 from etude.core.spelling import suggest
 
+Needs = Literal["nothing", "losses", "updates", "layer_gradients", "gradients"]
+
 
 class Weighting(nn.Module, ABC):
     """Turns the losses of several tasks into one objective."""
 
-    known_ahead: ClassVar[bool] = True
-    """Whether the coefficients are known before the losses of the step."""
+    needs: ClassVar[Needs] = "nothing"
+    """What a step has to give it.
+
+    nothing           the coefficients are known before the step
+    losses            the losses of the step, for `coefficients`
+    updates           the same, and for `after_update` the losses after the update
+    layer_gradients   for `observe`, each task's gradient of a shared layer
+    gradients         for `combine`, each task's gradient of all shared parameters
+    """
     has_penalty: ClassVar[bool] = False
     """Whether the objective adds something to the weighted losses."""
     layer: str | None = None
@@ -31,6 +40,11 @@ class Weighting(nn.Module, ABC):
         if twice:
             raise ConfigError(f"the tasks of a weighting name '{twice[0]}' twice")
 
+    @property
+    def known_ahead(self) -> bool:
+        """Whether the coefficients are known before the losses of the step."""
+        return self.needs not in ("losses", "updates")
+
     @abstractmethod
     def coefficients(self, losses: Tensor, scale: Tensor | None = None) -> Tensor:
         """Return the factor of each loss in the objective."""
@@ -42,6 +56,29 @@ class Weighting(nn.Module, ABC):
     def penalties(self, scale: Tensor | None = None) -> Tensor | None:
         """Return what the objective adds for each task, (tasks,), or None."""
         return None
+
+    # --- what a step gives it
+
+    def end_epoch(self, losses: Tensor, scale: Tensor | None = None) -> None:
+        """Take in the mean losses of an epoch."""
+
+    def after_update(self, before: Tensor, after: Tensor, scale: Tensor | None = None) -> None:
+        """Take in the losses of one batch before and after an update of the model."""
+
+    def observe(self, losses: Tensor, gradients: Tensor, scale: Tensor | None = None) -> None:
+        """Take in the losses and the tasks' gradients (tasks, elements), before any weighting."""
+
+    def combine(
+        self, gradients: Tensor, *, step: int, scale: Tensor | None = None, active: Tensor | None = None
+    ) -> Tensor:
+        """Return one gradient (elements,) of its own, made of the tasks' gradients (tasks, elements), which stay.
+
+        A scale of None says that the gradients are scaled already: then `active` says which tasks are active in
+        the step, all of them if it is None; the gradients of the others are zeros.
+        """
+        raise NotImplementedError(f"{type(self).__name__} makes no gradients")
+
+    # --- where its numbers are
 
     @property
     def device(self) -> torch.device:
@@ -89,47 +126,8 @@ class Weighting(nn.Module, ABC):
         return torch.tensor([float(values.get(task, default)) for task in self.tasks])
 
 
-@runtime_checkable
-class WatchesEpochs(Protocol):
-    """A weighting that looks at the losses of whole epochs."""
-
-    def end_epoch(self, losses: Tensor, scale: Tensor | None = None) -> None:
-        """Take in the mean losses of an epoch."""
-        ...
-
-
-@runtime_checkable
-class WatchesUpdates(Protocol):
-    """A weighting that looks at what an update did to the losses."""
-
-    def after_update(self, before: Tensor, after: Tensor, scale: Tensor | None = None) -> None:
-        """Take in the losses of one batch before and after an update of the model."""
-        ...
-
-
-@runtime_checkable
-class WatchesGradients(Protocol):
-    """A weighting that looks at each task's gradient."""
-
-    def observe(self, losses: Tensor, gradients: Tensor, scale: Tensor | None = None) -> None:
-        """Take in the losses and the tasks' gradients (tasks, elements), before any weighting."""
-        ...
-
-
-@runtime_checkable
-class CombinesGradients(Protocol):
-    """A weighting that makes the gradient of shared parameters itself."""
-
-    def combine(self, gradients: Tensor, *, step: int, scale: Tensor | None = None) -> Tensor:
-        """Return one gradient (elements,) of its own, made of the tasks' gradients (tasks, elements), which stay.
-
-        A scale of None says that the gradients are scaled already; those of tasks that take no part are zeros.
-        """
-        ...
-
-
-def active(losses: Tensor, scale: Tensor | None) -> Tensor:
-    """Return which tasks take part, as booleans."""
+def is_active(losses: Tensor, scale: Tensor | None) -> Tensor:
+    """Return which tasks are active, as booleans."""
     return torch.ones_like(losses, dtype=torch.bool) if scale is None else scale > 0
 
 

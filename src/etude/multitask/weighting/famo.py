@@ -8,7 +8,7 @@ from torch import Tensor
 
 from etude.config.registry import register
 from etude.multitask.weighting.adam import VectorAdam
-from etude.multitask.weighting.base import Weighting, active, not_negative, positive, scaled
+from etude.multitask.weighting.base import Needs, Weighting, is_active, not_negative, positive, scaled
 
 _EPSILON = 1e-8
 
@@ -21,11 +21,11 @@ class FAMO(Weighting):
     `decay` belong to the logits. With `decay` the weights forget, as the objective changes while a model learns.
     """
 
-    known_ahead: ClassVar[bool] = False
+    needs: ClassVar[Needs] = "updates"
     logits: Tensor
     floors: Tensor
     used: Tensor
-    """The coefficients of every task in the last step it took part in, for people."""
+    """The coefficients of every task in the last step it was active in, for people."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class FAMO(Weighting):
     @torch.no_grad()
     def coefficients(self, losses: Tensor, scale: Tensor | None = None) -> Tensor:
         """Return z / (c·height): the height is the loss over its floor, and c makes the coefficients add up to 1."""
-        taking_part = active(losses, scale)
-        shares = torch.where(taking_part, self.shares(taking_part) / self._height(losses), 0.0)
+        active = is_active(losses, scale)
+        shares = torch.where(active, self.shares(active) / self._height(losses), 0.0)
         total = shares.sum()
         return scaled(shares / torch.where(total > 0, total, 1.0), scale)
 
@@ -52,21 +52,21 @@ class FAMO(Weighting):
     def after_update(self, before: Tensor, after: Tensor, scale: Tensor | None = None) -> None:
         """Move the logits towards the tasks whose log loss fell least."""
         self.check(after)
-        taking_part = active(before, scale)
-        self.used.copy_(torch.where(taking_part, self.coefficients(before, scale), self.used))
+        active = is_active(before, scale)
+        self.used.copy_(torch.where(active, self.coefficients(before, scale), self.used))
         fell = self._height(before).log() - self._height(after).log()
-        fell = torch.where(taking_part, fell, 0.0)
-        shares = self.shares(taking_part)
-        self.adam.step(self.logits, shares * (fell - (shares * fell).sum()), taking_part)
+        fell = torch.where(active, fell, 0.0)
+        shares = self.shares(active)
+        self.adam.step(self.logits, shares * (fell - (shares * fell).sum()), active)
 
     def latest(self, scale: Tensor) -> Tensor:
         """Return the coefficients of the last step."""
         return self.used
 
-    def shares(self, taking_part: Tensor) -> Tensor:
-        """Return z, the softmax of the logits over the tasks that take part."""
-        shares = torch.softmax(torch.where(taking_part, self.logits, -torch.inf), 0)
-        return torch.where(taking_part, shares, 0.0)
+    def shares(self, active: Tensor) -> Tensor:
+        """Return z, the softmax of the logits over the active tasks."""
+        shares = torch.softmax(torch.where(active, self.logits, -torch.inf), 0)
+        return torch.where(active, shares, 0.0)
 
     def _height(self, losses: Tensor) -> Tensor:
         return (losses.detach() - self.floors).clamp_min(0.0) + _EPSILON

@@ -1,13 +1,14 @@
 """GradNorm (Chen et al. 2018): weights that bring the tasks' gradient norms to a common scale."""
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from etude.config.registry import register
 from etude.multitask.weighting.adam import VectorAdam
-from etude.multitask.weighting.base import Weighting, active, not_negative, positive, scaled
+from etude.multitask.weighting.base import Needs, Weighting, is_active, not_negative, positive, scaled
 
 _LEAST = 1e-4
 """Weights stay above this: a negative one would drive its loss up."""
@@ -22,6 +23,7 @@ class GradNorm(Weighting):
     lag. `initial` are the losses to count from, log(classes) say; for a task not named, the first loss that is seen.
     """
 
+    needs: ClassVar[Needs] = "layer_gradients"
     weights: Tensor
     first: Tensor
 
@@ -50,18 +52,18 @@ class GradNorm(Weighting):
     def observe(self, losses: Tensor, gradients: Tensor, scale: Tensor | None = None) -> None:
         """Adjust the weights from the losses and the tasks' gradients; they take effect from the next step on."""
         self.check(losses)
-        taking_part = active(losses, scale)
-        number = taking_part.sum().clamp_min(1)
-        seen = torch.where(taking_part, losses.detach(), 0.0)
-        self.first.copy_(torch.where(taking_part & (self.first <= 0), seen, self.first))
+        active = is_active(losses, scale)
+        number = active.sum().clamp_min(1)
+        seen = torch.where(active, losses.detach(), 0.0)
+        self.first.copy_(torch.where(active & (self.first <= 0), seen, self.first))
         progress = torch.where(self.first > 0, seen / self.first, 0.0)
         mean = progress.sum() / number
         rate = torch.where(mean > 0, progress / mean, 1.0)
-        norms = torch.where(taking_part, torch.linalg.vector_norm(gradients, dim=1).to(losses.dtype), 0.0)
+        norms = torch.where(active, torch.linalg.vector_norm(gradients, dim=1).to(losses.dtype), 0.0)
         weighed = self.weights * norms
         target = weighed.sum() / number * rate**self.alpha
-        together = torch.where(taking_part, self.weights, 0.0).sum()
-        self.adam.step(self.weights, torch.sign(weighed - target) * norms, taking_part)
-        kept = torch.where(taking_part, self.weights.clamp_min(_LEAST), 0.0)
-        # Those that take part share what they had together: a step without one of the tasks does not unlearn weights.
-        self.weights.copy_(torch.where(taking_part, kept * together / kept.sum().clamp_min(_LEAST), self.weights))
+        together = torch.where(active, self.weights, 0.0).sum()
+        self.adam.step(self.weights, torch.sign(weighed - target) * norms, active)
+        kept = torch.where(active, self.weights.clamp_min(_LEAST), 0.0)
+        # The active ones share what they had together: a step without one of the tasks does not unlearn weights.
+        self.weights.copy_(torch.where(active, kept * together / kept.sum().clamp_min(_LEAST), self.weights))

@@ -1,13 +1,14 @@
 """PCGrad (Yu et al. 2020): of every two gradients in conflict, each loses what goes against the other."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from etude.config.registry import register
 from etude.core.random import mix
-from etude.multitask.weighting.base import Weighting, scaled
+from etude.multitask.weighting.base import Needs, Weighting, scaled
 
 
 @register("weighting", "pcgrad")
@@ -20,6 +21,8 @@ class PCGrad(Weighting):
     >>> PCGrad(["a", "b"]).combine(torch.tensor([[1.0, 0.0], [-1.0, 1.0]]), step=0).tolist()
     [0.5, 1.5]
     """
+
+    needs: ClassVar[Needs] = "gradients"
 
     def __init__(self, tasks: Sequence[str], seed: int = 0) -> None:
         super().__init__(tasks)
@@ -38,7 +41,9 @@ class PCGrad(Weighting):
         return torch.stack([others + (others >= task) for task, others in enumerate(met)])
 
     @torch.no_grad()
-    def combine(self, gradients: Tensor, *, step: int, scale: Tensor | None = None) -> Tensor:
+    def combine(
+        self, gradients: Tensor, *, step: int, scale: Tensor | None = None, active: Tensor | None = None
+    ) -> Tensor:
         """Return the sum of the projected gradients.
 
         A projected gradient is a combination of the gradients, so the work is done on their products (tasks, tasks);

@@ -25,7 +25,7 @@ from etude.config.registry import register
 from etude.config.signature import parameters_of
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.random import aside, mix
-from etude.multitask.weighting.base import Weighting, active, scaled
+from etude.multitask.weighting.base import Needs, Weighting, is_active, scaled
 
 CLASSES = {
     "aligned_mtl": "aggregation.AlignedMTL",
@@ -71,7 +71,7 @@ _NEEDS_ALL_TASKS = frozenset({"PCD"})
 class TorchjdWeighting(Weighting):
     """A method of torchjd, made from its class and its settings; vectors over tasks are mappings from task names.
 
-    `seed` is that of methods that draw random numbers, which are a function of it and the step. Tasks without a part in
+    `seed` is that of methods that draw random numbers, which are a function of it and the step. Tasks that are inactive in
     a step are left out of the method, and so is their part of its state.
     """
 
@@ -136,9 +136,9 @@ class TorchjdWeighting(Weighting):
             ) from error
         return result
 
-    def _places(self, taking_part: Tensor) -> list[int]:
-        """Return the numbers of the tasks with a part in this step; the host waits for the device here."""
-        places = [place for place, part in enumerate(taking_part.tolist()) if part]
+    def _places(self, active: Tensor) -> list[int]:
+        """Return the numbers of the tasks that are active in this step; the host waits for the device here."""
+        places = [place for place, part in enumerate(active.tolist()) if part]
         if 0 < len(places) < len(self.tasks) and self.kind.__name__ in _NEEDS_ALL_TASKS:
             raise TrainingError(
                 f"{self.kind.__name__} of torchjd needs all tasks in every step, here are "
@@ -151,15 +151,19 @@ class TorchjdWeighting(Weighting):
 class TorchjdAggregator(TorchjdWeighting):
     """Makes the gradient of shared parameters; the others take that of the weighted sum."""
 
+    needs: ClassVar[Needs] = "gradients"
+
     @torch.no_grad()
-    def combine(self, gradients: Tensor, *, step: int, scale: Tensor | None = None) -> Tensor:
-        """Return what the aggregator makes of the gradients of the tasks with a part in the step."""
+    def combine(
+        self, gradients: Tensor, *, step: int, scale: Tensor | None = None, active: Tensor | None = None
+    ) -> Tensor:
+        """Return what the aggregator makes of the gradients of the active tasks."""
         if scale is not None:
-            gradients = torch.where(scale[:, None] > 0, gradients, 0.0) * scale[:, None]
-        places = self._places(gradients.any(1) if scale is None else scale > 0)
+            gradients, active = torch.where(scale[:, None] > 0, gradients, 0.0) * scale[:, None], scale > 0
+        places = range(len(self.tasks)) if active is None else self._places(active)
         if not places:
             return torch.zeros_like(gradients[0])
-        rows = gradients if len(places) == len(self.tasks) else gradients[places]
+        rows = gradients if len(places) == len(self.tasks) else gradients[list(places)]
         with aside(mix(self.seed, step)):
             method = self._method(places, rows)
         with aside(mix(self.seed, step)):
@@ -168,7 +172,7 @@ class TorchjdAggregator(TorchjdWeighting):
             self._keep_state(method, places)
         return result.to(gradients.dtype)
 
-    def _put_state(self, method: Any, places: list[int], step: int) -> None:
+    def _put_state(self, method: Any, places: Sequence[int], step: int) -> None:
         """Give the method its state, of these tasks."""
         for path, (dimensions, _) in self._state.items():
             part, _, name = path.partition(".")
@@ -178,7 +182,7 @@ class TorchjdAggregator(TorchjdWeighting):
         if self.kind.__name__ == "NashMTL":  # its own count of calls: at 0 it would set its problem up again
             method.weighting.step = float(step or method.update_weights_every)
 
-    def _keep_state(self, method: Any, places: list[int]) -> None:
+    def _keep_state(self, method: Any, places: Sequence[int]) -> None:
         """Keep the state that the method has now."""
         for path, (dimensions, _) in self._state.items():
             kept = self._kept(path)
@@ -191,17 +195,17 @@ class TorchjdAggregator(TorchjdWeighting):
 class TorchjdScalarizer(TorchjdWeighting):
     """Weighs the losses by the derivatives of one loss made of them all."""
 
-    known_ahead: ClassVar[bool] = False
+    needs: ClassVar[Needs] = "losses"
     used: Tensor
-    """The coefficients of every task in the last step it took part in, for people."""
+    """The coefficients of every task in the last step it was active in, for people."""
 
     def __init__(self, tasks: Sequence[str], kind: type, seed: int = 0, **settings: Any) -> None:
         super().__init__(tasks, kind, seed, **settings)
         self.register_buffer("used", torch.zeros(len(self.tasks)))
 
     def coefficients(self, losses: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Return the derivatives by the losses of the tasks with a part in the step, times the scale."""
-        places = self._places(active(losses, scale))
+        """Return the derivatives by the losses of the active tasks, times the scale."""
+        places = self._places(is_active(losses, scale))
         found = torch.zeros_like(losses)
         if places:
             values = losses.detach()[places].requires_grad_()
@@ -215,9 +219,6 @@ class TorchjdScalarizer(TorchjdWeighting):
     def latest(self, scale: Tensor) -> Tensor:
         """Return the coefficients of the last step."""
         return self.used
-
-    def after_update(self, before: Tensor, after: Tensor, scale: Tensor | None = None) -> None:
-        """Take in nothing: the coefficients follow from the losses of the step alone."""
 
 
 class _Factory:
@@ -283,9 +284,9 @@ def _buffer(path: str) -> str:
     return path.rpartition(".")[2].strip("_")
 
 
-def _at(places: list[int], dimensions: int) -> Any:
+def _at(places: Sequence[int], dimensions: int) -> Any:
     """Return an index: the elements of these tasks along so many dimensions."""
-    return (..., places, ([[place] for place in places], places))[dimensions]
+    return (..., list(places), ([[place] for place in places], list(places)))[dimensions]
 
 
 for _name, _path in CLASSES.items():
