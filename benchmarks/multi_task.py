@@ -90,7 +90,9 @@ def make_model(weighting: Weighting | None, device: torch.device, width: int) ->
         "quality": SequenceClassifier(LABELS, in_features=width),
         "belongs": BinaryHead(in_features=width),
     }
-    return MultiTaskModel(trunk, heads, weighting).to(device)
+    model = MultiTaskModel(trunk, heads)
+    model.weighting = weighting
+    return model.to(device)
 
 
 def make_task(weighting: Weighting | None) -> MultiTask:

@@ -69,7 +69,9 @@ def trained(kind, name, accumulate, rest, world=None):
     torch.manual_seed(0)
     weighting = None if name == "none" else lookup("weighting", name).factory(TASKS)
     heads = {task: LinearHead(size, in_features=6) for task, size in zip(TASKS, (3, 4, 2), strict=True)}
-    model = MultiTaskModel(Trunk(), heads, weighting).double()
+    model = MultiTaskModel(Trunk(), heads)
+    model.weighting = weighting
+    model = model.double()
     streams = dict.fromkeys(TASKS) if kind == "labels" else {"kind": "a", "flags": "a", "size": "b"}
     metrics = {"kind": {"f1": F1(num_classes=3)}, "flags": {"f1": F1(num_labels=4)}, "size": {}}
     losses = {"kind": ClassificationLoss(), "flags": MultiLabelLoss(), "size": nn.MSELoss()}

@@ -44,7 +44,9 @@ def make_weighting(name, tasks=TASKS):
 def make_model(weighting=None, dtype=torch.float64, noisy=False, tasks=TASKS):
     torch.manual_seed(0)
     heads = {task: LinearHead(SIZES[task], in_features=6) for task in tasks}
-    return MultiTaskModel(Trunk(noisy), heads, weighting).to(dtype)
+    model = MultiTaskModel(Trunk(noisy), heads)
+    model.weighting = weighting
+    return model.to(dtype)
 
 
 def squared(predictions, labels):

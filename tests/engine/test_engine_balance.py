@@ -189,7 +189,7 @@ def test_the_losses_of_famo_before_and_after_are_of_the_same_precision():
 def test_a_weighting_with_state_must_be_part_of_the_model():
     for kind in (UncertaintyWeighting, FAMO, GradNorm):
         model = make_model()
-        with pytest.raises(ConfigError, match=rf"{kind.__name__} is not part of the model.*MultiTaskModel\(trunk"):
+        with pytest.raises(ConfigError, match=rf"{kind.__name__} is not part of the model.*task\.join\(model\)"):
             make_step(model, make_task(kind(TASKS)))
     make_step(make_model(), make_task(make_weighting("pcgrad")))([make_batch(4, 0)])  # has none
 

@@ -34,8 +34,9 @@ def step_with(weighting, lr, number):
     """Return the step's report, and the random number that comes after it."""
     torch.manual_seed(0)
     heads = {task: LinearHead(size, in_features=6) for task, size in zip(TASKS, (3, 2), strict=True)}
-    model = MultiTaskModel(nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5)), heads, weighting)
+    model = MultiTaskModel(nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5)), heads)
     task = MultiTask({name: TaskSpec(name, ClassificationLoss(), labels=name) for name in TASKS}, weighting)
+    task.join(model)
     step = Step(model, task, Updater(torch.optim.SGD(model.parameters(), lr=lr)), Precision())
     torch.manual_seed(7)
     return step(batches(number)), torch.rand(1)

@@ -36,7 +36,7 @@ def run(name, accumulate, ramp):
     torch.manual_seed(0)
     weighting = None if name == "none" else lookup("weighting", name).factory(TASKS)
     heads = {"kind": LinearHead(3, in_features=6), "size": LinearHead(2, in_features=6)}
-    model = MultiTaskModel(nn.Linear(5, 6), heads, weighting)
+    model = MultiTaskModel(nn.Linear(5, 6), heads)
     x = torch.randn(24, 5)
     tasks = {
         "kind": TaskSpec("kind", ClassificationLoss(), stream="a", labels="kind"),

@@ -43,7 +43,9 @@ def make_model(name, dropout=0.0):
         "quality": SequenceClassifier(4, in_features=32),
     }
     weighting = None if name is None else lookup("weighting", name).factory(TASKS)
-    return MultiTaskModel(trunk, heads, weighting)
+    model = MultiTaskModel(trunk, heads)
+    model.weighting = weighting
+    return model
 
 
 def make_task(weighting, streams=False):

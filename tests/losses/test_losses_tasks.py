@@ -50,7 +50,8 @@ def make_model(weighting=None):
     torch.manual_seed(0)
     sizes = {"kind": 3, "flags": 2, "belongs": 1, "kind:simple": 2, "size": 1}
     heads = {name: LinearHead(size, in_features=5).double() for name, size in sizes.items()}
-    model = MultiTaskModel(Trunk(), heads, weighting)
+    model = MultiTaskModel(Trunk(), heads)
+    model.weighting = weighting
     model.head_calls = []
     for name, head in model.heads.items():
         head.register_forward_hook(lambda *_, name=name: model.head_calls.append(name))

@@ -53,7 +53,9 @@ def make(weighting=None, **arguments):
         "quality": SequenceClassifier(4, hidden=8, in_features=WIDTH),
         "belongs": BinaryHead(pooling="last", in_features=WIDTH),
     }
-    return MultiTaskModel(transformer(**arguments), heads, weighting)
+    model = MultiTaskModel(transformer(**arguments), heads)
+    model.weighting = weighting
+    return model
 
 
 def ids(*shape, seed=1):

@@ -15,13 +15,16 @@ TASKS = ("kind", "sign")
 
 
 def parts(inside):
-    """Return model and task; the weighting is in the model from the start or not."""
+    """Return model and task; the weighting is in the model before there is a trainer, or not."""
     torch.manual_seed(0)
     weighting = UncertaintyWeighting(TASKS, initial={"kind": 1.0})
     heads = {task: LinearHead(size, in_features=6) for task, size in zip(TASKS, (3, 2), strict=True)}
-    model = MultiTaskModel(nn.Linear(5, 6), heads, weighting if inside else None)
+    model = MultiTaskModel(nn.Linear(5, 6), heads)
     specs = {task: TaskSpec(task, ClassificationLoss(), labels=task) for task in TASKS}
-    return model, MultiTask(specs, weighting)
+    task = MultiTask(specs, weighting)
+    if inside:
+        task.join(model)
+    return model, task
 
 
 def trainer(model, task, optimizer, scheduler=None):
@@ -119,7 +122,7 @@ def gradnorm_run(layer, **options):
     torch.manual_seed(0)
     weighting = GradNorm(TASKS, layer=layer)
     heads = {task: LinearHead(size, in_features=6) for task, size in zip(TASKS, (3, 2), strict=True)}
-    model = MultiTaskModel(Net(), heads, weighting)
+    model = MultiTaskModel(Net(), heads)
     specs = {task: TaskSpec(task, ClassificationLoss(), labels=task) for task in TASKS}
     x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
     data = {"input": x, "kind": x[:, :3].argmax(1), "sign": (x[:, 4] > 0).long()}

@@ -5,13 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from etude.checkpoint import check_kind
 from etude.config import Document, RunDraft, Selection, build_selection, config_error
-from etude.core import Batch, ConfigError, Terms, num_samples
-from etude.core.batch import JointBatch
+from etude.core import ConfigError
 from etude.core.random import mix, set_seed
 from etude.data import DataSplits, combine_streams
 from etude.data.parts import Streams
@@ -26,7 +24,7 @@ from etude.multitask.model import MultiTaskModel
 from etude.multitask.sections import TaskForm, TaskSection, all_forms, forms_of
 from etude.multitask.spec import TaskSpec
 from etude.multitask.task import MultiTask
-from etude.multitask.weighting import StaticWeights, Weighting
+from etude.multitask.weighting import Weighting
 
 logger = logging.getLogger("etude")
 
@@ -38,7 +36,7 @@ class BuiltTasks:
     """What the sections about tasks become."""
 
     model: MultiTaskModel
-    task: "CountedTasks"
+    task: MultiTask
     samples: "SampleCount"
 
 
@@ -138,13 +136,14 @@ def build_tasks(draft: RunDraft) -> BuiltTasks:
         by_name = {form.variant: spec for form, spec in zip(forms[1:], variants, strict=True) if form.variant}
         specs[name] = replace(main, weight=section.weight, variants=by_name)
     weighting = _weighting(draft)
-    model = MultiTaskModel(trunk, heads, None if isinstance(weighting, StaticWeights) else weighting)
+    model = MultiTaskModel(trunk, heads)
     if weighting is not None and weighting.layer is not None:
         try:
             model.layer_parameters(weighting.layer)
         except ConfigError as error:
             raise ConfigError(f"{draft.document.place('weighting.layer')}: {error}") from error
-    task = CountedTasks(specs, weighting)
+    task = MultiTask(specs, weighting)
+    task.join(model)
     return BuiltTasks(model, task, SampleCount(task))
 
 
@@ -221,27 +220,10 @@ def _build(draft: RunDraft, path: str, selection: Selection, **provided: Any) ->
 # ------------------------------------------------------------------------------------------------ counting samples
 
 
-class CountedTasks(MultiTask):
-    """Tasks that count the samples each of them has learned from on this process."""
-
-    def __init__(self, tasks: Mapping[str, TaskSpec], weighting: Weighting | None = None) -> None:
-        super().__init__(tasks, weighting)
-        self.samples = dict.fromkeys(tasks, 0)
-
-    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
-        """Return the terms; in training, count."""
-        if torch.is_grad_enabled():
-            for part in batch if isinstance(batch, JointBatch) else (batch,):
-                size = num_samples(part)
-                for task in {term.rpartition("/")[0] for term in self.weighted_terms(part)}:
-                    self.samples[task] += size
-        return super().__call__(model, batch, metrics=metrics)
-
-
 class SampleCount(Callback):
-    """Keeps the counts of `CountedTasks` over stops and resumes."""
+    """Keeps how many samples each task has learned from over stops and resumes."""
 
-    def __init__(self, task: CountedTasks) -> None:
+    def __init__(self, task: MultiTask) -> None:
         super().__init__()
         self.task = task
 

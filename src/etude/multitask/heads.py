@@ -1,6 +1,6 @@
 """Heads: what a task adds to a model that several tasks share, to make its predictions of the shared features."""
 
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge, Lt
@@ -16,14 +16,6 @@ Dropout = Annotated[float, Ge(0), Lt(1)]
 Pooling = Literal["mean", "last", "first", "max"]
 
 INIT_STD = 0.02
-
-
-@runtime_checkable
-class Attaches(Protocol):
-    """A head that depends on what its trunk has; it is told once, before the model is used."""
-
-    def attach(self, output: nn.Linear | None, in_features: int | None) -> None:
-        """Take in the trunk's own output layer and the width of its features, None where it has none or is silent."""
 
 
 @register("head", "language_model")
@@ -48,7 +40,7 @@ class LanguageModelHead(nn.Module):
         self.layer = None if tied else self._own_layer("tied: false")
 
     def attach(self, output: nn.Linear | None, in_features: int | None) -> None:
-        """Make a layer if the trunk has none."""
+        """Make a layer if the trunk has no output layer; the model calls this, with the width of its features."""
         if self.in_features is None:
             self.in_features = in_features
         if output is None and self.layer is None:

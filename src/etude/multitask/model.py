@@ -14,15 +14,15 @@ from etude.core.errors import ConfigError, TrainingError
 from etude.core.head import linked
 from etude.core.spelling import did_you_mean, listed, suggest
 from etude.models.features import FeatureCall, Features, feature_dim
-from etude.multitask.heads import Attaches, LanguageModelHead
+from etude.multitask.heads import LanguageModelHead
 
 
 class MultiTaskModel(nn.Module):
     """Runs a trunk once on a batch, and only those heads on its features that are asked for.
 
-    The trunk is any model (see `etude.models.features`), a head a module that is called with `Features`. `weighting`
-    is the module that weighs the tasks' losses, if it has parameters or buffers of its own: as a part of the model it
-    is saved, moved, optimized and kept the same on all processes like the rest. The model itself does not call it.
+    The trunk is any model (see `etude.models.features`), a head a module that is called with `Features`. The
+    weighting of the tasks becomes part of the model when they join it (`MultiTask.join`, which a `Trainer` calls), so
+    that it is saved, moved, optimized and kept the same on all processes like the rest. The model does not call it.
 
     >>> import torch
     >>> from etude.models import LeNet5
@@ -33,7 +33,7 @@ class MultiTaskModel(nn.Module):
     {'size': (3, 2)}
     """
 
-    def __init__(self, trunk: nn.Module, heads: Mapping[str, nn.Module], weighting: nn.Module | None = None) -> None:
+    def __init__(self, trunk: nn.Module, heads: Mapping[str, nn.Module]) -> None:
         """Put the parts together; a language model's head that needs an output layer of its own makes it now."""
         super().__init__()
         for name in heads:
@@ -43,10 +43,10 @@ class MultiTaskModel(nn.Module):
                 )
         self.trunk = trunk
         self.heads = nn.ModuleDict(heads)
-        self.weighting = weighting
+        self.weighting: nn.Module | None = None
         self._features = FeatureCall(trunk)
         for head in heads.values():
-            if isinstance(head, Attaches):
+            if isinstance(head, LanguageModelHead):
                 head.attach(self.get_output_embeddings(), feature_dim(trunk))
 
     def forward(self, batch: Batch, heads: Sequence[Any]) -> Any:

@@ -17,7 +17,6 @@ from etude.distributed import World, idle_output, is_empty, local_gradients
 from etude.engine.callback import CallbackList
 from etude.engine.objective import Counts, Objective, ObjectiveParts
 from etude.multitask.gradients import LOSS, GradientProbe, TaskGradientWatcher
-from etude.multitask.weighting import WatchesEpochs
 
 if TYPE_CHECKING:
     from etude.multitask.task import MultiTask
@@ -49,7 +48,7 @@ class TaskObjective(Objective):
         if rule is not None and rule.has_state and all(rule is not part for part in parts.model.modules()):
             raise ConfigError(
                 f"{type(rule).__name__} is not part of the model, so that it would be neither trained nor saved; "
-                f"give it to the model too: MultiTaskModel(trunk, heads, weighting)"
+                f"let the task make it so before training: task.join(model)"
             )
 
     def on_rank(self, task: Task) -> Task:
@@ -120,9 +119,9 @@ class TaskObjective(Objective):
                     "not reported; look at its labels and at its share of the data",
                     task,
                 )
-        if isinstance(self.weighting, WatchesEpochs):
+        if self.weighting is not None:
             losses = [means.get(f"{task}{LOSS}", float("nan")) for task in self.names]
-            like = self.tasks.scale(self.weighting.device, self.weighting.dtype)  # type: ignore[attr-defined]
+            like = self.tasks.scale(self.weighting.device, self.weighting.dtype)
             vector = torch.tensor(losses, dtype=torch.float64).to(like)
             self.weighting.end_epoch(vector.nan_to_num(0.0), like * vector.isfinite())
 

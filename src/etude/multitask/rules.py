@@ -16,7 +16,7 @@ from etude.engine.objective import Counts, ObjectiveParts
 from etude.multitask.gradients import LOSS, SharesParameters, TaskRows, shares
 from etude.multitask.objective import TaskObjective
 from etude.multitask.replay import Replay
-from etude.multitask.weighting import CombinesGradients, WatchesGradients, WatchesUpdates, assign_gradients
+from etude.multitask.weighting import Needs, assign_gradients
 
 if TYPE_CHECKING:
     from etude.multitask.task import MultiTask
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 def make_objective(task: "MultiTask", parts: ObjectiveParts) -> TaskObjective:
     """Return the objective that the weighting of the tasks needs."""
-    kinds = (
-        (CombinesGradients, CombinedGradients),
-        (WatchesGradients, GradNormObjective),
-        (WatchesUpdates, UpdateObjective),
-    )
-    chosen = (objective for kind, objective in kinds if isinstance(task.weighting, kind))
-    return next(chosen, TaskObjective)(task, parts)
+    objectives: dict[Needs, type[TaskObjective]] = {
+        "nothing": TaskObjective,
+        "losses": LossObjective,
+        "updates": UpdateObjective,
+        "layer_gradients": GradNormObjective,
+        "gradients": CombinedGradients,
+    }
+    return objectives["nothing" if task.weighting is None else task.weighting.needs](task, parts)
 
 
 class GradNormObjective(TaskObjective):
@@ -128,7 +129,8 @@ class CombinedGradients(TaskObjective):
             assign_gradients((scale.to(own.dtype) @ own).mul_(factor), self._own)
         # Weighed in place: a copy of all gradients takes longer than the rest of the method.
         shared.masked_fill_(scale[:, None] <= 0, 0.0).mul_(scale[:, None])
-        assign_gradients(self.weighting.combine(shared, step=self.step, scale=None).mul_(factor), self._shared)
+        merged = self.weighting.combine(shared, step=self.step, active=scale > 0)
+        assign_gradients(merged.mul_(factor), self._shared)
         for param, reached in zip(self._rows.params, self._params_reached(), strict=True):
             if not reached:
                 param.grad = None  # as a backward pass leaves it: heads of inactive tasks must not decay
@@ -143,11 +145,8 @@ class CombinedGradients(TaskObjective):
         return self._reached[key]
 
 
-class UpdateObjective(TaskObjective):
-    """Shows the weighting the losses of the step's batches before and after the update.
-
-    Both are of the same dropout: what it changes in a loss is far more than what one update does.
-    """
+class LossObjective(TaskObjective):
+    """Weighs the losses by what they are in the step."""
 
     def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
         super().__init__(task, parts)
@@ -165,7 +164,7 @@ class UpdateObjective(TaskObjective):
                 self._before = self._losses_now(self.totals)
 
     def task_backward(self, weighted: Terms, totals: Counts) -> None:
-        """Weigh the losses by what they are."""
+        """Weigh the losses of a micro-batch by those of the whole step."""
         if self._before is None:
             self._before = self.losses({name: term.sum for name, term in weighted.items()}, totals)
         weights = dict(zip(self.names, self.weighting.coefficients(*self._before).unbind(), strict=True))
@@ -175,15 +174,6 @@ class UpdateObjective(TaskObjective):
                 for name, term in weighted.items()
             }
         )
-
-    def after_update(self) -> None:
-        """Run the batches again, without gradients, and show the weighting what changed."""
-        if self._before is None or self.totals is None:  # all tasks of this step have weight 0
-            return
-        before, scale = self._before
-        with self._random.again():
-            after, _ = self._losses_now(self.totals)
-        self.weighting.after_update(before, after, scale)
 
     @torch.no_grad()
     def _losses_now(self, totals: Counts) -> tuple[Tensor, Tensor]:
@@ -197,3 +187,19 @@ class UpdateObjective(TaskObjective):
         result = self.losses(sums, totals)
         self._buffers.put_back(torch.ones((), device=result[0].device))  # a look must not move running statistics
         return result
+
+
+class UpdateObjective(LossObjective):
+    """Shows the weighting the losses of the step's batches before and after the update.
+
+    Both are of the same dropout: what it changes in a loss is far more than what one update does.
+    """
+
+    def after_update(self) -> None:
+        """Run the batches again, without gradients, and show the weighting what changed."""
+        if self._before is None or self.totals is None:  # all tasks of this step have weight 0
+            return
+        before, scale = self._before
+        with self._random.again():
+            after, _ = self._losses_now(self.totals)
+        self.weighting.after_update(before, after, scale)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from etude.core.batch import STREAM, Batch, JointBatch
+from etude.core.batch import STREAM, Batch, JointBatch, num_samples
 from etude.core.errors import ConfigError, EtudeError, TrainingError
 from etude.core.loader import Loader
 from etude.core.lookups import explain_lookup
@@ -48,7 +48,7 @@ class MultiTask(Task):
     Terms are called `<task>/loss`, `<task>/accuracy` and so on; `loss` is their sum with the weights of the tasks,
     without ramps and learned weights, so that it can be compared from epoch to epoch.
 
-    `weighting` (None: the weights as they are) learns or adapts the weights; it must be the one of the model.
+    `weighting` (None: the weights as they are) learns or adapts the weights; it becomes part of the model in `join`.
     """
 
     uses_all_parameters = False  # a batch for some of the tasks leaves the heads of the others without gradients
@@ -72,6 +72,8 @@ class MultiTask(Task):
         for name, spec in self.tasks.items():
             for variant, form in ((None, spec), *spec.variants.items()):
                 self._forms[name, variant] = Shown(form, strategy_of(form))
+        self.samples = dict.fromkeys(self.tasks, 0)
+        """How many samples each task has learned from on this process."""
         self.version = 0
         """Changes when other tasks, or other forms of them, become active."""
         self._weights: dict[str, float] = {}
@@ -135,6 +137,8 @@ class MultiTask(Task):
         if not requests:
             return {}
         outputs = _run(model, requests)
+        if torch.is_grad_enabled():
+            self._count_samples(requests)
         coefficients, penalties = self._coefficients(), self._penalties()
         terms: Terms = {}
         for (inputs, group), found in zip(requests, outputs, strict=True):
@@ -151,6 +155,18 @@ class MultiTask(Task):
                 for name, term in fresh.items():
                     terms[name] = term if name not in terms else _added(terms[name], term)
         return terms
+
+    def _count_samples(self, requests: Iterable[tuple[Batch, dict[str, Shown]]]) -> None:
+        """Count the samples of every task that learns from them: those of weight 0 are only evaluated."""
+        for inputs, group in requests:
+            size = num_samples(inputs)
+            for task in group:
+                if self._learns(task):
+                    self.samples[task] += size
+
+    def _learns(self, task: str) -> bool:
+        """Whether an active task is trained; weights that are tensors count, as the host does not know them."""
+        return bool(self._weights[task]) or (self.weighting is not None and self.weighting.known_ahead)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
         """Return what the model answers to a batch with the heads of the tasks it is for."""
@@ -180,8 +196,7 @@ class MultiTask(Task):
     def weighted_terms(self, batch: Batch) -> list[str]:
         """Return the names of the terms with a weight that this batch has, in order, for a rank without samples."""
         kinds = (LOSS, PENALTY) if self._has_penalty else (LOSS,)
-        adapted = self.weighting is not None and self.weighting.known_ahead  # then weights are tensors, which count
-        tasks = [task for _, group in self._requests(batch) for task in group if adapted or self._weights[task]]
+        tasks = [task for _, group in self._requests(batch) for task in group if self._learns(task)]
         return [f"{task}/{kind}" for task in dict.fromkeys(tasks) for kind in kinds]
 
     def scale(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

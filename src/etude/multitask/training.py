@@ -11,7 +11,7 @@ from etude.data import DataLoader, StreamLoader
 from etude.data.foreign import ForeignLoader
 from etude.multitask.model import MultiTaskModel
 from etude.multitask.spec import TaskSpec, check_streams
-from etude.multitask.weighting import CombinesGradients, WatchesGradients, WatchesUpdates, Weighting
+from etude.multitask.weighting import Weighting
 
 logger = logging.getLogger("etude")
 
@@ -31,7 +31,7 @@ def join_weighting(weighting: Weighting, model: nn.Module) -> None:
         model.weighting = weighting
     elif model.weighting is not weighting:
         raise ConfigError(
-            f"the model and the task each have a {name} of their own; give both the same one, or only one"
+            f"the model has the {type(model.weighting).__name__} of another task already; make a model for this one"
         )
 
 
@@ -53,7 +53,7 @@ def train_weighting(weighting: Weighting, optimizer: torch.optim.Optimizer) -> N
     if missing and getattr(optimizer.step, "_wrapped_by_lr_sched", False):  # as torch's schedulers leave it
         raise ConfigError(
             f"the optimizer has no parameters of {name} and a torch scheduler has taken it over, so that they cannot "
-            f"be added; make it with MultiTaskModel(trunk, heads, weighting).parameter_groups()"
+            f"be added; call task.join(model) first and make it with model.parameter_groups()"
         )
     if missing:
         optimizer.add_param_group({"params": missing, "weight_decay": 0.0})
@@ -72,8 +72,7 @@ def check_streams_of(tasks: Mapping[str, TaskSpec], loader: Loader | None) -> No
 
 def warn_of_steps(weighting: Weighting, loader: Loader | None, accumulation_steps: int) -> None:
     """Warn if a weighting compares tasks that never share a step."""
-    compares = isinstance(weighting, (CombinesGradients, WatchesGradients, WatchesUpdates))
-    if not compares or not isinstance(loader, StreamLoader):
+    if weighting.needs == "nothing" or not isinstance(loader, StreamLoader):
         return
     if loader.data.draw == "alternate" and accumulation_steps == 1:
         logger.warning(

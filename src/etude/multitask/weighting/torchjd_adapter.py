@@ -71,8 +71,8 @@ _NEEDS_ALL_TASKS = frozenset({"PCD"})
 class TorchjdWeighting(Weighting):
     """A method of torchjd, made from its class and its settings; vectors over tasks are mappings from task names.
 
-    `seed` is that of methods that draw random numbers, which are a function of it and the step. Tasks that are inactive in
-    a step are left out of the method, and so is their part of its state.
+    `seed` is that of methods that draw random numbers, which are a function of it and the step. Tasks that are inactive
+    in a step are left out of the method, and so is their part of its state.
     """
 
     def __init__(self, tasks: Sequence[str], kind: type, seed: int = 0, **settings: Any) -> None:
