@@ -3,18 +3,18 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from etude.checkpoint import CheckpointManager, load_model_state
 from etude.config import Document, Selection
-from etude.config.signature import parameters_of
 from etude.core import ConfigError, RunFolderError
 from etude.core.files import write_text
 from etude.core.spelling import suggest
-from etude.data import DataLoader, DataSplits, StreamLoader
+from etude.data import DataLoader, DataSplits
 from etude.data.parts import Streams
 from etude.distributed import World, before_joining
 from etude.engine.accumulation import GradientAccumulator
@@ -23,8 +23,6 @@ from etude.experiment.comparison import ComparedRun, Comparison, WeightingCompar
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config, validate_experiment
 from etude.experiment.run import resume_run, train_experiment
 from etude.monitor import RunFolder
-from etude.multitask.sections import TaskForm, TaskSection, forms_of
-from etude.multitask.spec import TaskSpec, learns_from
 
 BUDGETS = ("share", "whole")
 Numbers = dict[str, dict[str, float]]
@@ -122,21 +120,9 @@ def write_tables(root: Path, comparison: Comparison | WeightingComparison) -> No
 
 def single_task_config(config: ExperimentConfig, task: str, data: Data) -> ExperimentConfig:
     """Return the experiment with one task alone, in its main form."""
-    section = config.tasks[task]
-    main = next(forms_of(task, section))
-    vocabulary = data.splits.vocab_size  # of all streams: the models are to be of the same size
-    alone: TaskSection = section.model_copy(
-        update={"variants": {}, "weight": 1.0, "head": _with_vocabulary(main.head, vocabulary)}
-    )
-    sections = {
-        key: value for key, value in config.sections.items() if key not in ("weighting", "curriculum", "callbacks")
-    } | {
-        "name": f"{config.name}: {task} alone",
-        "tasks": {task: alone},
-        "model": _with_vocabulary(config.require("model"), vocabulary),
-        "data": _data_of(main, config.selection("data"), data.splits),
-    }
-    return replace(config, name=str(sections["name"]), sections=sections)
+    name = f"{config.name}: {task} alone"
+    alone = _tasks_room().sections_of_one(config.sections, task, data.splits)
+    return replace(config, name=name, sections={**alone, "name": name})
 
 
 def steps_for(data: Data, samples: int) -> int:
@@ -170,38 +156,6 @@ def _for_steps(config: ExperimentConfig, steps: int, *, of_steps: int) -> Experi
     )
 
 
-def _data_of(form: TaskForm, data: Selection | None, splits: DataSplits) -> Selection | None:
-    """Return the data section with only the streams that a task reads."""
-    if isinstance(form.data, Selection):
-        return None
-    if data is None or data.component.name != "streams":
-        return data
-    streams = data.arguments["streams"]
-    read = (form.data,) if form.data is not None else _streams_read(form, splits, streams)
-    arguments: dict[str, Any] = {"streams": {name: streams[name] for name in read}}
-    if len(read) > 1:
-        arguments |= {key: data.arguments[key] for key in ("draw", "weights") if key in data.arguments}
-        if (weights := arguments.get("weights")) is not None:
-            arguments["weights"] = {name: weights[name] for name in read}
-    return Selection(data.component, arguments, {})
-
-
-def _streams_read(form: TaskForm, splits: DataSplits, known: Iterable[str]) -> tuple[str, ...]:
-    """Return the streams whose batches have the labels of a task that names no stream."""
-    assert isinstance(splits.train, Streams)
-    parts = {name: part for name, part in splits.train.parts.items() if name in known}
-    spec = TaskSpec(form.head_name, labels=form.labels)
-    firsts = {name: next(iter(StreamLoader({name: part}, 1))) for name, part in parts.items()}
-    return tuple(name for name, batch in firsts.items() if learns_from(form.task, spec, batch))
-
-
-def _with_vocabulary(selection: Selection, vocab_size: int | None) -> Selection:
-    takes = "vocab_size" in parameters_of(selection.component.factory)[0]
-    if not takes or vocab_size is None or selection.arguments.get("vocab_size") is not None:
-        return selection
-    return replace(selection, arguments={**selection.arguments, "vocab_size": vocab_size})
-
-
 def _shortened(scheduler: Selection, share: float) -> Selection:
     """Return the schedule with its warm-up shortened like the run."""
     said = (scheduler.defaults | scheduler.arguments).get("warmup_steps")
@@ -210,6 +164,11 @@ def _shortened(scheduler: Selection, share: float) -> Selection:
     return replace(
         scheduler, arguments={**scheduler.arguments, "warmup_steps": min(said, max(1, round(said * share)))}
     )
+
+
+def _tasks_room() -> Any:
+    """Return the module that knows what a task is; a config with tasks has been read, so it is there."""
+    return import_module("etude.multitask.alone")
 
 
 def with_training(config: ExperimentConfig, **changes: Any) -> ExperimentConfig:
@@ -221,7 +180,7 @@ def with_training(config: ExperimentConfig, **changes: Any) -> ExperimentConfig:
 def _check_splits(config: ExperimentConfig, splits: DataSplits) -> None:
     """Raise ConfigError if a task has nothing that it can be compared on."""
     for name, section in config.tasks.items():
-        stream = next(forms_of(name, section)).stream
+        stream = _tasks_room().stream_of(name, section)
         held_out = [part for part in (splits.validation, splits.test) if part is not None]
         if not any(stream is None or not isinstance(part, Streams) or stream in part.parts for part in held_out):
             raise ConfigError(

@@ -1,0 +1,102 @@
+"""The package without the rooms of its features: everything else imports and trains."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import etude
+
+ROOMS = ("multimodal", "multitask")
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+IMAGES = """
+import torch
+from etude import register
+from etude.data import DataSplits, TensorData
+
+@register("data", "noise")
+def noise() -> DataSplits:
+    images, labels = torch.rand(24, 1, 28, 28), torch.arange(24) % 10
+    return DataSplits(TensorData(images, labels), TensorData(images, labels), num_classes=10)
+"""
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory):
+    """Return a function that runs Python with a copy of the package that lacks the rooms."""
+    root = tmp_path_factory.mktemp("without")
+    shutil.copytree(etude.__path__[0], root / "etude", ignore=shutil.ignore_patterns(*ROOMS, "__pycache__"))
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *map(str, arguments)]
+        return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240)
+
+    return run
+
+
+def test_all_other_modules_import_and_keys_of_the_rooms_are_unknown(without):
+    code = """
+import importlib, pkgutil, sys, etude
+for module in pkgutil.walk_packages(etude.__path__, "etude."):
+    if module.name != "etude.__main__":
+        importlib.import_module(module.name)
+assert not any(name.startswith("etude.multi") for name in sys.modules)
+from etude.config import Document, kinds
+from etude.core import ConfigError
+from etude.experiment import experiment_schema, validate_experiment
+assert "lenet5" in str(experiment_schema()) and "weighting" not in kinds()
+for key in ("tasks", "vocab"):
+    try:
+        validate_experiment(Document({"model": "lenet5", "data": "mnist", key: {}}))
+    except ConfigError as error:
+        print(error)
+"""
+    done = without("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(" (")[0] for line in done.stdout.splitlines()] == [
+        "tasks: unknown section",
+        "vocab: unknown section",
+    ]
+
+
+@pytest.mark.slow
+def test_lenet_trains(without, tmp_path):
+    shutil.copy(EXPERIMENTS / "lenet5" / "configs" / "baseline.yaml", tmp_path)
+    (tmp_path / "images.py").write_text(IMAGES)
+    settings = ["imports=[images.py]", "data.name=noise", "training.epochs=2", "training.batch_size=8"]
+    done = without("-m", "etude", "train", tmp_path / "baseline.yaml", *settings, "--run-dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "finished at step 6" in done.stdout
+    done = without("-m", "etude", "resume", tmp_path / "run", "training.epochs=3")
+    assert "finished at step 9" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_tiny_lm_trains(without, tmp_path):
+    pytest.importorskip("tokenizers")
+    draw = random.Random(0)
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        words = " ".join("".join(draw.choices("aeioubcdfglmnprst", k=5)) for _ in range(200))
+        (tmp_path / "text" / f"part_{number}.py").write_text(words)
+    settings = {
+        "data.inputs": f"[{tmp_path / 'text'}]",
+        "data.out": tmp_path / "tokens",
+        "data.vocab_size": 300,
+        "data.validation": 0.2,
+        "data.length": 32,
+        "model.d_model": 12,
+        "scheduler.warmup_steps": 2,
+        "training.max_steps": 4,
+        "callbacks.0.max_new_tokens": 4,
+    }
+    shutil.copy(EXPERIMENTS / "tiny_lm" / "configs" / "baseline.yaml", tmp_path)
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    done = without("-m", "etude", "train", tmp_path / "baseline.yaml", *overrides, "--run-dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "finished at step 4" in done.stdout
