@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -363,6 +364,20 @@ def test_special_tokens_without_a_modality_are_refused(special):
         load(f"vocab: {{special: {special}}}\nmodel: lenet5\n")
     for says_nothing in ("vocab: {}\n", "vocab: {image: null, modalities: {}}\n"):
         assert "vocab" not in load(f"{says_nothing}model: lenet5\n").to_dict()
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("model: lenet5\ntraining: {meaningful_loss: {weight: 1}}\n", r"training\.meaningful_loss"),
+        ("model: lenet5\nvocab: {image: 3}\n", "vocab"),
+    ],
+)
+def test_without_the_room_its_keys_are_refused(tmp_path, monkeypatch, text, path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "etude.multimodal.feature", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=rf"x\.yaml:2: {path}: "):
+        load(text)
 
 
 def test_schema_knows_the_section_and_the_loss():

@@ -4,6 +4,7 @@ from typing import Any
 
 from etude.config import Document, canonical_keys
 from etude.config.moving import put_setting
+from etude.core import ConfigError
 from etude.experiment.features import features_for
 from etude.trainer import TRAINING_ALIASES
 from etude.trainer.optimization import DEFAULT_SCHEDULE
@@ -50,8 +51,12 @@ def move_legacy_keys(document: Document) -> None:
     for key, (section, name, spellings) in _MOVES.items():
         if training.get(key) is not None:
             _move(document, training, key, section, name, spellings)
-    for feature in features_for((), [room for key, room in _ROOMS.items() if training.get(key) is not None]):
-        feature.move_legacy_keys(document, training)
+    for key, room in _ROOMS.items():
+        if training.get(key) is not None:
+            features = features_for((), [room])
+            if not features:
+                raise ConfigError(f"{document.place(f'training.{key}')}: needs {room}, which is not installed")
+            features[0].move_legacy_keys(document, training)
 
 
 def _move(
