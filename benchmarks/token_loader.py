@@ -126,7 +126,7 @@ def blocks_table(corpus: Corpus, size: Size, peers: Sequence[Peer]) -> Table:
         {"loader": "", "samples/s": ",.0f", "quartiles": "", "of the limit": ".1%", "quartiles of that": ""},
         f"Medians of {size.pace.rounds} whiles of {size.pace.seconds * 1e3:g} ms, in turns; the limit, the first row, "
         f"is measured right before each of them.\nEvery page has been looked at before, but nanoGPT and litdata map "
-        f"files anew. prefetch=2 has a second thread, 2 workers are two more processes.\n"
+        f"files again. prefetch=2 has a second thread, 2 workers are two more processes.\n"
         f"{remark if converting else ''}A batch of each was compared with the file.{memory}",
         rows_of(contenders, pairs, "of the limit"),
     )

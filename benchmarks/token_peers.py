@@ -70,7 +70,7 @@ def parted(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def nanogpt(corpus: Corpus) -> Batches:
     """What `get_batch` of nanoGPT's train.py does: blocks from random places."""
     while True:
-        data = np.memmap(corpus.path, dtype=np.uint16, mode="r")  # anew for every batch, as it does
+        data = np.memmap(corpus.path, dtype=np.uint16, mode="r")  # again for every batch, as it does
         places = torch.randint(len(data) - LENGTH, (BATCH_SIZE,))
         x = torch.stack([torch.from_numpy((data[i : i + LENGTH]).astype(np.int64)) for i in places])
         y = torch.stack([torch.from_numpy((data[i + 1 : i + 1 + LENGTH]).astype(np.int64)) for i in places])

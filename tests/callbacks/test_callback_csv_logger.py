@@ -1,4 +1,4 @@
-"""CSVLogger: one row per epoch, in the run folder or where it is told, anew or appended."""
+"""CSVLogger: one row per epoch, in the run folder or where it is told, again or appended."""
 
 import csv
 

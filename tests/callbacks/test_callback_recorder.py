@@ -101,7 +101,7 @@ def test_work_that_is_done_again_is_recorded_once(tmp_path):
     callbacks.on_train_begin(life.run_info())
     for _ in range(3):
         life.epoch(callbacks)
-    for clock, steps in ((Clock(step=6, epoch=1, position=16), [2, 4, 6]), (Clock(), [])):  # go on at 6; begin anew
+    for clock, steps in ((Clock(step=6, epoch=1, position=16), [2, 4, 6]), (Clock(), [])):  # go on at 6; begin again
         callbacks.on_train_begin(Life(folder.path, clock=clock, resumed=clock.step > 0).run_info())
         callbacks.on_log({"step": 99, "loss": 1.0})
         assert [r["step"] for r in folder.read_metrics() if r["split"] == "train"] == [*steps, 99]

@@ -57,7 +57,7 @@ def test_every_document_is_in_one_split_word_for_word(corpus):
 
 
 def test_split_and_order_follow_from_the_digest(corpus):
-    """The plain rule, written anew: test below its share, validation above the rest, each in order of the digest."""
+    """The plain rule, written again: test below its share, validation above the rest, each in order of the digest."""
     found = documents_of(corpus.folder)
     place = {text: digests(text, text.encode(), "")[0] / 2**64 for text in DOCUMENTS}
     ordered = sorted(DOCUMENTS, key=place.__getitem__)

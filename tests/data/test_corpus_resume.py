@@ -46,7 +46,7 @@ def killed_again_and_again(folder, out, stride):
 
 
 def test_killed_again_and_again(folder, whole, tmp_path):
-    """Every attempt gets further and finds the lock of the killed one free; none begins anew, or it would never end."""
+    """Every attempt gets further and finds the lock of the killed one free; none starts over, or it would never end."""
     done = killed_again_and_again(folder, tmp_path / "out", stride=16)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 2

@@ -297,7 +297,7 @@ def test_a_checksum_goes_through_all_chunks(path, tmp_path, monkeypatch):
     raw = bytearray(path.read_bytes())
     raw[64 + 9000] ^= 1
     (tmp_path / "x.bin").write_bytes(raw)
-    with pytest.raises(DataError, match=r"its tokens do not have the checksum .*; make or copy it anew"):
+    with pytest.raises(DataError, match=r"its tokens do not have the checksum .*; make or copy it again"):
         check_tokens(tmp_path / "x.bin")
 
 

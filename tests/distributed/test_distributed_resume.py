@@ -10,7 +10,7 @@ from safetensors.torch import load
 pytestmark = pytest.mark.distributed
 
 # Dropout draws from a generator of each process, batch norm keeps buffers, and the layers are registered in another
-# order than they are used, so that torch would sort their gradients anew after the first step.
+# order than they are used, so that torch would sort their gradients again after the first step.
 NET = {"name": "toy_net", "width": 40, "dropout": 0.3, "batch_norm": True}
 TRAINING = {"epochs": 3, "drop_last": True, "batch_size": 12, "log_interval": 2}  # 4 steps per epoch
 

@@ -316,7 +316,7 @@ def test_other_options_are_refused_unless_told_to_overwrite(made, tmp_path, monk
     out = tmp_path / "stars"
     prepare(out, OPTIONS, root=str(root), download=False)
     other = Options(**OPTIONS.facts() | {"bins": 4})
-    with pytest.raises(DataError, match=r"made with bins 8, not 4; make it anew with prepare.py --overwrite"):
+    with pytest.raises(DataError, match=r"made with bins 8, not 4; make it again with prepare.py --overwrite"):
         prepare(out, other, root=str(root), download=False)
     assert prepare(out, other, root=str(root), download=False, overwrite=True)["options"]["bins"] == 4
     assert open_split(out, "test").vocab.range_of("period").size == 4

@@ -235,7 +235,7 @@ def test_what_the_loss_decided_by_the_first_batch_holds_after_a_resume(tmp_path,
 
 
 def test_resume_of_a_channels_last_model_is_byte_identical(tmp_path):
-    """Its weights and momenta are not contiguous, and must not be laid out anew by a checkpoint."""
+    """Its weights and momenta are not contiguous, and must not be laid out again by a checkpoint."""
 
     def run(folder, stop=None):
         torch.manual_seed(0)

@@ -42,7 +42,7 @@ def prepare(
 ) -> dict[str, Any]:
     """Build the data of Python code into `out` and return its schema; what is there and the same is left as it is.
 
-    Inputs are files, folders or the word `stdlib`. Killed, it leaves no schema and is begun anew. Raises DataError,
+    Inputs are files, folders or the word `stdlib`. Killed, it leaves no schema and is begun again. Raises DataError,
     also if `out` holds other data and `overwrite` is not set.
     """
     return _prepare(list(inputs) or [STDLIB], Path(out).expanduser(), options, overwrite, tell, wait=False)
@@ -175,7 +175,7 @@ def _same(out: Path, options: Options, facts: dict[str, Any]) -> dict[str, Any]:
     if schema["fingerprint"] != facts["fingerprint"]:
         raise DataError(
             f"{out} was made of other code or by other versions of python, ruff or tokenizers; "
-            f"add --overwrite to make it anew, or give another --out"
+            f"add --overwrite to make it again, or give another --out"
         )
     return schema
 
@@ -185,7 +185,7 @@ def _compare(out: Path, schema: dict[str, Any], options: Options) -> None:
     other = [name for name in now if was.get(name) != now[name]]
     if other:
         told = ", ".join(f"{name} {was.get(name)}, not {now[name]}" for name in other)
-        raise DataError(f"{out} was made with {told}; make it anew with prepare.py --overwrite, or give another out")
+        raise DataError(f"{out} was made with {told}; make it again with prepare.py --overwrite, or give another out")
 
 
 def _versions(ruff: str) -> dict[str, str]:

@@ -51,7 +51,7 @@ def prepare(
 ) -> dict[str, Any]:
     """Build the data into `out` and return its schema; what is there and made with these options is left as it is.
 
-    Killed at any time, it leaves no schema and is begun anew. Several processes may call this at once: one builds,
+    Killed at any time, it leaves no schema and is begun again. Several processes may call this at once: one builds,
     the others wait. Raises DataError, also if `out` holds data made with other options and `overwrite` is not set.
     """
     folder = Path(out).expanduser()
@@ -222,6 +222,6 @@ def _compared(folder: Path, options: Options) -> dict[str, Any]:
     if other := [name for name in now if was.get(name) != now[name]]:
         told = ", ".join(f"{name} {was.get(name)}, not {now[name]}" for name in other)
         raise DataError(
-            f"{folder} was made with {told}; make it anew with prepare.py --overwrite, or give another out"
+            f"{folder} was made with {told}; make it again with prepare.py --overwrite, or give another out"
         )
     return schema

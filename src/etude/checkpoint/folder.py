@@ -94,7 +94,7 @@ def _first(action: Callable[[Path], T], candidates: Iterable[Path], root: Path) 
     if not problems:
         raise CheckpointError(f"there is no checkpoint in {root}; train first, or give another folder")
     short = "; ".join(problem.replace(f"checkpoint {root}/", "") for problem in problems)
-    raise CheckpointError(f"no checkpoint in {root} is intact: {short}; bring back a copy, or train anew")
+    raise CheckpointError(f"no checkpoint in {root} is intact: {short}; bring back a copy, or train again")
 
 
 # --- which to keep

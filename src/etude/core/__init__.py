@@ -1,4 +1,4 @@
-"""The words every other room shares: batches, loss terms, clock, control, errors, randomness, vocabularies."""
+"""The words every other room shares: batches, loss terms, clock, control, errors, randomness."""
 
 from etude.core.batch import Batch, DataBatch, batch_labels, map_tensors, num_samples, to_device
 from etude.core.clock import Clock

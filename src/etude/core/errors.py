@@ -2,7 +2,7 @@
 
 
 class EtudeError(Exception):
-    """A mistake the user can mend; the message says what was found and what to do next."""
+    """A mistake the user can fix; the message says what was found and what to do next."""
 
     exit_code = 2
     told = False

@@ -35,7 +35,7 @@ class HeadOutput:
 
     @property
     def logits(self) -> Tensor:
-        """All logits (…, V), computed anew at every access."""
+        """All logits (…, V), computed again at every access."""
         logits = F.linear(self.hidden.to(self.weight.dtype), self.weight, self.bias)
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 

@@ -69,14 +69,14 @@ def from_folder(folder: Path, files: Mapping[str, str]) -> Found:
 
 
 def from_cache(folder: Path, files: Mapping[str, str]) -> Found:
-    """Take files from the cache; a damaged one is reported and passed over, so that it is fetched anew."""
+    """Take files from the cache; a damaged one is reported and passed over, so that it is fetched again."""
     found, damaged = {}, []
     for name, sha256 in files.items():
         if (folder / name).is_file() or (folder / f"{name}.gz").is_file():
             try:
                 found.update(from_folder(folder, {name: sha256})[0])
             except DataError as error:
-                logger.warning("%s; fetching it anew", error)
+                logger.warning("%s; fetching it again", error)
                 damaged.append(name)
     return found, f"{', '.join(damaged)} damaged" if damaged else _absent(files, found)
 

@@ -74,7 +74,7 @@ class BucketOrder:
 
 
 class MixtureOrder:
-    """Several data sets in given proportions, each shuffled anew whenever it has been gone through.
+    """Several data sets in given proportions, each in another order whenever it has been gone through.
 
     Samples are numbered through: those of the second data set follow those of the first. After n draws from the start
     of the run a data set of weight w has been drawn w·n times: to within one at the end of every cycle, and to within

@@ -21,7 +21,7 @@ class TokenMixture:
 
     Proportions are exact at every moment to within a draw or so, and the position in all sources is still one integer
     (see `MixtureOrder`). An epoch is `size` draws, by default as many as there are samples. Sources are drawn without
-    replacement: one that is used up begins again, shuffled anew. Without weights every sample of every source comes
+    replacement: one that is used up begins again in another order. Without weights every sample of every source comes
     once an epoch. Samples of different lengths are padded on the right.
     """
 

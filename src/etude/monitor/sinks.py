@@ -29,7 +29,7 @@ class AppendFile:
     """A file to which whole lines are added, each in one write that needs no flushing.
 
     A write that fails leaves no part of a line behind. Its lines are kept and tried again with the next ones; the
-    problem is told once, by `on_problem`, until a write succeeds again.
+    problem is reported once, by `on_problem`, until a write succeeds again.
     """
 
     def __init__(self, path: Path, on_problem: Callable[[str], None] = logger.warning) -> None:
@@ -70,7 +70,7 @@ class AppendFile:
         except OSError:
             with suppress(OSError):
                 os.ftruncate(self._descriptor, size)
-            self.close()  # opening it anew also mends a handle that a network disk has lost
+            self.close()  # opening it again also replaces a handle that a network disk has lost
             raise
 
 

@@ -64,7 +64,7 @@ def mask_tokens(
 
 
 class MaskedTokens:
-    """Any source of token ids, masked anew every epoch: `MaskedTokens(TokenBlocks("train.bin", 512), mask_id=103, …)`.
+    """Any source of token ids, masked again every epoch: `MaskedTokens(TokenBlocks("train.bin", 512), mask_id=103, …)`.
 
     Batches are those of the source with `input_ids` masked and `labels` replaced: the ids at the hidden places, -100
     elsewhere, which is what the loss `masked_language_modeling` takes. See `mask_tokens` for the arguments. The

@@ -34,7 +34,7 @@ class PackedDocuments:
         labels: "next", "none", or the name of a stream, in place of the choice above.
         cross_documents: label the last token of a document with the first token of the one behind it.
         attention: "ids" leaves the mask to the model, which makes it from `document_ids` or from where `position_ids`
-            begin anew. "full" adds it for other models: "attention_mask" is then (B, 1, length, length), bool.
+            begin again. "full" adds it for other models: "attention_mask" is then (B, 1, length, length), bool.
         causal: whether that mask hides what comes after a token.
     """
 

@@ -69,7 +69,7 @@ def _check_sums(file: TokenFile) -> None:
             what = {"tokens": "its tokens do", "index": "its index does"}.get(name, f"its section {name!r} does")
             raise DataError(
                 f"{file.path} is damaged: {what} not have the checksum written with it ({found:08x}, expected "
-                f"{expected:08x}); make or copy it anew"
+                f"{expected:08x}); make or copy it again"
             )
 
 
@@ -105,7 +105,7 @@ def _check_spans(file: TokenFile) -> tuple[int, int]:
     for first in range(0, count, _BATCH):
         starts, lengths = file.spans(np.arange(first, min(first + _BATCH, count)))
         if int(starts[0]) != reached or bool(np.any(starts[1:] != starts[:-1] + lengths[:-1])):
-            raise DataError(f"{file.path} is damaged: its samples do not follow one another; make or copy it anew")
+            raise DataError(f"{file.path} is damaged: its samples do not follow one another; make or copy it again")
         file.forget_samples(first, first + len(starts))
         reached = int(starts[-1] + lengths[-1])
         shortest, longest = min(shortest, int(lengths.min())), max(longest, int(lengths.max()))

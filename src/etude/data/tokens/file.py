@@ -38,7 +38,7 @@ class TokenFile:
     """Random access to the samples of a token file, by sample (`tokens[i]`) or many at once.
 
     Nothing is read before it is asked for; what is asked for comes as a fresh array. Made by `open_tokens`. It can be
-    pickled (it opens the file anew) and used by several threads.
+    pickled (it opens the file again) and used by several threads.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class TokenFile:
         # One of two numbers is negative if what they are or-ed to is.
         if int(np.maximum.reduce(stops)) > self.num_tokens or int(np.minimum.reduce(starts | lengths)) < 0:
             bad = indices[(starts < 0) | (lengths < 0) | (stops > self.num_tokens)][0]
-            raise DataError(f"{self.path} is damaged: sample {int(bad):,} is not inside it; make or copy it anew")
+            raise DataError(f"{self.path} is damaged: sample {int(bad):,} is not inside it; make or copy it again")
         return starts, lengths
 
     def lengths(self, indices: ArrayLike | None = None) -> Ints:
@@ -160,7 +160,7 @@ class TokenFile:
         if samples.size:
             starts, lengths = self.spans(np.clip(samples, 0, max(len(self) - 1, 0)))
             if bool(np.any((positions < starts) | (positions >= starts + lengths))):
-                raise DataError(f"{self.path} is damaged: its samples are not in order; make or copy it anew")
+                raise DataError(f"{self.path} is damaged: its samples are not in order; make or copy it again")
         return samples
 
     def label(self, name: str, indices: ArrayLike) -> Array:

@@ -61,7 +61,7 @@ def open_llmc(storage: Storage, delimiter: Delimiter | None, reopen: Callable[[]
     if magic is None:
         raise DataError(f"{storage.name} does not begin with the magic number of an llm.c token file")
     if struct.unpack("<i", head[:4])[0] != magic:
-        raise DataError(f"{storage.name} is an llm.c file in big-endian byte order; write it anew as little-endian")
+        raise DataError(f"{storage.name} is an llm.c file in big-endian byte order; write it again as little-endian")
     if magic in LLMC_OTHERS:
         raise DataError(f"{storage.name} is an llm.c {LLMC_OTHERS[magic]} file, not one of tokens")
     if len(head) < LLMC_BYTES:

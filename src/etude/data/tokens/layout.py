@@ -110,17 +110,19 @@ def encode_preamble(header: bytes, offset: int) -> bytes:
 def decode_preamble(raw: bytes, size: int, name: str) -> tuple[int, int, int]:
     """Return offset, size and CRC-32 of the header; raises DataError for a damaged, cut or newer file."""
     if len(raw) < PREAMBLE_BYTES:
-        raise DataError(f"{name} is cut: it has {size:,} bytes, less than the first 64 of a token file; make it anew")
+        raise DataError(
+            f"{name} is cut: it has {size:,} bytes, less than the first 64 of a token file; make it again"
+        )
     _, version, crc, offset, header_bytes, file_bytes = PREAMBLE.unpack(raw[:60])
     if version == int.from_bytes(VERSION.to_bytes(4, "little"), "big"):
-        raise DataError(f"{name} was written in big-endian byte order; token files are little-endian, write it anew")
+        raise DataError(f"{name} was written in big-endian byte order; token files are little-endian, write it again")
     if struct.unpack("<I", raw[60:64])[0] != zlib.crc32(raw[:60]):
-        raise DataError(f"{name} is damaged: its first 64 bytes do not have their checksum; make or copy it anew")
+        raise DataError(f"{name} is damaged: its first 64 bytes do not have their checksum; make or copy it again")
     if version != VERSION:
         raise DataError(f"{name} has version {version} of the token format, this etude reads {VERSION}; update etude")
     if size != file_bytes:
         problem = "cut" if size < file_bytes else "longer than it was written"
-        raise DataError(f"{name} is {problem}: {size:,} bytes, expected {file_bytes:,}; make or copy it anew")
+        raise DataError(f"{name} is {problem}: {size:,} bytes, expected {file_bytes:,}; make or copy it again")
     if not 0 < header_bytes <= _MAX_HEADER or offset < PREAMBLE_BYTES or offset + header_bytes > size:
         raise DataError(f"{name}: a header of {header_bytes:,} bytes at {offset:,} does not fit the file")
     return offset, header_bytes, crc
@@ -129,7 +131,7 @@ def decode_preamble(raw: bytes, size: int, name: str) -> tuple[int, int, int]:
 def decode_header(raw: bytes, crc: int, offset: int, size: int, name: str) -> Header:
     """Return the header, found at this offset of a file of this size, after checking all it says."""
     if zlib.crc32(raw) != crc:
-        raise DataError(f"{name} is damaged: its header does not have its checksum; make or copy it anew")
+        raise DataError(f"{name} is damaged: its header does not have its checksum; make or copy it again")
     try:
         content = json.loads(raw.decode(), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -139,7 +141,7 @@ def decode_header(raw: bytes, crc: int, offset: int, size: int, name: str) -> He
         _check_shapes(header)
         _check_places(header, (offset, offset + len(raw)), size)
     except (DataError, RecursionError) as error:
-        raise DataError(f"{name}: its header is wrong: {error}; whatever wrote it has to be mended") from error
+        raise DataError(f"{name}: its header is wrong: {error}; fix the program that wrote it") from error
     return header
 
 

@@ -77,7 +77,7 @@ class Documents:
         return starts
 
     def _damaged(self, why: str) -> None:
-        raise DataError(f"{self._name} is damaged: {why}; make or copy it anew")
+        raise DataError(f"{self._name} is damaged: {why}; make or copy it again")
 
 
 def open_megatron(tokens: Storage, index: Storage, reopen: Callable[[], TokenFile]) -> TokenFile:
@@ -86,7 +86,7 @@ def open_megatron(tokens: Storage, index: Storage, reopen: Callable[[], TokenFil
     if not head.startswith(MAGIC):
         raise DataError(f"{index.name} does not begin as the index of a Megatron data set does")
     if len(head) < _HEAD.size:
-        raise DataError(f"{index.name} is cut: {index.size:,} bytes, its head alone has {_HEAD.size}; copy it anew")
+        raise DataError(f"{index.name} is cut: {index.size:,} bytes, its head alone has {_HEAD.size}; copy it again")
     _, version, code, sequences, entries = _HEAD.unpack(head)
     if version != 1:
         raise DataError(f"{index.name} has version {version} of Megatron's index; 1 is known")
@@ -97,7 +97,7 @@ def open_megatron(tokens: Storage, index: Storage, reopen: Callable[[], TokenFil
     if index.size not in (expected, expected + sequences):  # multimodal data has a byte per sequence at the end
         raise DataError(
             f"{index.name} is damaged: {sequences:,} sequences and {entries:,} document indices take {expected:,} "
-            f"bytes, found {index.size:,}; make or copy it anew"
+            f"bytes, found {index.size:,}; make or copy it again"
         )
     size = np.dtype(dtype).itemsize
     documents = Documents(index, sequences, entries, size)

@@ -29,7 +29,7 @@ def open_native(storage: Storage, reopen: Callable[[], TokenFile]) -> TokenFile:
     if (first, last) != (0, header.num_tokens):
         raise DataError(
             f"{storage.name} is damaged: its samples go from {first:,} to {last:,}, its tokens from 0 to "
-            f"{header.num_tokens:,}; make or copy it anew"
+            f"{header.num_tokens:,}; make or copy it again"
         )
     return TokenFile(
         storage.name,

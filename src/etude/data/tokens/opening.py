@@ -54,7 +54,7 @@ def open_tokens(
         return megatron.open_megatron(tokens, index, reopen)
     storage = open_storage(name, memory_map=memory_map)
     if not storage.size:
-        raise DataError(f"{name} is empty; make or copy it anew")
+        raise DataError(f"{name} is empty; make or copy it again")
     format = _recognise(storage) if format == "auto" else format
     if format == "llm.c":
         return open_llmc(storage, delimiter, reopen)
@@ -90,7 +90,7 @@ def _recognise(storage: Storage) -> str:
     if llmc_magic(head) is not None:
         return "llm.c"
     if damaged_native(head, storage.read(max(storage.size - TAIL_BYTES, 0), TAIL_BYTES)):
-        raise DataError(f"{name} is damaged: it was a token file, but does not begin as one; make or copy it anew")
+        raise DataError(f"{name} is damaged: it was a token file, but does not begin as one; make or copy it again")
     if (kind := other_kind(head)) is not None:
         raise DataError(f"{name} is {kind}, not a token file; `etude tokenize` makes token files of text")
     if not name.endswith(".bin"):

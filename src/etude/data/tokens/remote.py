@@ -155,7 +155,7 @@ class RemoteCopy:
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
-    """Return the file system of an address, and the path in it. Cached by fsspec, anew in a forked process."""
+    """Return the file system of an address, and the path in it. Cached by fsspec, again in a forked process."""
     try:
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]
     except ImportError as error:

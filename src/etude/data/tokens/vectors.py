@@ -251,7 +251,7 @@ def read_into(where: str, descriptor: int, target: memoryview, offset: int) -> i
     except OSError as error:
         raise DataError(f"{where} cannot be read ({error.strerror})") from error
     if not got:
-        raise DataError(f"{where} ends at byte {offset:,}: it was cut while it was being read; make it anew")
+        raise DataError(f"{where} ends at byte {offset:,}: it was cut while it was being read; make it again")
     return got
 
 
