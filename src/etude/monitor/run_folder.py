@@ -142,8 +142,8 @@ class RunFolder:
     @property
     def is_rebuildable(self) -> bool:
         """True if a run has been started here that can be built from its config again: not one made in Python."""
-        if not self.holds_run:
-            return False
+        if not self.holds_run or _problem_of(self.config_path):
+            return self.holds_run  # what is no regular file is not read: whoever loads it says what is wrong
         with self.config_path.open("rb") as file:
             return not file.readline().startswith(_MADE_IN_PYTHON.encode())
 
