@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from etude.core import DataBatch
-from etude.core.tokens import count_tokens, token_ids
+from etude.engine.meter import count_tokens, token_ids
 
 IDS = torch.arange(12).view(3, 4)
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])

@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from etude import DataLoader, Trainer
 from etude.core import CheckpointError, ConfigError, DataError
-from etude.core.terms import LossTerm
+from etude.core.task import LossTerm
 from etude.data import as_loader
 from etude.distributed import join_world, leave_world, share_buffers
 from etude.engine.evaluation import evaluate

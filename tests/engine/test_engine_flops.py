@@ -11,7 +11,7 @@ from torch import nn
 
 from etude.core.random import rng_state
 from etude.engine import peak
-from etude.engine.flops import MAX_LENGTHS, ForwardFlops, count_forward, matrix_parameters
+from etude.engine.meter import MAX_LENGTHS, ForwardFlops, count_forward, matrix_parameters
 from etude.engine.peak import listed_flops, peak_flops
 from etude.engine.recompute import recompute_activations
 
@@ -145,7 +145,7 @@ def test_every_length_is_exact_and_few_are_counted(lengths, rows):
 
     flops = ForwardFlops(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("etude.engine.flops.count_forward", formula)
+        patch.setattr("etude.engine.meter.count_forward", formula)
         for length in lengths:
             found = flops(ids(rows, length), rows=rows, length=length)
             assert found == pytest.approx(transformer_flops(rows, length), rel=1e-12)

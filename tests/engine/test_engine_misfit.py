@@ -7,7 +7,7 @@ from torch import nn
 
 from etude import Trainer, TrainingLoop, ValidationLoop, training_step
 from etude.core import DataError, EtudeError
-from etude.engine.misfit import explain_misfit
+from etude.engine.explain import explain_misfit
 
 X, Y = torch.randn(16, 6), torch.randint(0, 3, (16,))
 IMAGES = torch.randn(16, 1, 28, 28)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from etude.engine.schedule import LearningRate
+from etude.engine.update import LearningRate
 from etude.optim import set_lr
 
 

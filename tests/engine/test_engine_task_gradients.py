@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from etude.core.terms import LossTerm
+from etude.core.task import LossTerm
 from etude.distributed import World
 from etude.engine.precision import Precision
 from etude.multitask.gradients import LOSS, TaskRows

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from etude import Callback, Trainer
-from etude.engine.flops import ForwardFlops
-from etude.engine.meter import Meter
+from etude.engine.meter import ForwardFlops, Meter
 from etude.engine.peak import _measured, listed_flops
 from etude.engine.precision import Precision
 from etude.engine.step import Step

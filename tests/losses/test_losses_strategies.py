@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from etude.config import lookup
 from etude.core import DataBatch
 from etude.core.errors import DataError, TrainingError
-from etude.core.terms import LossTerm
+from etude.core.task import LossTerm
 from etude.losses import (
     ClassificationLoss,
     LanguageModelingLoss,

@@ -12,7 +12,7 @@ from etude.core.batch import DataBatch, JointBatch, first_tensor, map_tensors, n
 from etude.core.calling import ModelCall, inputs_of
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.head import HeadOutput
-from etude.engine.flops import count_forward
+from etude.engine.meter import count_forward
 from etude.engine.recompute import repeated_blocks
 from etude.losses import LanguageModelingLoss
 from etude.models import MLP, CausalTransformerLM, LeNet5, Trunk, feature_dim

@@ -1,4 +1,4 @@
-"""Where a run stands: optimizer steps, epochs, position in the epoch, samples seen."""
+"""Where a run stands: steps, epochs, position in the epoch, samples; and what the loop is asked to do between steps."""
 
 from dataclasses import asdict, dataclass
 
@@ -35,3 +35,28 @@ class Clock:
         self.position, self.samples = state["position"], state["samples"]
         self.phase = state.get("phase", 0)  # checkpoints of runs before there were curricula have none
         self.validation_due = state.get("validation_due", 0)
+
+
+@dataclass(slots=True)
+class Control:
+    """Requests that the loop acts on after the current step; callbacks and signal handlers set them."""
+
+    stop: bool = False
+    """End the run after this step, with everything saved."""
+    save: bool = False
+    """Write a checkpoint after this step."""
+    validate: bool = False
+    """Run validation after this step."""
+    reason: str = ""
+    """Why `stop` was set, in words for people."""
+    interrupted: bool = False
+    """Whether a signal, such as Ctrl-C, set `stop`."""
+
+    def begin(self) -> None:
+        """Forget why the training before has stopped."""
+        self.stop, self.reason, self.interrupted = False, "", False
+
+    def request_stop(self, reason: str, *, by_signal: bool = False) -> None:
+        """Ask the loop to stop; the first reason given is kept."""
+        if not self.stop:
+            self.stop, self.reason, self.interrupted = True, reason, by_signal

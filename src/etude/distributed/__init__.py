@@ -1,15 +1,15 @@
 """Processes of one run: joining them, reductions over ranks, and data parallelism."""
 
-from etude.distributed.launch import before_joining, failing_together, join_world, launcher, leave_world
 from etude.distributed.parallel import (
+    RankTask,
     check_gradients,
     idle_output,
+    is_empty,
     local_gradients,
     share_buffers,
     wrap_data_parallel,
 )
-from etude.distributed.task import RankTask, is_empty
-from etude.distributed.world import World
+from etude.distributed.world import World, before_joining, failing_together, join_world, launcher, leave_world
 
 __all__ = [
     "RankTask",

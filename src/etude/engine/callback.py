@@ -40,9 +40,9 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import Clock, ConfigError, Control, Loader, StepReport, Task
-from etude.engine.outputs import output_problems
+from etude.core.run_layout import output_problems
 from etude.engine.precision import Precision
-from etude.engine.schedule import LearningRate
+from etude.engine.update import LearningRate
 
 logger = logging.getLogger("etude")
 

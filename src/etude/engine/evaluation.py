@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from etude.core import Loader, Task, Terms
 from etude.core.calling import unwrap
 from etude.core.random import aside
-from etude.core.task import as_task
-from etude.core.terms import check_terms
+from etude.core.task import as_task, check_terms
 from etude.distributed import World, is_empty, share_buffers
+from etude.engine.explain import explained
 from etude.engine.interrupt import Interrupted, Interrupts
-from etude.engine.misfit import explained
 from etude.engine.precision import Precision
 
 

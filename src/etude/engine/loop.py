@@ -9,13 +9,11 @@ from etude.core import Batch, Control, DataError, Loader
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import CallbackList
 from etude.engine.finite import FiniteCheck
-from etude.engine.flops import ForwardFlops
 from etude.engine.interrupt import OTHER_PROCESS, Interrupted, Interrupts, StopPoll
-from etude.engine.meter import Meter
-from etude.engine.saving import Saver
-from etude.engine.schedule import LearningRate
-from etude.engine.state import TrainState
+from etude.engine.meter import ForwardFlops, Meter
+from etude.engine.state import Saver, TrainState
 from etude.engine.step import Step
+from etude.engine.update import LearningRate
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,227 @@
-"""How much a step was: samples, tokens and FLOPs of its batches, counted beside the step."""
+"""How much a step was: samples, tokens and FLOPs of its batches, counted beside the step, without asking the device.
 
-from collections.abc import Sequence
-from typing import NamedTuple
+The FLOPs of a forward pass are found without running it: one pass over fake tensors, which have shapes and no data,
+takes no memory, no random numbers and some tens of milliseconds; the model itself is not touched. A training step
+counts as three forward passes: the backward pass computes two products for every one of the forward pass. Activations
+that are computed twice to save memory count once: model FLOPs say how fast the training gets on, not how busy the
+device is.
+"""
 
-from torch import Tensor
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from etude.core import Batch, Task, num_samples
-from etude.core.batch import JointBatch
-from etude.core.tokens import count_tokens, token_ids
-from etude.engine.flops import ForwardFlops
+import torch
+from torch import Tensor, nn
+
+from etude.core import HeadOutput, Task, num_samples
+from etude.core.batch import STREAM, Batch, JointBatch, map_tensors
+from etude.core.calling import ModelCall, inputs_of, is_next_token, padding_mask_of, unwrap
+from etude.core.random import rng_state, set_rng_state
+
+logger = logging.getLogger("etude")
+
+STEP_PER_FORWARD = 3
+"""FLOPs of a training step, in forward passes."""
+MAX_LENGTHS = 3
+"""Lengths that are counted; further ones are computed from these."""
+MASK_KEYS = ("attention_mask", "attn_mask")
+
+Run = Callable[[nn.Module, Batch], Any]
+"""How a model is run on a batch."""
+
+
+class ForwardFlops:
+    """FLOPs of a model's forward pass over a batch of token ids, by the shape of the ids.
+
+    The rows of a batch cost the same, and a row of length L costs a·L + b·L²: the first part is that of the layers,
+    the second that of attention. Two lengths give a and b, so batches of any shape are known after a few. Streams of
+    data are counted apart: the tasks that learn from them have heads of their own. `run` says how the model is run,
+    if not by the names of its arguments.
+
+    >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
+    >>> ForwardFlops(model)({"input_ids": torch.zeros(2, 5, dtype=torch.long)}, rows=2, length=5)
+    800.0
+    """
+
+    def __init__(self, model: nn.Module, run: Run | None = None) -> None:
+        self.model = unwrap(model)
+        self.run = run
+        self._streams: dict[str | None, dict[int, float]] = {}
+        """FLOPs of a row, by stream and length."""
+        self._counts = True
+        """False once counting has failed."""
+
+    def __call__(self, batch: Batch, *, rows: int, length: int) -> float:
+        """Return the FLOPs of a forward pass over `batch`, whose ids have this shape; estimated if need be."""
+        stream = batch.get(STREAM) if isinstance(batch, Mapping) else None
+        per_row = self._streams.setdefault(stream, {})
+        known = per_row.get(length)
+        if known is None:
+            known = per_row[length] = self._find(batch, length, per_row)
+        return known * rows
+
+    def forget(self) -> None:
+        """Count again: the model is run in another way from now on, for example with other heads."""
+        self._streams.clear()
+
+    def _find(self, batch: Batch, length: int, per_row: dict[int, float]) -> float:
+        if length == 0:
+            return 0.0
+        if self._counts and len(per_row) < MAX_LENGTHS:
+            try:
+                return float(count_forward(self.model, batch, self.run))
+            except Exception as error:
+                # Code of any kind runs here, on tensors it was not written for; a missing number must not end a run.
+                self._counts = False
+                for counted in self._streams.values():
+                    counted.clear()
+                logger.debug("FLOPs estimated from the number of parameters: %s: %s", type(error).__name__, error)
+        if not self._counts:
+            return 2.0 * length * matrix_parameters(self.model)
+        return _through(per_row, length)
+
+
+def count_forward(model: nn.Module, batch: Batch, run: Run | None = None) -> int:
+    """Return the FLOPs of a forward pass over the first row of `batch`, without data, and without touching the model.
+
+    An output layer that the model leaves to the loss counts too. Raises whatever the model raises: one that looks at
+    values, such as those of a mask, cannot run without them.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    kept_rng = rng_state()
+    try:
+        with warnings.catch_warnings(), torch.autocast(_device_type(model), enabled=False):
+            warnings.simplefilter("ignore")
+            shadow = _shadow(model, fake)
+            row = map_tensors(batch, lambda tensor: _fake_row(tensor, fake))
+            failure: Exception | None = None
+            # Without padding masks first: they change no shapes, and many models ask whether they are all ones.
+            for inputs in (_without_masks(row), row):
+                # With gradients, as in training: without, torch's own transformer layers take another path.
+                counter = FlopCounterMode(display=False, custom_mapping=_attention_on_the_cpu())
+                try:
+                    with torch.enable_grad(), fake, counter:
+                        _apply_heads((run or ModelCall(shadow))(shadow, inputs))
+                    return int(counter.get_total_flops())
+                except Exception as error:
+                    failure = failure if failure is not None else error
+            assert failure is not None
+            raise failure
+    finally:
+        set_rng_state(kept_rng)
+
+
+def matrix_parameters(model: nn.Module) -> int:
+    """Return the number of parameters that a token is multiplied with: all but embeddings, which are looked up.
+
+    >>> matrix_parameters(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)))
+    40
+    """
+    products = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - products
+    return sum(param.numel() for param in model.parameters() if id(param) not in tables)
+
+
+def _apply_heads(output: Any) -> None:
+    """Compute the logits of output layers that were left to the loss."""
+    if isinstance(output, HeadOutput):
+        _ = output.logits
+    elif isinstance(output, Mapping):
+        for part in output.values():
+            _apply_heads(part)
+
+
+def _shadow(model: nn.Module, fake: Any) -> nn.Module:
+    """Return a copy of the model in eval mode, without hooks, in which all tensors are fake."""
+    memo: dict[int, Any] = {}
+    kept = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    for tensor in (*model.parameters(), *model.buffers(), *kept):
+        stand_in = fake.from_tensor(tensor.detach())
+        is_param = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(stand_in, tensor.requires_grad) if is_param else stand_in
+    shadow = copy.deepcopy(model, memo).eval()
+    for module in shadow.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    return shadow
+
+
+def _fake_row(tensor: Tensor, fake: Any) -> Tensor:
+    with fake:
+        return torch.zeros((1, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+
+
+def _without_masks(batch: Batch) -> Batch:
+    if not isinstance(batch, Mapping):
+        return batch
+    inputs = inputs_of(batch)
+    return {
+        key: value
+        for key, value in batch.items()
+        if key not in MASK_KEYS or not isinstance(value, Tensor) or value.shape[-1:] != inputs.shape[-1:]
+    }
+
+
+def _attention_on_the_cpu() -> dict[Any, Any]:
+    """Return the formula for the one attention kernel that torch's own counter does not know."""
+    from torch.utils.flop_counter import sdpa_flop_count
+
+    def flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+    return {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flops}
+
+
+def _through(known: Mapping[int, float], length: int) -> float:
+    """Return a·L + b·L² with a and b of the shortest and the longest length known."""
+    low, high = min(known), max(known)
+    if low == high:
+        return known[low] * length / low
+    slope_low, slope_high = known[low] / low, known[high] / high
+    slope = slope_low + (slope_high - slope_low) * (length - low) / (high - low)
+    return float(round(max(slope, 0.0) * length))
+
+
+def _device_type(model: nn.Module) -> str:
+    return next((param.device.type for param in model.parameters()), "cpu")
+
+
+ID_TYPES = frozenset({torch.int64, torch.int32})
+"""What an embedding takes. Other integers, of pixels for one, are not token ids."""
+
+
+def token_ids(batch: Batch) -> Tensor | None:
+    """Return the token ids that the model sees, (B, L), or None if the batch holds something else.
+
+    >>> token_ids({"tokens": torch.tensor([[5, 6, 7]])})
+    tensor([[5, 6]])
+    >>> token_ids((torch.zeros(2, 3), torch.tensor([0, 1]))) is None
+    True
+    """
+    is_tuple = isinstance(batch, (tuple, list))
+    ids = (batch[0] if batch else None) if is_tuple else inputs_of(batch)
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in ID_TYPES:
+        return None
+    return ids[:, :-1] if not is_tuple and isinstance(batch, Mapping) and is_next_token(batch) else ids
+
+
+def count_tokens(batch: Batch, ids: Tensor) -> Tensor | int:
+    """Return how many of these ids are no padding: a number, or a tensor on the device if only a mask tells.
+
+    >>> batch = {"input_ids": torch.tensor([[5, 6], [7, 0]]), "attention_mask": torch.tensor([[1, 1], [1, 0]])}
+    >>> count_tokens(batch, token_ids(batch))
+    tensor(3)
+    """
+    mask = padding_mask_of(batch)
+    if mask is None and isinstance(batch, Mapping) and isinstance(documents := batch.get("document_ids"), Tensor):
+        mask = documents >= 0  # packed documents: padding belongs to none
+    return ids.numel() if mask is None or mask.shape != ids.shape else mask.count_nonzero()
 
 
 class Amounts(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import Batch, Task, Terms, TrainingError
-from etude.core.terms import check_terms
+from etude.core.task import check_terms
 from etude.distributed import RankTask, World, check_gradients, local_gradients
 from etude.engine.callback import CallbackList
 from etude.engine.precision import Precision

@@ -9,7 +9,7 @@ from etude.core.buffers import BufferGuard
 from etude.core.task import as_task
 from etude.distributed import World
 from etude.engine.callback import Gradients
-from etude.engine.misfit import explained
+from etude.engine.explain import explained
 from etude.engine.objective import Objective, ObjectiveParts
 from etude.engine.precision import Precision
 from etude.engine.update import Updater

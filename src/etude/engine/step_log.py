@@ -13,8 +13,7 @@ from torch import Tensor
 
 from etude.core import StepReport
 from etude.distributed import World
-from etude.engine.flops import STEP_PER_FORWARD
-from etude.engine.meter import NO_AMOUNTS, Amounts
+from etude.engine.meter import NO_AMOUNTS, STEP_PER_FORWARD, Amounts
 from etude.engine.peak import peak_flops
 from etude.engine.step import Step
 

@@ -12,7 +12,7 @@ from etude.core.random import set_seed
 from etude.data import DataLoader, DataLoaderFactory, DataSplits, StreamLoader
 from etude.data.splits import SplitName
 from etude.distributed import World
-from etude.engine.recovery import explain_out_of_memory_of_model
+from etude.engine.explain import explain_out_of_memory_of_model
 from etude.experiment.config import ExperimentConfig
 from etude.experiment.features import features_for
 from etude.monitor import RunFolder

@@ -6,8 +6,8 @@ from typing import Any
 
 from etude.config import Document, Problem, Selection, config_error
 from etude.core import ConfigError
+from etude.core.run_layout import output_problems
 from etude.engine.callback import Callback
-from etude.engine.outputs import output_problems
 from etude.monitor import RunFolder
 
 _RUN_FOLDER = Path("a-run-folder")

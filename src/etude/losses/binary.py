@@ -14,7 +14,7 @@ from torch import Tensor
 from etude.config.registry import register
 from etude.core.batch import Batch
 from etude.core.errors import ConfigError, DataError, TrainingError
-from etude.core.terms import LossTerm, Terms
+from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, mean_of
 from etude.losses.outputs import logits_of
 from etude.losses.strategies import LossStrategy, required_labels

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from etude.core.errors import DataError, TrainingError
-from etude.core.terms import LossTerm
+from etude.core.task import LossTerm
 
 IGNORE_INDEX = -100
 """The label that torch and most data sets use for positions without a label."""

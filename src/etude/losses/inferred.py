@@ -8,7 +8,7 @@ from torch import Tensor
 from etude.core.batch import Batch
 from etude.core.calling import inputs_of, targets_of
 from etude.core.errors import CheckpointError, TrainingError
-from etude.core.terms import Terms
+from etude.core.task import Terms
 from etude.losses.language import LanguageModelingLoss, is_encoder_decoder, shift_in
 from etude.losses.outputs import shape_of
 from etude.losses.strategies import ClassificationLoss, LossStrategy, SegmentationLoss

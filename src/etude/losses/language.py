@@ -11,7 +11,7 @@ from etude.core.batch import Batch
 from etude.core.calling import ModelCall, inputs_of, padding_mask_of, targets_of, unwrap
 from etude.core.errors import CheckpointError, TrainingError
 from etude.core.head import HeadOutput
-from etude.core.terms import LossTerm, Terms
+from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, accuracy_term, cross_entropy_term, mask_labels
 from etude.losses.fused_head import FusedHead
 from etude.losses.linear import linear_cross_entropy_terms

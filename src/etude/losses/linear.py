@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import DataError, TrainingError
-from etude.core.terms import LossTerm, Terms
+from etude.core.task import LossTerm, Terms
 from etude.losses.chunked import LinearProblem, LinearResult, chunked
 from etude.losses.functional import IGNORE_INDEX, NO_LABEL, mask_labels
 

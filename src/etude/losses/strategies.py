@@ -12,7 +12,7 @@ from etude.config.registry import register
 from etude.core.batch import Batch
 from etude.core.calling import ModelCall, targets_of
 from etude.core.errors import TrainingError
-from etude.core.terms import Terms
+from etude.core.task import Terms
 from etude.losses.functional import (
     IGNORE_INDEX,
     accuracy_term,

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from etude.core.batch import Batch
 from etude.core.calling import ModelCall
 from etude.core.lookups import explain_lookup
-from etude.core.task import Task
-from etude.core.terms import Terms
+from etude.core.task import Task, Terms
 from etude.losses.inferred import as_strategy
 from etude.losses.strategies import LossStrategy
 from etude.losses.wrapped import LossFunction

@@ -18,7 +18,7 @@ from torch.nn.modules.loss import _Loss
 from etude.config.registry import register
 from etude.core.batch import Batch, num_samples
 from etude.core.errors import ConfigError, TrainingError
-from etude.core.terms import LossTerm, Terms
+from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, count_labels, cross_entropy_term, label_weights, nll_term
 from etude.losses.outputs import logits_of
 from etude.losses.strategies import LossStrategy, add_accuracy, required_labels

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from etude.core.errors import ConfigError, DataError, TrainingError
 from etude.core.spelling import listed, nearest, suggest
-from etude.core.terms import LossTerm, Terms
+from etude.core.task import LossTerm, Terms
 from etude.losses.binary import binary_cross_entropy_term, multi_label_bce_term
 from etude.losses.functional import cross_entropy_term, mean_of
 from etude.losses.inferred import as_strategy

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from etude.core import Batch, ConfigError, Task, Terms, TrainingError
 from etude.core.batch import STREAM, JointBatch
-from etude.core.terms import LossTerm
+from etude.core.task import LossTerm
 from etude.distributed import World, idle_output, is_empty, local_gradients
 from etude.engine.callback import CallbackList
 from etude.engine.objective import Counts, Objective, ObjectiveParts

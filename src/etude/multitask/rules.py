@@ -10,7 +10,7 @@ from etude.core import Batch, ConfigError, Terms
 from etude.core.batch import JointBatch
 from etude.core.buffers import BufferGuard
 from etude.core.calling import unwrap
-from etude.core.terms import LossTerm
+from etude.core.task import LossTerm
 from etude.distributed import is_empty
 from etude.engine.objective import Counts, ObjectiveParts
 from etude.multitask.gradients import LOSS, SharesParameters, TaskRows, shares

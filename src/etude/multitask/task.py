@@ -16,8 +16,7 @@ from etude.core.errors import ConfigError, EtudeError, TrainingError
 from etude.core.loader import Loader
 from etude.core.lookups import explain_lookup
 from etude.core.spelling import suggest
-from etude.core.task import Task
-from etude.core.terms import LossTerm, Terms
+from etude.core.task import LossTerm, Task, Terms
 from etude.engine.objective import ObjectiveParts
 from etude.losses.outputs import head_of
 from etude.multitask.rules import make_objective

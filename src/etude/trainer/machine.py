@@ -12,14 +12,14 @@ from etude.core import ConfigError
 from etude.core.arguments import as_device
 from etude.data import explain_worker_failure
 from etude.distributed import World, join_world
-from etude.engine.precision import Precision, PrecisionName
-from etude.engine.recompute import recompute_activations
-from etude.engine.recovery import (
+from etude.engine.explain import (
     explain_out_of_memory,
     explain_out_of_memory_in_validation,
     explain_out_of_memory_of_model,
     explain_single_sample,
 )
+from etude.engine.precision import Precision, PrecisionName
+from etude.engine.recompute import recompute_activations
 from etude.trainer.config import TrainerConfig
 
 

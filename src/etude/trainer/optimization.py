@@ -13,7 +13,7 @@ from etude.callbacks import LRSchedule
 from etude.config import build_selection, select_component
 from etude.config.signature import parameters_of
 from etude.core import ConfigError, TrainingError
-from etude.engine.schedule import LearningRate
+from etude.engine.update import LearningRate
 from etude.optim import AdamW, Schedule
 from etude.trainer.arguments import Section, build_named, kind_of, refuse_class
 from etude.trainer.config import TrainerConfig

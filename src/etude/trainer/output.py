@@ -13,8 +13,7 @@ from etude.checkpoint import CheckpointManager, find_checkpoints, folder_name, i
 from etude.config import dump_yaml, plain
 from etude.core import Clock, ConfigError, RunFolderError
 from etude.engine.callback import Callback, CallbackList
-from etude.engine.saving import Saver
-from etude.engine.state import TrainState
+from etude.engine.state import Saver, TrainState
 from etude.monitor import FINISHED, RunFolder
 from etude.trainer.config import TrainerConfig
 from etude.trainer.machine import Machine

@@ -19,11 +19,11 @@ from torch.utils.data import IterableDataset
 from etude.core import Batch, ConfigError, DataError, EtudeError, Loader, Task, TrainingError
 from etude.core.buffers import probing
 from etude.core.calling import unwrap
-from etude.core.terms import check_terms
+from etude.core.task import check_terms
 from etude.data.foreign import ForeignLoader
 from etude.distributed import World, is_empty
+from etude.engine.explain import explained
 from etude.engine.interrupt import Interrupts
-from etude.engine.misfit import explained
 from etude.engine.precision import Precision
 from etude.trainer.loaders import DeviceLoader
 from etude.trainer.machine import Machine

@@ -9,7 +9,7 @@ from torch import Tensor
 from etude.core.errors import ConfigError
 from etude.core.head import HeadOutput
 from etude.core.spelling import suggest
-from etude.core.terms import LossTerm, Terms
+from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, cross_entropy_term, mean_of
 from etude.losses.linear import linear_cross_entropy
 from etude.multimodal.loss.reconstruction import Reconstruction

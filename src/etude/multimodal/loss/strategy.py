@@ -15,7 +15,7 @@ from etude.config.registry import register
 from etude.core.batch import Batch
 from etude.core.calling import ModelCall, unwrap
 from etude.core.errors import ConfigError, DataError
-from etude.core.terms import LossTerm, Terms
+from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX
 from etude.losses.fused_head import FusedHead, NamesItsHead
 from etude.losses.language import LanguageModelingLoss, is_encoder_decoder, token_predictions

@@ -11,7 +11,7 @@ from torch import Tensor
 from etude.core.errors import ConfigError, DataError, TrainingError
 from etude.core.head import HeadOutput
 from etude.core.spelling import suggest
-from etude.core.terms import LossTerm, Terms
+from etude.core.task import LossTerm, Terms
 from etude.multimodal.loss.blocks import logits_sums, squared_error_sums
 from etude.multimodal.loss.fused import Part, expected_value_sums
 from etude.multimodal.loss.kinds import make_reconstruction

@@ -12,7 +12,7 @@ from etude.core import Clock, ConfigError, EtudeError
 from etude.core.loader import ChoosesStreams
 from etude.core.spelling import suggest
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
-from etude.engine.schedule import LearningRate
+from etude.engine.update import LearningRate
 from etude.multitask.curriculum import Curriculum, CurriculumState, Phase
 from etude.multitask.task import MultiTask
 

@@ -18,15 +18,13 @@ from etude.data import DataLoader
 from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
 from etude.engine.evaluation import evaluate
-from etude.engine.flops import ForwardFlops
 from etude.engine.interrupt import Interrupts
 from etude.engine.loop import Loop, Plan
-from etude.engine.meter import Meter
-from etude.engine.schedule import LearningRate
+from etude.engine.meter import ForwardFlops, Meter
 from etude.engine.state import TrainState
 from etude.engine.step import Step
 from etude.engine.step_log import StepLog, Tally
-from etude.engine.update import Updater
+from etude.engine.update import LearningRate, Updater
 from etude.losses import LossStrategy
 from etude.losses.wrapped import check_loss_arguments
 from etude.metrics import LossTracker, TrainingMetrics

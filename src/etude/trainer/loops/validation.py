@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from etude.core import Batch, Clock, ConfigError, Task
 from etude.core.calling import unwrap
-from etude.core.tokens import count_tokens, token_ids
 from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
 from etude.engine.evaluation import evaluate
+from etude.engine.meter import count_tokens, token_ids
 from etude.losses import LossStrategy
 from etude.trainer.arguments import as_callbacks, check_model, plain_task
 from etude.trainer.config import TrainerConfig
