@@ -15,10 +15,10 @@ from etude.multitask.curriculum import (
     ALL,
     DEFAULT_PHASES,
     DEFAULT_TASKS,
-    Begun,
     Curriculum,
     CurriculumState,
     Phase,
+    PhaseStart,
     Ramp,
     Start,
     active_tasks,
@@ -195,8 +195,8 @@ def test_a_phase_begins_when_its_metric_reaches_the_value_and_stays() -> None:
     for epoch, metrics in ((2, {}), (3, {"val_loss": math.nan}), (4, {"val_loss": 2.1, "accuracy": 0.9})):
         assert curriculum.advance(state, epoch, epoch * 10, metrics) is state
     after = curriculum.advance(state, 5, 50, {"val_loss": 2.0})
-    assert after.begun == (Begun("a", 1.0, 0), Begun("b", 5.0, 50))
-    assert curriculum.transitions(state, after) == ((Begun("b", 5.0, 50), curriculum.phases[1]),)
+    assert after.starts == (PhaseStart("a", 1.0, 0), PhaseStart("b", 5.0, 50))
+    assert curriculum.transitions(state, after) == ((PhaseStart("b", 5.0, 50), curriculum.phases[1]),)
     assert curriculum.advance(after, 6, 60, {"val_loss": 9.0}) is after
     assert curriculum.current_phase(6, 60, after).name == "b"
     assert curriculum.loss_weights(7, 70, after) == {"code": 1.0, "tests": pytest.approx(0.1 + 0.9 * 2 / 5)}
@@ -206,7 +206,7 @@ def test_a_phase_begins_when_its_metric_reaches_the_value_and_stays() -> None:
 def test_a_fixed_start_passes_over_metrics_that_were_never_reached() -> None:
     curriculum = by_metric()
     state = curriculum.advance(curriculum.advance(EMPTY, 1), 20, 200, {"val_loss": 3.0})
-    assert [entry.phase for entry in state.begun] == ["a", "d"]
+    assert [entry.phase for entry in state.starts] == ["a", "d"]
     # Nothing goes back to a phase that was passed over.
     assert curriculum.advance(state, 21, 210, {"val_loss": 0.1, "accuracy": 1.0}) is state
     assert curriculum.loss_weights(20, 200, state) == {"code": 1.0, "tests": 0.1, "style": 0.1, "notes": 0.1}
@@ -302,7 +302,7 @@ def test_mistakes_are_told_in_words(build: Callable[[], object], words: str) -> 
 
 
 def test_a_saved_phase_that_is_gone_is_told() -> None:
-    state = CurriculumState((Begun("gone", 1.0, 0),))
+    state = CurriculumState((PhaseStart("gone", 1.0, 0),))
     with pytest.raises(CheckpointError, match=r"phase 'gone', which is not defined .*p0"):
         Curriculum(phases(1)).current_phase(2, state=state)
     with pytest.raises(CheckpointError, match="cannot be read"):

@@ -16,6 +16,7 @@ from etude.models import CausalTransformerLM
 from etude.multimodal import MeaningfulLoss
 from etude.multimodal.vocab import build_vocab_spec
 from etude.multitask import LanguageModelHead, LinearHead, MultiTask, MultiTaskModel, SequenceClassifier, TaskSpec
+from etude.multitask.spec import strategy_of
 from etude.multitask.weighting import (
     FAMO,
     DynamicWeightAverage,
@@ -485,5 +486,5 @@ def test_torch_losses_know_their_counts_ahead():
     ):
         task = MultiTask({"t": TaskSpec("kind", loss, labels="y")})
         batch = {"input": torch.zeros(6, 4, dtype=torch.float64), "y": labels}
-        term = task._forms["t", None].strategy.terms(x, {"labels": labels}, metrics=False)["loss"]
+        term = strategy_of(task.tasks["t"]).terms(x, {"labels": labels}, metrics=False)["loss"]
         assert float(task.counts(batch)["t/loss"]) == float(term.count)

@@ -95,7 +95,7 @@ class ProgressDisplay(Callback):
             rows=rows,
             num_epochs=max(len(rows), run.clock.epoch),
             groups=before.groups,
-            # A curriculum that is listed before the display has told its phase by now.
+            # A curriculum that is listed before the display has reported its phase by now.
             phase=self._view.phase if self._phase_is_new else before.phase,
         )
         self._noticed = []
@@ -139,7 +139,7 @@ class ProgressDisplay(Callback):
         self._draw()
 
     def on_validation_end(self, epoch: int, metrics: Logs) -> None:
-        """Go back to training. Inside an epoch the numbers are told here; at its end they are part of its row."""
+        """Go back to training. Inside an epoch the numbers are reported here; at its end they are part of its row."""
         self._view.validating = False
         per_epoch = self._view.steps_per_epoch
         self._update()
@@ -174,7 +174,7 @@ class ProgressDisplay(Callback):
             self._say_groups()
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
-        """Show the phase from now on; that it began is told by a notice."""
+        """Show the phase from now on; that it began is said by a notice."""
         self._view.phase, self._phase_is_new = Phase(facts["number"], phase, facts.get("phases")), True
         if (tasks := facts.get("tasks")) is not None:
             self._view.groups.keep(tasks)
@@ -311,7 +311,7 @@ class ProgressDisplay(Callback):
             self._say(outcome_line(self._view) + (f": {why}" if why else ""))
 
     def _see_phase(self, record: Logs) -> None:
-        """Follow the number of the phase, where nobody has told its name."""
+        """Follow the number of the phase, where its name is not known."""
         number, phase = record.get("phase"), self._view.phase
         if number is not None and (phase is None or phase.number != int(number)):
             self._view.phase = Phase(int(number), total=None if phase is None else phase.total)

@@ -100,7 +100,7 @@ class View:
     outcome: str = ""
     """How the run ended; empty while it runs."""
     notices: list[str] = field(default_factory=list)
-    """What callbacks told lately."""
+    """The latest notices of callbacks."""
     groups: Groups = field(default_factory=Groups)
     phase: Phase | None = None
     """The phase of the curriculum, if there is one."""

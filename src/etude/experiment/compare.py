@@ -43,7 +43,7 @@ def compare_tasks(
 ) -> Comparison:
     """Train the experiment and one model per task, evaluate them all and write `compare.json` and `compare.md`.
 
-    A single-task model has the same trunk, the task's head in its main form and the task's stream; optimizer, schedule
+    A single-task model has the same trunk, the head of the task without variants, and its stream; optimizer, schedule
     and batch size are the same, and there is no curriculum, no weighting and no callback. `budget`: "share" gives it as
     many samples as the multi-task run read for its task, rounded up to a whole step, "whole" as many steps as the whole
     multi-task run. Warm-up is shortened with the run. All models are compared after their last step, on the test split
@@ -119,7 +119,7 @@ def write_tables(root: Path, comparison: Comparison | WeightingComparison) -> No
 
 
 def single_task_config(config: ExperimentConfig, task: str, data: Data) -> ExperimentConfig:
-    """Return the experiment with one task alone, in its main form."""
+    """Return the experiment with one task alone, in its main variant."""
     name = f"{config.name}: {task} alone"
     alone = _tasks_room().sections_of_one(config.sections, task, data.splits)
     return replace(config, name=name, sections={**alone, "name": name})
@@ -210,7 +210,7 @@ def trained(config: ExperimentConfig, path: Path, progress: bool) -> RunFolder:
 
 
 def measured(name: str, config: ExperimentConfig, folder: RunFolder, data: Data) -> tuple[Numbers, ComparedRun]:
-    """Return the numbers of a run's last checkpoint on validation and test, every task in its main form."""
+    """Return the numbers of a run's last checkpoint on validation and test, every task in its main variant."""
     result, path = folder.read_result(), folder.path / "evaluation.json"
     saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if saved.get("step") != result["step"]:

@@ -21,7 +21,7 @@ from etude.models import feature_dim
 from etude.multitask.checks import SHARED, stream_problems
 from etude.multitask.curriculum import Phase
 from etude.multitask.model import MultiTaskModel
-from etude.multitask.sections import TaskForm, TaskSection, all_forms, forms_of
+from etude.multitask.sections import TaskSection, TaskVariant, all_variants, variants_of
 from etude.multitask.spec import TaskSpec
 from etude.multitask.task import MultiTask
 from etude.multitask.weighting import Weighting
@@ -46,9 +46,9 @@ class BuiltTasks:
 def own_data(tasks: Mapping[str, TaskSection]) -> dict[str, tuple[str, Selection]]:
     """Return the data sets that tasks have of their own: by stream, where the config speaks of it and the component."""
     return {
-        form.stream: (form.path("data"), form.data)
-        for form in all_forms(tasks)
-        if isinstance(form.data, Selection) and form.stream is not None and "data" in form.own
+        variant.stream: (variant.path("data"), variant.data)
+        for variant in all_variants(tasks)
+        if isinstance(variant.data, Selection) and variant.stream is not None and "data" in variant.own
     }
 
 
@@ -75,8 +75,8 @@ def with_own_data(
     known = _names(splits)
     if problems := list(stream_problems(tasks, phases, known)):
         raise config_error(problems, document)
-    forms = all_forms(tasks) if phases else [next(forms_of(*item)) for item in tasks.items()]
-    return _used_streams({form.stream for form in forms}, splits) if known else splits
+    trained = all_variants(tasks) if phases else [next(variants_of(*item)) for item in tasks.items()]
+    return _used_streams({variant.stream for variant in trained}, splits) if known else splits
 
 
 def _apart(splits: DataSplits) -> dict[str, DataSplits]:
@@ -127,13 +127,13 @@ def build_tasks(draft: RunDraft) -> BuiltTasks:
     heads: dict[str, nn.Module] = {}
     specs: dict[str, TaskSpec] = {}
     for name, section in tasks.items():
-        forms = list(forms_of(name, section))
-        for form in forms:
-            if form.head_name not in heads:
-                set_seed(mix(seed, stable_number(form.head_name)))
-                heads[form.head_name] = _head(draft, form, supplied)
-        main, *variants = (_spec(draft, form) for form in forms)
-        by_name = {form.variant: spec for form, spec in zip(forms[1:], variants, strict=True) if form.variant}
+        all_of_task = list(variants_of(name, section))
+        for variant in all_of_task:
+            if variant.head_name not in heads:
+                set_seed(mix(seed, stable_number(variant.head_name)))
+                heads[variant.head_name] = _head(draft, variant, supplied)
+        main, *others = (_spec(draft, one) for one in all_of_task)
+        by_name = {one.key: spec for one, spec in zip(all_of_task[1:], others, strict=True) if one.key}
         specs[name] = replace(main, weight=section.weight, variants=by_name)
     weighting = _weighting(draft)
     model = MultiTaskModel(trunk, heads)
@@ -147,13 +147,13 @@ def build_tasks(draft: RunDraft) -> BuiltTasks:
     return BuiltTasks(model, task, SampleCount(task))
 
 
-def _head(draft: RunDraft, form: TaskForm, supplied: Mapping[str, Any]) -> nn.Module:
-    head: nn.Module = _build(draft, form.path("head"), form.head, **supplied)
+def _head(draft: RunDraft, variant: TaskVariant, supplied: Mapping[str, Any]) -> nn.Module:
+    head: nn.Module = _build(draft, variant.path("head"), variant.head, **supplied)
     try:
         # A head may make layers when it is put on a model: now, by itself.
-        MultiTaskModel(draft.model, {form.head_name: head})
+        MultiTaskModel(draft.model, {variant.head_name: head})
     except ConfigError as error:
-        raise ConfigError(f"{draft.document.place(form.path('head'))}: {error}") from error
+        raise ConfigError(f"{draft.document.place(variant.path('head'))}: {error}") from error
     return head
 
 
@@ -170,32 +170,37 @@ def _weighting(draft: RunDraft) -> Weighting | None:
     return built
 
 
-def _spec(draft: RunDraft, form: TaskForm) -> TaskSpec:
-    loss = _build(draft, form.path("loss"), form.loss, **draft.given)
-    classes = _classes(form, loss, draft.vocab_size)
+def _spec(draft: RunDraft, variant: TaskVariant) -> TaskSpec:
+    loss = _build(draft, variant.path("loss"), variant.loss, **draft.given)
+    classes = _classes(variant, loss, draft.vocab_size)
     metrics: dict[str, Any] = {}
-    for place, selection in enumerate(form.metrics):
+    for place, selection in enumerate(variant.metrics):
         said = {"num_classes", "num_labels"} & set(selection.arguments)
-        metric = _build(draft, f"{form.path('metrics')}.{place}", selection, **({} if said else classes))
+        metric = _build(draft, f"{variant.path('metrics')}.{place}", selection, **({} if said else classes))
         if not isinstance(metric, Metric):
             raise ConfigError(
-                f"{draft.document.place(form.path('metrics'))}: {selection.component.name} is a "
+                f"{draft.document.place(variant.path('metrics'))}: {selection.component.name} is a "
                 f"{type(metric).__name__}, not a metric"
             )
         metrics[_new_name(selection.component.name, metrics)] = metric
     return TaskSpec(
-        head=form.head_name, loss=loss, stream=form.stream, labels=form.labels, causal=form.causal, metrics=metrics
+        head=variant.head_name,
+        loss=loss,
+        stream=variant.stream,
+        labels=variant.labels,
+        causal=variant.causal,
+        metrics=metrics,
     )
 
 
-def _classes(form: TaskForm, loss: LossStrategy, vocab_size: int | None) -> dict[str, int]:
-    """Return what metrics are told of the classes: their number, that of independent labels, or nothing if binary."""
-    given = form.head.defaults | form.head.arguments
+def _classes(variant: TaskVariant, loss: LossStrategy, vocab_size: int | None) -> dict[str, int]:
+    """Return what metrics know of the classes: their number, that of independent labels, or nothing if binary."""
+    given = variant.head.defaults | variant.head.arguments
     number = given.get("num_classes")
-    if number is None and form.head.component.name == "linear":
+    if number is None and variant.head.component.name == "linear":
         number = given.get("out_features")
-    if number is None and form.head.component.name == "language_model":
-        number = form.head.arguments.get("vocab_size", vocab_size)
+    if number is None and variant.head.component.name == "language_model":
+        number = variant.head.arguments.get("vocab_size", vocab_size)
     if isinstance(loss, MultiLabelLoss):
         return {} if number is None else {"num_labels": number}
     return {} if number is None or number < 2 or isinstance(loss, BinaryLoss) else {"num_classes": number}

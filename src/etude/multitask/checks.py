@@ -15,7 +15,7 @@ from etude.config import (
 from etude.core import ConfigError
 from etude.core.spelling import did_you_mean, listed, suggest
 from etude.multitask.curriculum import ALL, DEFAULT_PHASES, Curriculum, Phase
-from etude.multitask.sections import TaskForm, TaskSection, all_forms
+from etude.multitask.sections import TaskSection, TaskVariant, all_variants
 
 SHARED = "data"
 """The stream that a plain data section becomes where tasks have data sets of their own beside it."""
@@ -36,7 +36,7 @@ def settle_tasks(sections: dict[str, Any], document: Document) -> None:
     if not problems:
         problems += _phases(phases, tasks)
     if not problems:
-        problems += _own_data(all_forms(tasks), sections)
+        problems += _own_data(all_variants(tasks), sections)
     known = None if problems else streams_named(tasks, sections)
     if known is not None:
         problems += stream_problems(tasks, phases, known)
@@ -62,7 +62,11 @@ def make_curriculum(
 def streams_named(tasks: Mapping[str, TaskSection], sections: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Return the names of all streams as far as the config itself tells; None if only the data can."""
     data: Selection | None = sections.get("data")
-    own = [form.stream for form in all_forms(tasks) if isinstance(form.data, Selection) and "data" in form.own]
+    own = [
+        variant.stream
+        for variant in all_variants(tasks)
+        if isinstance(variant.data, Selection) and "data" in variant.own
+    ]
     of_data: Collection[str] = ()
     if data is not None:
         given = data.arguments.get("streams")
@@ -79,9 +83,9 @@ def stream_problems(
     tasks: Mapping[str, TaskSection], phases: Sequence[Phase], known: Collection[str]
 ) -> Iterator[Problem]:
     """Yield what is wrong with the names of streams in tasks and phases; `known` is empty if the data has none."""
-    for form in all_forms(tasks):
-        if isinstance(form.data, str) and "data" in form.own and form.data not in known:
-            yield Problem(form.path("data"), _no_stream(form.data, known))
+    for variant in all_variants(tasks):
+        if isinstance(variant.data, str) and "data" in variant.own and variant.data not in known:
+            yield Problem(variant.path("data"), _no_stream(variant.data, known))
     for place, phase in enumerate(phases):
         for name in phase.mixture or ():
             if name not in known:
@@ -185,14 +189,14 @@ def _no_task(name: str, phase: Phase, tasks: Collection[str]) -> str:
     return f"phase '{phase.name}' names the task '{name}', which is not defined{suggest(name, tasks)}"
 
 
-def _own_data(forms: Sequence[TaskForm], sections: Mapping[str, Any]) -> Iterator[Problem]:
+def _own_data(variants: Sequence[TaskVariant], sections: Mapping[str, Any]) -> Iterator[Problem]:
     data: Selection | None = sections.get("data")
     given = data.arguments.get("streams") if data is not None and data.component.name == "streams" else None
     taken = set(given) if isinstance(given, Mapping) else {SHARED} if data is not None else set()
-    for form in forms:
-        if isinstance(form.data, Selection) and "data" in form.own and form.stream in taken:
+    for variant in variants:
+        if isinstance(variant.data, Selection) and "data" in variant.own and variant.stream in taken:
             yield Problem(
-                form.path("data"), f"there is a stream '{form.stream}' already; call it or the task otherwise"
+                variant.path("data"), f"there is a stream '{variant.stream}' already; call it or the task otherwise"
             )
-    if data is None and all(form.data is None for form in forms):
+    if data is None and all(variant.data is None for variant in variants):
         yield Problem("tasks", "no task has data, and there is no `data:` section; add one")

@@ -25,7 +25,7 @@ class TaskGradients:
     """How the gradients of the tasks lie to each other in one step, on the parameters that tasks share."""
 
     tasks: tuple[str, ...]
-    """Those that took part in this step, in order."""
+    """Those that were active in this step, in order."""
     products: Tensor
     """(tasks, tasks), float32 on the device: inner products of the gradients of the unweighted mean losses, over all
     micro-batches and ranks, unscaled."""
@@ -91,7 +91,7 @@ class TaskRows:
                 self._add(name.removesuffix(LOSS), term.sum / totals[name])
 
     def matrix(self) -> Tensor:
-        """Return the rows of all tasks over all ranks, (tasks, elements); zeros for a task that took no part.
+        """Return the rows of all tasks over all ranks, (tasks, elements); zeros for an inactive task.
 
         The next step writes over them.
         """

@@ -224,7 +224,7 @@ def linear_layer(in_features: int, out_features: int, *, bias: bool = True) -> n
 
 
 def checked_width(in_features: int | None, head: str) -> int:
-    """Return the width of the features, or raise ConfigError where nobody has told it."""
+    """Return the width of the features, or raise ConfigError where it is not known."""
     if in_features is None:
         raise ConfigError(
             f"head {head}: the model does not tell the width of its features (`feature_dim`); set in_features"

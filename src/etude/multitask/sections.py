@@ -1,4 +1,4 @@
-"""The sections `tasks` and `curriculum`: what they may say, and each task in each of its forms."""
+"""The sections `tasks` and `curriculum`: what they may say, and each task in each of its variants."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Phases = Annotated[list[Phase], Field(min_length=1)] | Literal["default"]
 
 
 class VariantSection(SectionModel):
-    """Another form of a task, which a phase of the curriculum may choose; what it leaves out is as in the task."""
+    """A variant of a task, which a phase of the curriculum may choose; what it leaves out is as in the task."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -47,15 +47,16 @@ class TaskSection(VariantSection):
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """How much its loss counts."""
     variants: dict[Name, VariantSection] = Field(default_factory=dict)
-    """Other forms of the task, by name: each says only what is different."""
+    """Variants of the task, by name: each says only what is different."""
 
 
 @dataclass(frozen=True, slots=True)
-class TaskForm:
+class TaskVariant:
     """A task as it is trained: the task itself, or one of its variants with all it takes from the task."""
 
     task: str
-    variant: str | None
+    key: str | None
+    """Its name among the variants; None: the task itself."""
     head: Selection
     loss: Selection
     data: str | Selection | None
@@ -68,7 +69,7 @@ class TaskForm:
     @property
     def name(self) -> str:
         """`task`, or `task:variant`."""
-        return self.task if self.variant is None else f"{self.task}:{self.variant}"
+        return self.task if self.key is None else f"{self.task}:{self.key}"
 
     @property
     def head_name(self) -> str:
@@ -83,27 +84,27 @@ class TaskForm:
         return self.data
 
     def path(self, key: str) -> str:
-        """Return the dotted path of the value that holds for this form."""
-        inside = "" if self.variant is None or key not in self.own else f".variants.{self.variant}"
+        """Return the dotted path of the value that holds for this variant."""
+        inside = "" if self.key is None or key not in self.own else f".variants.{self.key}"
         return f"tasks.{self.task}{inside}.{key}"
 
 
 _KEYS = tuple(VariantSection.model_fields)
 
 
-def forms_of(name: str, section: TaskSection) -> Iterator[TaskForm]:
+def variants_of(name: str, section: TaskSection) -> Iterator[TaskVariant]:
     """Yield the task itself, then its variants."""
     given: dict[str, Any] = {key: getattr(section, key) for key in _KEYS}
-    yield _form(name, None, given, frozenset(_KEYS))
-    for variant, changes in section.variants.items():
-        changed = {key: getattr(changes, key) for key in _KEYS if getattr(changes, key) is not None}
-        yield _form(name, variant, given | changed, frozenset(changed))
+    yield _variant(name, None, given, frozenset(_KEYS))
+    for key, changes in section.variants.items():
+        changed = {one: getattr(changes, one) for one in _KEYS if getattr(changes, one) is not None}
+        yield _variant(name, key, given | changed, frozenset(changed))
 
 
-def all_forms(tasks: Mapping[str, TaskSection]) -> list[TaskForm]:
-    """Return every form of every task."""
-    return [form for name, section in tasks.items() for form in forms_of(name, section)]
+def all_variants(tasks: Mapping[str, TaskSection]) -> list[TaskVariant]:
+    """Return every variant of every task, the tasks themselves included."""
+    return [variant for name, section in tasks.items() for variant in variants_of(name, section)]
 
 
-def _form(task: str, variant: str | None, values: Mapping[str, Any], own: frozenset[str]) -> TaskForm:
-    return TaskForm(task, variant, **{**values, "metrics": tuple(values["metrics"] or ())}, own=own)
+def _variant(task: str, key: str | None, values: Mapping[str, Any], own: frozenset[str]) -> TaskVariant:
+    return TaskVariant(task, key, **{**values, "metrics": tuple(values["metrics"] or ())}, own=own)

@@ -57,15 +57,15 @@ class TaskSpec:
     weight: float = 1.0
     """The factor of its loss."""
     causal: bool | None = None
-    """Where given, the model is told whether a position may see what comes after it."""
+    """Where given, whether a position sees only those before it: the model finds it in the batch."""
     metrics: Mapping[str, Measure] = field(default_factory=dict)
     """Computed in validation, in addition to what the loss measures."""
     variants: Mapping[str, "TaskSpec"] = field(default_factory=dict)
-    """Other forms of the task, by name; a phase of a curriculum may choose one."""
+    """Variants of the task, by name; a phase of a curriculum may choose one."""
 
 
-class Shown(NamedTuple):
-    """A task as it is now: the form it has and the strategy of that form."""
+class ActiveTask(NamedTuple):
+    """An active task: the variant it is trained in, and the strategy of that."""
 
     spec: TaskSpec
     strategy: LossStrategy
@@ -129,11 +129,11 @@ def check_streams(tasks: Mapping[str, TaskSpec], batches: Iterable[Mapping[str, 
 
 def _check_keys(tasks: Mapping[str, TaskSpec], keys: Sequence[str], stream: str | None) -> None:
     for task, spec in tasks.items():
-        for form in (spec, *spec.variants.values()) if spec.weight else ():
-            if form.stream == stream and form.labels is not None and form.labels not in keys:
+        for one in (spec, *spec.variants.values()) if spec.weight else ():
+            if one.stream == stream and one.labels is not None and one.labels not in keys:
                 where = "no batch has" if stream is None else f"no batch of the stream '{stream}' has"
                 raise TrainingError(
-                    f"the labels of task '{task}' are '{form.labels}', which {where}{suggest(form.labels, keys)}"
+                    f"the labels of task '{task}' are '{one.labels}', which {where}{suggest(one.labels, keys)}"
                 )
 
 
@@ -151,10 +151,10 @@ def check_task(name: str, spec: TaskSpec, variant: str = "") -> None:
         raise ConfigError(f"'{name}' cannot be the name of a task: a name is not empty and has no '/'")
     if not 0 <= spec.weight < math.inf:
         raise ConfigError(f"the weight of {what} is {spec.weight:g}; weights are finite and not below 0")
-    for other, form in spec.variants.items():
-        if form.variants:
+    for other, one in spec.variants.items():
+        if one.variants:
             raise ConfigError(f"{what}: its variant '{other}' has variants of its own; give them all to the task")
-        check_task(name, form, other)
+        check_task(name, one, other)
 
 
 def check_known(what: str, task: str, tasks: Collection[str]) -> None:

@@ -21,8 +21,8 @@ from etude.engine.objective import ObjectiveParts
 from etude.losses.outputs import head_of
 from etude.multitask.rules import make_objective
 from etude.multitask.spec import (
+    ActiveTask,
     Measure,
-    Shown,
     TaskSpec,
     check_known,
     check_labels,
@@ -67,32 +67,32 @@ class MultiTask(Task):
         self.weighting = None if isinstance(weighting, StaticWeights) else weighting
         static = weighting.weights.tolist() if isinstance(weighting, StaticWeights) else [1.0] * len(tasks)
         self._static = dict(zip(tasks, static, strict=True))
-        self._forms: dict[tuple[str, str | None], Shown] = {}
+        self._variants: dict[tuple[str, str | None], ActiveTask] = {}
         for name, spec in self.tasks.items():
-            for variant, form in ((None, spec), *spec.variants.items()):
-                self._forms[name, variant] = Shown(form, strategy_of(form))
+            for variant, one in ((None, spec), *spec.variants.items()):
+                self._variants[name, variant] = ActiveTask(one, strategy_of(one))
         self.samples = dict.fromkeys(self.tasks, 0)
         """How many samples each task has learned from on this process."""
         self.version = 0
-        """Changes when other tasks, or other forms of them, become active."""
+        """Changes when other tasks, or other variants of them, become active."""
         self._weights: dict[str, float] = {}
-        self._shown: dict[str, Shown] = {}
+        self._active: dict[str, ActiveTask] = {}
         self._scales: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._measuring = False
         self.alike = False
         """Whether all training batches of a stream hold the same keys: then the first shows misspelt labels."""
         self._checked: set[tuple[Any, ...]] = set()
         self._tried: set[int] = set()
-        """The forms of tasks whose metrics have seen a training batch."""
-        self._told: set[str] = set()
-        self._plans: dict[tuple[Any, ...], dict[str, Shown]] = {}
+        """The variants of tasks whose metrics have seen a training batch."""
+        self._warned: set[str] = set()
+        self._plans: dict[tuple[Any, ...], dict[str, ActiveTask]] = {}
         self.activate({name: spec.weight for name, spec in self.tasks.items()})
 
     def activate(self, weights: Mapping[str, float], variants: Mapping[str, str] | None = None) -> None:
-        """Train these tasks from now on, each with its weight, and in the form that `variants` names.
+        """Train these tasks from now on, each with its weight, and in the variant that `variants` names.
 
-        All other tasks rest: their heads are not run. Raises ConfigError for a task or a variant that is not there and
-        for weights that are negative or not finite.
+        All others are inactive: their heads are not run. Raises ConfigError for an unknown task or variant, and for
+        weights that are negative or not finite.
         """
         for task, weight in weights.items():
             check_known("a weight", task, self.tasks)
@@ -102,15 +102,15 @@ class MultiTask(Task):
                 )
         for task, variant in (variants or {}).items():
             check_known("a variant", task, self.tasks)
-            if (task, variant) not in self._forms:
+            if (task, variant) not in self._variants:
                 known = suggest(variant, self.tasks[task].variants)
                 raise ConfigError(f"the task '{task}' has no variant '{variant}'{known}")
         chosen = variants or {}
         self._weights = {task: self._static[task] * weights[task] for task in self.tasks if task in weights}
         self._scales = {}
-        shown = {task: self._forms[task, chosen.get(task)] for task in self._weights}
-        if shown != self._shown:  # a ramp changes weights at every step, but nothing of how the model is run
-            self._shown = shown
+        active = {task: self._variants[task, chosen.get(task)] for task in self._weights}
+        if active != self._active:  # a ramp changes weights at every step, but nothing of how the model is run
+            self._active = active
             self._plans.clear()
             self.version += 1
 
@@ -121,11 +121,11 @@ class MultiTask(Task):
 
     def streams(self) -> frozenset[str] | None:
         """Return the streams that active tasks read; None if one of them reads whatever has its labels."""
-        names = [shown.spec.stream for shown in self._shown.values()]
+        names = [active.spec.stream for active in self._active.values()]
         return None if None in names else frozenset(name for name in names if name is not None)
 
     def is_for(self, batch: Batch) -> bool:
-        """Return whether a task that is active now reads this batch, be its weight 0."""
+        """Return whether a task that is active now reads this batch, even if its weight is 0."""
         return any(True for _ in self._requests(batch))
 
     # ---------------------------------------------------------------------------------------- terms of a batch
@@ -141,8 +141,8 @@ class MultiTask(Task):
         coefficients, penalties = self._coefficients(), self._penalties()
         terms: Terms = {}
         for (inputs, group), found in zip(requests, outputs, strict=True):
-            for task, shown in group.items():
-                fresh = self._task_terms(task, shown, found[shown.spec.head], inputs, metrics=metrics)
+            for task, active in group.items():
+                fresh = self._task_terms(task, active, found[active.spec.head], inputs, metrics=metrics)
                 loss = fresh[f"{task}/{LOSS}"]
                 loss.weight = coefficients[task]
                 if task in penalties and torch.is_grad_enabled():  # no part of what a validation measures
@@ -155,7 +155,7 @@ class MultiTask(Task):
                     terms[name] = term if name not in terms else _added(terms[name], term)
         return terms
 
-    def _count_samples(self, requests: Iterable[tuple[Batch, dict[str, Shown]]]) -> None:
+    def _count_samples(self, requests: Iterable[tuple[Batch, dict[str, ActiveTask]]]) -> None:
         """Count the samples of every task that learns from them: those of weight 0 are only evaluated."""
         for inputs, group in requests:
             size = num_samples(inputs)
@@ -176,8 +176,8 @@ class MultiTask(Task):
         """Return the count of every weighted term from the batch alone; raise TrainingError if a loss cannot know."""
         counts: dict[str, Tensor | float] = {}
         for inputs, group in self._requests(batch):
-            for task, shown in group.items():
-                ahead = shown.strategy.counts(view_for(inputs, shown.spec.labels))
+            for task, active in group.items():
+                ahead = active.strategy.counts(view_for(inputs, active.spec.labels))
                 if ahead is None:
                     raise TrainingError(
                         f"task '{task}': how many labels its loss counts is not known before the model has run; with "
@@ -199,15 +199,15 @@ class MultiTask(Task):
         return [f"{task}/{kind}" for task in dict.fromkeys(tasks) for kind in kinds]
 
     def scale(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the weights of all tasks as a vector on the device, 0 for those that rest."""
+        """Return the weights of all tasks as a vector on the device, 0 for inactive ones."""
         if (device, dtype) not in self._scales:
             values = torch.tensor([self._weights.get(task, 0.0) for task in self.tasks], dtype=dtype)
             self._scales[device, dtype] = values.to(device, non_blocking=True)
         return self._scales[device, dtype]
 
     def head_of(self, task: str) -> str | None:
-        """Return the head that answers a task now, None if the task rests."""
-        return self._shown[task].spec.head if task in self._shown else None
+        """Return the head that answers a task now, None if it is inactive."""
+        return self._active[task].spec.head if task in self._active else None
 
     @property
     def _has_penalty(self) -> bool:
@@ -229,12 +229,12 @@ class MultiTask(Task):
         penalties = weighting.penalties(self.scale(weighting.device, weighting.dtype))
         return {} if penalties is None else dict(zip(self.tasks, penalties.unbind(), strict=True))
 
-    def _task_terms(self, task: str, shown: Shown, output: Any, inputs: Batch, *, metrics: bool) -> Terms:
-        view = view_for(inputs, shown.spec.labels)
+    def _task_terms(self, task: str, active: ActiveTask, output: Any, inputs: Batch, *, metrics: bool) -> Terms:
+        view = view_for(inputs, active.spec.labels)
         with _explained(task):
-            found = shown.strategy.terms(output, view, metrics=metrics)
-            if shown.spec.metrics and (self._measuring or id(shown.spec) not in self._tried):
-                self._measure(shown, output, view)
+            found = active.strategy.terms(output, view, metrics=metrics)
+            if active.spec.metrics and (self._measuring or id(active.spec) not in self._tried):
+                self._measure(active, output, view)
         weighted = [name for name, term in found.items() if term.is_weighted]
         if weighted != [LOSS]:
             raise _several_terms(task, weighted)
@@ -242,26 +242,26 @@ class MultiTask(Task):
             term.optional = True
         return {f"{task}/{name}": term for name, term in found.items()}
 
-    def _measure(self, shown: Shown, output: Any, view: Batch) -> None:
+    def _measure(self, active: ActiveTask, output: Any, view: Batch) -> None:
         """Let the metrics see a batch. Outside of a validation they only try the first one: it may not fit them."""
         if not self._measuring:
-            self._tried.add(id(shown.spec))
+            self._tried.add(id(active.spec))
             if head_of(output) is not None:  # all logits of a language model are too many for a trial
                 return
-        predictions, labels = shown.strategy.judged(output, view)
-        for metric in shown.spec.metrics.values():
+        predictions, labels = active.strategy.judged(output, view)
+        for metric in active.spec.metrics.values():
             (metric if self._measuring else copy(metric)).update(predictions.detach(), labels)
 
-    def _requests(self, batch: Batch) -> Iterator[tuple[Batch, dict[str, Shown]]]:
+    def _requests(self, batch: Batch) -> Iterator[tuple[Batch, dict[str, ActiveTask]]]:
         """Return inputs for the model and the tasks they are for: one entry for each way the model has to be run."""
         for part in batch if isinstance(batch, JointBatch) else (batch,):
-            ways: dict[bool | None, dict[str, Shown]] = {}
-            for task, shown in self._present(part).items():
-                ways.setdefault(shown.spec.causal, {})[task] = shown
+            ways: dict[bool | None, dict[str, ActiveTask]] = {}
+            for task, active in self._present(part).items():
+                ways.setdefault(active.spec.causal, {})[task] = active
             for causal, group in ways.items():
                 yield part if causal is None else {**part, CAUSAL: causal}, group
 
-    def _present(self, batch: Batch) -> dict[str, Shown]:
+    def _present(self, batch: Batch) -> dict[str, ActiveTask]:
         """Return the active tasks that a batch is for; remembered for batches with the same stream and keys."""
         keys = tuple(batch) if isinstance(batch, Mapping) else (type(batch),)
         plan = (batch.get(STREAM) if isinstance(batch, Mapping) else None, *keys)
@@ -270,7 +270,7 @@ class MultiTask(Task):
             self._checked.add(plan)
         if plan not in self._plans:
             self._plans[plan] = {
-                name: shown for name, shown in self._shown.items() if learns_from(name, shown.spec, batch)
+                name: active for name, active in self._active.items() if learns_from(name, active.spec, batch)
             }
         return self._plans[plan]
 
@@ -300,17 +300,17 @@ class MultiTask(Task):
     # ---------------------------------------------------------------------------------------- resuming
 
     def decisions(self) -> dict[str, Any]:
-        """Return what the losses have decided by their first batches, by task and form."""
+        """Return what the losses have decided by their first batches, by task and variant."""
         found: dict[str, Any] = {}
-        for (task, variant), shown in self._forms.items():
-            if decided := shown.strategy.decisions():
+        for (task, variant), active in self._variants.items():
+            if decided := active.strategy.decisions():
                 found.setdefault(task, {})[variant or ""] = decided
         return found
 
     def decide(self, decisions: Mapping[str, Any]) -> None:
         """Give the losses these decisions."""
-        for (task, variant), shown in self._forms.items():
-            shown.strategy.decide(decisions.get(task, {}).get(variant or "", {}))
+        for (task, variant), active in self._variants.items():
+            active.strategy.decide(decisions.get(task, {}).get(variant or "", {}))
 
     # ---------------------------------------------------------------------------------------- numbers for people
 
@@ -327,13 +327,13 @@ class MultiTask(Task):
             if LOSS not in mine or math.isnan(mine[LOSS]):
                 continue
             losses[task] = self._static[task] * spec.weight * mine[LOSS]
-            shown = self._shown.get(task, self._forms[task, None])
-            found |= {prefix + name: value for name, value in shown.strategy.derived(mine).items()}
+            active = self._active.get(task, self._variants[task, None])
+            found |= {prefix + name: value for name, value in active.strategy.derived(mine).items()}
         missing = [task for task, weight in self._weights.items() if weight and task not in losses]
         if missing and not self._measuring:
             return found
-        for task in set(missing) - self._told:
-            self._told.add(task)
+        for task in set(missing) - self._warned:
+            self._warned.add(task)
             logger.warning("the task '%s' has no labels to be validated on: the validation loss is without it", task)
         return {LOSS: sum(losses.values()) if losses else math.nan, **found}
 
@@ -378,15 +378,15 @@ class MultiTask(Task):
     def _metrics(self) -> list[tuple[str, Measure]]:
         return [
             (f"{task}/{name}", metric)
-            for task, shown in self._shown.items()
-            for name, metric in shown.spec.metrics.items()
+            for task, active in self._active.items()
+            for name, metric in active.spec.metrics.items()
         ]
 
 
-def _run(model: nn.Module, requests: Sequence[tuple[Batch, dict[str, Shown]]]) -> list[Mapping[str, Any]]:
+def _run(model: nn.Module, requests: Sequence[tuple[Batch, dict[str, ActiveTask]]]) -> list[Mapping[str, Any]]:
     """Run the model once for each request, all in one call: data parallelism counts calls."""
     batches = [inputs for inputs, _ in requests]
-    heads = [[shown.spec.head for shown in group.values()] for _, group in requests]
+    heads = [[active.spec.head for active in group.values()] for _, group in requests]
     try:
         if len(requests) == 1:
             return [model(batches[0], heads[0])]

@@ -14,16 +14,16 @@ from etude.multitask.curriculum.defaults import (
     loss_weights,
 )
 from etude.multitask.curriculum.phase import ALL, Phase, Ramp, Start
-from etude.multitask.curriculum.state import Begun, CurriculumState
+from etude.multitask.curriculum.state import CurriculumState, PhaseStart
 
 __all__ = [
     "ALL",
     "DEFAULT_PHASES",
     "DEFAULT_TASKS",
-    "Begun",
     "Curriculum",
     "CurriculumState",
     "Phase",
+    "PhaseStart",
     "Ramp",
     "Start",
     "active_tasks",

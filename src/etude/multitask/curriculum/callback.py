@@ -44,11 +44,11 @@ class CurriculumCallback(Callback):
     epoch, or inside one if a number of steps is reached or a validation said that a metric is. Numbers of an epoch,
     of a log point and of a checkpoint carry the `phase` they were measured in.
 
-    `task` is told its active tasks; `loader` what to read, the sequence length included; `val_loader` only which
+    `task` is given its active tasks, `loader` what to read, the sequence length included; `val_loader` only which
     streams, so that validation always measures the same samples of a stream. What all this is at a moment depends on
     epoch, step and the phases that have begun alone, so a resumed run goes on in the very same way.
 
-    Each phase is told to the user once, to the run folder as an event of kind "phase", and to the other callbacks by
+    Each phase is reported once: to the user, to the run folder as an event of kind "phase", to the other callbacks by
     `on_phase_begin`. A phase that began after the checkpoint that a run resumes from begins again.
     """
 
@@ -71,7 +71,7 @@ class CurriculumCallback(Callback):
         self._clock = Clock()
         self._is_main = True
         self._moment = (1, 0)
-        """The epoch, counted from 1, and the step of what is in force."""
+        """The epoch, counted from 1, and the step that the present weights are for."""
         self._measured: dict[str, float] = {}
         """Metrics that phases wait for, since the last step."""
         self._missed: set[str] = set()
@@ -134,16 +134,16 @@ class CurriculumCallback(Callback):
     def on_epoch_begin(self, epoch: int) -> None:
         """Begin the phases of this epoch; ramps that count epochs go on."""
         # In an epoch that is resumed nothing begins until it is sure that it has a step left.
-        if self._clock.position == 0 or not self.state.begun:
+        if self._clock.position == 0 or not self.state.starts:
             self._go_on(epoch)
 
     def on_validation_end(self, epoch: int, metrics: Logs) -> None:
         """Take the numbers that phases wait for; a phase that they begin begins before the next step."""
-        self._take(metrics, told=lambda name: name.startswith("val_"))
+        self._take(metrics, expected=lambda name: name.startswith("val_"))
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Take the numbers that phases wait for."""
-        self._take(logs, told=lambda name: not (self._validates and name.startswith("val_")))
+        self._take(logs, expected=lambda name: not (self._validates and name.startswith("val_")))
 
     def _before_step(self, step: int) -> None:
         if step >= self._next_step or self._measured:
@@ -152,17 +152,17 @@ class CurriculumCallback(Callback):
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the phases that have begun, and what is in force."""
+        """Return when phases began, and the moment that the present weights are for."""
         epoch, step = self._moment
         return {**self.state.to_dict(), "epoch": epoch, "step": step, "measured": dict(self._measured)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`, and put in force what was."""
+        """Restore `state_dict` and apply the phase of that moment."""
         check_kind(_STATE, state, "state")
         self.state = CurriculumState.from_dict(state)
         self._moment, self._measured = (state["epoch"], state["step"]), dict(state["measured"])
-        if self.state.begun:
-            self._put_in_force(self.state)
+        if self.state.starts:
+            self._apply(self.state)
 
     # --- phases
 
@@ -172,11 +172,11 @@ class CurriculumCallback(Callback):
         self._moment = (epoch + 1, step)
         self.state = self.curriculum.advance(before, *self._moment, self._measured)
         self._measured = {}
-        self._put_in_force(self.state, self._clock.position)
-        for count in range(len(before.begun) + 1, len(self.state.begun) + 1):
-            self._announce(CurriculumState(self.state.begun[:count]))
+        self._apply(self.state, self._clock.position)
+        for count in range(len(before.starts) + 1, len(self.state.starts) + 1):
+            self._announce(CurriculumState(self.state.starts[:count]))
 
-    def _put_in_force(self, state: CurriculumState, position: int | None = None) -> None:
+    def _apply(self, state: CurriculumState, position: int | None = None) -> None:
         """Set tasks, data (from this position of the epoch on) and learning rate to those of the moment."""
         epoch, step = self._moment
         phase = self.curriculum.current_phase(epoch, step, state)
@@ -204,8 +204,8 @@ class CurriculumCallback(Callback):
     def _facts(self, phase: Phase, state: CurriculumState) -> dict[str, Any]:
         epoch, step = self._moment
         tasks = self.curriculum.active_tasks(phase)
-        earlier = CurriculumState(state.begun[:-1])
-        before = self.curriculum.active_tasks(self.curriculum.phases[self._place(earlier)]) if earlier.begun else ()
+        earlier = CurriculumState(state.starts[:-1])
+        before = self.curriculum.active_tasks(self.curriculum.phases[self._place(earlier)]) if earlier.starts else ()
         return {
             "phase": phase.name,
             "number": self._number(phase),
@@ -229,8 +229,8 @@ class CurriculumCallback(Callback):
 
     # --- metrics
 
-    def _take(self, logs: Logs, told: Callable[[str], bool]) -> None:
-        """Remember the numbers that phases wait for; say once if the next phase waits for one that is not `told`."""
+    def _take(self, logs: Logs, expected: Callable[[str], bool]) -> None:
+        """Remember the numbers that phases wait for; say once if an expected one is missing."""
         waiting = [phase for phase in self.curriculum.upcoming(self.state) if not phase.begins.fixed]
         if not waiting:
             return
@@ -241,7 +241,7 @@ class CurriculumCallback(Callback):
                 self._measured[name] = named[name]
         phase = self.curriculum.upcoming(self.state)[0]
         name = phase.begins.metric or ""
-        if name and name not in named and name not in self._missed and told(name):
+        if name and name not in named and name not in self._missed and expected(name):
             self._missed.add(name)
             if self._is_main:
                 known = suggest(name, sorted(logs))
@@ -265,8 +265,8 @@ class CurriculumCallback(Callback):
                         loader.choose(*choice, only)
             except EtudeError as error:
                 raise type(error)(f"phase '{phase.name}': {error}") from error
-        started = self.state.begun or self.curriculum.advance(self.state, *self._moment).begun
-        self._put_in_force(CurriculumState(started))
+        started = self.state.starts or self.curriculum.advance(self.state, *self._moment).starts
+        self._apply(CurriculumState(started))
 
     def _check(self, phase: Phase) -> None:
         asked = [name for name in ("mixture", "sequence_length") if getattr(phase, name) is not None]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from etude.core.errors import CheckpointError, ConfigError
 from etude.core.spelling import suggest
 from etude.multitask.curriculum.phase import ALL, Phase, Start, check_weight
-from etude.multitask.curriculum.state import Begun, CurriculumState
+from etude.multitask.curriculum.state import CurriculumState, PhaseStart
 
 _START = CurriculumState()
 
@@ -57,7 +57,7 @@ class Curriculum:
         Phases with a fixed start are recorded at that start, however late this is called.
         """
         _check_moment(epoch, step)
-        begun, place, waiting = list(state.begun), self._place(state) + 1, False
+        starts, place, waiting = list(state.starts), self._place(state) + 1, False
         for phase in self.phases[place:]:
             start = phase.begins
             if not start.reached(epoch, step, metrics or {}):
@@ -66,9 +66,9 @@ class Curriculum:
                 waiting = True  # only a fixed start may pass over it
             elif start.fixed or not waiting:
                 at = (float(start.epoch or epoch), step if start.step is None else start.step)
-                begun.append(Begun(phase.name, *at))
+                starts.append(PhaseStart(phase.name, *at))
                 waiting = False
-        return CurriculumState(tuple(begun)) if len(begun) > len(state.begun) else state
+        return CurriculumState(tuple(starts)) if len(starts) > len(state.starts) else state
 
     def current_phase(self, epoch: float, step: int = 0, state: CurriculumState | None = None) -> Phase:
         """Return the phase at this moment."""
@@ -83,7 +83,7 @@ class Curriculum:
         """Return the weight of every active task: its static weight times how far its ramp has come."""
         state = self._state(epoch, step, state)
         factors: dict[str, float] = {}
-        for number, entry in enumerate(state.begun):
+        for number, entry in enumerate(state.starts):
             phase = self.phases[self._places[entry.phase]]
             came_in = 1.0 if number == 0 else phase.ramp.at(epoch - entry.epoch, step - entry.step)
             factors = {task: factors.get(task, came_in) for task in self.active_tasks(phase)}
@@ -105,7 +105,7 @@ class Curriculum:
         >>> [curriculum.next_change(step, state) for step in (10, 11, 12, 13)]
         [11, 12, 13, None]
         """
-        for entry in state.begun[1:]:
+        for entry in state.starts[1:]:
             length = self.phases[self._places[entry.phase]].ramp.steps
             if length is not None and step < entry.step + length:
                 return step + 1
@@ -114,12 +114,12 @@ class Curriculum:
                 return phase.begins.step
         return None
 
-    def transitions(self, before: CurriculumState, after: CurriculumState) -> tuple[tuple[Begun, Phase], ...]:
+    def transitions(self, before: CurriculumState, after: CurriculumState) -> tuple[tuple[PhaseStart, Phase], ...]:
         """Return the phases that began between two states, for logs and events."""
-        return tuple((entry, self.phases[self._places[entry.phase]]) for entry in after.begun[len(before.begun) :])
+        return tuple((entry, self.phases[self._places[entry.phase]]) for entry in after.starts[len(before.starts) :])
 
     def _state(self, epoch: float, step: int, state: CurriculumState | None) -> CurriculumState:
-        if state is not None and state.begun:
+        if state is not None and state.starts:
             _check_moment(epoch, step)
             return state
         for phase in self.phases:
@@ -148,15 +148,15 @@ class Curriculum:
         return self.advance(_START, epoch, step)
 
     def _place(self, state: CurriculumState) -> int:
-        if not state.begun:
+        if not state.starts:
             return -1
-        unknown = [entry.phase for entry in state.begun if entry.phase not in self._places]
+        unknown = [entry.phase for entry in state.starts if entry.phase not in self._places]
         if unknown:
             raise CheckpointError(
                 f"the saved curriculum is in phase '{unknown[0]}', which is not defined"
                 f"{suggest(unknown[0], self._places)}; keep the names of phases that have begun"
             )
-        return self._places[state.begun[-1].phase]
+        return self._places[state.starts[-1].phase]
 
 
 def _check_moment(epoch: float, step: int) -> None:

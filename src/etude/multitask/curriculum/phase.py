@@ -129,7 +129,7 @@ class Phase:
     ramp: Ramp = field(default_factory=Ramp)
     """How the tasks that come in with this phase grow to their full weight."""
     variants: Mapping[str, str] = field(default_factory=dict)
-    """The form of a task in this phase, where it has several: {"code_generation": "masked"}."""
+    """The variant of a task in this phase: {"code_generation": "masked"}."""
     mixture: Mapping[str, float] | None = None
     """The proportions of the data sources; None: those of the data section."""
     sequence_length: int | None = None

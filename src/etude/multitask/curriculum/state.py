@@ -8,8 +8,8 @@ from etude.core.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A phase that has begun."""
+class PhaseStart:
+    """When a phase began."""
 
     phase: str
     epoch: float
@@ -22,16 +22,16 @@ class Begun:
 class CurriculumState:
     """The phases that have begun, in order. `Curriculum.advance` returns the next state and changes nothing.
 
-    >>> state = CurriculumState((Begun("code", 1.0, 0),))
+    >>> state = CurriculumState((PhaseStart("code", 1.0, 0),))
     >>> CurriculumState.from_dict(state.to_dict()) == state
     True
     """
 
-    begun: tuple[Begun, ...] = ()
+    starts: tuple[PhaseStart, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as lists, strings and numbers."""
-        return {"begun": [asdict(entry) for entry in self.begun]}
+        return {"begun": [asdict(entry) for entry in self.starts]}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "CurriculumState":
@@ -42,4 +42,4 @@ class CurriculumState:
             raise CheckpointError(
                 f"the saved curriculum cannot be read: {error!r}; resume from another checkpoint"
             ) from None
-        return cls(tuple(Begun(*entry) for entry in entries))
+        return cls(tuple(PhaseStart(*entry) for entry in entries))
