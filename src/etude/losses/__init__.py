@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         multi_label_bce_term,
     )
     from etude.losses.functional import accuracy_term, cross_entropy, cross_entropy_term, mean_of
-    from etude.losses.inferred import InferredLoss, as_strategy, infer_strategy
     from etude.losses.language import LanguageModelingLoss, MaskedLanguageModelingLoss
     from etude.losses.linear import linear_cross_entropy, linear_cross_entropy_terms
     from etude.losses.outputs import logits_of
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
         TextClassificationLoss,
         VisionClassificationLoss,
     )
-    from etude.losses.task import SupervisedTask
+    from etude.losses.task import InferredLoss, SupervisedTask, as_strategy, infer_strategy
     from etude.losses.wrapped import FunctionLoss
 
 __all__ = [

@@ -13,8 +13,8 @@ from etude.core.calling import targets_of
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.spelling import suggest
 from etude.losses.functional import IGNORE_INDEX
-from etude.losses.inferred import InferredLoss, as_strategy
 from etude.losses.strategies import ClassificationLoss, LossStrategy
+from etude.losses.task import InferredLoss, as_strategy
 from etude.losses.wrapped import LossFunction
 
 
