@@ -66,14 +66,14 @@ def test_the_steps_of_a_run_are_those_that_counting_gives(batches, micro, epochs
     config = {"epochs": epochs, "max_steps": most, "grad_accum_steps": micro}
     made = loaders(source, **config)
     per_epoch = len(range(0, batches, micro))
-    assert made.steps_per_epoch(TrainerConfig(**config)) == per_epoch
+    assert made.steps_per_epoch == per_epoch
     assert made.total_steps(TrainerConfig(**config)) == min(per_epoch * epochs, most or per_epoch * epochs)
 
 
 def test_a_source_without_a_length_has_steps_only_if_max_steps_says_so():
     made = loaders(iter([(X, Y)]))
     assert made.num_batches is None
-    assert made.steps_per_epoch(TrainerConfig(epochs=2)) is None
+    assert made.steps_per_epoch is None
     assert made.total_steps(TrainerConfig(epochs=2)) is None
     assert made.total_steps(TrainerConfig(max_steps=7)) == 7
 

@@ -52,6 +52,10 @@ def test_a_loop_of_ones_own_changes_nothing_of_the_process():
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
 
 
+def blocks():
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 4), 2, enable_nested_tensor=False)
+
+
 def out_of_memory():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
@@ -60,7 +64,10 @@ def out_of_memory():
     ("context", "remedies"),
     [
         (lambda machine: machine.training(grad_accum_steps=3), ["batch_size=8", "grad_accum_steps=6"]),
-        (lambda machine: machine.training(can_recompute=True), ["activation_checkpointing"]),
+        (
+            lambda machine: machine.training(recomputable=blocks()),
+            ["activation_checkpointing"],
+        ),
         (lambda machine: machine.validating(), ["in validation", "batch_size=8"]),
         (lambda machine: machine.making_model(), ["a smaller model"]),
     ],

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from etude import Callback, DataLoader, Trainer
+from etude import Callback, DataLoader, Trainer, TrainingLoop
 from etude.core import ConfigError
 from etude.data import StreamLoader
 from etude.losses import BinaryLoss, ClassificationLoss
@@ -64,6 +64,20 @@ def test_they_are_trained_without_decay(way, inside, caplog):
     before = task.weighting.log_variances.detach().clone()
     run.train()
     assert (task.weighting.log_variances != before).all()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_loop_of_ones_own_trains_them_too(inside):
+    model, task = parts(inside)
+    x = torch.randn(16, 5, generator=torch.Generator().manual_seed(1))
+    data = {"input": x, "kind": x[:, :3].argmax(1), "sign": (x[:, 4] > 0).long()}
+    optimizer = adamw(model.parameters())
+    before = task.weighting.log_variances.detach().clone()
+    loop = TrainingLoop(task=task, progress=False)
+    for epoch in range(2):
+        loop.train_epoch(model, DataLoader(data, batch_size=8), optimizer, epoch=epoch)
+    assert (task.weighting.log_variances != before).all()
+    assert model.weighting is task.weighting  # and the model saves them
 
 
 @pytest.mark.parametrize("name", ["LambdaLR", "OneCycleLR", "CosineAnnealingLR"])

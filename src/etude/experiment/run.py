@@ -126,7 +126,7 @@ def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best
             raise ConfigError(f"the data of this run has no split {split!r}{suggest(split, data.names)}")
         trainer = build_trainer(config, data=data, world=world, progress=False)
         with errors_of(checkpoint.path):
-            trainer.check_facts(checkpoint)
+            trainer.check_facts(checkpoint.meta, checkpoint.path)
             for feature in data.features:
                 feature.evaluating(trainer, checkpoint)
             load_model_state(trainer.model, checkpoint.model_state)

@@ -7,7 +7,11 @@ from etude.lazy import load_late
 if TYPE_CHECKING:
     from etude.trainer.config import TRAINING_ALIASES, TrainerConfig
     from etude.trainer.loaders import planned_steps
-    from etude.trainer.loops import BasicTrainingLoop, EpochResult, TrainingLoop, ValidationLoop, training_step
+    from etude.trainer.loops.basic import BasicTrainingLoop
+    from etude.trainer.loops.functions import training_step
+    from etude.trainer.loops.results import EpochResult
+    from etude.trainer.loops.training import TrainingLoop
+    from etude.trainer.loops.validation import ValidationLoop
     from etude.trainer.machine import configure_cuda_performance, make_deterministic, resolve_device
     from etude.trainer.trainer import Trainer
 

@@ -1,7 +1,7 @@
 """What users give a `Trainer`: names and mappings become parts, and what cannot be used is refused in one line."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -21,6 +21,9 @@ _MODALITIES = "etude.multimodal"
 
 Section = str | Mapping[str, Any]
 """A registered component as a config file says it: its name, or a mapping with `name` and arguments."""
+ConfigLike = TrainerConfig | Mapping[str, Any] | None
+LossLike = LossStrategy | nn.Module | Callable[..., Any] | Section | None
+CallbacksLike = Callback | Section | Iterable[Callback | Section]
 
 
 def check_model(model: Any) -> nn.Module:
@@ -41,7 +44,7 @@ def check_names(model: Any, name: Any, meta: Any) -> None:
 
 
 def as_config(
-    config: TrainerConfig | Mapping[str, Any] | None,
+    config: ConfigLike,
     *,
     device: str | torch.device | None,
     use_amp: bool | None,

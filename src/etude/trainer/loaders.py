@@ -45,7 +45,7 @@ class Loaders:
     >>> data = torch.zeros(10, 4), torch.zeros(10, dtype=torch.long)
     >>> config = TrainerConfig(batch_size=2, epochs=3, grad_accum_steps=2)
     >>> loaders = Loaders(data, config=config, machine=Machine("cpu"), model=nn.Linear(4, 2))
-    >>> loaders.num_batches, loaders.steps_per_epoch(config), loaders.total_steps(config)
+    >>> loaders.num_batches, loaders.steps_per_epoch, loaders.total_steps(config)
     (5, 3, 9)
     """
 
@@ -63,6 +63,8 @@ class Loaders:
 
         NumPy arrays get the number format of `model`; `names` are the arguments that errors speak of.
         """
+        self.accumulator = GradientAccumulator(accumulation_steps=config.grad_accum_steps)
+        """How many of the training batches make a step."""
         self._config = config
         self._machine = machine
         self._model = model
@@ -99,9 +101,10 @@ class Loaders:
         """Training batches of an epoch; None if the loader does not know."""
         return None if self.train is None else num_batches(self.train)
 
-    def steps_per_epoch(self, config: TrainerConfig) -> int | None:
-        """Return the optimizer steps of the first epoch; None if the loader has no length."""
-        return planned_steps(config.model_copy(update={"epochs": 1, "max_steps": None}), self.num_batches)
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of the first epoch; None if the loader has no length."""
+        return None if self.num_batches is None else self.accumulator.num_steps(self.num_batches, range(1))
 
     def total_steps(self, config: TrainerConfig) -> int | None:
         """Return the optimizer steps of a whole run; None if the loader has no length and max_steps is not set."""

@@ -8,18 +8,20 @@ from typing import Self
 import torch
 from torch import nn
 
-from etude.core import ConfigError
+from etude.core import ConfigError, Loader, Task
 from etude.core.arguments import as_device
 from etude.data import explain_worker_failure
 from etude.distributed import World, join_world
+from etude.engine.evaluation import evaluate
 from etude.engine.explain import (
     explain_out_of_memory,
     explain_out_of_memory_in_validation,
     explain_out_of_memory_of_model,
     explain_single_sample,
 )
+from etude.engine.interrupt import Interrupts
 from etude.engine.precision import Precision, PrecisionName
-from etude.engine.recompute import recompute_activations
+from etude.engine.recompute import recompute_activations, repeated_blocks
 from etude.trainer.config import TrainerConfig
 
 
@@ -93,14 +95,17 @@ class Machine:
             model.compile()  # in place: names of parameters stay as they are
 
     @contextmanager
-    def training(self, *, grad_accum_steps: int = 1, can_recompute: bool = False) -> Iterator[None]:
-        """Train: the device is the current one, and an error of a worker, a layer or the memory has a remedy."""
+    def training(self, grad_accum_steps: int = 1, recomputable: nn.Module | None = None) -> Iterator[None]:
+        """Train: the device is the current one, and an error of a worker, a layer or the memory has a remedy.
+
+        `recomputable` is a model whose activations might be recomputed to save memory.
+        """
         memory = explain_out_of_memory(
             batch_size=self.batch_size,
             grad_accum_steps=grad_accum_steps,
             precision=self.precision.name,
             device=self.device,
-            can_recompute=can_recompute,
+            can_recompute=recomputable is not None and bool(repeated_blocks(recomputable)),
         )
         with self.current(), explain_worker_failure(), explain_single_sample(), memory:
             yield
@@ -113,6 +118,13 @@ class Machine:
         )
         with self.current(), explain_worker_failure(), memory:
             yield
+
+    def evaluate(
+        self, model: nn.Module, task: Task, loader: Loader, interrupts: Interrupts | None = None
+    ) -> dict[str, float]:
+        """Return the mean loss and metrics over a loader, on all processes together."""
+        with self.validating():
+            return evaluate(model, task, loader, precision=self.precision, world=self.world, interrupts=interrupts)
 
 
 def resolve_device(name: str | torch.device = "auto", local_rank: int = 0) -> torch.device:

@@ -1,9 +1,10 @@
-"""The optimizer of a run and its learning rate, from what users give: objects, functions, names or nothing."""
+"""The step of a run, its optimizer and its learning rate, from what users give: objects, functions or names."""
 
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -12,11 +13,15 @@ from torch import Tensor, nn
 from etude.callbacks import LRSchedule
 from etude.config import build_selection, select_component
 from etude.config.signature import parameters_of
-from etude.core import ConfigError, TrainingError
-from etude.engine.update import LearningRate
+from etude.core import ConfigError, Task, TrainingError
+from etude.distributed import wrap_data_parallel
+from etude.engine.callback import Callback
+from etude.engine.step import Step
+from etude.engine.update import LearningRate, Updater
 from etude.optim import AdamW, Schedule
 from etude.trainer.arguments import Section, build_named, kind_of, refuse_class
 from etude.trainer.config import TrainerConfig
+from etude.trainer.machine import Machine
 
 logger = logging.getLogger("etude")
 
@@ -26,12 +31,31 @@ DEFAULT_SCHEDULE = "warmup_cosine"
 """The schedule of a config that asks for one without naming it, in a file or in Python."""
 
 
+OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | Section | None
+
+
 @runtime_checkable
 class GroupsParameters(Protocol):
     """A model that says which of its parameters an optimizer must treat otherwise."""
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the trainable parameters in groups, as optimizers take them."""
+
+
+def make_step(
+    model: nn.Module, task: Task, optimizer: OptimizerLike, config: TrainerConfig, machine: Machine
+) -> Step:
+    """Move a model to the device, make its optimizer, and return the step that trains it."""
+    task.join(model)
+    with machine.making_model():
+        machine.place(model, config)
+        made = make_optimizer(optimizer, model, config)
+        task.extend(made)
+        unused = config.find_unused_parameters or not task.uses_all_parameters
+        wrapped = wrap_data_parallel(model, made, machine.world, machine.device, find_unused_parameters=unused)
+    clip = {"clip_norm": config.gradient_clip_norm, "clip_value": config.gradient_clip_value}
+    updater = Updater(made, **clip, precision=machine.precision)
+    return Step(wrapped, task, updater, machine.precision, world=machine.world, metrics=config.train_metrics)
 
 
 def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
@@ -84,6 +108,21 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
     )
     if any(value.device != param.device for param, value in tensors):
         optimizer.load_state_dict(optimizer.state_dict())  # which moves what it loads
+
+
+@contextmanager
+def hyperparameters(optimizer: torch.optim.Optimizer, callbacks: Iterable[Callback], *, keep: bool) -> Iterator[None]:
+    """Load a checkpoint in this context; `keep` keeps learning rate, weight decay and so on as they are before it."""
+    mine = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    rates = [(one, one.base_rates) for one in callbacks if isinstance(one, LRSchedule)]
+    yield
+    if not keep:
+        return
+    for group, settings in zip(optimizer.param_groups, mine, strict=True):
+        group.pop("initial_lr", None)  # that of the checkpoint
+        group.update(settings)
+    for schedule, base in rates:
+        schedule.rebase(base)
 
 
 def optimizer_factory(optimizer: Any, settings: Mapping[str, Any]) -> Callable[[Any], torch.optim.Optimizer]:
@@ -167,7 +206,6 @@ class PlannedSchedule:
 
 
 SchedulerLike = Schedule | TorchScheduler | PlannedSchedule | Section | None
-OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | Section | None
 
 
 class RunRate(LearningRate):

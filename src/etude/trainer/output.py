@@ -4,12 +4,21 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from etude.callbacks import ProgressDisplay, RunRecorder
-from etude.checkpoint import CheckpointManager, find_checkpoints, folder_name, is_intact, locate_checkpoint
+from etude.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    errors_of,
+    find_checkpoints,
+    folder_name,
+    is_intact,
+    locate_checkpoint,
+    read_checkpoint,
+)
 from etude.config import dump_yaml, plain
 from etude.core import Clock, ConfigError, RunFolderError
 from etude.engine.callback import Callback, CallbackList
@@ -20,6 +29,8 @@ from etude.trainer.machine import Machine
 
 logger = logging.getLogger("etude")
 
+Folder = str | Path | RunFolder | None
+"""A run folder, or where to make one; None if nothing is to be written."""
 _SAVING = ("checkpoint_interval", "save_every_steps", "keep_best")
 
 
@@ -34,7 +45,7 @@ class Output:
 
     def __init__(
         self,
-        output_dir: str | Path | RunFolder | None,
+        output_dir: Folder,
         config: TrainerConfig,
         machine: Machine,
         name: str = "run",
@@ -184,13 +195,19 @@ class Output:
         found = self._world.attempt(lambda: find_checkpoints(folder.checkpoints_path), here=self._world.is_main)
         return bool(self._world.share_text("yes" if found else ""))
 
-    def locate(self, path: Path) -> Path:
-        """Return the checkpoint that a path stands for: itself, or the newest intact one of a run or of a folder.
+    def read(self, path: Path, check: Callable[[Mapping[str, Any], Path], None] | None = None) -> Checkpoint:
+        """Read the checkpoint that a path stands for: itself, or the newest intact one of a run or of a folder.
 
-        All ranks get the same one.
+        All ranks read the same one. `check` is given its facts and place, to refuse it.
         """
         found = self._world.attempt(lambda: self._locate(path), here=self._world.is_main)
-        return Path(self._world.share_text(str(found)))
+        place = Path(self._world.share_text(str(found)))
+        checkpoint = self._world.attempt(lambda: read_checkpoint(place))
+        assert checkpoint is not None
+        if check is not None:
+            with errors_of(place, "meta"):
+                check(checkpoint.meta, checkpoint.path)
+        return checkpoint
 
     def loaded(self, checkpoint: Path, metrics: Mapping[str, float]) -> None:
         """Note that the trainer goes on from a checkpoint: if it is one of this folder, so does the folder's run."""

@@ -1,34 +1,32 @@
 """`Trainer`: the object most Python users hold. It puts the parts of a run together and runs the loop."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from etude.callbacks import LRSchedule
-from etude.checkpoint import Checkpoint, errors_of, read_checkpoint
 from etude.core import Clock, ConfigError, Loader, Task, TrainingError
-from etude.distributed import World, wrap_data_parallel
-from etude.engine.accumulation import GradientAccumulator
-from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
-from etude.engine.evaluation import evaluate
+from etude.distributed import World
+from etude.engine.callback import CallbackList, RunInfo, RunParts
 from etude.engine.interrupt import Interrupts
 from etude.engine.loop import Loop, Plan
-from etude.engine.recompute import repeated_blocks
 from etude.engine.state import TrainState
-from etude.engine.step import Step
 from etude.engine.step_log import StepLog
-from etude.engine.update import Updater
-from etude.losses import LossStrategy
-from etude.monitor import RunFolder
-from etude.trainer.arguments import Section, as_callbacks, as_config, as_epochs, check_names, make_task
-from etude.trainer.config import TrainerConfig
+from etude.trainer.arguments import (
+    CallbacksLike,
+    ConfigLike,
+    LossLike,
+    as_callbacks,
+    as_config,
+    as_epochs,
+    check_names,
+    make_task,
+)
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
-from etude.trainer.optimization import OptimizerLike, RunRate, SchedulerLike, make_optimizer
-from etude.trainer.output import Output
+from etude.trainer.optimization import OptimizerLike, RunRate, SchedulerLike, hyperparameters, make_step
+from etude.trainer.output import Folder, Output
 from etude.trainer.sanity_check import check_validation
 
 
@@ -41,19 +39,19 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: torch.nn.Module,
         train_loader: Any = None,
         val_loader: Any = None,
         *,
-        config: TrainerConfig | Mapping[str, Any] | None = None,
+        config: ConfigLike = None,
         optimizer: OptimizerLike = None,
         scheduler: SchedulerLike = None,
-        loss: LossStrategy | nn.Module | Callable[..., Any] | Section | None = None,
+        loss: LossLike = None,
         task: Task | None = None,
-        curriculum: Any | Sequence[Any] | None = None,
-        callbacks: Callback | Section | Iterable[Callback | Section] = (),
+        curriculum: Any = None,
+        callbacks: CallbacksLike = (),
         device: str | torch.device | None = None,
-        output_dir: str | Path | RunFolder | None = None,
+        output_dir: Folder = None,
         overwrite: bool = False,
         resume: bool = False,
         use_amp: bool | None = None,
@@ -103,38 +101,28 @@ class Trainer:
                 `use_ce=False` leaves out its cross entropy.
         """
         check_names(model, name, meta)
-        self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
-        self.machine = machine = Machine.from_config(self.config, world)
         self.model = model
+        self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
+        self.machine = Machine.from_config(self.config, world)
         self.task = make_task(type(self), loss, task, self.config, modalities, (train_loader, val_loader))
-        self.step = self._make_step(optimizer)
+        self.step = make_step(model, self.task, optimizer, self.config, self.machine)
         self.optimizer = self.step.updater.optimizer
-        self.loaders = Loaders(train_loader, val_loader, config=self.config, machine=machine, model=model)
-        self.accumulator = GradientAccumulator(self.optimizer, self.config.grad_accum_steps)
-        self.task.check_loader(self.loaders.sources[0], self.accumulator.steps_at(0))
+        self.loaders = Loaders(train_loader, val_loader, config=self.config, machine=self.machine, model=model)
+        self.task.check_loader(self.loaders.sources[0], self.loaders.accumulator.steps_at(0))
         self.learning_rate = RunRate(self.optimizer, scheduler, self.config)
         if train_loader is not None and (scheduler is not None or self.total_steps is None):
             self._follow_plan()  # a schedule that cannot be made is refused now
-        listed = [*as_callbacks(callbacks, curriculum), *self.learning_rate.callbacks]
-        self.output = Output(output_dir, self.config, machine, name, progress, overwrite, resume, whole_config)
-        self.callbacks = CallbackList([*listed, *self.output.callbacks])
+        self.output = Output(output_dir, self.config, self.machine, name, progress, overwrite, resume, whole_config)
+        listed = *as_callbacks(callbacks, curriculum), *self.learning_rate.callbacks, *self.output.callbacks
+        self.callbacks = CallbackList(listed)
         self.callbacks.bind(self._parts())
-        self.meta = {**(meta or {}), **self._facts()}
-        self.state = TrainState(
-            model,
-            self.optimizer,
-            machine.precision,
-            Clock(),
-            StepLog(machine.world),
-            self.callbacks,
-            machine.world,
-            self.config.seed,
-            self.task,
-        )
+        self.meta = {**(meta or {}), **self.callbacks.facts(), **self.task.facts()}
+        self.state = self._new_state()
         self._interrupts: Interrupts | None = None  # those of the training under way or last
         self._is_training = False
-        if resume and (path := self.output.path) is not None and self.output.has_checkpoints():
-            self.load_checkpoint(path)
+        if resume and self.output.has_checkpoints():
+            assert self.output.path is not None
+            self.load_checkpoint(self.output.path)
 
     # ------------------------------------------------------------------------------------------------ doors
 
@@ -154,18 +142,17 @@ class Trainer:
             self.config = self.config.model_copy(update={"epochs": as_epochs(num_epochs)})
         self.callbacks.control.begin()
         self._follow_plan()
-        state, output = self.state, self.output
+        clock = self.state.clock
+        accumulated = self.loaders.accumulator.steps_at(clock.epoch)
+        recomputable = self.model if self.config.recomputed_blocks is None else None
         with (
-            output.held(state.clock, self.config),
-            self.machine.training(
-                grad_accum_steps=self.accumulator.steps_at(state.clock.epoch),
-                can_recompute=self.config.recomputed_blocks is None and bool(repeated_blocks(self.model)),
-            ),
-            state.random.running(),
-            Interrupts(output.say) as self._interrupts,
+            self.output.held(clock, self.config),
+            self.machine.training(accumulated, recomputable),
+            self.state.random.running(),
+            Interrupts(self.output.say) as self._interrupts,
         ):
             result = self._run(self._loop(self.loaders.train, self._interrupts))
-            output.finish(state.clock, self.callbacks, result)
+            self.output.finish(clock, self.callbacks, result)
         return {**result, "interrupted": 1.0} if self.was_interrupted else result
 
     @property
@@ -178,34 +165,23 @@ class Trainer:
         source = self.loaders.validation if loader is None else self.loaders.make(loader, training=False)
         if source is None:
             raise ConfigError("there is nothing to evaluate on: give a loader")
-        precision, world = self.machine.precision, self.machine.world
-        with self.machine.validating():
-            return evaluate(
-                self.model, self.task, source, precision=precision, world=world, interrupts=self._interrupts
-            )
+        return self.machine.evaluate(self.model, self.task, source, self._interrupts)
 
     def load_checkpoint(self, path: str | Path, *, keep_hyperparameters: bool = False) -> None:
         """Restore a checkpoint folder, or the newest intact checkpoint of a run folder; `train` goes on from it.
 
         `keep_hyperparameters` keeps learning rate, weight decay and so on as the optimizer has them now.
         """
-        mine = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        rates = [(one, one.base_rates) for one in self.callbacks if isinstance(one, LRSchedule)]
-        checkpoint = self._read(self.output.locate(Path(path)))
+        checkpoint = self.output.read(Path(path), self.check_facts)
         metrics = checkpoint.metrics  # before anything changes: they may not be numbers
-        self.state.restore(checkpoint)
+        with hyperparameters(self.optimizer, self.callbacks, keep=keep_hyperparameters):
+            self.state.restore(checkpoint)
         self.output.loaded(checkpoint.path, metrics)
-        if keep_hyperparameters:
-            for group, settings in zip(self.optimizer.param_groups, mine, strict=True):
-                group.pop("initial_lr", None)  # that of the checkpoint
-                group.update(settings)
-            for schedule, base in rates:
-                schedule.rebase(base)
 
-    def check_facts(self, checkpoint: Checkpoint) -> None:
-        """Raise CheckpointError if a checkpoint is of something else, such as another vocabulary."""
-        self.task.check_facts(checkpoint.meta, checkpoint.path)
-        self.callbacks.check_facts(checkpoint.meta, checkpoint.path)
+    def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
+        """Raise CheckpointError if the facts of the checkpoint at `place` are of another run, as another vocabulary."""
+        self.task.check_facts(saved, place)
+        self.callbacks.check_facts(saved, place)
 
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> Path | None:
         """Write a checkpoint of this moment into the run folder and return its path."""
@@ -222,46 +198,18 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------ parts
 
-    def _make_step(self, optimizer: OptimizerLike) -> Step:
-        """Move the model to the device, make its optimizer, and return the step that trains it."""
-        config, machine, model, task = self.config, self.machine, self.model, self.task
-        unused = config.find_unused_parameters or not task.uses_all_parameters
-        task.join(model)
-        with machine.making_model():
-            machine.place(model, config)
-            made = make_optimizer(optimizer, model, config)
-            task.extend(made)
-            wrapped = wrap_data_parallel(model, made, machine.world, machine.device, find_unused_parameters=unused)
-        updater = Updater(
-            made,
-            clip_norm=config.gradient_clip_norm,
-            clip_value=config.gradient_clip_value,
-            precision=machine.precision,
-        )
-        return Step(
-            wrapped,
-            task,
-            updater,
-            machine.precision,
-            world=machine.world,
-            metrics=config.train_metrics,
-        )
-
     def _follow_plan(self) -> None:
         """Give the schedule the length of the run."""
-        self.learning_rate.follow(self.total_steps, self.loaders.steps_per_epoch(self.config))
+        self.learning_rate.follow(self.total_steps, self.loaders.steps_per_epoch)
 
-    def _facts(self) -> dict[str, Any]:
-        """Return what checkpoints keep of the task and the callbacks beside their state."""
-        return {**self.callbacks.facts(), **self.task.facts()}
+    def _parts(self) -> RunParts:
+        rate = self.learning_rate
+        return RunParts(self.model, self.task, *self.loaders.sources, rate, has_schedule=rate.has_schedule)
 
-    def _read(self, path: Path) -> Checkpoint:
-        """Read a checkpoint on every rank; raise CheckpointError if its facts contradict those of this run."""
-        checkpoint = self.machine.world.attempt(lambda: read_checkpoint(path))
-        assert checkpoint is not None
-        with errors_of(path, "meta"):
-            self.check_facts(checkpoint)
-        return checkpoint
+    def _new_state(self) -> TrainState:
+        precision, world = self.machine.precision, self.machine.world
+        parts = self.model, self.optimizer, precision, Clock(), StepLog(world), self.callbacks, world
+        return TrainState(*parts, self.config.seed, self.task)
 
     def _loop(self, loader: Loader, interrupts: Interrupts) -> Loop:
         config = self.config
@@ -281,7 +229,7 @@ class Trainer:
             loader,
             plan,
             learning_rate=self.learning_rate,
-            accumulator=self.accumulator,
+            accumulator=self.loaders.accumulator,
             callbacks=self.callbacks,
             validate=self.evaluate if self.loaders.validation is not None else None,
             saver=self.output.saver(self.state, config, self.meta),
@@ -291,20 +239,14 @@ class Trainer:
         return loop
 
     def _run(self, loop: Loop) -> dict[str, float]:
-        """Run the loop between the callbacks' first and last hook; return the last numbers."""
+        """Run the loop between the first and the last hook of the callbacks; return the last numbers."""
+        validation, trials = self.loaders.validation, self.config.sanity_val_batches
         self.model.train()
         self._is_training = True
         try:
             self.callbacks.on_train_begin(self._info())
-            if self.loaders.validation is not None and self.config.sanity_val_batches:
-                check_validation(
-                    self.model,
-                    self.task,
-                    self.loaders.validation,
-                    self.config.sanity_val_batches,
-                    self.machine,
-                    loop.interrupts,
-                )
+            if validation is not None and trials:
+                check_validation(self.model, self.task, validation, trials, self.machine, loop.interrupts)
             result = loop.run()
             self.callbacks.on_train_end(result)
         except BaseException as error:
@@ -313,11 +255,6 @@ class Trainer:
         finally:
             self._is_training = False
         return dict(result)
-
-    def _parts(self) -> RunParts:
-        train, validation = self.loaders.sources
-        rate = self.learning_rate
-        return RunParts(self.model, self.task, train, validation, rate, has_schedule=rate.has_schedule)
 
     def _info(self) -> RunInfo:
         return RunInfo(
@@ -328,7 +265,7 @@ class Trainer:
             device=self.machine.device,
             total_epochs=self.config.num_epochs,
             total_steps=self.total_steps,
-            steps_per_epoch=self.loaders.steps_per_epoch(self.config),
+            steps_per_epoch=self.loaders.steps_per_epoch,
             run_dir=self.output.path,
             is_main=self.machine.world.is_main,
             resumed=self.output.is_resumed,

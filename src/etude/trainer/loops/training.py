@@ -2,28 +2,22 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from etude.callbacks import GradientMonitor, LRSchedule
-from etude.core import Clock, ConfigError, DataBatch, Task
+from etude.callbacks import GradientMonitor
+from etude.core import ConfigError, DataBatch, Task
 from etude.core.arguments import as_whole
 from etude.core.calling import unwrap
-from etude.core.random import rng_state, set_rng_state
 from etude.data import DataLoader
 from etude.engine.accumulation import GradientAccumulator
-from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
-from etude.engine.evaluation import evaluate
-from etude.engine.interrupt import Interrupts
-from etude.engine.loop import Loop, Plan
-from etude.engine.meter import ForwardFlops, Meter
-from etude.engine.state import TrainState
+from etude.engine.callback import Callback
+from etude.engine.meter import ForwardFlops
 from etude.engine.step import Step
-from etude.engine.step_log import StepLog, Tally
 from etude.engine.update import LearningRate, Updater
 from etude.losses import LossStrategy
 from etude.losses.wrapped import check_loss_arguments
@@ -32,7 +26,8 @@ from etude.optim import Schedule
 from etude.trainer.arguments import as_callbacks, as_epochs, check_functions, check_model, plain_task
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders
-from etude.trainer.loops.epoch import EpochLoop, EpochProgress, check_keys, check_validation, wants_progress
+from etude.trainer.loops.engine_loop import EngineLoop, Epoch, driver
+from etude.trainer.loops.epoch import EpochProgress, check_validation, wants_progress
 from etude.trainer.loops.functions import Action, ComputeLoss, FollowMetrics, Forward, FunctionTask, function_step
 from etude.trainer.loops.results import EpochResult, cross_entropy_of, epoch_result
 from etude.trainer.machine import Machine
@@ -41,10 +36,8 @@ from etude.trainer.output import Output
 
 logger = logging.getLogger("etude")
 
-MAX_SKIPPED_STEPS = 20
 
-
-class TrainingLoop(EpochLoop):
+class TrainingLoop(EngineLoop):
     """Training by epochs, with objects (`train_epoch`) or with plain functions (`run_epoch`, `run`).
 
     The callbacks' `on_train_begin` comes with the first epoch of a model, `on_train_end` with `finish()`, or at the end
@@ -66,6 +59,8 @@ class TrainingLoop(EpochLoop):
         device: str | None = None,
         seed: int = 0,
         progress: bool | None = None,
+        output_dir: str | Path | None = None,
+        overwrite: bool = False,
     ) -> None:
         """Set what every epoch has in common.
 
@@ -82,30 +77,32 @@ class TrainingLoop(EpochLoop):
             device: where `train_epoch` trains (the CPU by default); plain functions stay where they are unless given.
             seed: of the order of data that is no loader yet.
             progress: show a line for the epoch under way; by default on a terminal only.
+            output_dir: the run folder, as that of a `Trainer`: numbers, events and a checkpoint after every epoch, from
+                which `load_checkpoint` goes on.
+            overwrite: remove the run that is in `output_dir` when training starts.
         """
-        super().__init__()
-        self.task = plain_task(loss_strategy, task, "loss_strategy")
         if not isinstance(gradient_accumulator, GradientAccumulator | None):
             raise ConfigError(
                 f"gradient_accumulator must be a GradientAccumulator(optimizer, steps), found {gradient_accumulator!r}"
             )
-        self.log_interval = as_whole("log_interval", log_interval, least=1)
+        steps, seed = as_whole("log_interval", log_interval, least=1), as_whole("seed", seed, least=0)
+        config = TrainerConfig(log_interval=steps, seed=seed)
+        machine = Machine("cpu" if device is None else device, "bf16" if use_amp else "fp32")
+        listed = (*as_callbacks(callbacks), *as_callbacks(gradient_monitor))
+        line = EpochProgress(progress) if wants_progress(progress, listed) else False
+        super().__init__(
+            plain_task(loss_strategy, task, "loss_strategy"),
+            gradient_accumulator if gradient_accumulator is not None else GradientAccumulator(),
+            listed,
+            machine,
+            config,
+            Output(output_dir, config, machine, "train", line, overwrite),
+        )
         self.clip_gradients = clip_gradients
         self.max_grad_norm = max_grad_norm
-        self.accumulator = gradient_accumulator if gradient_accumulator is not None else GradientAccumulator()
         self.gradient_monitor = gradient_monitor
-        self.callbacks = (*as_callbacks(callbacks), *as_callbacks(gradient_monitor))
-        self.machine = Machine("cpu" if device is None else device, "bf16" if use_amp else "fp32")
         self._is_placed = device is not None
-        self.config = TrainerConfig(seed=as_whole("seed", seed, least=0))
-        line = wants_progress(progress, self.callbacks)
-        self.output = Output(None, self.config, self.machine, progress=EpochProgress(progress) if line else False)
-        self.clock = Clock()
-        self.log = StepLog()
-        self._trains: object = None  # the model, or the function in place of one, of the run under way
-        self._has_begun = self._is_restored = False
         self._flops: ForwardFlops | None = None
-        self._logs: dict[str, float] = {}
 
     @property
     def clip_norm(self) -> float | None:
@@ -113,11 +110,6 @@ class TrainingLoop(EpochLoop):
         if self.clip_gradients and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be above 0, got {self.max_grad_norm}")
         return self.max_grad_norm if self.clip_gradients else None
-
-    @property
-    def tokens(self) -> float:
-        """Tokens seen since the start."""
-        return self.log.tokens
 
     # ------------------------------------------------------------------------------------------------ objects
 
@@ -145,24 +137,31 @@ class TrainingLoop(EpochLoop):
         epoch = as_whole("epoch", epoch, least=0)
         self._check_accumulator(optimizer)
         self._take(unwrap(model))
+        self.task.join(unwrap(model))
         machine = self.machine
         model.to(machine.device)
+        self.task.extend(optimizer)
         follow_parameters(optimizer)
-        callbacks = self._listed()
-        is_torch = isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
-        if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-            callbacks.append(LRSchedule(scheduler, interval="step"))
-        rate = LearningRate(optimizer, None if is_torch else scheduler)  # type: ignore[arg-type]
-        names = ("dataloader", "val_dataloader")
+        drivers = driver(scheduler)
+        callbacks = self._listed(*drivers)
         check_validation(callbacks, val_dataloader, "train_epoch(val_dataloader=…)")
-        loaders = Loaders(dataloader, val_dataloader, config=self.config, machine=machine, model=model, names=names)
-        updater = Updater(optimizer, clip_norm=self.clip_norm, precision=machine.precision)
+        names = ("dataloader", "val_dataloader")
         if self._flops is None or self._flops.model is not unwrap(model):
             self._flops = ForwardFlops(model, self.task.outputs)
-        step = Step(model, self.task, updater, machine.precision, metrics=True)
+        updater = Updater(optimizer, clip_norm=self.clip_norm, precision=machine.precision)
+        made = Epoch(
+            Step(model, self.task, updater, machine.precision, metrics=True),
+            Loaders(dataloader, val_dataloader, config=self.config, machine=machine, model=model, names=names),
+            callbacks,
+            machine,
+            LearningRate(optimizer, None if drivers else scheduler),  # type: ignore[arg-type]
+            model,
+            validated=self.task,
+            flops=self._flops,
+        )
         model.train()
         start, samples, tokens = time.perf_counter(), self.clock.samples, self.tokens
-        logs = self._run(step, loaders, callbacks, epoch, machine=machine, rate=rate, model=model, flops=self._flops)
+        logs = self._run(epoch, made)
         duration_s = time.perf_counter() - start
         samples, tokens = self.clock.samples - samples, self.tokens - tokens
         return epoch_result(epoch, logs, duration_s, samples, tokens, nll=cross_entropy_of(self.task, logs))
@@ -210,17 +209,17 @@ class TrainingLoop(EpochLoop):
         callbacks = self._listed(FollowMetrics(metrics, step.task))
         check_validation(callbacks, val_loader, "run(val_loader=…)")
         machine = self.machine if self._is_placed else self.machine.at(step.updater.device)
-        logs = self._run(
+        epoch = Epoch(
             step,
             Loaders(train_loader, val_loader, config=self.config, machine=machine),
             callbacks,
-            max(metrics.current_epoch, self.clock.epoch),
-            machine=machine,
-            rate=LearningRate(optimizer, None),
-            model=known,
+            machine,
+            LearningRate(optimizer, None),
+            known,
             validated=FunctionTask(model_forward, compute_loss, by_samples=True),
             total_epochs=total_epochs,
         )
+        logs = self._run(max(metrics.current_epoch, self.clock.epoch), epoch)
         metrics.update_train_metrics(logs["loss"], logs.get("accuracy", float("nan")))
         if "val_loss" in logs:
             metrics.update_val_metrics(logs["val_loss"], logs.get("val_accuracy", float("nan")))
@@ -266,6 +265,7 @@ class TrainingLoop(EpochLoop):
             "gradient_accumulator": self.accumulator.most > 1,
             "use_amp": self.machine.precision.name != "fp32",
             "callbacks": bool(self.callbacks),
+            "output_dir": self.output.folder is not None,
         }
         if given := [name for name, is_set in cannot.items() if is_set]:
             raise ConfigError(
@@ -282,131 +282,6 @@ class TrainingLoop(EpochLoop):
                 recent = tracker.get_recent_average()
                 logger.info("epoch %d/%d batch %d/%d loss %.4f", epoch, total_epochs, number, len(loader), recent)
         return tracker.get_average()
-
-    # ------------------------------------------------------------------------------------------------ state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where training stands: clock, numbers in flight, callbacks, loss scale and random generators.
-
-        Model, optimizer and a torch scheduler have states of their own; a schedule function follows the clock.
-        """
-        return {
-            "clock": self.clock.state_dict(),
-            "log": self.log.state_dict(),
-            "precision": self.machine.precision.state_dict(),
-            "callbacks": self._listed().state_dict(),
-            "rng": rng_state(),
-            "loss": self.task.decisions(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`: the next epoch is the one that was under way, from the step where it stood."""
-        check_keys(state, ("clock", "log", "precision", "callbacks", "rng", "loss"), "TrainingLoop")
-        self.task.decide(state["loss"])
-        self.clock.load_state_dict(state["clock"])
-        self.log.load_state_dict(state["log"])
-        self.machine.precision.load_state_dict(state["precision"])
-        self._listed().load_state_dict(state["callbacks"])
-        set_rng_state(state["rng"])
-        self._is_restored, self._has_begun, self._trains = True, False, None
-
-    def finish(self) -> None:
-        """End the run: callbacks close their files, warn and sample text. The next epoch goes on where it ended."""
-        if self._has_begun:
-            self._has_begun = False
-            self._listed().on_train_end(self._logs)
-
-    # ------------------------------------------------------------------------------------------------ parts
-
-    def _run(
-        self,
-        step: Step,
-        loaders: Loaders,
-        callbacks: CallbackList,
-        epoch: int,
-        *,
-        machine: Machine,
-        rate: LearningRate,
-        model: nn.Module | None,
-        validated: Task | None = None,
-        total_epochs: int | None = None,
-        flops: ForwardFlops | None = None,
-    ) -> dict[str, float]:
-        """Run one epoch of the engine's loop and return its numbers; `validated` is a task for validation alone."""
-        clock, log, optimizer = self.clock, self.log, rate.optimizer
-        assert loaders.train is not None
-        has_schedule = rate.schedule is not None
-        callbacks.bind(RunParts(model, step.task, *loaders.sources, rate, has_schedule=has_schedule))
-        if not (self._is_restored and clock.epoch == epoch):
-            clock.epoch, clock.position = epoch, 0
-            log.window, log.epoch = Tally(), Tally()
-        resumed, self._is_restored = self._is_restored, False
-        self.control.begin()
-        # Nothing is saved here, so that functions without a known optimizer can be trained too.
-        parts: Any = (
-            step.model,
-            optimizer,
-            step.precision,
-            clock,
-            log,
-            callbacks,
-            machine.world,
-            self.config.seed,
-        )
-        state = TrainState(*parts)
-        plan = Plan(epochs=epoch + 1, log_interval=self.log_interval, max_skipped_steps=MAX_SKIPPED_STEPS)
-        accumulated = self.accumulator.steps_at(epoch)
-        with machine.training(grad_accum_steps=accumulated), Interrupts(self.output.say) as interrupts:
-            validate = None
-            if loaders.validation is not None:
-                task = step.task if validated is None else validated
-                validate = partial(evaluate, step.model, task, loaders.validation, precision=step.precision)
-                validate = partial(validate, interrupts=interrupts)
-            loop = Loop(
-                state,
-                step,
-                loaders.train,
-                plan,
-                learning_rate=rate,
-                accumulator=self.accumulator,
-                callbacks=callbacks,
-                validate=validate,
-                interrupts=interrupts,
-                meter=Meter(step.task, flops),
-            )
-            try:
-                if not self._has_begun:
-                    batches, device = loaders.num_batches, machine.device
-                    per_epoch = None if batches is None else -(-batches // accumulated)
-                    info = RunInfo("train", step.model, optimizer, clock, device, total_epochs, None, per_epoch, None)
-                    info.resumed = resumed
-                    callbacks.on_train_begin(info)
-                    self._has_begun = True
-                logs = loop.run()
-                if interrupts.requested:
-                    raise KeyboardInterrupt
-            except BaseException as error:
-                self._has_begun = False
-                callbacks.on_exception(error)
-                raise
-        if "loss" not in logs:  # a callback stopped the epoch before its end
-            log.flush()
-            logs = log.numbers(log.epoch, step) | logs
-        self._logs = logs
-        return logs
-
-    def _listed(self, *more: Callback) -> CallbackList:
-        return CallbackList((*self.callbacks, *self.output.callbacks, *more), self.control)
-
-    def _take(self, trains: object) -> None:
-        """Begin a new run if another model is to be trained than before."""
-        if self._trains is not None and self._trains != trains:
-            self.finish()
-            self._forget()
-        self._trains = trains
-
-    def _forget(self) -> None:
-        self.clock, self.log, self._has_begun = Clock(), StepLog(), False
 
     def _check_accumulator(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self.accumulator.optimizer is not None and self.accumulator.optimizer is not optimizer:

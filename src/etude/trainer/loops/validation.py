@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from etude.core import Batch, Clock, ConfigError, Task
 from etude.core.calling import unwrap
 from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
-from etude.engine.evaluation import evaluate
 from etude.engine.meter import count_tokens, token_ids
 from etude.losses import LossStrategy
 from etude.trainer.arguments import as_callbacks, check_model, plain_task
@@ -66,8 +65,7 @@ class ValidationLoop(EpochLoop):
         try:
             self._begin(callbacks, model)
             callbacks.on_validation_begin(epoch)
-            with machine.validating():
-                logs = evaluate(model, self.task, counting, precision=machine.precision)
+            logs = machine.evaluate(model, self.task, counting)
             self._logs = {f"val_{name}": value for name, value in logs.items()}
             callbacks.on_validation_end(epoch, self._logs)
             callbacks.on_epoch_end(epoch, self._logs)

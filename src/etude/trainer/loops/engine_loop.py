@@ -1,0 +1,259 @@
+"""One epoch of the engine's loop at a time: where a run stands, how an epoch is run, and what is saved of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from etude.callbacks import LRSchedule
+from etude.core import Clock, ConfigError, Task
+from etude.core.calling import unwrap
+from etude.core.random import RunRandom, rng_state, set_rng_state
+from etude.engine.accumulation import GradientAccumulator
+from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
+from etude.engine.interrupt import Interrupts
+from etude.engine.loop import Loop, Plan
+from etude.engine.meter import ForwardFlops, Meter
+from etude.engine.state import Saver, TrainState
+from etude.engine.step import Step
+from etude.engine.step_log import StepLog, Tally
+from etude.engine.update import LearningRate
+from etude.trainer.config import TrainerConfig
+from etude.trainer.loaders import Loaders
+from etude.trainer.loops.epoch import EpochLoop, check_keys
+from etude.trainer.machine import Machine
+from etude.trainer.output import Output
+
+_STATE = ("clock", "log", "precision", "callbacks", "rng", "loss")
+
+
+@dataclass(slots=True)
+class Epoch:
+    """What one epoch is run with."""
+
+    step: Step
+    loaders: Loaders
+    callbacks: CallbackList
+    machine: Machine
+    rate: LearningRate
+    model: nn.Module | None
+    """None if training is by functions that belong to no module."""
+    validated: Task
+    """What is evaluated on the validation data."""
+    flops: ForwardFlops | None = None
+    total_epochs: int | None = None
+
+
+class EngineLoop(EpochLoop):
+    """A run whose epochs somebody else counts."""
+
+    def __init__(
+        self,
+        task: Task,
+        accumulator: GradientAccumulator,
+        callbacks: tuple[Callback, ...],
+        machine: Machine,
+        config: TrainerConfig,
+        output: Output,
+    ) -> None:
+        super().__init__()
+        self.task = task
+        self.accumulator = accumulator
+        self.callbacks = callbacks
+        self.machine = machine
+        self.config = config
+        self.output = output
+        self.log_interval = config.log_interval
+        self.clock = Clock()
+        self.log = StepLog()
+        self._trains: object = None  # the model, or the function in place of one, of the run under way
+        self._has_begun = self._is_restored = False
+        self._logs: dict[str, float] = {}
+
+    @property
+    def tokens(self) -> float:
+        """Tokens seen since the start."""
+        return self.log.tokens
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where training stands: clock, numbers in flight, callbacks, loss scale and random generators.
+
+        Model, optimizer and a torch scheduler have states of their own; a schedule function follows the clock.
+        """
+        return {
+            "clock": self.clock.state_dict(),
+            "log": self.log.state_dict(),
+            "precision": self.machine.precision.state_dict(),
+            "callbacks": self._listed().state_dict(),
+            "rng": rng_state(),
+            "loss": self.task.decisions(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`: the next epoch is the one that was under way, from the step where it stood."""
+        check_keys(state, _STATE, "TrainingLoop")
+        self.task.decide(state["loss"])
+        self.clock.load_state_dict(state["clock"])
+        self.log.load_state_dict(state["log"])
+        self.machine.precision.load_state_dict(state["precision"])
+        self._listed().load_state_dict(state["callbacks"])
+        set_rng_state(state["rng"])
+        self._is_restored, self._has_begun, self._trains = True, False, None
+
+    def load_checkpoint(
+        self, path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None
+    ) -> None:
+        """Go on from a checkpoint, or the newest intact one of a run folder: all of `state_dict`, model and optimizer.
+
+        The next epoch is `clock.epoch`, from the step where it stood. A torch scheduler is restored too if given.
+        """
+        model.to(self.machine.device)
+        callbacks = self._listed(*driver(scheduler))
+        checkpoint = self.output.read(Path(path), self.task.check_facts)
+        metrics = checkpoint.metrics
+        self._state(model, optimizer, callbacks, self.task).restore(checkpoint)
+        self.output.loaded(checkpoint.path, metrics)
+        self._is_restored, self._has_begun, self._trains = True, False, unwrap(model)
+
+    def finish(self) -> None:
+        """End the run: callbacks close their files, warn and sample text. The next epoch goes on where it ended."""
+        if self._has_begun:
+            self._has_begun = False
+            callbacks = self._listed()
+            callbacks.on_train_end(self._logs)
+            with self.output.held(self.clock, self.config):
+                self.output.finish(self.clock, callbacks, self._logs)
+
+    # ------------------------------------------------------------------------------------------------ an epoch
+
+    def _run(self, number: int, epoch: Epoch) -> dict[str, float]:
+        """Run one epoch of the engine's loop and return its numbers."""
+        step, loaders, callbacks, machine, rate = (
+            epoch.step,
+            epoch.loaders,
+            epoch.callbacks,
+            epoch.machine,
+            epoch.rate,
+        )
+        assert loaders.train is not None
+        has_schedule = rate.schedule is not None
+        callbacks.bind(RunParts(epoch.model, step.task, *loaders.sources, rate, has_schedule=has_schedule))
+        resumed = self._go_to(number)
+        self.control.begin()
+        state = self._state(step.model, rate.optimizer, callbacks, step.task)
+        saver = self._saver(state, epoch)
+        plan = Plan(
+            epochs=number + 1, log_interval=self.log_interval, max_skipped_steps=self.config.max_skipped_steps
+        )
+        with (
+            self.output.held(self.clock, self.config),
+            machine.training(self.accumulator.steps_at(number)),
+            Interrupts(self.output.say) as interrupts,
+        ):
+            validate = None
+            if loaders.validation is not None:
+                validate = partial(machine.evaluate, step.model, epoch.validated, loaders.validation, interrupts)
+            loop = Loop(
+                state,
+                step,
+                loaders.train,
+                plan,
+                learning_rate=rate,
+                accumulator=self.accumulator,
+                callbacks=callbacks,
+                validate=validate,
+                saver=saver,
+                interrupts=interrupts,
+                meter=Meter(step.task, epoch.flops),
+            )
+            try:
+                if not self._has_begun:
+                    callbacks.on_train_begin(self._info(epoch, resumed))
+                    self._has_begun = True
+                logs = loop.run()
+                if interrupts.requested:
+                    raise KeyboardInterrupt
+            except BaseException as error:
+                self._has_begun = False
+                callbacks.on_exception(error)
+                raise
+        if "loss" not in logs:  # a callback stopped the epoch before its end
+            self.log.flush()
+            logs = self.log.numbers(self.log.epoch, step) | logs
+        self._logs = logs
+        return logs
+
+    def _go_to(self, number: int) -> bool:
+        """Begin an epoch, unless it is the one that was restored; return whether a run was."""
+        resumed, self._is_restored = self._is_restored, False
+        if not (resumed and self.clock.epoch == number):
+            self.clock.epoch, self.clock.position = number, 0
+            self.log.window, self.log.epoch = Tally(), Tally()
+        return resumed
+
+    def _state(self, model: nn.Module, optimizer: Any, callbacks: CallbackList, task: Task) -> TrainState:
+        """Return the state of the run; of functions whose optimizer is not known nothing can be saved."""
+        precision, world = self.machine.precision, self.machine.world
+        parts = model, optimizer, precision, self.clock, self.log, callbacks, world
+        state = TrainState(*parts, self.config.seed, task)
+        state.random = _ProgramRandom(0)
+        return state
+
+    def _saver(self, state: TrainState, epoch: Epoch) -> Saver | None:
+        saver = self.output.saver(state, self.config, self.task.facts())
+        if saver is not None and (epoch.model is None or epoch.rate.optimizer is None):
+            raise ConfigError(
+                "output_dir saves model and optimizer, and these functions do not say which: pass a module's forward "
+                "and an optimizer's step method, or leave output_dir out"
+            )
+        return saver
+
+    def _info(self, epoch: Epoch, resumed: bool) -> RunInfo:
+        batches, accumulated = epoch.loaders.num_batches, self.accumulator.steps_at(self.clock.epoch)
+        return RunInfo(
+            name=self.output.name,
+            model=epoch.step.model,
+            optimizer=epoch.rate.optimizer,
+            clock=self.clock,
+            device=epoch.machine.device,
+            total_epochs=epoch.total_epochs,
+            total_steps=None,
+            steps_per_epoch=None if batches is None else -(-batches // accumulated),
+            run_dir=self.output.path,
+            resumed=resumed,
+        )
+
+    def _listed(self, *more: Callback) -> CallbackList:
+        return CallbackList((*self.callbacks, *self.output.callbacks, *more), self.control)
+
+    def _take(self, trains: object) -> None:
+        """Begin a new run if another model is to be trained than before."""
+        if self._trains is not None and self._trains != trains:
+            self.finish()
+            self._forget()
+        self._trains = trains
+
+    def _forget(self) -> None:
+        self.clock, self.log, self._has_begun = Clock(), StepLog(), False
+
+
+class _ProgramRandom(RunRandom):
+    """The generators of the program itself: an epoch that somebody else calls for draws from them."""
+
+    def state(self) -> dict[str, Any]:
+        return rng_state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        set_rng_state(state)
+
+
+def driver(scheduler: Any) -> list[Callback]:
+    """Return what steps a torch scheduler with every step; nothing for a function of the step."""
+    is_torch = isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
+    return [LRSchedule(scheduler, interval="step")] if is_torch else []
