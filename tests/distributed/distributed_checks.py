@@ -131,7 +131,7 @@ def loaders() -> None:
     ):
         made = trainer(source, validation)
         seen = [len(batch[0]) for batch in made.loaders.train.iterate(epoch=0)]
-        assert seen == [8 // made.world.size] * 3
+        assert seen == [8 // made.machine.world.size] * 3
         results.append(made.train())
     assert all(result["loss"] == pytest.approx(results[0]["loss"], rel=1e-6) for result in results)
     assert results[0]["val_loss"] == pytest.approx(evaluated_by_hand(trainer((x, y)), validation), rel=1e-5)
