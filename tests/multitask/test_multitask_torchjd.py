@@ -1,11 +1,13 @@
 """The methods of torchjd as weightings: each against torchjd itself, over stops, and with tasks that have no part."""
 
+import copy
 import importlib
 import inspect
 import sys
 from typing import Any
 
 import pytest
+import task_parts as parts
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -277,6 +279,51 @@ def test_without_torchjd_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match=r"etude\[torchjd\]") as raised:
         factory(tasks=TASKS, max_iters=3)
     assert "\n" not in str(raised.value)
+
+
+# ------------------------------------------------------------------------------------------------ in a step
+
+IN_A_STEP = [("mgda", {}), ("aligned_mtl", {"scale_mode": "rmse"}), ("stch", {"mu": 0.5}), ("geometric_mean", {})]
+
+
+@pytest.mark.parametrize(("name", "given_settings"), IN_A_STEP)
+@pytest.mark.parametrize("sizes", [(12,), (5, 3, 4)])
+@pytest.mark.parametrize("missing", [0.3, 2.0], ids=["all tasks", "without labels of some"])
+def test_a_step_is_the_method_of_torchjd_on_the_whole_batch(
+    name: str, given_settings: dict[str, Any], sizes: tuple[int, ...], missing: float
+) -> None:
+    """Micro-batches are one batch, and a task without labels is left out, even of the heads."""
+    weighting = lookup("weighting", name).factory(tasks=parts.TASKS, **given_settings)
+    model = parts.make_model(weighting)
+    twin = copy.deepcopy(model)
+    step = parts.make_step(model, parts.make_task(weighting), torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = parts.make_batch(12, 3, missing=missing)
+    step(parts.cut(batch, *sizes))
+
+    sums = {
+        task: parts.LOSSES[task](twin.heads[task].layer(twin.trunk(batch["input"])), batch[task])
+        for task in parts.TASKS
+    }
+    losses = {task: total / count for task, (total, count) in sums.items() if count > 0}
+    assert len(losses) == (3 if missing < 1 else 1)
+    values, weights = torch.stack(list(losses.values())), torch.tensor([parts.WEIGHTS[task] for task in losses])
+    trunk, method = list(twin.trunk.parameters()), class_of(name)(**given_settings)
+    if name in SCALARIZERS:
+        inputs = values.detach().requires_grad_()
+        factors = torch.autograd.grad(method(inputs), inputs)[0] * weights
+        (factors * values).sum().backward()
+    else:
+        rows = [
+            torch.autograd.grad(weight * loss, trunk, retain_graph=True)
+            for weight, loss in zip(weights, values, strict=True)
+        ]
+        merged = method(torch.stack([torch.cat([one.flatten() for one in row]) for row in rows]))
+        (weights * values).sum().backward()
+        for param, part in zip(trunk, merged.split([param.numel() for param in trunk]), strict=True):
+            param.grad = part.view_as(param)
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    for (key, found), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8, msg=key)
 
 
 # ------------------------------------------------------------------------------------------------ our own
