@@ -21,6 +21,7 @@ from etude.engine.update import LearningRate, Updater
 from etude.optim import AdamW, Schedule
 from etude.trainer.arguments import Section, build_named, kind_of, refuse_class
 from etude.trainer.config import TrainerConfig
+from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
 
 logger = logging.getLogger("etude")
@@ -211,24 +212,30 @@ SchedulerLike = Schedule | TorchScheduler | PlannedSchedule | Section | None
 class RunRate(LearningRate):
     """The learning rate of a run: constant, a function of the step, a torch scheduler, or as long as the run."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: SchedulerLike, config: TrainerConfig) -> None:
-        """Take the scheduler that is given, or the one that the config asks for."""
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, scheduler: SchedulerLike, config: TrainerConfig, loaders: Loaders
+    ) -> None:
+        """Take the scheduler that is given, or the one that the config asks for; `loaders` know how long a run is."""
+        self._loaders = loaders
         self._planned = _planned(scheduler, config)
         is_torch = isinstance(scheduler, TorchScheduler)
         fixed: Any = None if is_torch or self._planned is not None else scheduler
         super().__init__(optimizer, fixed)
         self.callbacks = [LRSchedule(scheduler, interval="step")] if isinstance(scheduler, TorchScheduler) else []
         """What drives a torch scheduler."""
+        if loaders.train is not None and (scheduler is not None or loaders.total_steps(config) is None):
+            self.follow(config)  # a schedule that cannot be made is refused now
 
     @property
     def has_schedule(self) -> bool:
         """Whether a schedule sets the rate of every step; a torch scheduler is driven by a callback."""
         return self._planned is not None or self.schedule is not None
 
-    def follow(self, total_steps: int | None, steps_per_epoch: int | None) -> None:
+    def follow(self, config: TrainerConfig) -> None:
         """Give a schedule that is as long as the run its length."""
         if self._planned is not None:
-            self.schedule = self._planned.for_plan(total_steps, steps_per_epoch)
+            loaders = self._loaders
+            self.schedule = self._planned.for_plan(loaders.total_steps(config), loaders.steps_per_epoch)
 
 
 def _planned(scheduler: SchedulerLike, config: TrainerConfig) -> PlannedSchedule | None:

@@ -187,13 +187,13 @@ class Output:
 
     # ------------------------------------------------------------------------------------------------ going on
 
-    def has_checkpoints(self) -> bool:
-        """Return whether the folder holds a checkpoint, intact or not; the same on every rank."""
+    def to_resume(self) -> Path | None:
+        """Return the folder if it holds a checkpoint, intact or not; the same on every rank."""
         folder = self.folder
         if folder is None:
-            return False
+            return None
         found = self._world.attempt(lambda: find_checkpoints(folder.checkpoints_path), here=self._world.is_main)
-        return bool(self._world.share_text("yes" if found else ""))
+        return folder.path if self._world.share_text("yes" if found else "") else None
 
     def read(self, path: Path, check: Callable[[Mapping[str, Any], Path], None] | None = None) -> Checkpoint:
         """Read the checkpoint that a path stands for: itself, or the newest intact one of a run or of a folder.

@@ -37,6 +37,10 @@ class Trainer:
     with `logits`. The run is reproducible: the same config gives the same weights, stopped and resumed or not.
     """
 
+    _interrupts: Interrupts | None = None
+    """Those of the training under way, or of the last one."""
+    _is_training = False
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -109,20 +113,15 @@ class Trainer:
         self.optimizer = self.step.updater.optimizer
         self.loaders = Loaders(train_loader, val_loader, config=self.config, machine=self.machine, model=model)
         self.task.check_loader(self.loaders.sources[0], self.loaders.accumulator.steps_at(0))
-        self.learning_rate = RunRate(self.optimizer, scheduler, self.config)
-        if train_loader is not None and (scheduler is not None or self.total_steps is None):
-            self._follow_plan()  # a schedule that cannot be made is refused now
+        self.learning_rate = RunRate(self.optimizer, scheduler, self.config, self.loaders)
         self.output = Output(output_dir, self.config, self.machine, name, progress, overwrite, resume, whole_config)
         listed = *as_callbacks(callbacks, curriculum), *self.learning_rate.callbacks, *self.output.callbacks
         self.callbacks = CallbackList(listed)
         self.callbacks.bind(self._parts())
         self.meta = {**(meta or {}), **self.callbacks.facts(), **self.task.facts()}
         self.state = self._new_state()
-        self._interrupts: Interrupts | None = None  # those of the training under way or last
-        self._is_training = False
-        if resume and self.output.has_checkpoints():
-            assert self.output.path is not None
-            self.load_checkpoint(self.output.path)
+        if resume and (path := self.output.to_resume()) is not None:
+            self.load_checkpoint(path)
 
     # ------------------------------------------------------------------------------------------------ doors
 
@@ -141,7 +140,7 @@ class Trainer:
         if num_epochs is not None:
             self.config = self.config.model_copy(update={"epochs": as_epochs(num_epochs)})
         self.callbacks.control.begin()
-        self._follow_plan()
+        self.learning_rate.follow(self.config)
         clock = self.state.clock
         accumulated = self.loaders.accumulator.steps_at(clock.epoch)
         recomputable = self.model if self.config.recomputed_blocks is None else None
@@ -197,10 +196,6 @@ class Trainer:
         return self.loaders.total_steps(self.config)
 
     # ------------------------------------------------------------------------------------------------ parts
-
-    def _follow_plan(self) -> None:
-        """Give the schedule the length of the run."""
-        self.learning_rate.follow(self.total_steps, self.loaders.steps_per_epoch)
 
     def _parts(self) -> RunParts:
         rate = self.learning_rate
