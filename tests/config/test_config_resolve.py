@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from etude.config import find_config, list_experiments, resolve
+from etude.config import find_config, list_experiments, read
 from etude.core.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
 def tree(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "__file__", str(Path("nowhere/etude/config/resolve.py").absolute()))
+    monkeypatch.setattr(read, "__file__", str(Path("nowhere/etude/config/read.py").absolute()))
     write("experiments/lenet5/configs/baseline.yaml", "a: 1\n")
     write("experiments/lenet5/configs/lecun1998.yml", "a: 1\n")
     write("experiments/lenet5/configs/notes.txt", "a: 1\n")
@@ -53,8 +53,8 @@ def test_it_is_found_from_a_folder_below(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_experiments_of_an_editable_install_come_second(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     write("repo/experiments/lenet5/configs/baseline.yaml", "a: 2\n")
     write("repo/experiments/gpt/configs/baseline.yaml", "a: 2\n")
-    write("repo/src/etude/config/resolve.py", "")
-    monkeypatch.setattr(resolve, "__file__", str(Path("repo/src/etude/config/resolve.py").absolute()))
+    write("repo/src/etude/config/read.py", "")
+    monkeypatch.setattr(read, "__file__", str(Path("repo/src/etude/config/read.py").absolute()))
     assert find_config("gpt/baseline").read_text() == "a: 2\n"
     assert find_config("lenet5/baseline").read_text() == "a: 1\n"
 

@@ -14,7 +14,7 @@ from pydantic import AliasChoices, BaseModel, Field, ValidationError
 from torch import nn
 
 from etude.config import SectionModel, schema_of
-from etude.config.section_model import spellings
+from etude.config.signature import spellings
 
 if TYPE_CHECKING:
     from nowhere import Unknown

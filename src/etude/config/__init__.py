@@ -10,8 +10,6 @@ from etude.config.registry import Component, Section, kinds, lookup, names, regi
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
-    from etude.config.aliases import canonical_keys
-    from etude.config.build import build_component, build_selection, check_component, select_component
     from etude.config.dialect import dump_yaml
     from etude.config.document import Document, Location, merge
     from etude.config.editor import json_schema
@@ -19,12 +17,19 @@ if TYPE_CHECKING:
     from etude.config.feature import Feature, RunDraft
     from etude.config.imports import import_user_modules
     from etude.config.overrides import apply_overrides, parse_override
-    from etude.config.read import read_config
-    from etude.config.resolve import find_config, list_experiments
-    from etude.config.schema import SectionSpec, validate_document, validate_section
-    from etude.config.section_model import SectionModel
+    from etude.config.read import find_config, list_experiments, read_config
+    from etude.config.schema import (
+        SectionSpec,
+        build_component,
+        build_selection,
+        check_component,
+        select_component,
+        validate_document,
+        validate_section,
+    )
     from etude.config.selection import Selection, SuppliedSection, plain, selections_in
-    from etude.config.signature import schema_of
+    from etude.config.shapes import canonical_keys
+    from etude.config.signature import SectionModel, schema_of
 
 __all__ = [
     "Component",

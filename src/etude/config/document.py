@@ -2,11 +2,12 @@
 
 import copy
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from etude.core.errors import ConfigError
 from etude.core.spelling import shorten
 
 _MAX_FILE, _MAX_PATH = 300, 120
@@ -147,3 +148,35 @@ def _merge(base: Mapping[str, Any], top: Mapping[str, Any], path: str, merged: D
 def names_another(base: Mapping[str, Any], top: Mapping[str, Any]) -> bool:
     """Return whether both sections name a component, and not the same one."""
     return "name" in base and "name" in top and base["name"] != top["name"]
+
+
+def put_setting(
+    document: Document,
+    target: dict[str, Any],
+    value: Any,
+    *,
+    here: str,
+    section: str,
+    spellings: Iterable[str],
+    name: str,
+) -> None:
+    """Set `section.name` to what `here` says, unless a later file or the command line says it there already.
+
+    Arguments:
+        target: the section in the document.
+        value: what is said at `here`, a path in the document.
+        spellings: the names under which the section may have the setting.
+
+    Raises ConfigError if one file says different things in both places.
+    """
+    for spelling in (one for one in spellings if one in target):
+        there = f"{section}.{spelling}"
+        if document.layer(there) > document.layer(here):
+            return
+        if document.layer(there) == document.layer(here) and target[spelling] != value:
+            raise ConfigError(
+                f"{document.place(here)}: {value!r} contradicts {there}, which is {target[spelling]!r}; keep one"
+            )
+        del target[spelling]
+    target[name] = value
+    document.renamed(here, f"{section}.{name}")

@@ -11,9 +11,9 @@ from pydantic_core import core_schema
 
 from etude.config.registry import kinds, lookup, names
 from etude.config.schema import SectionSpec, root_model
-from etude.config.section_model import spellings
 from etude.config.selection import SuppliedSection, component_model
 from etude.config.shapes import marks_in
+from etude.config.signature import spellings
 
 _DEFS = "#/$defs/"
 

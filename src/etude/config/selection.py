@@ -12,8 +12,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 
 from etude.config.messages import show
 from etude.config.registry import Component, Section, lookup, names
-from etude.config.section_model import SectionModel, spellings
-from etude.config.signature import schema_of
+from etude.config.signature import SectionModel, schema_of, spellings
 from etude.core.errors import ConfigError
 from etude.core.spelling import a, listed
 

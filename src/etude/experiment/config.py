@@ -23,10 +23,9 @@ from etude.config import (
 )
 from etude.config.signature import parameters_of
 from etude.core import ConfigError
-from etude.experiment.data_checks import settle_data
 from etude.experiment.features import all_features, features_for, with_features
 from etude.experiment.legacy_keys import DEFAULT_NAMES, LEGACY_KEYS, move_legacy_keys
-from etude.experiment.outputs import settle_outputs
+from etude.experiment.settle import settle_data, settle_outputs
 from etude.trainer import TrainerConfig
 
 _SECTIONS: dict[str, SectionSpec | None] = {

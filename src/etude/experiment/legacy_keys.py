@@ -3,7 +3,7 @@
 from typing import Any
 
 from etude.config import Document, canonical_keys
-from etude.config.moving import put_setting
+from etude.config.document import put_setting
 from etude.core import ConfigError
 from etude.experiment.features import features_for
 from etude.trainer import TRAINING_ALIASES

@@ -149,7 +149,7 @@ class RunFolder:
 
     def check_rebuildable(self) -> None:
         """Raise RunFolderError for a run made in Python, whose model and data its config does not name."""
-        if self.holds_run and not self.is_rebuildable:
+        if self.config_path.is_file() and not self.is_rebuildable:  # of a pipe, reading might never end
             raise RunFolderError(
                 f"{self.path} holds a run made in Python, so its model and data are not in its config.yaml; "
                 f"run its script with Trainer(…, output_dir={str(self.path)!r}, resume=True), or load_checkpoint there"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from etude.config import Document
-from etude.config.moving import put_setting
+from etude.config.document import put_setting
 from etude.core import ConfigError
 from etude.multimodal.loss.settings import WEIGHT_OF, read_settings, spellings_of
 from etude.multimodal.loss.strategy import ALIASES, MEANINGFUL

@@ -1,12 +1,16 @@
-"""What a config says of its streams and of how data is read, checked before any data is."""
+"""What a config says of its data and of the files it writes, checked before either is touched."""
 
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from etude.config import Document, Feature, Problem, Selection, config_error
-from etude.core import DataError
+from etude.core import ConfigError, DataError
+from etude.core.run_layout import output_problems
 from etude.core.spelling import listed
 from etude.data.parts import check_stream_name, check_weights
+from etude.engine.callback import Callback
+from etude.monitor import RunFolder
 
 
 def settle_data(sections: Mapping[str, Any], document: Document, features: Collection[Feature] = ()) -> None:
@@ -53,3 +57,30 @@ def _streams(path: str, streams: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(f"{path}.streams.{name}", str(error))
         if isinstance(one, Selection) and one.component.name == "streams":
             yield Problem(f"{path}.streams.{name}", "is made of streams itself; list them side by side")
+
+
+_RUN_FOLDER = Path("a-run-folder")
+"""Stands for the folder to be: relative names are the same in all of them."""
+
+
+def settle_outputs(sections: Mapping[str, Any], document: Document) -> None:
+    """Raise ConfigError if checkpoints or a callback would write over a file of the run, or of another callback."""
+    selections: list[Selection] = sections.get("callbacks") or []
+    outputs = []
+    problems: list[Problem] = []
+    try:
+        RunFolder(_RUN_FOLDER).place_checkpoints(sections["training"].checkpoint_dir)
+    except ConfigError as error:
+        key = "training.checkpoint_dir"
+        problems.append(Problem(key, str(error).removeprefix(f"{key} ")))
+    for count, one in enumerate(selections):
+        factory = one.component.factory
+        if isinstance(factory, type) and issubclass(factory, Callback):
+            try:
+                outputs += [(f"callbacks.{count}", name) for name in factory.writes(one.defaults | one.arguments)]
+            except ConfigError as error:
+                problems.append(Problem(f"callbacks.{count}", str(error)))
+    for place, problem in output_problems(outputs, _RUN_FOLDER):
+        problems.append(Problem(place, f"{problem}; give it another file name"))
+    if problems:
+        raise config_error(problems, document)
