@@ -149,6 +149,20 @@ def test_a_term_that_is_not_reported_is_trained_and_has_no_number():
     assert report.optional == {"a"}
 
 
+@pytest.mark.parametrize("sizes", [(5,), (5, 1, 3)])
+def test_the_only_trained_term_need_not_be_reported(sizes):
+    class Penalty(Patterned):
+        def __call__(self, model, batch, *, metrics):
+            terms = super().__call__(model, batch, metrics=metrics)
+            terms["b"].reported = False
+            return terms
+
+    parts = [make_batch(["b"], samples, samples) for samples in sizes]
+    found, report = gradients(parts, Penalty(knows_counts=False))
+    torch.testing.assert_close(found, of_the_big_batch(parts), rtol=1e-9, atol=1e-12)
+    assert report.sums.keys() == {"size"}
+
+
 def test_a_function_is_a_task_and_methods_are_not_ignored():
     def function(model, batch, *, metrics):
         return {"loss": LossTerm(model(batch).sum(), 1.0)}

@@ -60,7 +60,7 @@ def local_gradients(model: nn.Module) -> Iterator[None]:
 def idle_output(model: nn.Module) -> Tensor:
     """Return 0 with a gradient of zeros for every parameter: what a rank without samples adds to a step.
 
-    The model itself is not run: few models take an empty batch. The ranks meet in its gradients all the same.
+    The model itself is not run: few models take an empty batch. Its gradients are all-reduced all the same.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     if not isinstance(model, DistributedDataParallel):
@@ -94,7 +94,7 @@ def _nothing_of(params: list[nn.Parameter]) -> Tensor:
 
 
 def check_gradients(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
-    """Raise TrainingError if a parameter has no gradient: then the ranks have not met, and would drift apart."""
+    """Raise TrainingError if a parameter has no gradient: it was not all-reduced, so ranks would drift apart."""
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
         return
     if all(param.grad is not None or not param.requires_grad for param in params):
@@ -135,35 +135,35 @@ class RankTask(Task):
     def __init__(self, task: Task, world: World) -> None:
         self.task = task
         self.world = world
-        self._weighted: dict[str, bool] = {}
-        """Names of all terms, in the order of every rank, and whether each has a weight."""
+        self._agreed: dict[str, list[bool]] = {}
+        """Names of all terms, in the order of every rank, and whether each is weighted, reported and optional."""
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
         """Return the terms of this rank's samples; raise TrainingError if they are others than before."""
         idle = is_empty(batch)
-        # Either way through the model first: the ranks meet there too, and must meet in the same order.
+        # Either way through the model first: it has collectives too, and ranks must run them in the same order.
         zero = idle_output(model) if idle else None
         terms = {} if idle else self.task(model, batch, metrics=metrics)
-        if not self._weighted:
-            self._weighted = self._agree(terms)
+        if not self._agreed:
+            self._agreed = self._agree(terms)
         if zero is not None:
             return {
-                name: LossTerm(zero if weighted else zero.detach(), 0.0, float(weighted))
-                for name, weighted in self._weighted.items()
+                name: LossTerm(zero if weighted else zero.detach(), 0.0, float(weighted), reported, optional)
+                for name, (weighted, reported, optional) in self._agreed.items()
             }
-        if terms.keys() != self._weighted.keys():
+        if terms.keys() != self._agreed.keys():
             raise TrainingError(
-                f"the terms of the loss changed from {', '.join(self._weighted)} to {', '.join(terms)}; with several "
+                f"the terms of the loss changed from {', '.join(self._agreed)} to {', '.join(terms)}; with several "
                 f"processes every batch must have the same ones: give a term that does not apply sum 0 and count 0"
             )
-        return {name: terms[name] for name in self._weighted}
+        return {name: terms[name] for name in self._agreed}
 
-    def _agree(self, terms: Terms) -> dict[str, bool]:
-        mine = {name: term.is_weighted for name, term in terms.items()}
-        agreed: dict[str, bool] = {}
+    def _agree(self, terms: Terms) -> dict[str, list[bool]]:
+        mine = {name: [term.is_weighted, term.reported, term.optional] for name, term in terms.items()}
+        agreed: dict[str, list[bool]] = {}
         for text in self.world.gather_text(json.dumps(mine)):
-            for name, weighted in json.loads(text).items():
-                agreed.setdefault(name, weighted)
+            for name, kind in json.loads(text).items():
+                agreed.setdefault(name, kind)
         return agreed
 
 

@@ -55,43 +55,43 @@ class Loop:
         self.state = state
         self.clock = state.clock
         self.log = state.log
-        self.finite = FiniteCheck(state.log, step, plan.max_skipped_steps)
         self.step = step
-        self.meter = meter if meter is not None else Meter(step.task, ForwardFlops(step.model, step.task.outputs))
         self.loader = loader
         self.plan = plan
         self.learning_rate = learning_rate
         self.accumulator = accumulator if accumulator is not None else GradientAccumulator()
         self.callbacks = callbacks if callbacks is not None else CallbackList()
-        self.callbacks.around = state.aside
         self.control: Control = self.callbacks.control
-        step.clock = state.clock
-        step.watchers = self.callbacks.hooks("on_gradients")
-        step.objective.connect(self.callbacks)
         self.validate = validate
         self.saver = saver
         self.interrupts = interrupts if interrupts is not None else Interrupts()
         self.stop_poll = StopPoll(self.interrupts, state.world)
+        self.meter = meter if meter is not None else Meter(step.task, ForwardFlops(step.model, step.task.outputs))
+        self.finite = FiniteCheck(state.log, step, plan.max_skipped_steps)
         self.logs: dict[str, float] = {}
         """Numbers of the last epoch or validation."""
         self._logs_at = -1  # the step they belong to: a checkpoint carries only numbers of its own step
         self._val_logs: dict[str, float] = {}
         self._validated_at = -1
-        begin, cut_off = (self.callbacks.owners(f"on_validation_{name}") for name in ("begin", "cut_off"))
-        self._may_cut_off = begin <= cut_off  # else what a callback did before a validation would not be undone
+        beginning, undoing = map(self.callbacks.owners, ("on_validation_begin", "on_validation_cut_off"))
+        self._may_cut_off = beginning <= undoing  # else what a callback did before a validation would not be undone
         self._cut_off = False
+        self._connect()
+
+    def _connect(self) -> None:
+        """Give the step and the callbacks what they need of each other and of the state."""
+        self.callbacks.around = self.state.aside
+        self.step.clock = self.clock
+        self.step.watchers = self.callbacks.hooks("on_gradients")
+        self.step.objective.connect(self.callbacks)
 
     def run(self) -> dict[str, float]:
         """Train until the plan is fulfilled or a stop is asked for; save; return the last numbers."""
         self._poll()
         while not self._finished():
             self._run_epoch()
-        if self.clock.position and not self.control.stop:  # max_steps ended the run inside an epoch
-            self.log.flush()
-            self._warn(self.finite.epoch(self.log.epoch, self.clock.epoch + 1))
-            logs = self.log.numbers(self.log.epoch, self.step) | self._validate()
-            if not self._cut_off:
-                self._set_logs(logs)
+        if self.clock.position and not self.control.stop:
+            self._end_inside_epoch()
         if not self.control.stop:
             self.finite.run(self.clock.step)
         self._save()
@@ -160,6 +160,14 @@ class Loop:
         clock.epoch, clock.position = epoch + 1, 0
         if _every(plan.checkpoint_interval, epoch + 1) or self.control.save:
             self._save()
+
+    def _end_inside_epoch(self) -> None:
+        """Sum up the epoch that `max_steps` ended early; it is not over, so none of it is closed."""
+        self.log.flush()
+        self._warn(self.finite.epoch(self.log.epoch, self.clock.epoch + 1))
+        logs = self.log.numbers(self.log.epoch, self.step) | self._validate()
+        if not self._cut_off:
+            self._set_logs(logs)
 
     def _between_steps(self) -> None:
         plan, step = self.plan, self.clock.step
@@ -260,4 +268,4 @@ class Loop:
 
 
 def _every(interval: int | None, count: int) -> bool:
-    return bool(interval) and count % interval == 0  # type: ignore[operator]
+    return interval is not None and interval > 0 and count % interval == 0

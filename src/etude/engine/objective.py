@@ -50,26 +50,27 @@ class Objective:
         self.parts = parts
         self.task = self.on_rank(task)
         """The task as this rank runs it."""
-        self.sums: dict[str, Tensor] = {}
-        """Per term, the sum over the micro-batches of the step so far (detached)."""
-        self.counts: Counts = {}
-        self.optional: set[str] = set()
-        """Terms that have no number where nothing was counted."""
         self.step = 0
         self.micro_batches: Sequence[Batch] = ()
+        self.sums: dict[str, Tensor] = {}
+        """Per term that is reported, the sum over the micro-batches of the step so far (detached)."""
+        self.counts: Counts = {}
+        self.optional: set[str] = set()
+        """Terms, of any step so far, that have no number where nothing was counted."""
         self.totals: Counts | None = None
-        """What each term is divided by before its backward pass; None while there is only one."""
-        self._only: str | None = None
-        self._count_ahead = task.counts
-        self._is_checked = False  # once is enough: what a task returns
+        """What each term is divided by before its backward pass; None while the step has only one."""
+        self._single: tuple[str, Tensor | float] | None = None
+        """Name and count of this only term."""
+        self._counts_of = task.counts
+        self._is_checked = False  # what a task returns is checked once
 
     # --- the life of a step
 
     def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
-        """Begin a step."""
+        """Forget the step before."""
         self.micro_batches, self.step = micro_batches, step
         self.sums, self.counts = {}, {}
-        self.totals = self._only = None
+        self.totals = self._single = None
 
     def micro_batch(self, place: int) -> AbstractContextManager[object]:
         """Return the context of a micro-batch: the last one of a step all-reduces the gradients."""
@@ -82,27 +83,57 @@ class Objective:
         weighted = self.add(terms)
         if not weighted:
             return
-        if self.totals is None and not self._is_the_only(weighted):
-            self._divide_from_here(weighted)
+        if self.totals is None:
+            if self._are_single(weighted):
+                self._count_single(weighted)
+            else:
+                self._divide_from_now_on(weighted)
         self.run_backward(weighted)
 
     def finish(self) -> Tensor | float:
         """Complete the gradients; return what the update divides them by."""
-        if self.totals is None and self._only is None:
+        if self.totals is not None:
+            return self.undo_average(1.0)
+        if self._single is None:
             raise self.nothing_to_learn()
-        divisor = 1.0 if self._only is None or self.totals is not None else self._total(self.counts[self._only])
-        return self.over_ranks(divisor)
+        name, count = self._single
+        return self.undo_average(self.over_ranks({name: count})[name])
 
     def after_update(self) -> None:
         """Called when the update is done."""
 
-    def end_epoch(self, means: Mapping[str, float]) -> None:
-        """Called with the averages of every epoch."""
+    # --- around steps
 
     def connect(self, callbacks: CallbackList) -> None:
         """Called before training with the callbacks of the run: some look at what only an objective knows."""
 
-    # --- for subclasses
+    def end_epoch(self, means: Mapping[str, float]) -> None:
+        """Called with the averages of every epoch."""
+
+    # --- one term, or several
+
+    def _are_single(self, weighted: Terms) -> bool:
+        """Whether all micro-batches up to this one have the same single term."""
+        return len(weighted) == 1 and (self._single is None or self._single[0] in weighted)
+
+    def _count_single(self, weighted: Terms) -> None:
+        ((name, term),) = weighted.items()
+        self._single = name, term.count if self._single is None else self._single[1] + term.count
+
+    def _divide_from_now_on(self, weighted: Terms) -> None:
+        """Divide every term before its backward pass from now on, and by the same total the gradients so far."""
+        self.totals = self.totals_of(weighted)
+        if self._single is not None:
+            gradients = [param.grad for param in self.parts.params if param.grad is not None]
+            torch._foreach_div_(gradients, self._total_of(self._single[0]))
+
+    def _total_of(self, name: str) -> Tensor | float:
+        assert self.totals is not None
+        if name not in self.totals:
+            raise TrainingError(f"`counts(batch)` of the task has no '{name}'; it must return every weighted term")
+        return self.totals[name]
+
+    # --- helpers, also of subclasses
 
     def on_rank(self, task: Task) -> Task:
         """Return a task as this rank runs it: one of several ranks may have no samples."""
@@ -140,16 +171,17 @@ class Objective:
     def totals_of(self, weighted: Terms) -> Counts:
         """Return the counts of all terms over the whole step, asked for when some terms are there."""
         if len(self.micro_batches) == 1:
-            return self.all_ranks({name: term.count for name, term in weighted.items()})
+            return self.over_ranks({name: term.count for name, term in weighted.items()})
         return self.totals_ahead(weighted)
 
     def totals_ahead(self, names: Sequence[str] | Terms = ()) -> Counts:
         """Return the counts of all terms over the whole step from its batches alone; `names` are for a message."""
         totals: Counts = {}
         for batch in self.micro_batches:
-            ahead = self._count_ahead(batch)
+            ahead = self._counts_of(batch)
             if ahead is None:
-                several = ", ".join(name for name in dict.fromkeys([self._only, *names]) if name is not None)
+                before = () if self._single is None else self._single[:1]
+                several = ", ".join(dict.fromkeys([*before, *names]))
                 raise TrainingError(
                     f"the loss has several terms ({several}): with gradient accumulation its task must "
                     f"define `counts(batch)`; or set grad_accum_steps to 1"
@@ -158,16 +190,16 @@ class Objective:
                 totals[name] = totals.get(name, 0.0) + count
         if not totals:
             return totals
-        return self.all_ranks({name: totals[name] for name in sorted(totals)})  # in the same order on every rank
+        return self.over_ranks({name: totals[name] for name in sorted(totals)})  # in the same order on every rank
 
-    def all_ranks(self, counts: Counts) -> Counts:
+    def over_ranks(self, counts: Counts) -> Counts:
         """Return counts over all ranks, none of them 0."""
         if self.parts.world.size > 1:
             row = torch.stack([_on_device(count, self.parts.device) for count in counts.values()])
             counts = dict(zip(counts, self.parts.world.sum(row).unbind(), strict=True))
         return {name: _nonzero(count) for name, count in counts.items()}
 
-    def over_ranks(self, divisor: Tensor | float) -> Tensor | float:
+    def undo_average(self, divisor: Tensor | float) -> Tensor | float:
         """Check that the gradients are complete; data parallelism averages them over ranks, and a sum is due."""
         if self.parts.world.size == 1:
             return divisor
@@ -179,32 +211,6 @@ class Objective:
         batch = self.micro_batches[0]
         held = f" for batches that hold {', '.join(map(str, batch))}" if isinstance(batch, Mapping) and batch else ""
         return TrainingError(f"the loss has no term with a weight other than 0{held}: there is nothing to learn from")
-
-    # --- one term, or several
-
-    def _is_the_only(self, weighted: Terms) -> bool:
-        """Whether the step has had one term so far, and the same one in every micro-batch."""
-        name = next(iter(weighted))
-        if len(weighted) > 1 or self._only not in (None, name):
-            return False
-        self._only = name
-        return True
-
-    def _divide_from_here(self, weighted: Terms) -> None:
-        """Divide terms before their backward passes from here on, and the gradients of those before now."""
-        self.totals = self.totals_of(weighted)
-        if self._only is not None:
-            gradients = [param.grad for param in self.parts.params if param.grad is not None]
-            torch._foreach_div_(gradients, self._total_of(self._only))
-
-    def _total_of(self, name: str) -> Tensor | float:
-        assert self.totals is not None
-        if name not in self.totals:
-            raise TrainingError(f"`counts(batch)` of the task has no '{name}'; it must return every weighted term")
-        return self.totals[name]
-
-    def _total(self, count: Tensor | float) -> Tensor | float:
-        return _nonzero(count) if self.parts.world.size == 1 else self.all_ranks({"": count})[""]
 
 
 def _on_device(count: Tensor | float, device: torch.device) -> Tensor:

@@ -105,7 +105,7 @@ class TaskObjective(Objective):
         self.complete(self.totals)
         if self._is_probed and self._probe is not None:  # before the update, which may change the loss scale
             self._show_gradients(self._probe)
-        return self.over_ranks(1.0)
+        return self.undo_average(1.0)
 
     def complete(self, totals: Counts) -> None:
         """Look at the gradients of the whole step, or change them."""

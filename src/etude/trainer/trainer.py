@@ -198,13 +198,22 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------ parts
 
     def _parts(self) -> RunParts:
-        rate = self.learning_rate
-        return RunParts(self.model, self.task, *self.loaders.sources, rate, has_schedule=rate.has_schedule)
+        rate, (train, validation) = self.learning_rate, self.loaders.sources
+        return RunParts(self.model, self.task, train, validation, rate, has_schedule=rate.has_schedule)
 
     def _new_state(self) -> TrainState:
-        precision, world = self.machine.precision, self.machine.world
-        parts = self.model, self.optimizer, precision, Clock(), StepLog(world), self.callbacks, world
-        return TrainState(*parts, self.config.seed, self.task)
+        world = self.machine.world
+        return TrainState(
+            model=self.model,
+            optimizer=self.optimizer,
+            precision=self.machine.precision,
+            clock=Clock(),
+            log=StepLog(world),
+            callbacks=self.callbacks,
+            world=world,
+            seed=self.config.seed,
+            task=self.task,
+        )
 
     def _loop(self, loader: Loader, interrupts: Interrupts) -> Loop:
         config = self.config

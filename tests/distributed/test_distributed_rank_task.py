@@ -1,0 +1,45 @@
+"""A rank without samples takes part in a step with terms like those of the other ranks."""
+
+import json
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from etude.core import LossTerm
+from etude.core.task import as_task
+from etude.distributed import RankTask
+
+
+def terms_of(model, batch, *, metrics):
+    zero = model(batch).sum() * 0
+    return {
+        "loss": LossTerm(zero + 1, 1.0),
+        "penalty": LossTerm(zero + 2, 1.0, 0.5, reported=False),
+        "rare": LossTerm(zero + 3, 1.0, optional=True),
+        "accuracy": LossTerm(zero.detach(), 1.0, 0.0),
+    }
+
+
+def test_terms_of_an_idle_rank_are_reported_as_those_of_the_others():
+    said = []
+
+    def gather(text):
+        said.append(text)
+        return list(said)
+
+    world = SimpleNamespace(size=2, gather_text=gather)
+    model = nn.Linear(2, 1)
+    busy = RankTask(as_task(terms_of), world)(model, torch.ones(3, 2), metrics=True)
+    idle = RankTask(as_task(terms_of), world)(model, torch.ones(0, 2), metrics=True)
+    assert json.loads(said[1]) == {}
+    assert list(idle) == list(busy)
+    for name, term in idle.items():
+        assert (term.sum.item(), term.count) == (0.0, 0.0)
+        expected = busy[name]
+        assert (term.is_weighted, term.reported, term.optional) == (
+            expected.is_weighted,
+            expected.reported,
+            expected.optional,
+        )
+        assert term.sum.requires_grad == term.is_weighted
