@@ -26,7 +26,6 @@ FORKING = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 IDS = np.random.default_rng(3).integers(0, 60_000, 5000)
 LENGTHS = [0, 700, 1, 0, 0, 1299, 2999, 1, 0]
-OFFSETS = np.concatenate([[0], np.cumsum(LENGTHS)])
 
 
 @pytest.fixture(scope="module")

@@ -55,12 +55,21 @@ for key in ("tasks", "vocab"):
         validate_experiment(Document({"model": "lenet5", "data": "mnist", key: {}}))
     except ConfigError as error:
         print(error)
+import torch
+for given in ({"config": {"meaningful_loss": {}}}, {"vocab": 1}, {"optimiser": "sgd"}):
+    try:
+        etude.Trainer(torch.nn.Linear(1, 1), **given)
+    except (ConfigError, TypeError) as error:
+        print(error)
 """
     done = without("-c", code)
     assert done.returncode == 0, done.stderr
-    assert [line.partition(" (")[0] for line in done.stdout.splitlines()] == [
+    assert [line.partition(" (there are: ")[0].partition(" (allowed: ")[0] for line in done.stdout.splitlines()] == [
         "tasks: unknown section",
         "vocab: unknown section",
+        "config.meaningful_loss needs etude.multimodal, which is not installed",
+        "Trainer() has no argument 'vocab'",
+        "Trainer() has no argument 'optimiser'; did you mean 'optimizer'?",
     ]
 
 

@@ -452,8 +452,10 @@ def test_codebook_that_does_not_fit(vocab, values, words):
 
 
 def test_vocabulary_by_position_is_refused(vocab, codebooks):
-    with pytest.raises(ConfigError, match="a vocabulary is given by name: write vocab=vocab"):
+    with pytest.raises(ConfigError, match="give vocab="):
         Trainer(make_model(vocab), vocab, make_batches(vocab, 1), codebooks=codebooks)
+    with pytest.raises(DataError, match=r"train_loader.*VocabSpec.*by name"):
+        Trainer(make_model(vocab), vocab, make_batches(vocab, 1))
     with pytest.raises(ConfigError, match=r"vocab must be a VocabSpec.*found dict"):
         Trainer(make_model(vocab), make_batches(vocab, 1), vocab=vocab.to_dict())
 

@@ -75,7 +75,7 @@ class ProgressDisplay(Callback):
         self._interval_s = refresh_s
         self._noticed: list[tuple[float, str]] = []
         self._phase_is_new = False
-        self._gradient_norms: dict[str, float] = {}
+        self._norms: dict[str, float] = {}
         """Of the epoch that ends, by name."""
 
     # --- hooks
@@ -162,8 +162,8 @@ class ProgressDisplay(Callback):
         numbers = _finite(logs)
         shown = {name: value for name, value in numbers.items() if is_metric(name)}
         speed = {name: logs[name] for name in ("tokens_per_s", "mfu", "data_wait") if name in logs}
-        self._view.groups.close(f"epoch {epoch + 1}", numbers | self._gradient_norms)
-        self._gradient_norms = {}
+        self._view.groups.close(f"epoch {epoch + 1}", numbers | self._norms)
+        self._norms = {}
         self._see_phase(logs)
         row = Row(epoch, seconds, shown, speed, _phase_of_row(self._view.phase))
         self._view.rows = keep_rows([*(r for r in self._view.rows if r.epoch < epoch), row])
@@ -183,8 +183,8 @@ class ProgressDisplay(Callback):
 
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
         """Show what a callback tells the user; on a terminal it stays until others have taken its place for a while."""
-        if facts.get("event") == "task_gradients":
-            self._gradient_norms = {f"{task}/grad_norm": norm for task, norm in facts["norms"].items()}
+        if (norms := facts.get("norms")) is not None:  # of groups, for their table
+            self._norms = {f"{group}/grad_norm": norm for group, norm in norms.items()}
         if self._terminal is None:
             self._say(message)
             return

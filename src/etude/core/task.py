@@ -82,13 +82,13 @@ class Task:
         """Run the model on the batch and return its terms; with `metrics` those of weight 0 as well."""
         raise NotImplementedError
 
-    def objective(self, parts: Any) -> Any:  # noqa: ARG002
+    def objective(self, parts: Any) -> Any:
         """Return the `Objective` that turns its terms into gradients, from `ObjectiveParts`; None: the plain one."""
         return None
 
     # --- the loss
 
-    def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:  # noqa: ARG002
+    def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
         """Return the count of every weighted term without running the model, or None if it cannot be known.
 
         Needed with gradient accumulation if there are several weighted terms: each is divided by its own count over
@@ -109,7 +109,7 @@ class Task:
 
     # --- numbers
 
-    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:  # noqa: ARG002
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return numbers that follow from the averages of the terms, as perplexity does from the loss."""
         return {}
 
@@ -131,7 +131,7 @@ class Task:
         """Return the context of an evaluation: in it metrics that are more than averages count."""
         return contextlib.nullcontext()
 
-    def measured(self, reduce: Callable[[Tensor], Tensor]) -> Mapping[str, float]:  # noqa: ARG002
+    def measured(self, reduce: Callable[[Tensor], Tensor]) -> Mapping[str, float]:
         """Return these metrics at the end of an evaluation; `reduce` adds counts up over ranks."""
         return {}
 

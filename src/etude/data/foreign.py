@@ -162,7 +162,8 @@ def as_loader(source: Any, *, seed: int = 0, world_size: int = 1) -> Loader:
     if is_data or not (isinstance(source, Iterable) or callable(source)):
         raise DataError(
             f"cannot take batches from a {type(source).__name__}; wrap data in etude's "
-            f"DataLoader(data, labels, batch_size) or torch's DataLoader, or give an iterable of batches"
+            f"DataLoader(data, labels, batch_size) or torch's DataLoader, or give an iterable of batches; "
+            f"what is no data is given by name"
         )
     return ForeignLoader(source, seed, world_size)
 

@@ -1,7 +1,7 @@
 """The parts of a data set, for training, validation and test, and loaders over them, made with shared settings."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,10 +146,6 @@ class DataLoaderFactory:
                 )
             settings = {"training": training} | {k: v for k, v in settings.items() if k not in WORKERS}
         return make_loader(data, **settings)
-
-    def with_settings(self, **settings: Any) -> "DataLoaderFactory":
-        """Return a factory with some settings changed."""
-        return replace(self, **settings)
 
 
 def check_labels(labels: Tensor, num_classes: int, ignore_index: int = -100) -> None:

@@ -185,7 +185,7 @@ class StepLog:
 
     def _read(self, entries: list[_Entry]) -> "tuple[Tally, Series]":
         reports = [entry.report for entry in entries]
-        # Steps differ in their terms where tasks take turns; and of ranks, one without samples knows few.
+        # Steps may differ in their terms; and of ranks, one without samples knows few.
         names = self.world.union(list(dict.fromkeys(name for report in reports for name in report.sums)))
         optional = set(self.world.union(sorted(set().union(*(report.optional for report in reports)))))
         columns: list[Tensor] = []
@@ -252,7 +252,7 @@ def _column(values: list[Any]) -> Tensor:
     tensor = next((value for value in values if isinstance(value, Tensor)), None)
     if tensor is None:
         return torch.tensor(values, dtype=torch.float64)
-    # A count can be a number in one step and a tensor in another: where tasks take turns, most have the number 0.
+    # A count can be a number in one step and a tensor in another: where terms take turns, most have the number 0.
     numbers = {v: tensor.new_full((), v) for v in values if not isinstance(v, Tensor)}
     return torch.stack([v if isinstance(v, Tensor) else numbers[v] for v in values]).double()
 

@@ -65,7 +65,7 @@ class Updater:
         Returns the gradient norm before division, and 1.0 if the update was skipped because it was not finite.
         """
         grads = [param.grad for param in self.params if param.grad is not None]
-        if not grads:  # all tasks of this step are only watched
+        if not grads:  # no term of this step is trained
             return torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         if any(map(_IS_SPARSE, grads)):
             grads = self._values()
@@ -151,7 +151,7 @@ class Updater:
         self._met.update(id(param) for param in self.params if param.grad is not None)
 
     def _has_newcomer(self) -> bool:
-        """Whether a parameter has its first gradient: the head of a task that comes in later has."""
+        """Whether a parameter has its first gradient: one that is used for the first time has."""
         if len(self._met) == len(self.params):
             return False
         self._met.update(id(param) for param in self.optimizer.state)

@@ -6,21 +6,21 @@ from importlib import import_module
 from etude.config import Feature, SectionSpec
 
 ROOM_OF = {
-    "vocab": "etude.multimodal",
     "tasks": "etude.multitask",
     "weighting": "etude.multitask",
     "curriculum": "etude.multitask",
+    "vocab": "etude.multimodal",
 }
-"""Key of a file → room; the module `feature` of a room has its `FEATURE`."""
-_ROOMS = ("etude.multitask", "etude.multimodal")
-"""In the order in which they check and build."""
+"""Key of a file → room; the module `feature` of a room has its `FEATURE`. Rooms check and build in this order."""
 
 
 def features_for(keys: Collection[str], modules: Collection[str] = ()) -> tuple[Feature, ...]:
     """Return the features that serve one of the keys, or in whose room one of the modules is."""
     rooms = {ROOM_OF[key] for key in keys if key in ROOM_OF}
     rooms |= {".".join(module.split(".")[:2]) for module in modules}
-    return tuple(feature for room in _ROOMS if room in rooms and (feature := _load(room)) is not None)
+    return tuple(
+        feature for room in dict.fromkeys(ROOM_OF.values()) if room in rooms and (feature := _load(room)) is not None
+    )
 
 
 def all_features() -> tuple[Feature, ...]:

@@ -17,10 +17,10 @@ _MOVES = {
 }
 """Key under `training` → section, key there, and the spellings under which that section may already have it."""
 
-_ROOMS = {"meaningful_loss": "etude.multimodal"}
+_MOVED_BY = {"meaningful_loss": "etude.multimodal"}
 """Key under `training` → the room whose feature moves it."""
 
-LEGACY_KEYS = (*_MOVES, "use_scheduler", "use_mixed_precision", "precision_dtype", *_ROOMS)
+LEGACY_KEYS = (*_MOVES, "use_scheduler", "use_mixed_precision", "precision_dtype", *_MOVED_BY)
 """Keys of `training` that the other sections, and `precision`, say better: shown only where they say something."""
 
 DEFAULT_NAMES = {"optimizer": "adamw", "scheduler": DEFAULT_SCHEDULE}
@@ -51,7 +51,7 @@ def move_legacy_keys(document: Document) -> None:
     for key, (section, name, spellings) in _MOVES.items():
         if training.get(key) is not None:
             _move(document, training, key, section, name, spellings)
-    for key, room in _ROOMS.items():
+    for key, room in _MOVED_BY.items():
         if training.get(key) is not None:
             features = features_for((), [room])
             if not features:

@@ -1,17 +1,15 @@
 """Arguments of a `Trainer` for several modalities: the meaningful loss is made from them."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from etude.core import ConfigError, Task
 from etude.core.spelling import did_you_mean
 from etude.losses import SupervisedTask
-from etude.multimodal.folder import Modalities
 from etude.multimodal.loss import MeaningfulLoss
 from etude.multimodal.loss.combined import CODEBOOK_NAMES, join_codebooks
 from etude.multimodal.loss.settings import read_settings
-from etude.multimodal.vocab import VocabSpec
 from etude.trainer.arguments import plain_task
 
 ARGUMENTS = ("vocab", "codebooks", *CODEBOOK_NAMES, "edges", "use_ce")
@@ -24,17 +22,12 @@ def make_task(
     settings: Mapping[str, Any] | None,
     modalities: Mapping[str, Any],
     of: type,
-    loaders: Sequence[Any] = (),
 ) -> Task:
     """Return the task of a trainer: the one given, that of a loss, or the meaningful loss of a vocabulary.
 
     Raises ConfigError if what is given contradicts, TypeError for arguments that the class `of` does not have.
     """
     _refuse_unknown(modalities, of)
-    if any(isinstance(one, (VocabSpec, Modalities)) for one in loaders):
-        raise ConfigError(
-            "a vocabulary is given by name: write vocab=vocab; by position come model, train_loader and val_loader"
-        )
     vocab = modalities.get("vocab")
     if vocab is None:
         _refuse_without_vocabulary(settings, modalities, chosen=loss is not None or task is not None)

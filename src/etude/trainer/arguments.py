@@ -88,25 +88,26 @@ def as_loss(loss: Any) -> Any:
     return loss
 
 
-def make_task(
-    of: type, loss: Any, task: Any, config: TrainerConfig, modalities: Mapping[str, Any], sources: Iterable[Any]
-) -> Task:
+def make_task(loss: Any, task: Any, config: TrainerConfig, modalities: Mapping[str, Any], *, of: type) -> Task:
     """Return the task of a trainer: the one given, that of a loss, or that of tokens of several modalities.
 
     Modalities are the business of their room, which is looked up only where it is needed. Raises ConfigError if what
     is given contradicts, TypeError for a keyword argument that the class `of` does not have.
     """
-    theirs = any(type(source).__module__.startswith(f"{_MODALITIES}.") for source in sources)
-    if modalities or config.meaningful_loss is not None or theirs:
-        try:
-            room = import_module(f"{_MODALITIES}.training")
-        except ModuleNotFoundError as error:
-            name = next(iter(modalities), "config.meaningful_loss")
-            near = did_you_mean(name, inspect.signature(of).parameters)
-            raise TypeError(f"{of.__name__}() has no argument '{name}'{near}") from error
-        made: Task = room.make_task(loss, task, config.meaningful_loss, modalities, of, tuple(sources))
-        return made
-    return plain_task(loss, task)
+    if not modalities and config.meaningful_loss is None:
+        return plain_task(loss, task)
+    try:
+        room = import_module(f"{_MODALITIES}.training")
+    except ModuleNotFoundError as error:
+        if error.name not in (_MODALITIES, f"{_MODALITIES}.training"):
+            raise
+        if not modalities:
+            raise ConfigError(f"config.meaningful_loss needs {_MODALITIES}, which is not installed") from error
+        name = next(iter(modalities))
+        near = did_you_mean(name, inspect.signature(of).parameters)
+        raise TypeError(f"{of.__name__}() has no argument '{name}'{near}") from error
+    made: Task = room.make_task(loss, task, config.meaningful_loss, modalities, of)
+    return made
 
 
 def plain_task(loss: Any, task: Any, name: str = "loss") -> Task:

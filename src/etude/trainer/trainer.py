@@ -108,7 +108,7 @@ class Trainer:
         self.model = model
         self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
         self.machine = Machine.from_config(self.config, world)
-        self.task = make_task(type(self), loss, task, self.config, modalities, (train_loader, val_loader))
+        self.task = make_task(loss, task, self.config, modalities, of=type(self))
         self.step = make_step(model, self.task, optimizer, self.config, self.machine)
         self.optimizer = self.step.updater.optimizer
         self.loaders = Loaders(train_loader, val_loader, config=self.config, machine=self.machine, model=model)

@@ -44,11 +44,6 @@ class Curriculum:
         """The names of all tasks."""
         return tuple(self.weights)
 
-    @property
-    def needs_state(self) -> bool:
-        """Whether some phase begins by a metric, so that epoch and step alone do not say which phase it is."""
-        return any(not phase.begins.fixed for phase in self.phases)
-
     def advance(
         self, state: CurriculumState, epoch: float, step: int = 0, metrics: Mapping[str, float] | None = None
     ) -> CurriculumState:
