@@ -16,6 +16,7 @@ from task_parts import (
     whole,
 )
 
+from etude import Trainer
 from etude.core import StepReport
 from etude.engine.evaluation import evaluate
 from etude.engine.step_log import StepLog
@@ -128,3 +129,15 @@ def test_names_of_validation_begin_with_val(tmp_path):
     assert "kind/loss" not in third
     assert "kind/accuracy" not in third
     assert "flags/loss" in third
+
+
+def test_labels_that_only_later_batches_of_validation_have_are_not_missed_when_it_is_tried(caplog):
+    batches = [make_batch(6, place, dtype=torch.float32) for place in range(4)]
+    for batch in batches[:2]:
+        batch["kind"].fill_(-100)
+    config = {"epochs": 1, "sanity_val_batches": 2}
+    run = Trainer(
+        make_model(dtype=torch.float32), batches[2:], batches, config=config, task=make_task(), progress=False
+    )
+    assert {"val_loss", "val_kind/loss"} <= run.train().keys()
+    assert not [record for record in caplog.records if "no labels" in record.getMessage()]

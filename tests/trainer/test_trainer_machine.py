@@ -120,3 +120,10 @@ def test_loaders_put_batches_where_the_machine_is():
     data = torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)
     loaders = Loaders(data, config=TrainerConfig(batch_size=2), machine=(machine := Machine("cpu")))
     assert {batch[0].device for batch in loaders.train.iterate(0)} == {machine.device}
+
+
+def test_another_device_keeps_the_loss_scale():
+    machine = Machine("cpu", "fp16", loss_scale=8.0, batch_size=2)
+    moved = machine.at(torch.device("cpu", 0))
+    assert moved is not machine
+    assert torch.equal(moved.precision.scaler.scale, machine.precision.scaler.scale)

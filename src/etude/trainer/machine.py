@@ -53,6 +53,7 @@ class Machine:
         self.device = resolve_device(device, self.world.local_rank)
         self.precision = Precision(precision, self.device, loss_scale=loss_scale, summands=batch_size or 1)
         self.batch_size = batch_size
+        self._loss_scale = loss_scale
 
     @classmethod
     def from_config(cls, config: TrainerConfig, world: World | None = None) -> Self:
@@ -76,7 +77,13 @@ class Machine:
         """Return this machine with another device: where functions already have their tensors."""
         if device == self.device:
             return self
-        return Machine(device, self.precision.name, world=self.world, batch_size=self.batch_size)
+        return Machine(
+            device,
+            self.precision.name,
+            world=self.world,
+            loss_scale=self._loss_scale,
+            batch_size=self.batch_size,
+        )
 
     def current(self) -> AbstractContextManager[object]:
         """Return a context in which a CUDA device is the current one: its random generator is the run's."""

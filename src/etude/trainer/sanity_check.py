@@ -72,9 +72,11 @@ def _try(
     batches = loader.iterate(epoch=0)
     sums: dict[str, Tensor | float] = {}
     counts: dict[str, Tensor | float] = {}
+    has_batch = False
     try:
         with task.measuring():
             for batch in _first(batches, num_batches):
+                has_batch = True
                 if interrupts.requested:
                     return  # the loop asks next, and stops before its first step
                 with precision.autocast():
@@ -83,11 +85,11 @@ def _try(
                 for name, term in terms.items():
                     sums[name] = sums.get(name, 0.0) + term.sum
                     counts[name] = counts.get(name, 0.0) + term.count
-            if task.uses_all_parameters:  # of several tasks those that these few batches lack would be warned of
-                if not sums and world.size == 1:
-                    task.no_data()
-                task.derived({name: float(sums[name]) / (float(counts[name]) or math.nan) for name in sums})
+            if not has_batch and world.size == 1:
+                task.no_data()
             task.measured(lambda found: found)
+        # Not as a part of the evaluation: what these few batches lack is no reason for a warning.
+        task.derived({name: float(sums[name]) / (float(counts[name]) or math.nan) for name in sums})
     finally:
         batches.close()
 

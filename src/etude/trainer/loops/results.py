@@ -1,4 +1,4 @@
-"""`EpochResult`: what one epoch of training or validation came to."""
+"""`EpochResult`: the numbers of one epoch of training or validation."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
