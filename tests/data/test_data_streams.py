@@ -213,6 +213,39 @@ def test_an_epoch_under_way_is_not_changed():
 
 
 @pytest.mark.parametrize("draw", ["alternate", "together"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_epoch_under_way_goes_on_with_what_is_chosen_whoever_else_reads_the_loader(prefetch, draw):
+    """Another iterator that came later, at its end, closed or forgotten, changes nothing."""
+
+    def rest(disturb):
+        loader = StreamLoader(parts([20, 30]), 5, draw=draw, prefetch=prefetch, epoch_samples=50)
+        running = loader.iterate(1)
+        first = [plain(next(running)) for _ in range(3)]
+        kept = disturb(loader)
+        assert loader.choose({"a": 3, "b": 1}, position=10)
+        assert running.position == 10
+        found = [plain(batch) for batch in running]
+        running.close()
+        if kept is not None:
+            kept.close()
+        return first, found
+
+    def evaluates(loader):
+        batches = loader.iterate(0)
+        list(batches)
+        batches.close()
+
+    changed = StreamLoader(parts([20, 30]), 5, draw=draw, epoch_samples=50)
+    changed.choose({"a": 3, "b": 1})
+    expected = [plain(batch) for batch in changed.iterate(1, 10)]
+    undisturbed = rest(lambda loader: None)
+    assert undisturbed[1] == expected
+    assert rest(evaluates) == undisturbed
+    assert rest(lambda loader: next(loader.iterate(0)) and None) == undisturbed
+    assert rest(lambda loader: loader.iterate(0)) == undisturbed
+
+
+@pytest.mark.parametrize("draw", ["alternate", "together"])
 def test_other_streams_and_their_order_in_the_file_do_not_matter(draw):
     data = parts([20, 30, 10])
     two = by_stream(epochs(StreamLoader({"a": data["a"], "b": data["b"]}, 6, draw=draw, epoch_samples=60), 2))

@@ -93,8 +93,8 @@ class StreamLoader:
         self._streams = {name: Stream.of(name, part, seed) for name, part in self.data.parts.items()}
         self._sizes = {name: stream.order(shuffle=shuffle).size for name, stream in self._streams.items()}
         self._cut: dict[tuple[str, int], Stream] = {}
-        self._under_way: weakref.ref[EpochIterator] | None = None
-        self._epoch_under_way = 0
+        self._under_way: list[tuple[weakref.ref[EpochIterator], int]] = []
+        """Iterators that may still be open, with their epochs."""
         self._set_rank(rank, world_size)
         samples = self.data.epoch_samples or sum(self._sizes.values())
         self._training_batches = max(1, samples // batch_size if drop_last else -(-samples // batch_size))
@@ -110,6 +110,7 @@ class StreamLoader:
     def shared(self, rank: int, world_size: int) -> "StreamLoader":
         """Return a loader of the same batches that gives rank `rank` its share of each."""
         mine = copy.copy(self)
+        mine._under_way = []
         mine._set_rank(rank, world_size)
         mine._plan, mine._readers = mine._planned(mine.mixture)
         return mine
@@ -136,7 +137,7 @@ class StreamLoader:
         weights: proportions in training; streams left out are not read. Without, those the loader was made with.
         sequence_length: tokens of a sample, at most those of the data section; without, each stream's own.
         only: the streams that are read; the proportions among them stay.
-        position: where the epoch under way goes on with it; without, it holds from the next `iterate` on.
+        position: where an epoch under way goes on with it; without, it holds from the next `iterate` on.
 
         The order depends on what is chosen alone, not on what was before. Raises DataError for streams there are
         not, a length that does not fit, and if nothing would be left to train on; then nothing changes.
@@ -146,10 +147,15 @@ class StreamLoader:
             return False
         self._plan, self._readers = self._planned(mixture)
         self.mixture = mixture
-        batches = None if position is None or self._under_way is None else self._under_way()
-        if batches is not None and position is not None and not batches.is_closed:
-            batches.go_on_as(self._open(self._epoch_under_way, position))
+        if position is not None:
+            for batches, epoch in self._still_open():
+                batches.go_on_as(self._open(epoch, position))
         return True
+
+    def _still_open(self) -> list[tuple[EpochIterator, int]]:
+        """Return the iterators that are not at their end: others than the training's may have come and gone since."""
+        found = [(batches, epoch) for ref, epoch in self._under_way if (batches := ref()) is not None]
+        return [(batches, epoch) for batches, epoch in found if not batches.is_closed]
 
     def _mixed(
         self, weights: Mapping[str, float] | None, sequence_length: int | None, only: Collection[str] | None
@@ -212,7 +218,8 @@ class StreamLoader:
     def iterate(self, epoch: int, position: int = 0) -> EpochIterator:
         """Return the batches of `epoch` from sample `position` on."""
         batches = self._open(epoch, position)
-        self._under_way, self._epoch_under_way = weakref.ref(batches), epoch
+        kept = [(weakref.ref(one), its_epoch) for one, its_epoch in self._still_open()]
+        self._under_way = [*kept, (weakref.ref(batches), epoch)]
         return batches
 
     def _open(self, epoch: int, position: int) -> EpochIterator:
