@@ -178,3 +178,31 @@ def test_a_process_forked_from_the_run_can_be_ended():
     os.close(ready)
     os.close(there)
     assert os.WTERMSIG(status) == signal.SIGTERM
+
+
+class StopsAt(Callback):
+    """Stops the run by what a validation measured, as callbacks do that wait for a number."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def on_train_begin(self, run):
+        self.clock = run.clock
+
+    def on_validation_end(self, epoch, metrics):
+        if self.clock.step == self.step:
+            self.control.request_stop("good enough")
+
+
+@pytest.mark.parametrize("step", [3, 5])  # inside an epoch, and after its last step
+def test_a_repeated_validation_that_stops_the_run_stops_it_before_another_step(tmp_path, step):
+    plan = {"validate_every_steps": step}
+    make(tmp_path / "straight", Validation(), [StopsAt(step)], **plan).train()
+    cut_off = make(tmp_path / "run", Validation(2, at=1), [StopsAt(step)], **plan)
+    cut_off.train()
+    assert cut_off.state.clock.step == step
+    resumed = make(tmp_path / "run", Validation(), [StopsAt(step)], **plan)
+    resumed.train()
+    assert resumed.state.clock.step == step
+    assert facts(tmp_path / "run") == facts(tmp_path / "straight")

@@ -101,7 +101,7 @@ class Loop:
         self.callbacks.on_epoch_begin(self.clock.epoch)
         if self.clock.validation_due:
             self._validate_and_save()
-            if self._cut_off:
+            if self._finished():  # cut off again, or stopped by what was measured
                 return
         self._run_steps()
         if not self._finished():
