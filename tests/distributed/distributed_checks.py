@@ -14,9 +14,9 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from etude import DataLoader, Trainer
 from etude.core import CheckpointError, ConfigError, DataError
-from etude.core.task import LossTerm
+from etude.core.task import LossTerm, Task
 from etude.data import as_loader
-from etude.distributed import join_world, leave_world, share_buffers
+from etude.distributed import World, join_world, leave_world, share_buffers
 from etude.engine.evaluation import evaluate
 from etude.engine.interrupt import Interrupted, Interrupts
 
@@ -115,6 +115,52 @@ def collectives_of_a_step() -> None:
     made.step(batches)
     dist.all_reduce = original
     assert calls == [10, 1]
+    leave_world()
+
+
+class Penalised(Task):
+    """A loss with a penalty that is no number of the run; some micro-batches of a step have no weight at all."""
+
+    def __init__(self, weighs=lambda place: True) -> None:
+        self.weighs, self.calls = weighs, 0
+
+    def __call__(self, model, batch, *, metrics):
+        weight = float(self.weighs(self.calls))
+        self.calls += 1
+        losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        bias = next(param for name, param in model.named_parameters() if name.endswith("bias"))
+        penalty = LossTerm(bias.square().sum() * len(losses), len(losses), weight, reported=False)
+        rare = LossTerm(losses.detach().sum() * 0, 0.0, 0.0, optional=True)
+        return {"loss": LossTerm(losses.sum(), len(losses), weight), "penalty": penalty, "rare": rare}
+
+    def counts(self, batch):
+        return {"loss": len(batch[1]), "penalty": len(batch[1])}
+
+
+def terms_without_numbers() -> None:
+    """A rank without samples makes no number of a term that is none."""
+    numbers = []
+    made = trainer(data(9), data(9), task=Penalised(), config={"log_interval": 1})
+    made.callbacks.on_log = numbers.append
+    result = made.train()
+    names = {name.removeprefix("val_") for one in (result, *numbers) for name in one}
+    assert "loss" in names
+    assert not {"penalty", "rare"} & names, names
+    leave_world()
+
+
+def micro_batches_without_weight() -> None:
+    """Ranks meet in a step whose last micro-batch has nothing to learn from: none goes its own way."""
+    for pattern in ((1, 0), (0, 1), (1, 0, 0)):
+        config = {"grad_accum_steps": len(pattern)}
+        task = Penalised(lambda place, pattern=pattern: pattern[place % len(pattern)])
+        made = trainer(data(16 * len(pattern)), task=task, config=config)
+        alone = Penalised(task.weighs)
+        reference = trainer(data(16 * len(pattern)), task=alone, world=World(), config=config)
+        made.train()
+        reference.train()
+        for mine, theirs in zip(made.model.parameters(), reference.model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs)
     leave_world()
 
 

@@ -11,6 +11,10 @@ def test_world(runs, check, size):
     runs.call(size, check).ok()
 
 
-@pytest.mark.parametrize("check", ["collectives_of_a_step", "loaders"])
+@pytest.mark.parametrize("check", ["collectives_of_a_step", "loaders", "micro_batches_without_weight"])
 def test_trainer(runs, check):
     runs.call(2, check).ok()
+
+
+def test_terms_without_numbers(runs):
+    runs.call(2, "terms_without_numbers").ok()

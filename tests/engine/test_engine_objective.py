@@ -12,6 +12,8 @@ from torch import nn
 
 from etude.core import ConfigError, LossTerm, Task, TrainingError
 from etude.core.task import as_task
+from etude.data import as_loader
+from etude.engine.evaluation import evaluate
 from etude.engine.precision import Precision
 from etude.engine.step import Step
 from etude.engine.update import Updater
@@ -161,6 +163,16 @@ def test_the_only_trained_term_need_not_be_reported(sizes):
     found, report = gradients(parts, Penalty(knows_counts=False))
     torch.testing.assert_close(found, of_the_big_batch(parts), rtol=1e-9, atol=1e-12)
     assert report.sums.keys() == {"size"}
+
+
+def test_a_term_that_is_not_reported_is_no_number_of_an_evaluation():
+    def task(model, batch, *, metrics):
+        loss = model(batch[0]).square()
+        penalty = LossTerm(model.weight.square().sum(), 1, 0.1, reported=False)
+        return {"loss": LossTerm(loss.sum(), loss.numel()), "penalty": penalty}
+
+    batches = as_loader([(torch.randn(3, 4),), (torch.randn(2, 4),)])
+    assert evaluate(nn.Linear(4, 2), task, batches).keys() == {"loss"}
 
 
 def test_a_function_is_a_task_and_methods_are_not_ignored():

@@ -66,6 +66,8 @@ class _Sums:
 
     def add(self, terms: Terms) -> None:
         for name, term in terms.items():
+            if not term.reported:
+                continue
             zero = torch.zeros((), dtype=torch.float64, device=term.sum.device)
             self.sums[name] = self.sums.get(name, zero) + term.sum
             self.counts[name] = self.counts.get(name, zero) + term.count

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from etude.core import Batch, Task, Terms, TrainingError
 from etude.core.task import check_terms
-from etude.distributed import RankTask, World, check_gradients, local_gradients
+from etude.distributed import RankTask, World, check_gradients, idle_output, local_gradients
 from etude.engine.callback import CallbackList
 from etude.engine.precision import Precision
 
@@ -52,6 +52,7 @@ class Objective:
         """The task as this rank runs it."""
         self.step = 0
         self.micro_batches: Sequence[Batch] = ()
+        self._is_last = False
         self.sums: dict[str, Tensor] = {}
         """Per term that is reported, the sum over the micro-batches of the step so far (detached)."""
         self.counts: Counts = {}
@@ -74,7 +75,8 @@ class Objective:
 
     def micro_batch(self, place: int) -> AbstractContextManager[object]:
         """Return the context of a micro-batch: the last one of a step all-reduces the gradients."""
-        if self.parts.world.size == 1 or place + 1 == len(self.micro_batches):
+        self._is_last = place + 1 == len(self.micro_batches)
+        if self.parts.world.size == 1 or self._is_last:
             return _NOTHING
         return local_gradients(self.parts.model)
 
@@ -82,6 +84,7 @@ class Objective:
         """Add up the terms of a micro-batch and run its backward pass."""
         weighted = self.add(terms)
         if not weighted:
+            self.all_reduce_nothing()
             return
         if self.totals is None:
             if self._are_single(weighted):
@@ -153,6 +156,11 @@ class Objective:
                 if term.optional:
                     self.optional.add(name)
         return {name: term for name, term in terms.items() if term.is_weighted}
+
+    def all_reduce_nothing(self) -> None:
+        """Run the all-reduce of a step whose last micro-batch has nothing to learn from, here or on any rank."""
+        if self._is_last and self.parts.world.size > 1:
+            idle_output(self.parts.model).backward()  # type: ignore[no-untyped-call]
 
     def run_backward(self, weighted: Terms) -> None:
         """Run the backward pass of Σ weight·sum/total, or of weight·sum if the division is left to the update."""

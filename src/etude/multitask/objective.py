@@ -43,7 +43,7 @@ class TaskObjective(Objective):
         """Receives what the user should know."""
         self._watchers: Sequence[TaskGradientWatcher] = ()
         self._probe: GradientProbe | None = None
-        self._is_probed = self._learns = self._is_last = False
+        self._is_probed = self._learns = False
         rule = self.weighting
         if rule is not None and rule.has_state and all(rule is not part for part in parts.model.modules()):
             raise ConfigError(
@@ -76,7 +76,6 @@ class TaskObjective(Objective):
 
     def micro_batch(self, place: int) -> Any:
         """Return the context of a micro-batch."""
-        self._is_last = place + 1 == len(self.micro_batches)
         return super().micro_batch(place) if self.all_reduces else local_gradients(self.parts.model)
 
     def backward(self, terms: Terms) -> None:
@@ -89,8 +88,8 @@ class TaskObjective(Objective):
             if self._is_probed and self._probe is not None:
                 self._probe.add(weighted, self.totals)
             self.task_backward(weighted, self.totals)
-        elif self._is_last and self.all_reduces and self.parts.world.size > 1:
-            idle_output(self.parts.model).backward()  # type: ignore[no-untyped-call]  # the other ranks all-reduce
+        elif self.all_reduces:
+            self.all_reduce_nothing()
 
     def task_backward(self, weighted: Terms, totals: Counts) -> None:
         """Run the backward pass of the terms that a micro-batch has."""
