@@ -30,8 +30,8 @@ if TYPE_CHECKING:
         prefetch_stream,
         read_dataset,
     )
-    from etude.engine.accumulation import GradientAccumulator
     from etude.engine.callback import Callback, CallbackList
+    from etude.engine.step import GradientAccumulator
     from etude.experiment import (
         create_model_config,
         create_trainer_config,

@@ -14,7 +14,7 @@ from etude import TrainerConfig
 from etude.core import num_samples
 from etude.data import DataSplits, TensorData
 from etude.distributed import World
-from etude.engine.accumulation import GradientAccumulator
+from etude.engine.step import GradientAccumulator
 from etude.experiment import RunOutcome
 from etude.experiment.build import Data
 from etude.experiment.compare import steps_for

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.core import ConfigError
-from etude.engine.accumulation import GradientAccumulator
+from etude.engine.step import GradientAccumulator
 
 SCHEDULES = st.dictionaries(st.integers(0, 12), st.integers(1, 6), max_size=4)
 

@@ -20,7 +20,7 @@ from etude.losses import (
     logits_of,
     mean_of,
 )
-from etude.losses.outputs import head_of, shape_of
+from etude.losses.strategies import head_of, shape_of
 
 V, D, B, L = 37, 8, 3, 20
 

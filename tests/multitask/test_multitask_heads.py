@@ -13,7 +13,7 @@ from etude.config.registry import names
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.head import HeadOutput
 from etude.losses import BinaryLoss
-from etude.models.features import Features, feature_dim, positions_of
+from etude.models.features import Features, feature_dim
 from etude.multitask.heads import (
     BinaryHead,
     LanguageModelHead,
@@ -22,6 +22,7 @@ from etude.multitask.heads import (
     TokenClassifier,
     pooled,
 )
+from etude.multitask.model import positions_of
 
 WIDTH = 6
 POOLINGS = ("mean", "last", "first", "max")

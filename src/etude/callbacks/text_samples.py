@@ -15,7 +15,7 @@ from etude.core.calling import ModelCall, unwrap
 from etude.core.files import write_text
 from etude.data.corpus import load_tokenizer, read_vocabulary
 from etude.engine.callback import Callback, Logs, RunInfo
-from etude.losses.outputs import logits_of
+from etude.losses.strategies import logits_of
 from etude.models import CausalTransformerLM
 from etude.models.sampling import check_sampling, evaluating, next_tokens
 from etude.monitor.run_folder import SAMPLES

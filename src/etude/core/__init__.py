@@ -1,6 +1,6 @@
 """The words every other room shares: batches, loss terms, clock, control, errors, randomness."""
 
-from etude.core.batch import Batch, DataBatch, batch_labels, map_tensors, num_samples, to_device
+from etude.core.batch import Batch, DataBatch, batch_labels, is_empty, map_tensors, num_samples, to_device
 from etude.core.clock import Clock, Control
 from etude.core.errors import (
     CheckpointError,
@@ -34,6 +34,7 @@ __all__ = [
     "Terms",
     "TrainingError",
     "batch_labels",
+    "is_empty",
     "map_tensors",
     "num_samples",
     "to_device",

@@ -91,3 +91,20 @@ def num_samples(batch: Batch) -> int:
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move every tensor to `device`; from pinned memory the copy does not wait."""
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
+
+
+def is_empty(batch: Batch) -> bool:
+    """Whether a batch has tensors, and no sample in any of them.
+
+    >>> import torch
+    >>> is_empty({"x": torch.zeros(0, 3)}), is_empty({"x": torch.zeros(2, 3)}), is_empty(["words"])
+    (True, False, False)
+    """
+    lengths: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        lengths.append(tensor.shape[0] if tensor.dim() else 1)
+        return tensor
+
+    map_tensors(batch, note)
+    return bool(lengths) and not any(lengths)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from etude.core.batch import Batch, map_tensors
+from etude.core.batch import Batch, is_empty
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.task import LossTerm, Task, Terms
 from etude.distributed.world import World
@@ -165,20 +165,3 @@ class RankTask(Task):
             for name, kind in json.loads(text).items():
                 agreed.setdefault(name, kind)
         return agreed
-
-
-def is_empty(batch: Batch) -> bool:
-    """Whether a batch has tensors, and no sample in any of them.
-
-    >>> import torch
-    >>> is_empty({"x": torch.zeros(0, 3)}), is_empty({"x": torch.zeros(2, 3)}), is_empty(["words"])
-    (True, False, False)
-    """
-    lengths: list[int] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        lengths.append(tensor.shape[0] if tensor.dim() else 1)
-        return tensor
-
-    map_tensors(batch, note)
-    return bool(lengths) and not any(lengths)

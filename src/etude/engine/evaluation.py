@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import Loader, Task, Terms
+from etude.core.batch import is_empty
 from etude.core.calling import unwrap
 from etude.core.random import aside
 from etude.core.task import as_task, check_terms
-from etude.distributed import World, is_empty, share_buffers
+from etude.distributed import World, share_buffers
 from etude.engine.explain import explained
 from etude.engine.interrupt import Interrupted, Interrupts
 from etude.engine.precision import Precision

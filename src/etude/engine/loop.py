@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from etude.core import Batch, Control, DataError, Loader
-from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import CallbackList
 from etude.engine.finite import FiniteCheck
 from etude.engine.interrupt import OTHER_PROCESS, Interrupted, Interrupts, StopPoll
 from etude.engine.meter import ForwardFlops, Meter
 from etude.engine.state import Saver, TrainState
-from etude.engine.step import Step
+from etude.engine.step import GradientAccumulator, Step
 from etude.engine.update import LearningRate
 
 

@@ -1,10 +1,16 @@
-"""One training step: forward and backward over the micro-batches, one division, one update."""
+"""One training step: forward and backward over the micro-batches, one division, one update.
 
-from collections.abc import Callable, Sequence
+`GradientAccumulator` says how many micro-batches make a step.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
 
 from torch import nn
 
-from etude.core import Batch, Clock, StepReport, Task, Terms
+from etude.core import Batch, Clock, ConfigError, StepReport, Task, Terms
+from etude.core.arguments import as_whole
 from etude.core.buffers import BufferGuard
 from etude.core.task import as_task
 from etude.distributed import World
@@ -65,3 +71,58 @@ class Step:
         objective.after_update()
         self._buffers.put_back(skipped)
         return StepReport(objective.sums, objective.counts, norm, divisor, skipped, updater.lr, objective.optional)
+
+
+class GradientAccumulator:
+    """Groups batches into steps of `accumulation_steps` micro-batches.
+
+    The step that receives them divides once by their common count, so the result equals that of one large batch.
+    A mapping gives a schedule: `{0: 1, 5: 4}` uses 1 micro-batch from epoch 0 on and 4 from epoch 5 on.
+
+    >>> [len(group) for group in GradientAccumulator(accumulation_steps=2).group(range(5), epoch=0)]
+    [2, 2, 1]
+    >>> GradientAccumulator(accumulation_steps={0: 1, 5: 4}).steps_at(7)
+    4
+    """
+
+    def __init__(self, optimizer: Any = None, accumulation_steps: int | Mapping[int, int] = 1) -> None:
+        """Set the number of micro-batches. `optimizer` is accepted for readability of call sites; the step owns it."""
+        schedule = dict(accumulation_steps) if isinstance(accumulation_steps, Mapping) else {0: accumulation_steps}
+        if 0 not in schedule or any(epoch < 0 for epoch in schedule):
+            raise ConfigError(
+                f"an accumulation schedule must start at epoch 0, got epochs {sorted(schedule)}; write {{0: 1, 5: 4}}"
+            )
+        schedule = {epoch: as_whole("accumulation_steps", steps, least=1) for epoch, steps in schedule.items()}
+        self.optimizer = optimizer
+        self.most = max(schedule.values())
+        """The largest number of micro-batches per step."""
+        self._schedule = sorted(schedule.items())
+
+    def steps_at(self, epoch: int) -> int:
+        """Return the number of micro-batches per step in `epoch`."""
+        return next(steps for first, steps in reversed(self._schedule) if first <= epoch)
+
+    def num_steps(self, num_batches: int, epochs: range) -> int:
+        """Return the optimizer steps in `epochs`, with `num_batches` batches in each; as fast for many as for few.
+
+        >>> GradientAccumulator(accumulation_steps={0: 1, 5: 4}).num_steps(8, range(10**9))
+        2000000030
+        """
+        assert epochs.step == 1
+        total = 0
+        ends = [first for first, _ in self._schedule[1:]] + [epochs.stop]
+        for (first, steps), end in zip(self._schedule, ends, strict=True):
+            num_epochs = max(0, min(end, epochs.stop) - max(first, epochs.start))
+            total += num_epochs * -(-num_batches // steps)
+        return total
+
+    def group(self, batches: Iterable[Batch], epoch: int) -> Iterator[list[Batch]]:
+        """Yield the micro-batches of each step; the last step of an epoch may have fewer."""
+        steps = self.steps_at(epoch)
+        if steps == 1:
+            for batch in batches:
+                yield [batch]
+        else:
+            iterator = iter(batches)
+            while group := list(islice(iterator, steps)):
+                yield group

@@ -17,7 +17,7 @@ from etude.core.spelling import suggest
 from etude.data import DataLoader, DataSplits
 from etude.data.parts import Streams
 from etude.distributed import World, before_joining
-from etude.engine.accumulation import GradientAccumulator
+from etude.engine.step import GradientAccumulator
 from etude.experiment.build import Data, build_data, build_trainer
 from etude.experiment.comparison import ComparedRun, Comparison, WeightingComparison, make_rows
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config, validate_experiment

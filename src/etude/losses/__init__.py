@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from etude.losses.functional import accuracy_term, cross_entropy, cross_entropy_term, mean_of
     from etude.losses.language import LanguageModelingLoss, MaskedLanguageModelingLoss
     from etude.losses.linear import linear_cross_entropy, linear_cross_entropy_terms
-    from etude.losses.outputs import logits_of
     from etude.losses.strategies import (
         ClassificationLoss,
         LossStrategy,
         SegmentationLoss,
         TextClassificationLoss,
         VisionClassificationLoss,
+        logits_of,
     )
     from etude.losses.task import InferredLoss, SupervisedTask, as_strategy, infer_strategy
     from etude.losses.wrapped import FunctionLoss

@@ -16,8 +16,7 @@ from etude.core.batch import Batch
 from etude.core.errors import ConfigError, DataError, TrainingError
 from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, mean_of
-from etude.losses.outputs import logits_of
-from etude.losses.strategies import LossStrategy, required_labels
+from etude.losses.strategies import LossStrategy, logits_of, required_labels
 
 
 def binary_cross_entropy(

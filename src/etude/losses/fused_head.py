@@ -19,7 +19,7 @@ from etude.core.buffers import probing
 from etude.core.calling import ModelCall, unwrap
 from etude.core.errors import TrainingError
 from etude.core.head import HeadOutput, linked
-from etude.losses.outputs import head_of, logits_of
+from etude.losses.strategies import head_of, logits_of
 
 FEW_POSITIONS = 16
 """How much of a batch's first sample is run to compare both ways."""

@@ -15,9 +15,8 @@ from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, accuracy_term, cross_entropy_term, mask_labels
 from etude.losses.fused_head import FusedHead
 from etude.losses.linear import linear_cross_entropy_terms
-from etude.losses.outputs import head_of, logits_of
 from etude.losses.perplexity import perplexity
-from etude.losses.strategies import LossStrategy, Smoothing
+from etude.losses.strategies import LossStrategy, Smoothing, head_of, logits_of
 
 
 @register("loss", "language_modeling")

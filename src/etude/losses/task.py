@@ -11,8 +11,7 @@ from etude.core.errors import CheckpointError, TrainingError
 from etude.core.lookups import explain_lookup
 from etude.core.task import Task, Terms
 from etude.losses.language import LanguageModelingLoss, is_encoder_decoder, shift_in
-from etude.losses.outputs import shape_of
-from etude.losses.strategies import ClassificationLoss, LossStrategy, SegmentationLoss
+from etude.losses.strategies import ClassificationLoss, LossStrategy, SegmentationLoss, shape_of
 from etude.losses.wrapped import FunctionLoss, LossFunction, mean_squared_error
 
 KINDS: Mapping[str, Callable[[int | None], LossStrategy]] = {

@@ -20,8 +20,7 @@ from etude.core.batch import Batch, num_samples
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, count_labels, cross_entropy_term, label_weights, nll_term
-from etude.losses.outputs import logits_of
-from etude.losses.strategies import LossStrategy, add_accuracy, required_labels
+from etude.losses.strategies import LossStrategy, add_accuracy, logits_of, required_labels
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 

@@ -13,8 +13,7 @@ from etude.core.spelling import listed, nearest, suggest
 from etude.core.task import LossTerm, Terms
 from etude.losses.binary import binary_cross_entropy_term, multi_label_bce_term
 from etude.losses.functional import cross_entropy_term, mean_of
-from etude.losses.outputs import logits_of, shape_of
-from etude.losses.strategies import LossStrategy
+from etude.losses.strategies import LossStrategy, logits_of, shape_of
 from etude.losses.task import as_strategy
 from etude.losses.wrapped import LossFunction
 

@@ -1,26 +1,28 @@
-"""One model for several tasks: a trunk that all share, and a head for each."""
+"""One model for several tasks: a trunk that all share, a head for each, and how features come from a trunk."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from etude.core.batch import Batch, JointBatch
 from etude.core.buffers import probing
+from etude.core.calling import ModelCall, is_next_token
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.head import linked
 from etude.core.spelling import did_you_mean, listed, suggest
-from etude.models.features import FeatureCall, Features, feature_dim
+from etude.models.features import Features, Trunk, feature_dim
+from etude.models.huggingface_trunk import HuggingFaceModel, HuggingFaceTrunk
 from etude.multitask.heads import LanguageModelHead
 
 
 class MultiTaskModel(nn.Module):
     """Runs a trunk once on a batch, and only those heads on its features that are asked for.
 
-    The trunk is any model (see `etude.models.features`), a head a module that is called with `Features`. The
+    The trunk is any model (see `FeatureCall`), a head a module that is called with `Features`. The
     weighting of the tasks becomes part of the model when they join it (`MultiTask.join`, which a `Trainer` calls), so
     that it is saved, moved, optimized and kept the same on all processes like the rest. The model does not call it.
 
@@ -151,6 +153,77 @@ class MultiTaskModel(nn.Module):
 
     def _no_such_head(self, name: str) -> str:
         return f"the model has no head '{name}'{suggest(name, self.heads)}"
+
+
+class FeatureCall:
+    """Runs a trunk on a batch of any form that `ModelCall` takes; how, is found out once, here.
+
+    A `Trunk` runs its `features`, a model of Hugging Face its base model; of any other the output is the features.
+    """
+
+    def __init__(self, trunk: nn.Module) -> None:
+        self._has_features = isinstance(trunk, Trunk)
+        own = None if self._has_features or not isinstance(trunk, HuggingFaceModel) else HuggingFaceTrunk(trunk)
+        self._huggingface = own
+        self._call = ModelCall(trunk.features if isinstance(trunk, Trunk) else trunk)
+
+    def __call__(self, trunk: nn.Module, batch: Batch) -> Features:
+        """Return the features of `batch`; raise TrainingError if the trunk returns something else."""
+        hidden = self._run(trunk, batch)
+        if not isinstance(hidden, Tensor) or hidden.dim() not in (2, 3):
+            found = (
+                f"a tensor of shape {tuple(hidden.shape)}" if isinstance(hidden, Tensor) else type(hidden).__name__
+            )
+            raise TrainingError(
+                f"heads need features (batch, length, width) or (batch, width), but {type(trunk).__name__} returned "
+                f"{found}; give it a method `features` and an attribute `feature_dim`"
+            )
+        mask, document_ids = positions_of(batch) if hidden.dim() == 3 else (None, None)
+        softcap = None if self._huggingface is None else self._huggingface.softcap
+        return Features(hidden, mask, document_ids, self.output(trunk), softcap)
+
+    def output(self, trunk: nn.Module) -> nn.Linear | None:
+        """Return the linear layer that makes the trunk's predictions of its features, None if there is none."""
+        if not isinstance(trunk, NamesItsOutput) or (self._huggingface and not self._huggingface.has_output):
+            return None
+        layer = trunk.get_output_embeddings()
+        return layer if isinstance(layer, nn.Linear) else None
+
+    def _run(self, trunk: Any, batch: Batch) -> Any:
+        if self._huggingface is not None:
+            return self._huggingface(trunk, batch)
+        return self._call(trunk.features if self._has_features else trunk, batch)
+
+
+@runtime_checkable
+class NamesItsOutput(Protocol):
+    """A model that says which of its modules is the output layer."""
+
+    def get_output_embeddings(self) -> Any:
+        """Return the output layer, or None."""
+
+
+def positions_of(batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+    """Return mask and documents of the positions that the model sees, (B, L) each, or None.
+
+    >>> import torch
+    >>> positions_of({"input_ids": torch.tensor([[5, 6, 0]]), "document_ids": torch.tensor([[0, 1, -1]])})[0]
+    tensor([[ True,  True, False]])
+    """
+    if not isinstance(batch, Mapping):
+        return None, None
+    mask = next((batch[key] for key in ("attention_mask", "attn_mask") if key in batch), None)
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        mask = None  # masks of other shapes say who sees whom, not what is padding
+    documents = batch.get("document_ids")
+    if not isinstance(documents, Tensor):
+        documents = None
+    elif mask is None:
+        mask = documents >= 0
+    if is_next_token(batch):  # the model does not see the last token, which has no next one
+        mask = None if mask is None else mask[:, :-1]
+        documents = None if documents is None else documents[:, :-1]
+    return mask, documents
 
 
 def order_of_use(result: Tensor) -> dict[int, int]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import Batch, ConfigError, Task, Terms, TrainingError
-from etude.core.batch import STREAM, JointBatch
+from etude.core.batch import STREAM, JointBatch, is_empty
 from etude.core.task import LossTerm
-from etude.distributed import World, idle_output, is_empty, local_gradients
+from etude.distributed import World, idle_output, local_gradients
 from etude.engine.callback import CallbackList
 from etude.engine.objective import Counts, Objective, ObjectiveParts
 from etude.multitask.gradients import LOSS, GradientProbe, TaskGradientWatcher
@@ -76,7 +76,9 @@ class TaskObjective(Objective):
 
     def micro_batch(self, place: int) -> Any:
         """Return the context of a micro-batch."""
-        return super().micro_batch(place) if self.all_reduces else local_gradients(self.parts.model)
+        if self.all_reduces or self.parts.world.size == 1:
+            return super().micro_batch(place)
+        return local_gradients(self.parts.model)
 
     def backward(self, terms: Terms) -> None:
         """Make the gradients of one micro-batch, which may have no task at all."""

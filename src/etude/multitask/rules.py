@@ -1,21 +1,20 @@
 """Weightings that ask more of a step than weights: each task's gradient, or the losses before and after the update."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from etude.core import Batch, ConfigError, Terms
-from etude.core.batch import JointBatch
+from etude.core.batch import JointBatch, is_empty
 from etude.core.buffers import BufferGuard
 from etude.core.calling import unwrap
 from etude.core.task import LossTerm
-from etude.distributed import is_empty
 from etude.engine.objective import Counts, ObjectiveParts
 from etude.multitask.gradients import LOSS, SharesParameters, TaskRows, shares
 from etude.multitask.objective import TaskObjective
-from etude.multitask.replay import Replay
 from etude.multitask.weighting import Needs, assign_gradients
 
 if TYPE_CHECKING:
@@ -203,3 +202,32 @@ class UpdateObjective(LossObjective):
         with self._random.again():
             after, _ = self._losses_now(self.totals)
         self.weighting.after_update(before, after, scale)
+
+
+class Replay:
+    """The random numbers of torch from a moment on; nothing waits for a device, as generators live on the host.
+
+    >>> random = Replay(torch.device("cpu"))
+    >>> random.remember()
+    >>> first, second = torch.rand(1), torch.rand(1)
+    >>> with random.again():
+    ...     torch.rand(1) == first
+    tensor([True])
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = [device] if device.type == "cuda" else []
+        self._states: list[Tensor] = []
+
+    def remember(self) -> None:
+        """Take this moment."""
+        self._states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda)]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw the numbers that followed the moment; what is drawn after this block does not depend on it."""
+        with torch.random.fork_rng(self._cuda):
+            torch.set_rng_state(self._states[0])
+            for device, state in zip(self._cuda, self._states[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            yield

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from etude.core.batch import LABEL_KEYS, STREAM, Batch
+from etude.core.batch import STREAM, Batch
 from etude.core.calling import targets_of
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.spelling import suggest
@@ -135,13 +135,6 @@ def _check_keys(tasks: Mapping[str, TaskSpec], keys: Sequence[str], stream: str 
                 raise TrainingError(
                     f"the labels of task '{task}' are '{one.labels}', which {where}{suggest(one.labels, keys)}"
                 )
-
-
-def view_for(batch: Batch, labels: str | None) -> Batch:
-    """Return the batch as the loss of one task sees it: with this task's labels, and no other's."""
-    if labels is None or not isinstance(batch, Mapping):
-        return batch
-    return {**{key: value for key, value in batch.items() if key not in LABEL_KEYS}, "labels": batch[labels]}
 
 
 def check_task(name: str, spec: TaskSpec, variant: str = "") -> None:

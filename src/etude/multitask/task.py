@@ -1,9 +1,6 @@
 """Several tasks at once: which of them a batch is for, one pass through the model, one loss for each."""
 
-import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -11,35 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from etude.core.batch import STREAM, Batch, JointBatch, num_samples
-from etude.core.errors import ConfigError, EtudeError, TrainingError
+from etude.core.batch import LABEL_KEYS, STREAM, Batch, JointBatch, num_samples
+from etude.core.errors import EtudeError, TrainingError
 from etude.core.loader import Loader
 from etude.core.lookups import explain_lookup
-from etude.core.spelling import suggest
-from etude.core.task import LossTerm, Task, Terms
+from etude.core.task import LossTerm, Terms
 from etude.engine.objective import ObjectiveParts
-from etude.losses.outputs import head_of
+from etude.losses.strategies import head_of
+from etude.multitask.active import LOSS, ActiveTasks
 from etude.multitask.rules import make_objective
-from etude.multitask.spec import (
-    ActiveTask,
-    Measure,
-    TaskSpec,
-    check_known,
-    check_labels,
-    check_task,
-    learns_from,
-    strategy_of,
-    view_for,
-)
+from etude.multitask.spec import ActiveTask, check_labels, learns_from
 from etude.multitask.training import check_streams_of, holds_same_keys, join_weighting, train_weighting, warn_of_steps
-from etude.multitask.weighting import StaticWeights, Weighting
 
-logger = logging.getLogger("etude")
-
-LOSS, PENALTY, CAUSAL = "loss", "penalty", "causal"
+PENALTY, CAUSAL = "penalty", "causal"
 
 
-class MultiTask(Task):
+class MultiTask(ActiveTasks):
     """Trains several tasks on one `MultiTaskModel`: `Trainer(model, loader, task=MultiTask({...}))`.
 
     A batch is for the tasks that read its stream, or, where it has none, for those whose labels it has. The model runs
@@ -50,85 +34,11 @@ class MultiTask(Task):
     `weighting` (None: the weights as they are) learns or adapts the weights; it becomes part of the model in `join`.
     """
 
-    uses_all_parameters = False  # a batch for some of the tasks leaves the heads of the others without gradients
-
-    def __init__(self, tasks: Mapping[str, TaskSpec], weighting: Weighting | None = None) -> None:
-        if not tasks:
-            raise ConfigError("there are no tasks; give at least one")
-        for name, spec in tasks.items():
-            check_task(name, spec)
-        self.tasks = dict(tasks)
-        if weighting is not None and weighting.tasks != tuple(tasks):
-            raise ConfigError(
-                f"the weighting has the tasks {', '.join(weighting.tasks)}, but there are {', '.join(tasks)}; "
-                f"make it with the same names in the same order"
-            )
-        # Fixed weights need no tensors: they are plain numbers in the terms.
-        self.weighting = None if isinstance(weighting, StaticWeights) else weighting
-        static = weighting.weights.tolist() if isinstance(weighting, StaticWeights) else [1.0] * len(tasks)
-        self._static = dict(zip(tasks, static, strict=True))
-        self._variants: dict[tuple[str, str | None], ActiveTask] = {}
-        for name, spec in self.tasks.items():
-            for variant, one in ((None, spec), *spec.variants.items()):
-                self._variants[name, variant] = ActiveTask(one, strategy_of(one))
-        self.samples = dict.fromkeys(self.tasks, 0)
-        """How many samples each task has learned from on this process."""
-        self.version = 0
-        """Changes when other tasks, or other variants of them, become active."""
-        self._weights: dict[str, float] = {}
-        self._active: dict[str, ActiveTask] = {}
-        self._scales: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._measuring = False
-        self.alike = False
-        """Whether all training batches of a stream hold the same keys: then the first shows misspelt labels."""
-        self._checked: set[tuple[Any, ...]] = set()
-        self._tried: set[int] = set()
-        """The variants of tasks whose metrics have seen a training batch."""
-        self._warned: set[str] = set()
-        self._plans: dict[tuple[Any, ...], dict[str, ActiveTask]] = {}
-        self.activate({name: spec.weight for name, spec in self.tasks.items()})
-
-    def activate(self, weights: Mapping[str, float], variants: Mapping[str, str] | None = None) -> None:
-        """Train these tasks from now on, each with its weight, and in the variant that `variants` names.
-
-        All others are inactive: their heads are not run. Raises ConfigError for an unknown task or variant, and for
-        weights that are negative or not finite.
-        """
-        for task, weight in weights.items():
-            check_known("a weight", task, self.tasks)
-            if not 0 <= weight < math.inf:
-                raise ConfigError(
-                    f"the weight of the task '{task}' is {weight:g}; weights are finite and not below 0"
-                )
-        for task, variant in (variants or {}).items():
-            check_known("a variant", task, self.tasks)
-            if (task, variant) not in self._variants:
-                known = suggest(variant, self.tasks[task].variants)
-                raise ConfigError(f"the task '{task}' has no variant '{variant}'{known}")
-        chosen = variants or {}
-        self._weights = {task: self._static[task] * weights[task] for task in self.tasks if task in weights}
-        self._scales = {}
-        active = {task: self._variants[task, chosen.get(task)] for task in self._weights}
-        if active != self._active:  # a ramp changes weights at every step, but nothing of how the model is run
-            self._active = active
-            self._plans.clear()
-            self.version += 1
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """The weights of the tasks that are active now, before a weighting adapts them."""
-        return dict(self._weights)
-
-    def streams(self) -> frozenset[str] | None:
-        """Return the streams that active tasks read; None if one of them reads whatever has its labels."""
-        names = [active.spec.stream for active in self._active.values()]
-        return None if None in names else frozenset(name for name in names if name is not None)
-
     def is_for(self, batch: Batch) -> bool:
         """Return whether a task that is active now reads this batch, even if its weight is 0."""
         return any(True for _ in self._requests(batch))
 
-    # ---------------------------------------------------------------------------------------- terms of a batch
+    # --- terms of a batch
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
         """Run the model on the batch for the tasks it is for, and return their terms."""
@@ -177,7 +87,7 @@ class MultiTask(Task):
         counts: dict[str, Tensor | float] = {}
         for inputs, group in self._requests(batch):
             for task, active in group.items():
-                ahead = active.strategy.counts(view_for(inputs, active.spec.labels))
+                ahead = active.strategy.counts(_view_for(inputs, active.spec.labels))
                 if ahead is None:
                     raise TrainingError(
                         f"task '{task}': how many labels its loss counts is not known before the model has run; with "
@@ -205,9 +115,14 @@ class MultiTask(Task):
             self._scales[device, dtype] = values.to(device, non_blocking=True)
         return self._scales[device, dtype]
 
-    def head_of(self, task: str) -> str | None:
-        """Return the head that answers a task now, None if it is inactive."""
-        return self._active[task].spec.head if task in self._active else None
+    def numbers(self) -> dict[str, float]:
+        """Return the weight that every active task has now, `<task>/weight`. Waits for the device if it is learned."""
+        weighting = self.weighting
+        if weighting is None:
+            return {f"{task}/weight": weight for task, weight in self._weights.items()}
+        with torch.no_grad():
+            values = weighting.latest(self.scale(weighting.device, weighting.dtype)).tolist()
+        return {f"{task}/weight": values[place] for place, task in enumerate(self.tasks) if task in self._weights}
 
     @property
     def _has_penalty(self) -> bool:
@@ -230,7 +145,7 @@ class MultiTask(Task):
         return {} if penalties is None else dict(zip(self.tasks, penalties.unbind(), strict=True))
 
     def _task_terms(self, task: str, active: ActiveTask, output: Any, inputs: Batch, *, metrics: bool) -> Terms:
-        view = view_for(inputs, active.spec.labels)
+        view = _view_for(inputs, active.spec.labels)
         with _explained(task):
             found = active.strategy.terms(output, view, metrics=metrics)
             if active.spec.metrics and (self._measuring or id(active.spec) not in self._tried):
@@ -274,7 +189,7 @@ class MultiTask(Task):
             }
         return self._plans[plan]
 
-    # ---------------------------------------------------------------------------------------- training
+    # --- training
 
     def objective(self, parts: ObjectiveParts) -> Any:
         """Return the objective that the weighting needs."""
@@ -297,91 +212,6 @@ class MultiTask(Task):
         if self.weighting is not None:
             warn_of_steps(self.weighting, loader, accumulation_steps)
 
-    # ---------------------------------------------------------------------------------------- resuming
-
-    def decisions(self) -> dict[str, Any]:
-        """Return what the losses have decided by their first batches, by task and variant."""
-        found: dict[str, Any] = {}
-        for (task, variant), active in self._variants.items():
-            if decided := active.strategy.decisions():
-                found.setdefault(task, {})[variant or ""] = decided
-        return found
-
-    def decide(self, decisions: Mapping[str, Any]) -> None:
-        """Give the losses these decisions."""
-        for (task, variant), active in self._variants.items():
-            active.strategy.decide(decisions.get(task, {}).get(variant or "", {}))
-
-    # ---------------------------------------------------------------------------------------- numbers for people
-
-    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Return `loss`, the sum with the weights of the tasks, and what each loss derives: `<task>/perplexity` …
-
-        There is no `loss` where a task that is trained has had no labels: a sum without it would look like progress.
-        """
-        found: dict[str, float] = {}
-        losses: dict[str, float] = {}
-        for task, spec in self.tasks.items():
-            prefix = f"{task}/"
-            mine = {name.removeprefix(prefix): value for name, value in means.items() if name.startswith(prefix)}
-            if LOSS not in mine or math.isnan(mine[LOSS]):
-                continue
-            losses[task] = self._static[task] * spec.weight * mine[LOSS]
-            active = self._active.get(task, self._variants[task, None])
-            found |= {prefix + name: value for name, value in active.strategy.derived(mine).items()}
-        missing = [task for task, weight in self._weights.items() if weight and task not in losses]
-        if missing and not self._measuring:
-            return found
-        for task in set(missing) - self._warned:
-            self._warned.add(task)
-            logger.warning("the task '%s' has no labels to be validated on: the validation loss is without it", task)
-        return {LOSS: sum(losses.values()) if losses else math.nan, **found}
-
-    def numbers(self) -> dict[str, float]:
-        """Return the weight that every active task has now, `<task>/weight`. Waits for the device if it is learned."""
-        weighting = self.weighting
-        if weighting is None:
-            return {f"{task}/weight": weight for task, weight in self._weights.items()}
-        with torch.no_grad():
-            values = weighting.latest(self.scale(weighting.device, weighting.dtype)).tolist()
-        return {f"{task}/weight": values[place] for place, task in enumerate(self.tasks) if task in self._weights}
-
-    def ordered(self, numbers: dict[str, float]) -> dict[str, float]:
-        """Return numbers in the order of the tasks, whichever came first in the data; those of no task come first."""
-        places = {name: place for place, name in enumerate(self.tasks)}
-        return dict(sorted(numbers.items(), key=lambda item: places.get(item[0].rpartition("/")[0], -1)))
-
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Within this block the metrics of the tasks count."""
-        self._measuring = True
-        try:
-            for _, metric in self._metrics():
-                metric.reset()
-            yield
-        finally:
-            self._measuring = False
-
-    def no_data(self) -> None:
-        """Warn: the data that is evaluated may have nothing for the tasks that are active."""
-        logger.warning("there is no data here for the tasks that are trained now, so nothing is measured")
-
-    def measured(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the metrics of this evaluation; `reduce` adds counts up over ranks."""
-        found = {}
-        for name, metric in self._metrics():
-            metric.load_state(reduce(metric.state()))
-            if not math.isnan(value := metric.compute()):
-                found[name] = value
-        return found
-
-    def _metrics(self) -> list[tuple[str, Measure]]:
-        return [
-            (f"{task}/{name}", metric)
-            for task, active in self._active.items()
-            for name, metric in active.spec.metrics.items()
-        ]
-
 
 def _run(model: nn.Module, requests: Sequence[tuple[Batch, dict[str, ActiveTask]]]) -> list[Mapping[str, Any]]:
     """Run the model once for each request, all in one call: data parallelism counts calls."""
@@ -396,6 +226,13 @@ def _run(model: nn.Module, requests: Sequence[tuple[Batch, dict[str, ActiveTask]
         if (explained := explain_lookup(error, model)) is None:
             raise
         raise explained from error
+
+
+def _view_for(batch: Batch, labels: str | None) -> Batch:
+    """Return the batch as the loss of one task sees it: with this task's labels, and no other's."""
+    if labels is None or not isinstance(batch, Mapping):
+        return batch
+    return {**{key: value for key, value in batch.items() if key not in LABEL_KEYS}, "labels": batch[labels]}
 
 
 def _several_terms(task: str, weighted: Iterable[str]) -> TrainingError:

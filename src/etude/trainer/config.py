@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
 from etude.config import SectionModel
-from etude.engine.accumulation import GradientAccumulator
+from etude.engine.step import GradientAccumulator
 
 Positive = Annotated[float, Field(gt=0)]
 LARGEST = 10**12

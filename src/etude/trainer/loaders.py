@@ -25,7 +25,7 @@ from etude.data import (
     as_loader,
 )
 from etude.distributed import World
-from etude.engine.accumulation import GradientAccumulator
+from etude.engine.step import GradientAccumulator
 from etude.trainer.config import TrainerConfig
 from etude.trainer.machine import Machine
 

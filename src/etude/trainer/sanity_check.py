@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 from etude.core import Batch, ConfigError, DataError, EtudeError, Loader, Task, TrainingError
+from etude.core.batch import is_empty
 from etude.core.buffers import probing
 from etude.core.calling import unwrap
 from etude.core.task import check_terms
 from etude.data.foreign import ForeignLoader
-from etude.distributed import World, is_empty
+from etude.distributed import World
 from etude.engine.explain import explained
 from etude.engine.interrupt import Interrupts
 from etude.engine.precision import Precision

@@ -40,9 +40,8 @@ process must be given the same losses and gradients, that is, the reduced ones; 
 """
 
 from etude.multitask.weighting.averaging import DynamicWeightAverage
-from etude.multitask.weighting.base import Needs, Weighting
+from etude.multitask.weighting.base import Needs, Weighting, assign_gradients, task_gradients
 from etude.multitask.weighting.famo import FAMO
-from etude.multitask.weighting.gradients import assign_gradients, task_gradients
 from etude.multitask.weighting.gradnorm import GradNorm
 from etude.multitask.weighting.pcgrad import PCGrad
 from etude.multitask.weighting.static import StaticWeights

@@ -1,4 +1,4 @@
-"""What every weighting has."""
+"""What every weighting has, the tasks' gradients as the rows of a matrix, and Adam for a vector of weights."""
 
 import math
 from abc import ABC, abstractmethod
@@ -148,3 +148,60 @@ def not_negative(value: float, what: str) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise ConfigError(f"{what} is {value}; give a finite number, 0 or more")
     return value
+
+
+def task_gradients(losses: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Return each loss's gradient of the parameters: (tasks, elements). The graph is kept for the backward pass.
+
+    One backward pass for each task. Where a loss does not reach a parameter, its gradient is 0.
+
+    >>> weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> task_gradients(torch.stack([weight.sum(), (weight**2).sum()]), [weight])
+    tensor([[1., 1.],
+            [2., 4.]])
+    """
+    rows = []
+    for loss in losses.unbind():
+        found = torch.autograd.grad(
+            loss, list(parameters), retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        rows.append(torch.cat([gradient.reshape(-1) for gradient in found]))
+    return torch.stack(rows)
+
+
+def assign_gradients(gradient: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Make one vector the gradients of the parameters, in place of those they have."""
+    start = 0
+    for parameter in parameters:
+        parameter.grad = gradient[start : start + parameter.numel()].view_as(parameter).to(parameter.dtype)
+        start += parameter.numel()
+    assert start == gradient.numel(), f"{gradient.numel()} numbers for {start} elements"
+
+
+class VectorAdam(nn.Module):
+    """Adam with torch's defaults for a vector that some weighting adjusts; `weight_decay` is added to the gradient."""
+
+    mean: Tensor
+    square: Tensor
+    count: Tensor
+
+    def __init__(self, size: int, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__()
+        self.lr, self.weight_decay, self.betas, self.eps = lr, weight_decay, (0.9, 0.999), 1e-8
+        for name in ("mean", "square", "count"):
+            self.register_buffer(name, torch.zeros(size))
+
+    @torch.no_grad()
+    def step(self, values: Tensor, gradient: Tensor, active: Tensor) -> None:
+        """Update the values in place where a task is active; the others, and their state, stay as they are."""
+        gradient = gradient + self.weight_decay * values
+        first, second = self.betas
+        count = self.count + active
+        mean = torch.where(active, self.mean.lerp(gradient, 1 - first), self.mean)
+        square = torch.where(active, self.square.lerp(gradient.square(), 1 - second), self.square)
+        self.count.copy_(count)
+        self.mean.copy_(mean)
+        self.square.copy_(square)
+        corrected = mean / (1 - first**count)
+        size = (square / (1 - second**count)).sqrt() + self.eps
+        values.copy_(torch.where(active, values - self.lr * corrected / size, values))

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from etude.config.registry import register
-from etude.multitask.weighting.adam import VectorAdam
-from etude.multitask.weighting.base import Needs, Weighting, is_active, not_negative, positive, scaled
+from etude.multitask.weighting.base import Needs, VectorAdam, Weighting, is_active, not_negative, positive, scaled
 
 _EPSILON = 1e-8
 

@@ -13,13 +13,12 @@ from etude.callbacks import LRSchedule
 from etude.core import Clock, ConfigError, Task
 from etude.core.calling import unwrap
 from etude.core.random import RunRandom, rng_state, set_rng_state
-from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
 from etude.engine.interrupt import Interrupts
 from etude.engine.loop import Loop, Plan
 from etude.engine.meter import ForwardFlops, Meter
 from etude.engine.state import Saver, TrainState
-from etude.engine.step import Step
+from etude.engine.step import GradientAccumulator, Step
 from etude.engine.step_log import StepLog, Tally
 from etude.engine.update import LearningRate
 from etude.trainer.config import TrainerConfig

@@ -14,10 +14,9 @@ from etude.core import ConfigError, DataBatch, Task
 from etude.core.arguments import as_whole
 from etude.core.calling import unwrap
 from etude.data import DataLoader
-from etude.engine.accumulation import GradientAccumulator
 from etude.engine.callback import Callback
 from etude.engine.meter import ForwardFlops
-from etude.engine.step import Step
+from etude.engine.step import GradientAccumulator, Step
 from etude.engine.update import LearningRate, Updater
 from etude.losses import LossStrategy
 from etude.losses.wrapped import check_loss_arguments

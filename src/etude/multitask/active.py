@@ -1,0 +1,178 @@
+"""Several tasks: which of them are active, in which variant and with which weight, and what people read of them."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.core.errors import ConfigError
+from etude.core.spelling import suggest
+from etude.core.task import Task
+from etude.multitask.spec import ActiveTask, Measure, TaskSpec, check_known, check_task, strategy_of
+from etude.multitask.weighting import StaticWeights, Weighting
+
+logger = logging.getLogger("etude")
+
+LOSS = "loss"
+
+
+class ActiveTasks(Task):
+    """The tasks of a `MultiTask`, of which a phase of a curriculum may train some; others are inactive."""
+
+    uses_all_parameters = False  # a batch for some of the tasks leaves the heads of the others without gradients
+
+    def __init__(self, tasks: Mapping[str, TaskSpec], weighting: Weighting | None = None) -> None:
+        if not tasks:
+            raise ConfigError("there are no tasks; give at least one")
+        for name, spec in tasks.items():
+            check_task(name, spec)
+        self.tasks = dict(tasks)
+        if weighting is not None and weighting.tasks != tuple(tasks):
+            raise ConfigError(
+                f"the weighting has the tasks {', '.join(weighting.tasks)}, but there are {', '.join(tasks)}; "
+                f"make it with the same names in the same order"
+            )
+        # Fixed weights need no tensors: they are plain numbers in the terms.
+        self.weighting = None if isinstance(weighting, StaticWeights) else weighting
+        static = weighting.weights.tolist() if isinstance(weighting, StaticWeights) else [1.0] * len(tasks)
+        self._static = dict(zip(tasks, static, strict=True))
+        self._variants: dict[tuple[str, str | None], ActiveTask] = {}
+        for name, spec in self.tasks.items():
+            for variant, one in ((None, spec), *spec.variants.items()):
+                self._variants[name, variant] = ActiveTask(one, strategy_of(one))
+        self.samples = dict.fromkeys(self.tasks, 0)
+        """How many samples each task has learned from on this process."""
+        self.version = 0
+        """Changes when other tasks, or other variants of them, become active."""
+        self._weights: dict[str, float] = {}
+        self._active: dict[str, ActiveTask] = {}
+        self._scales: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._measuring = False
+        self.alike = False
+        """Whether all training batches of a stream hold the same keys: then the first shows misspelt labels."""
+        self._checked: set[tuple[Any, ...]] = set()
+        self._tried: set[int] = set()
+        """The variants of tasks whose metrics have seen a training batch."""
+        self._warned: set[str] = set()
+        self._plans: dict[tuple[Any, ...], dict[str, ActiveTask]] = {}
+        self.activate({name: spec.weight for name, spec in self.tasks.items()})
+
+    def activate(self, weights: Mapping[str, float], variants: Mapping[str, str] | None = None) -> None:
+        """Train these tasks from now on, each with its weight, and in the variant that `variants` names.
+
+        All others are inactive: their heads are not run. Raises ConfigError for an unknown task or variant, and for
+        weights that are negative or not finite.
+        """
+        for task, weight in weights.items():
+            check_known("a weight", task, self.tasks)
+            if not 0 <= weight < math.inf:
+                raise ConfigError(
+                    f"the weight of the task '{task}' is {weight:g}; weights are finite and not below 0"
+                )
+        for task, variant in (variants or {}).items():
+            check_known("a variant", task, self.tasks)
+            if (task, variant) not in self._variants:
+                known = suggest(variant, self.tasks[task].variants)
+                raise ConfigError(f"the task '{task}' has no variant '{variant}'{known}")
+        chosen = variants or {}
+        self._weights = {task: self._static[task] * weights[task] for task in self.tasks if task in weights}
+        self._scales = {}
+        active = {task: self._variants[task, chosen.get(task)] for task in self._weights}
+        if active != self._active:  # a ramp changes weights at every step, but nothing of how the model is run
+            self._active = active
+            self._plans.clear()
+            self.version += 1
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the tasks that are active now, before a weighting adapts them."""
+        return dict(self._weights)
+
+    def streams(self) -> frozenset[str] | None:
+        """Return the streams that active tasks read; None if one of them reads whatever has its labels."""
+        names = [active.spec.stream for active in self._active.values()]
+        return None if None in names else frozenset(name for name in names if name is not None)
+
+    def head_of(self, task: str) -> str | None:
+        """Return the head that answers a task now, None if it is inactive."""
+        return self._active[task].spec.head if task in self._active else None
+
+    # --- resuming
+
+    def decisions(self) -> dict[str, Any]:
+        """Return what the losses have decided by their first batches, by task and variant."""
+        found: dict[str, Any] = {}
+        for (task, variant), active in self._variants.items():
+            if decided := active.strategy.decisions():
+                found.setdefault(task, {})[variant or ""] = decided
+        return found
+
+    def decide(self, decisions: Mapping[str, Any]) -> None:
+        """Give the losses these decisions."""
+        for (task, variant), active in self._variants.items():
+            active.strategy.decide(decisions.get(task, {}).get(variant or "", {}))
+
+    # --- numbers for people
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return `loss`, the sum with the weights of the tasks, and what each loss derives: `<task>/perplexity` …
+
+        There is no `loss` where a task that is trained has had no labels: a sum without it would look like progress.
+        """
+        found: dict[str, float] = {}
+        losses: dict[str, float] = {}
+        for task, spec in self.tasks.items():
+            prefix = f"{task}/"
+            mine = {name.removeprefix(prefix): value for name, value in means.items() if name.startswith(prefix)}
+            if LOSS not in mine or math.isnan(mine[LOSS]):
+                continue
+            losses[task] = self._static[task] * spec.weight * mine[LOSS]
+            active = self._active.get(task, self._variants[task, None])
+            found |= {prefix + name: value for name, value in active.strategy.derived(mine).items()}
+        missing = [task for task, weight in self._weights.items() if weight and task not in losses]
+        if missing and not self._measuring:
+            return found
+        for task in set(missing) - self._warned:
+            self._warned.add(task)
+            logger.warning("the task '%s' has no labels to be validated on: the validation loss is without it", task)
+        return {LOSS: sum(losses.values()) if losses else math.nan, **found}
+
+    def ordered(self, numbers: dict[str, float]) -> dict[str, float]:
+        """Return numbers in the order of the tasks, whichever came first in the data; those of no task come first."""
+        places = {name: place for place, name in enumerate(self.tasks)}
+        return dict(sorted(numbers.items(), key=lambda item: places.get(item[0].rpartition("/")[0], -1)))
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Within this block the metrics of the tasks count."""
+        self._measuring = True
+        try:
+            for _, metric in self._metrics():
+                metric.reset()
+            yield
+        finally:
+            self._measuring = False
+
+    def no_data(self) -> None:
+        """Warn: the data that is evaluated may have nothing for the tasks that are active."""
+        logger.warning("there is no data here for the tasks that are trained now, so nothing is measured")
+
+    def measured(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Return the metrics of this evaluation; `reduce` adds counts up over ranks."""
+        found = {}
+        for name, metric in self._metrics():
+            metric.load_state(reduce(metric.state()))
+            if not math.isnan(value := metric.compute()):
+                found[name] = value
+        return found
+
+    def _metrics(self) -> list[tuple[str, Measure]]:
+        return [
+            (f"{task}/{name}", metric)
+            for task, active in self._active.items()
+            for name, metric in active.spec.metrics.items()
+        ]
