@@ -16,9 +16,9 @@ from test_callback_progress import terminal
 from torch import nn
 
 from etude.callbacks import CallbackList, CSVLogger, ProgressDisplay, RunRecorder, progress
-from etude.callbacks.progress_groups import Groups, group_table, losses_line
+from etude.callbacks.progress_groups import group_table, losses_line
 from etude.callbacks.progress_view import Phase, Row, View, best_row, epoch_line, frame, keep_rows, log_line
-from etude.callbacks.progress_words import is_metric, of_group
+from etude.callbacks.progress_words import Groups, is_metric, of_group
 from etude.core import Clock
 from etude.engine.callback import RunInfo
 from etude.monitor import RunFolder

@@ -18,7 +18,7 @@ from etude.core.task import LossTerm, Task
 from etude.data import as_loader
 from etude.distributed import World, join_world, leave_world, share_buffers
 from etude.engine.evaluation import evaluate
-from etude.engine.interrupt import Interrupted, Interrupts
+from etude.engine.stopping import Interrupted, Interrupts
 
 __all__ = ["many_tasks"]
 

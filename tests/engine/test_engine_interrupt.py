@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from etude import Callback, Trainer
-from etude.engine.interrupt import Interrupts
+from etude.engine.stopping import Interrupts
 
 X = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
 Y = (X[:, 0] > 0).long()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NotRequired, TextIO, get_type_hints
 
 import torch
 
-from etude.callbacks.progress_groups import Groups
 from etude.callbacks.progress_view import (
     Phase,
     Row,
@@ -23,7 +22,7 @@ from etude.callbacks.progress_view import (
     outcome_line,
     validation_line,
 )
-from etude.callbacks.progress_words import is_metric, to_ascii
+from etude.callbacks.progress_words import Groups, is_metric, to_ascii
 from etude.checkpoint import check_kind, record_of
 from etude.core import Clock, StepReport
 from etude.engine.callback import Callback, Logs, RunInfo

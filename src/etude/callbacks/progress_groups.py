@@ -3,10 +3,9 @@
 Groups are the tasks of a run mostly. Pure functions, no terminal in sight.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from etude.callbacks.progress_words import Line, cells, fit, label, metric, number, of_group
+from etude.callbacks.progress_words import Groups, Line, Numbers, cells, fit, label, metric, number, split_name
 
 MAX_NAME = 24
 """Columns of a group's name at most."""
@@ -17,44 +16,11 @@ _FIRST = ("perplexity", "f1", "accuracy")
 _SETTINGS = frozenset({"weight", "val_weight"})
 _NO_METRICS = frozenset({"loss", "nll", "weight", "grad_norm"})
 
-Numbers = dict[str, float | None]
-"""Numbers by name; None stands for one that was not finite."""
-
-
-@dataclass(slots=True)
-class Groups:
-    """Numbers with names such as `quality/loss` and `val_quality/f1`; empty if a run has no groups."""
-
-    when: str = ""
-    """The moment that `numbers` are of, such as `epoch 3`."""
-    numbers: Numbers = field(default_factory=dict)
-    """Those of the last epoch or validation."""
-    latest: Numbers = field(default_factory=dict)
-    """Those of log points: for every group the last that had them."""
-
-    def update(self, record: Mapping[str, float | None]) -> None:
-        """Take the numbers of a log point; a group that had no part in it keeps those it had."""
-        self.latest |= grouped(record)
-
-    def close(self, when: str, logs: Mapping[str, float | None]) -> None:
-        """Take the numbers of an epoch or a validation."""
-        if found := grouped(logs):
-            self.when, self.numbers = when, found
-
-    def keep(self, names: Collection[str]) -> None:
-        """Forget the log points of all other groups."""
-        self.latest = {name: value for name, value in self.latest.items() if _split(name)[0] in names}
-
-
-def grouped(record: Mapping[str, float | None]) -> Numbers:
-    """Return the numbers that belong to a group."""
-    return {name: value for name, value in record.items() if of_group(name) is not None}
-
 
 def group_names(groups: Groups, running: bool = True) -> list[str]:
     """Return the groups that have numbers to show; those of a run that goes on, or of its last epoch alone."""
     sources = (groups.numbers, groups.latest if running else {})
-    known = ((*_split(name), value) for source in sources for name, value in source.items())
+    known = ((*split_name(name), value) for source in sources for name, value in source.items())
     return list(dict.fromkeys(group for group, own, value in known if value is not None and own not in _SETTINGS))
 
 
@@ -80,11 +46,11 @@ def group_table(groups: Groups, width: int, max_rows: int | None = None, running
 def losses_line(groups: Groups, width: int) -> Line:
     """Return the losses of the last log points on one line, for a terminal too low for a table."""
     losses = [
-        (name, value) for name, value in groups.latest.items() if _split(name)[1] == "loss" and value is not None
+        (name, value) for name, value in groups.latest.items() if split_name(name)[1] == "loss" and value is not None
     ]
     line: Line = []
     for place, (name, value) in enumerate(losses):
-        title, text = f" {_split(name)[0]} ", f"{number(value)} "
+        title, text = f" {split_name(name)[0]} ", f"{number(value)} "
         rest = f" +{len(losses) - place}"
         width -= cells(title) + len(text)
         if width < (len(rest) if place + 1 < len(losses) else 0):
@@ -148,7 +114,7 @@ def _fitting(columns: list[_Column], room: int) -> list[_Column]:
 
 def _metrics(numbers: Numbers, group: str) -> list[str]:
     """Return what there is beside the losses of a group: values of the validation, or else of the training."""
-    own = [_split(name)[1].removeprefix("val_") for name in numbers if _split(name)[0] == group]
+    own = [split_name(name)[1].removeprefix("val_") for name in numbers if split_name(name)[0] == group]
     names = dict.fromkeys([name for name in _FIRST if name in own] + [n for n in own if n not in _NO_METRICS])
     found = []
     for name in names:
@@ -174,8 +140,3 @@ def _name(name: str, width: int) -> str:
         end = fit(name[::-1], (width - 2) // 2)[::-1]
         name = fit(name, width - 2 - cells(end)) + ".." + end
     return name + " " * (width - cells(name))
-
-
-def _split(name: str) -> tuple[str, str]:
-    found = of_group(name)
-    return found if found is not None else ("", name)

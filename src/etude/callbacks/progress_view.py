@@ -4,8 +4,9 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from etude.callbacks.progress_groups import Groups, group_names, group_table, losses_line
+from etude.callbacks.progress_groups import group_names, group_table, losses_line
 from etude.callbacks.progress_words import (
+    Groups,
     Line,
     Span,
     cells,
@@ -177,6 +178,8 @@ def epoch_line(view: View, row: Row) -> str:
 
 def group_lines(view: View) -> list[str]:
     """Return the table of groups, to stand below the line of an epoch or a validation."""
+    if not view.groups.numbers:
+        return []
     table = group_table(view.groups, MAX_LINE - 2)
     return ["  " + "".join(text for text, _ in line).rstrip() for line in table]
 
@@ -227,6 +230,8 @@ def _notes(view: View, width: int, max_lines: int) -> list[str]:
 
 def _group_lines(view: View, width: int, room: int) -> list[Line]:
     """Return the table of groups below an empty line; where it is too high, their losses on one line."""
+    if not (view.groups.numbers or view.groups.latest):
+        return []
     running = not view.outcome
     count = len(group_names(view.groups, running))
     free = room - 2 - min(len(view.rows), _MIN_ROWS)

@@ -1,13 +1,15 @@
-"""Numbers, names and times in few characters, for people."""
+"""Numbers, names and times in few characters, for people, and the numbers that belong to groups."""
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from unicodedata import east_asian_width
 
 Span = tuple[str, str]
 """Text and its style, in rich's words ("dim", "bold", "cyan" …)."""
 Line = list[Span]
-
+Numbers = dict[str, float | None]
+"""Numbers by name; None stands for one that was not finite."""
 _LABELS = {"accuracy": "acc", "perplexity": "ppl", "grad_norm": "grad norm"}
 _NOT_METRICS = frozenset(
     {
@@ -41,17 +43,6 @@ def is_metric(name: str) -> bool:
     return (
         name not in _NOT_METRICS and "/" not in name and not name.endswith("_s") and not name.startswith("grad_norm_")
     )
-
-
-def of_group(name: str) -> tuple[str, str] | None:
-    """Return the group a number belongs to, and the number's own name; None if it has none.
-
-    >>> of_group("val_quality/f1"), of_group("quality/loss"), of_group("val_loss"), of_group("grad_norm/layers.0")
-    (('quality', 'val_f1'), ('quality', 'loss'), None, None)
-    """
-    prefix, bare = ("val_", name[4:]) if name.startswith("val_") else ("", name)
-    group, slash, own = bare.partition("/")
-    return (group, prefix + own) if slash and group not in _NO_GROUPS else None
 
 
 def label(name: str) -> str:
@@ -202,3 +193,50 @@ def fit(text: str, width: int) -> str:
 def to_ascii(text: str) -> str:
     """Return a text for a terminal or file that knows no other characters."""
     return text.encode("ascii", "replace").decode()
+
+
+@dataclass(slots=True)
+class Groups:
+    """Numbers with names such as `quality/loss` and `val_quality/f1`; empty if a run has no groups."""
+
+    when: str = ""
+    """The moment that `numbers` are of, such as `epoch 3`."""
+    numbers: Numbers = field(default_factory=dict)
+    """Those of the last epoch or validation."""
+    latest: Numbers = field(default_factory=dict)
+    """Those of log points: for every group the last that had them."""
+
+    def update(self, record: Mapping[str, float | None]) -> None:
+        """Take the numbers of a log point; a group that had no part in it keeps those it had."""
+        self.latest |= grouped(record)
+
+    def close(self, when: str, logs: Mapping[str, float | None]) -> None:
+        """Take the numbers of an epoch or a validation."""
+        if found := grouped(logs):
+            self.when, self.numbers = when, found
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forget the log points of all other groups."""
+        self.latest = {name: value for name, value in self.latest.items() if split_name(name)[0] in names}
+
+
+def grouped(record: Mapping[str, float | None]) -> Numbers:
+    """Return the numbers that belong to a group."""
+    return {name: value for name, value in record.items() if of_group(name) is not None}
+
+
+def of_group(name: str) -> tuple[str, str] | None:
+    """Return the group a number belongs to, and the number's own name; None if it has none.
+
+    >>> of_group("val_quality/f1"), of_group("quality/loss"), of_group("val_loss"), of_group("grad_norm/layers.0")
+    (('quality', 'val_f1'), ('quality', 'loss'), None, None)
+    """
+    prefix, bare = ("val_", name[4:]) if name.startswith("val_") else ("", name)
+    group, slash, own = bare.partition("/")
+    return (group, prefix + own) if slash and group not in _NO_GROUPS else None
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the group of a number, "" if it has none, and its own name."""
+    found = of_group(name)
+    return found if found is not None else ("", name)

@@ -6,15 +6,13 @@ from etude.lazy import load_late
 
 if TYPE_CHECKING:
     from etude.data.blocks import TokenBlocks
-    from etude.data.delivery import EpochIterator
     from etude.data.foreign import ForeignLoader, as_loader
     from etude.data.language import load_text_corpus, load_token_mixture, load_tokens
-    from etude.data.loader import DataLoader
+    from etude.data.loader import DataLoader, EpochIterator
     from etude.data.mixture import TokenMixture
     from etude.data.mnist import Normalize, fetch_mnist, load_mnist, read_idx
-    from etude.data.order import BatchSampler
+    from etude.data.order import BatchSampler, KeyedPermutation
     from etude.data.parts import LoaderData, Streams, TensorData
-    from etude.data.permutation import KeyedPermutation
     from etude.data.prefetch import PrefetchStream, prefetch_stream
     from etude.data.reading import (
         MaskedTokens,
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
         open_tokens,
         read_dataset,
     )
-    from etude.data.worker_process import explain_worker_failure
 
 __all__ = [
     "BatchSampler",
@@ -71,7 +68,6 @@ __all__ = [
     "collate",
     "combine_streams",
     "document_mask",
-    "explain_worker_failure",
     "fetch_mnist",
     "find_split",
     "load_mnist",

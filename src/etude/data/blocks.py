@@ -9,7 +9,7 @@ from torch import Tensor
 
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data.permutation import Indices
+from etude.data.order import Indices
 from etude.data.tokens import TokenFile, open_tokens
 
 LABELS = "labels"

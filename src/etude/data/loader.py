@@ -1,6 +1,11 @@
-"""The loader: batches of tensors, token files or a map-style dataset, from any position of any epoch."""
+"""The loader: batches of tensors, token files or a map-style dataset, from any position of any epoch.
 
-from collections.abc import Callable, Iterator
+Below it is what all loaders share: the iterator over an epoch, prefetching, transforms of whole batches.
+"""
+
+import inspect
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +13,14 @@ import torch
 from torch import Tensor
 
 from etude.core.arguments import as_device
-from etude.core.batch import Batch, map_tensors, to_device
+from etude.core.batch import Batch, DataBatch, first_tensor, map_tensors, to_device
 from etude.core.errors import DataError
-from etude.data.delivery import BatchTransform, EpochIterator, deliver
+from etude.core.random import mix
+from etude.data.cuda import SideStream, ahead
 from etude.data.memory import TensorSource, is_in_memory
 from etude.data.mixed_order import BucketOrder
 from etude.data.order import BatchSampler, Order, SequentialOrder, ShuffledOrder
+from etude.data.prefetch import prefetch_stream
 from etude.data.reading import TokenDocuments
 from etude.data.source import BatchSource, GatheredBatches, MeasuredSource, OrderedSource
 from etude.data.tokens import open_tokens
@@ -133,7 +140,7 @@ class DataLoader:
     def __len__(self) -> int:
         return self.num_batches
 
-    def iterate(self, epoch: int, position: int = 0) -> EpochIterator:
+    def iterate(self, epoch: int, position: int = 0) -> "EpochIterator":
         """Return the batches of `epoch` from sample `position` on."""
         if not 0 <= position <= self.sampler.epoch_samples:
             raise DataError(
@@ -164,7 +171,7 @@ class DataLoader:
         """Choose the epoch that the next `for` or `reset` begins."""
         self.epoch = epoch
 
-    def __iter__(self) -> EpochIterator:
+    def __iter__(self) -> "EpochIterator":
         epoch, self.epoch = self.epoch, self.epoch + 1
         return self.iterate(epoch)
 
@@ -218,3 +225,92 @@ def _refuse_labels(labels: Any) -> None:
         raise DataError(f"labels is the number {labels}; give the batch size by name: batch_size={labels}")
     if labels is not None:
         raise DataError("labels go with tensors; the samples of a dataset carry their own")
+
+
+class EpochIterator:
+    """The batches of one epoch; `position` counts the samples handed out so far over all ranks."""
+
+    __slots__ = ("__weakref__", "_close", "_items", "is_closed", "position")
+
+    def __init__(self, items: Iterator[tuple[int, Batch]], position: int, close: Callable[[], None]) -> None:
+        self._items, self._close = items, close
+        self.position = position
+        self.is_closed = False
+
+    def __iter__(self) -> "EpochIterator":
+        return self
+
+    def __next__(self) -> Batch:
+        self.position, batch = next(self._items)
+        return batch
+
+    def close(self) -> None:
+        """Stop any prefetching; the iterator is then at its end. Safe to call twice."""
+        self._close()
+        self._items = iter(())
+        self.is_closed = True
+
+    def go_on_as(self, other: "EpochIterator") -> None:
+        """Hand out the batches of another iterator from here on, from its position."""
+        self._close()
+        self._items, self._close, self.position = other._items, other._close, other.position
+
+
+def deliver(
+    items: Iterator[tuple[int, Batch]],
+    batches: Iterator[Batch],
+    position: int,
+    *,
+    prefetch: int,
+    device: torch.device | None,
+    threaded: bool,
+) -> "EpochIterator":
+    """Return the items, made beforehand as far as `prefetch` says; `batches` is closed with the iterator.
+
+    Without `threaded` batches are made in this thread; only their copies to a CUDA device run ahead.
+    """
+    to_cuda = device is not None and device.type == "cuda"
+    if prefetch == 0 or not (threaded or to_cuda):
+        return EpochIterator(items, position, partial(_close, batches))
+    if not to_cuda:
+        stream = prefetch_stream(items, prefetch)
+        return EpochIterator(stream, position, stream.close)
+    assert device is not None
+    side = SideStream(device)
+    if threaded:
+        staged = prefetch_stream(side.send(items), prefetch)
+        return EpochIterator(side.receive(staged), position, staged.close)
+    staged_items = ahead(side.send(items), prefetch)
+    return EpochIterator(side.receive(staged_items), position, partial(_close, batches))
+
+
+def _close(batches: Iterator[Batch]) -> None:
+    if isinstance(batches, Generator):
+        batches.close()
+
+
+class BatchTransform:
+    """A function of a batch's inputs; one that takes a `generator` gets it seeded from the batch's place."""
+
+    def __init__(self, transform: Callable[..., Any]) -> None:
+        self.transform = transform
+        self._random = _takes_generator(transform)
+
+    def __call__(self, batch: Batch, *place: int) -> Batch:
+        """Apply it to the `data` of a DataBatch, or to the whole batch; `place` are the numbers of the seed."""
+        inputs = batch.data if isinstance(batch, DataBatch) else batch
+        if self._random:
+            tensor = first_tensor(inputs)
+            generator = torch.Generator("cpu" if tensor is None else tensor.device)
+            generator.manual_seed(mix(*place))
+            inputs = self.transform(inputs, generator=generator)
+        else:
+            inputs = self.transform(inputs)
+        return DataBatch(inputs, batch.labels) if isinstance(batch, DataBatch) else inputs
+
+
+def _takes_generator(transform: Callable[..., Any]) -> bool:
+    try:
+        return "generator" in inspect.signature(transform).parameters
+    except ValueError:  # a builtin without a signature
+        return False

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from etude.core.batch import Batch, DataBatch
 from etude.core.errors import DataError
-from etude.data.order import BatchSampler
-from etude.data.permutation import Indices
+from etude.data.order import BatchSampler, Indices
 
 LABELS = "labels"
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data.order import Order
-from etude.data.permutation import Indices, KeyedPermutation
+from etude.data.order import Indices, KeyedPermutation, Order
 
 POOL_BATCHES = 100
 """Batches whose samples are sorted by length together: wide enough for little padding, small enough for chance."""

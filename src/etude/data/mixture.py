@@ -8,8 +8,7 @@ from torch import Tensor
 
 from etude.core.errors import DataError
 from etude.data.mixed_order import MixtureOrder
-from etude.data.order import Order, SequentialOrder, ShuffledOrder
-from etude.data.permutation import Indices
+from etude.data.order import Indices, Order, SequentialOrder, ShuffledOrder
 from etude.data.source import BatchSource, MeasuredSource, ResizableSource
 
 PADDING = {"labels": -100}

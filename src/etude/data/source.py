@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from etude.core.batch import Batch, map_tensors
-from etude.data.order import BatchSampler, Order
-from etude.data.permutation import Indices
+from etude.data.order import BatchSampler, Indices, Order
 
 CHUNK_BYTES = 800_000
 """Batches read together are at most this large: they stay in the processor's cache, and Python's share is small."""

@@ -12,7 +12,7 @@ from etude.core.batch import Batch, JointBatch
 from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.core.spelling import listed
-from etude.data.delivery import EpochIterator, deliver
+from etude.data.loader import EpochIterator, deliver
 from etude.data.parts import Draw, Streams, check_known, check_weights
 from etude.data.streams_order import SMALLEST_SHARE, Alternating, Joined, OneByOne, Plan
 from etude.data.streams_reader import Delivery, Stream, StreamReader

@@ -8,8 +8,7 @@ import numpy as np
 
 from etude.core.errors import DataError
 from etude.data.mixed_order import MixtureOrder
-from etude.data.order import Order
-from etude.data.permutation import Indices
+from etude.data.order import Indices, Order
 
 ENDLESS = 2**62
 SMALLEST_SHARE = 2e-6

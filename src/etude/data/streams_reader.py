@@ -12,12 +12,11 @@ from torch import Tensor
 from etude.core.batch import STREAM, Batch, map_tensors, to_device
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data.delivery import BatchTransform
+from etude.data.loader import BatchTransform
 from etude.data.memory import TensorSource, is_in_memory
 from etude.data.mixed_order import BucketOrder
-from etude.data.order import Order, SequentialOrder, ShuffledOrder
+from etude.data.order import Indices, Order, SequentialOrder, ShuffledOrder
 from etude.data.parts import LoaderData, TensorData
-from etude.data.permutation import Indices
 from etude.data.reading import TokenDocuments
 from etude.data.rng import preserved_rng
 from etude.data.source import BatchSource, MeasuredSource, OrderedSource, ResizableSource, send

@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import multiprocessing.util  # its exit function is registered here, so ours runs before it
 import os
-import re
 import signal
 import threading
 import weakref
@@ -17,12 +16,11 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import _DatasetKind
 
-from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data.rng import owned_generators, seed_generators, seed_owned
 
 ENDING, EPOCH, SEED, PIDS = 0, 1, 2, 3
-GROUP_SIGNALS = {signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
+GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 """What a terminal or a launcher sends to all processes of a run."""
 GRACE_S = 5.0
 """How long a worker that does not end when the program does is waited for before it is killed."""
@@ -165,46 +163,3 @@ def _end_with_the_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(0)
-
-
-@contextlib.contextmanager
-def explain_worker_failure() -> Iterator[None]:
-    """Turn the death of a worker, and an error in one, into a DataError of one line."""
-    try:
-        yield
-    except Exception as error:
-        if not (words := _of_death(str(error)) or _of_error(str(error))):
-            raise
-        raise DataError(words) from error
-
-
-def _of_death(text: str) -> str:
-    """Return what to say of torch's error about a worker that is gone; nothing if this is none."""
-    found = re.search(
-        r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited unexp)", text
-    )
-    if found is None:
-        return ""
-    pid, how = found[1], found[2]
-    if how == "Bus error":
-        cause = "there is too little shared memory; enlarge /dev/shm"
-    elif how in (None, "Killed"):
-        cause = "most likely by the system's out-of-memory killer"
-    else:
-        cause = "by a fault in the dataset or a library that it uses, or by somebody else"
-    return (
-        f"a data worker (process {pid}) was killed ({how or 'it is gone'}): {cause}. Use fewer workers (num_workers) "
-        f"or let them read less ahead (prefetch_factor), and resume the run from its last checkpoint"
-    )
-
-
-def _of_error(text: str) -> str:
-    """Return what to say of an error that torch brought over from a worker, with the place where it was raised."""
-    found = re.match(r"Caught \w+ in DataLoader worker process (\d+)\.\n", text)
-    if found is None:
-        return ""
-    lines = [line for line in text.strip().splitlines() if line]
-    places = re.findall(r'File "(.+)", line (\d+), in (\S+)', text)
-    where = "{}:{} in {}".format(*places[-1]) if places else "its process"
-    last = next((n for n in range(len(lines) - 1, 0, -1) if re.match(r"[\w.]+(: |$)", lines[n])), len(lines) - 1)
-    return f"data worker {found[1]} failed: {' '.join(lines[last:])} ({where})"

@@ -11,8 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from etude.core.batch import Batch, map_tensors
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data.order import BatchSampler
-from etude.data.permutation import Indices
+from etude.data.order import BatchSampler, Indices
 from etude.data.rng import owned_generators, preserved_rng, seed_generators, seed_owned
 from etude.data.worker_process import WorkerStart, starting_workers
 

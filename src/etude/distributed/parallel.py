@@ -18,18 +18,15 @@ from etude.distributed.world import World
 def wrap_data_parallel(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    world: World,
     device: torch.device,
     *,
     find_unused_parameters: bool = False,
 ) -> nn.Module:
-    """Return the model in DistributedDataParallel if there are several ranks, else the model itself.
+    """Return the model in DistributedDataParallel, for several ranks.
 
     Buffers (running statistics) are those of rank 0: it gives them to the others before every step. Raises
     ConfigError if the optimizer updates anything else than the model, as that would not be the same on all ranks.
     """
-    if world.size == 1:
-        return model
     own = {id(param) for param in model.parameters()}
     if any(id(param) not in own for group in optimizer.param_groups for param in group["params"]):
         raise ConfigError(
@@ -110,8 +107,6 @@ def check_gradients(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
 
 def share_buffers(model: nn.Module, world: World) -> None:
     """Give every rank the buffers of rank 0, so that all of them evaluate the model that is saved."""
-    if world.size == 1:
-        return
     buffers = [buffer for buffer in model.buffers() if buffer.numel()]
     if not buffers:
         return

@@ -14,8 +14,8 @@ from etude.core.random import aside
 from etude.core.task import as_task, check_terms
 from etude.distributed import World, share_buffers
 from etude.engine.explain import explained
-from etude.engine.interrupt import Interrupted, Interrupts
 from etude.engine.precision import Precision
+from etude.engine.stopping import Interrupted, Interrupts
 
 
 @explained
@@ -40,7 +40,8 @@ def evaluate(
     precision = precision if precision is not None else Precision("fp32")
     world = world if world is not None else World()
     model = unwrap(model)  # ranks may have different numbers of batches, so none may wait for another inside
-    share_buffers(model, world)
+    if world.size > 1:
+        share_buffers(model, world)
     pollable = interrupts if interrupts is not None and interrupts.may_cut_off else None
     with task.measuring():
         with eval_mode(model), torch.no_grad(), aside(0):

@@ -1,4 +1,4 @@
-"""Errors of torch in words: tensors that do not fit, memory that runs out, batches of one sample.
+"""Errors of torch in words: tensors that do not fit, memory that runs out, batches of one sample, workers that die.
 
 Nothing here costs anything until a step fails.
 
@@ -10,7 +10,7 @@ own code, stays as it is, with its traceback.
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -26,7 +26,6 @@ from etude.losses import LossStrategy
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
 _TORCH_NN = str(Path(nn.__file__).parent)
 _CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
 _KINDS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
@@ -180,22 +179,26 @@ def explain_out_of_memory(
     grad_accum_steps: int,
     precision: str,
     device: torch.device,
-    can_recompute: bool = False,
+    can_recompute: Callable[[], bool] = lambda: False,
 ) -> AbstractContextManager[None]:
     """Return a context that turns an out-of-memory error in training into one message with the remedies that apply."""
-    remedies = []
-    if batch_size is None:
-        remedies.append("use smaller batches")
-    elif batch_size > 1:
-        half = batch_size // 2
-        remedies.append(
-            f"training.batch_size={half} with training.grad_accum_steps={grad_accum_steps * 2} (the same result in "
-            f"half the memory)"
-        )
-    remedies += _lower_precision(precision, device)
-    if can_recompute:
-        remedies.append("training.activation_checkpointing=true (the same result, a third more time)")
-    return _explained(device, "", [*remedies, "a smaller model or shorter inputs"])
+
+    def remedies() -> list[str]:
+        found = []
+        if batch_size is None:
+            found.append("use smaller batches")
+        elif batch_size > 1:
+            half = batch_size // 2
+            found.append(
+                f"training.batch_size={half} with training.grad_accum_steps={grad_accum_steps * 2} (the same result "
+                f"in half the memory)"
+            )
+        found += _lower_precision(precision, device)
+        if can_recompute():
+            found.append("training.activation_checkpointing=true (the same result, a third more time)")
+        return [*found, "a smaller model or shorter inputs"]
+
+    return _explained(device, "", remedies)
 
 
 def explain_out_of_memory_in_validation(
@@ -206,13 +209,15 @@ def explain_out_of_memory_in_validation(
     `batch_size` is that of loaders that etude makes; None if there are only loaders made elsewhere.
     """
     made_here = "" if batch_size is None or batch_size < 2 else f"training.batch_size={batch_size // 2}, or "
-    remedies = [f"smaller validation batches ({made_here}fewer samples per batch in the loader)"]
-    return _explained(device, " in validation", [*remedies, *_lower_precision(precision, device), "shorter inputs"])
+    smaller = f"smaller validation batches ({made_here}fewer samples per batch in the loader)"
+    remedies = [smaller, *_lower_precision(precision, device), "shorter inputs"]
+    return _explained(device, " in validation", lambda: remedies)
 
 
 def explain_out_of_memory_of_model(device: torch.device) -> AbstractContextManager[None]:
     """Return the same context for making a model and its optimizer, and for moving them to the device."""
-    return _explained(device, " while the model was made or moved", ["a smaller model", "a device with more memory"])
+    remedies = ["a smaller model", "a device with more memory"]
+    return _explained(device, " while the model was made or moved", lambda: remedies)
 
 
 @contextlib.contextmanager
@@ -231,15 +236,16 @@ def explain_single_sample() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(device: torch.device, place: str, remedies: Sequence[str]) -> Iterator[None]:
+def _explained(device: torch.device, place: str, remedies: Callable[[], list[str]]) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, EtudeError) or not _is_out_of_memory(error):
             raise
+        found = remedies()
         if device.type == "cuda":
-            remedies = [*remedies, "see that no other process holds the device (nvidia-smi)"]
-        raise TrainingError(f"out of memory on {device}{place}; remedies: {'; '.join(remedies)}") from error
+            found = [*found, "see that no other process holds the device (nvidia-smi)"]
+        raise TrainingError(f"out of memory on {device}{place}; remedies: {'; '.join(found)}") from error
 
 
 _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "_status_alloc_failed")
@@ -253,3 +259,46 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _lower_precision(precision: str, device: torch.device) -> list[str]:
     return ["training.precision=bf16"] if precision == "fp32" and device.type == "cuda" else []
+
+
+@contextlib.contextmanager
+def explain_worker_failure() -> Iterator[None]:
+    """Turn the death of a worker, and an error in one, into a DataError of one line."""
+    try:
+        yield
+    except Exception as error:
+        if not (words := _of_death(str(error)) or _of_error(str(error))):
+            raise
+        raise DataError(words) from error
+
+
+def _of_death(text: str) -> str:
+    """Return what to say of torch's error about a worker that is gone; nothing if this is none."""
+    found = re.search(
+        r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited unexp)", text
+    )
+    if found is None:
+        return ""
+    pid, how = found[1], found[2]
+    if how == "Bus error":
+        cause = "there is too little shared memory; enlarge /dev/shm"
+    elif how in (None, "Killed"):
+        cause = "most likely by the system's out-of-memory killer"
+    else:
+        cause = "by a fault in the dataset or a library that it uses, or by somebody else"
+    return (
+        f"a data worker (process {pid}) was killed ({how or 'it is gone'}): {cause}. Use fewer workers (num_workers) "
+        f"or let them read less ahead (prefetch_factor), and resume the run from its last checkpoint"
+    )
+
+
+def _of_error(text: str) -> str:
+    """Return what to say of an error that torch brought over from a worker, with the place where it was raised."""
+    found = re.match(r"Caught \w+ in DataLoader worker process (\d+)\.\n", text)
+    if found is None:
+        return ""
+    lines = [line for line in text.strip().splitlines() if line]
+    places = re.findall(r'File "(.+)", line (\d+), in (\S+)', text)
+    where = "{}:{} in {}".format(*places[-1]) if places else "its process"
+    last = next((n for n in range(len(lines) - 1, 0, -1) if re.match(r"[\w.]+(: |$)", lines[n])), len(lines) - 1)
+    return f"data worker {found[1]} failed: {' '.join(lines[last:])} ({where})"

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from etude.core import Batch, Control, DataError, Loader
 from etude.engine.callback import CallbackList
-from etude.engine.finite import FiniteCheck
-from etude.engine.interrupt import OTHER_PROCESS, Interrupted, Interrupts, StopPoll
 from etude.engine.meter import ForwardFlops, Meter
 from etude.engine.state import Saver, TrainState
 from etude.engine.step import GradientAccumulator, Step
+from etude.engine.stopping import OTHER_PROCESS, FiniteCheck, Interrupted, Interrupts, StopPoll
 from etude.engine.update import LearningRate
 
 

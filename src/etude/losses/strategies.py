@@ -27,8 +27,6 @@ from etude.losses.functional import (
 )
 
 Smoothing = Annotated[float, Ge(0), Le(1)]
-
-
 LOGITS_KEYS = ("logits", "output", "out", "prediction", "predictions")
 """Keys under which a mapping holds its logits; the first one present is taken."""
 
@@ -141,8 +139,6 @@ class ClassificationLoss(LossStrategy):
 
 
 TextClassificationLoss = ClassificationLoss
-
-
 VisionClassificationLoss = ClassificationLoss
 
 

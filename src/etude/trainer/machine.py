@@ -10,7 +10,6 @@ from torch import nn
 
 from etude.core import ConfigError, Loader, Task
 from etude.core.arguments import as_device
-from etude.data import explain_worker_failure
 from etude.distributed import World, join_world
 from etude.engine.evaluation import evaluate
 from etude.engine.explain import (
@@ -18,10 +17,11 @@ from etude.engine.explain import (
     explain_out_of_memory_in_validation,
     explain_out_of_memory_of_model,
     explain_single_sample,
+    explain_worker_failure,
 )
-from etude.engine.interrupt import Interrupts
 from etude.engine.precision import Precision, PrecisionName
 from etude.engine.recompute import recompute_activations, repeated_blocks
+from etude.engine.stopping import Interrupts
 from etude.trainer.config import TrainerConfig
 
 
@@ -112,7 +112,7 @@ class Machine:
             grad_accum_steps=grad_accum_steps,
             precision=self.precision.name,
             device=self.device,
-            can_recompute=recomputable is not None and bool(repeated_blocks(recomputable)),
+            can_recompute=lambda: recomputable is not None and bool(repeated_blocks(recomputable)),
         )
         with self.current(), explain_worker_failure(), explain_single_sample(), memory:
             yield

@@ -52,8 +52,10 @@ def make_step(
         machine.place(model, config)
         made = make_optimizer(optimizer, model, config)
         task.extend(made)
-        unused = config.find_unused_parameters or not task.uses_all_parameters
-        wrapped = wrap_data_parallel(model, made, machine.world, machine.device, find_unused_parameters=unused)
+        wrapped = model
+        if machine.world.size > 1:
+            unused = config.find_unused_parameters or not task.uses_all_parameters
+            wrapped = wrap_data_parallel(model, made, machine.device, find_unused_parameters=unused)
     clip = {"clip_norm": config.gradient_clip_norm, "clip_value": config.gradient_clip_value}
     updater = Updater(made, **clip, precision=machine.precision)
     return Step(wrapped, task, updater, machine.precision, world=machine.world, metrics=config.train_metrics)

@@ -24,8 +24,8 @@ from etude.core.task import check_terms
 from etude.data.foreign import ForeignLoader
 from etude.distributed import World
 from etude.engine.explain import explained
-from etude.engine.interrupt import Interrupts
 from etude.engine.precision import Precision
+from etude.engine.stopping import Interrupts
 from etude.trainer.loaders import DeviceLoader
 from etude.trainer.machine import Machine
 

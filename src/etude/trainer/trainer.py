@@ -9,10 +9,10 @@ import torch
 from etude.core import Clock, ConfigError, Loader, Task, TrainingError
 from etude.distributed import World
 from etude.engine.callback import CallbackList, RunInfo, RunParts
-from etude.engine.interrupt import Interrupts
 from etude.engine.loop import Loop, Plan
 from etude.engine.state import TrainState
 from etude.engine.step_log import StepLog
+from etude.engine.stopping import Interrupts
 from etude.trainer.arguments import (
     CallbacksLike,
     ConfigLike,

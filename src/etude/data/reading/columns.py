@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import DataError
-from etude.data.permutation import Indices
+from etude.data.order import Indices
 from etude.data.reading.padding import Array
 from etude.data.tokens import TokenFile, open_tokens
 

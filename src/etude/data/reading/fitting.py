@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-from etude.data.permutation import Indices
+from etude.data.order import Indices
 
 
 def best_fit(counts: Indices, capacity: int) -> tuple[Indices, int]:

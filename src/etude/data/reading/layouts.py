@@ -6,7 +6,7 @@ import numpy as np
 
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data.permutation import Indices, KeyedPermutation
+from etude.data.order import Indices, KeyedPermutation
 from etude.data.reading.fitting import best_fit
 from etude.data.reading.padding import Mask, ranges
 from etude.data.tokens import TokenFile

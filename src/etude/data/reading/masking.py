@@ -10,7 +10,7 @@ from torch import Tensor
 
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data.permutation import Indices
+from etude.data.order import Indices
 from etude.data.reading.padding import IGNORED
 from etude.data.source import BatchSource, MeasuredSource, OrderedSource, ResizableSource
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import DataError
-from etude.data.permutation import Indices
+from etude.data.order import Indices
 from etude.data.reading.attention import document_mask
 from etude.data.reading.columns import LABELS, Columns, opened
 from etude.data.reading.layouts import FitLayout, Layout, Pieces, SplitLayout, check_blocks

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.core.errors import DataError
-from etude.data.permutation import Indices
+from etude.data.order import Indices
 from etude.data.tokens import TokenFile
 
 Array = NDArray[Any]

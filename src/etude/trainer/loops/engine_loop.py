@@ -14,12 +14,12 @@ from etude.core import Clock, ConfigError, Task
 from etude.core.calling import unwrap
 from etude.core.random import RunRandom, rng_state, set_rng_state
 from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
-from etude.engine.interrupt import Interrupts
 from etude.engine.loop import Loop, Plan
 from etude.engine.meter import ForwardFlops, Meter
 from etude.engine.state import Saver, TrainState
 from etude.engine.step import GradientAccumulator, Step
 from etude.engine.step_log import StepLog, Tally
+from etude.engine.stopping import Interrupts
 from etude.engine.update import LearningRate
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders
