@@ -8,9 +8,9 @@ import torch
 from checkpoint_helpers import assert_same
 from torch import Tensor, nn
 
-from etude.checkpoint import clean_state_dict, explain_mismatch, load_model_state, pack, unpack
+from etude.checkpoint import explain_mismatch, load_model_state, pack, unpack
 from etude.core import CheckpointError
-from etude.core.calling import unwrap
+from etude.core.model import clean_state_dict, unwrap
 
 
 class Net(nn.Module):

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reading_files import document_lengths, everything, numbered, opened_documents, stream_values
 
-from etude.core.calling import ModelCall
 from etude.core.errors import DataError
+from etude.core.model import ModelCall
 from etude.data import DataLoader, PackedDocuments, document_mask
 from etude.data.reading.fitting import best_fit
 

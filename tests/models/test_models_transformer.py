@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from etude.config import lookup
-from etude.core.calling import ModelCall
 from etude.core.errors import ConfigError, TrainingError
+from etude.core.model import ModelCall
 from etude.losses import LanguageModelingLoss, SupervisedTask
 from etude.models import CausalTransformerLM
 from etude.models.sampling import next_tokens

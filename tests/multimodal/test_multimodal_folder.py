@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude import CausalTransformerLM, DataLoader, ScalarTokenizer, VectorTokenizer
-from etude.core.calling import ModelCall
 from etude.core.errors import ConfigError, DataError
+from etude.core.model import ModelCall
 from etude.data import (
     TokenWriter,
     check_tokens,

@@ -11,7 +11,7 @@ from torch import nn
 from etude.config import lookup
 from etude.config.registry import names
 from etude.core.errors import ConfigError, TrainingError
-from etude.core.head import HeadOutput
+from etude.core.model import HeadOutput
 from etude.losses import BinaryLoss
 from etude.models.features import Features, feature_dim
 from etude.multitask.heads import (

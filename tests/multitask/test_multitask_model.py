@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from etude.core.batch import DataBatch, JointBatch, first_tensor, map_tensors, num_samples, to_device
-from etude.core.calling import ModelCall, inputs_of
+from etude.core.batch import DataBatch, JointBatch, first_tensor, inputs_of, map_tensors, num_samples, to_device
 from etude.core.errors import ConfigError, TrainingError
-from etude.core.head import HeadOutput
+from etude.core.model import HeadOutput, ModelCall
 from etude.engine.meter import count_forward
 from etude.engine.recompute import repeated_blocks
 from etude.losses import LanguageModelingLoss

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from etude.config.registry import register
 from etude.core import ConfigError, StepReport
-from etude.core.calling import unwrap
+from etude.core.model import unwrap
 from etude.engine.callback import Callback, Logs, RunInfo
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from etude.checkpoint.match import clean_name
-from etude.core.calling import unwrap
+from etude.core.model import clean_name, unwrap
 from etude.optim import tensor_norms
 
 

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from etude.callbacks.monitored import Mode, Monitored, with_other_names
 from etude.callbacks.paths import resolve
-from etude.checkpoint import check_kind, clean_state_dict, pack, record_of
+from etude.checkpoint import check_kind, pack, record_of
 from etude.checkpoint.format import safetensors_pieces
 from etude.config.registry import register
 from etude.core import CheckpointError, ConfigError, TrainingError
 from etude.core.files import replacing
+from etude.core.model import clean_state_dict
 from etude.engine.callback import Callback, Logs, RunInfo
 
 logger = logging.getLogger("etude")

@@ -7,7 +7,6 @@ from etude.checkpoint.manager import CheckpointManager, locate_checkpoint
 from etude.checkpoint.match import (
     change_model,
     check_model_state,
-    clean_state_dict,
     explain_mismatch,
     load_model_state,
 )
@@ -34,7 +33,6 @@ __all__ = [
     "check_optimizer",
     "check_tensor",
     "clean_leftovers",
-    "clean_state_dict",
     "copied",
     "errors_of",
     "explain_mismatch",

@@ -22,12 +22,13 @@ from etude.checkpoint.folder import (
     read_newest_intact,
     to_delete,
 )
-from etude.checkpoint.match import change_model, clean_state_dict
+from etude.checkpoint.match import change_model
 from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state, remember_optimizer
 from etude.checkpoint.store import MANIFEST, Checkpoint, cannot_save, read_checkpoint, read_meta, write_checkpoint
 from etude.checkpoint.trust import Undo, check_kind, errors_of, record_of
 from etude.core.arguments import as_whole
 from etude.core.errors import CheckpointError, ConfigError
+from etude.core.model import clean_state_dict
 from etude.core.run_layout import BEST, LAST, folder_name
 
 _log = logging.getLogger(__name__)

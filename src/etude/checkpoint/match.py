@@ -1,4 +1,4 @@
-"""Loading a module's state: names without wrappers, and a mismatch explained by parameter name and shape."""
+"""Loading a module's state: all of it or nothing, and a mismatch explained by parameter name and shape."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -10,27 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from etude.checkpoint.trust import Undo, same_category
-from etude.core.calling import unwrap
 from etude.core.errors import CheckpointError
-
-_WRAPPER_PARTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""Name parts that torch reserves for its wrappers (compile, activation checkpointing, FSDP)."""
+from etude.core.model import clean_name, unwrap
 
 _NUM_NAMED = 8
-
-
-def clean_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers add.
-
-    >>> clean_name("encoder._orig_mod.layers.0.weight")
-    'encoder.layers.0.weight'
-    """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
-
-
-def clean_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return the module's state dict with the names the user's own module has; the tensors are not copied."""
-    return {clean_name(name): value for name, value in unwrap(module).state_dict().items()}
 
 
 def explain_mismatch(module_state: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:

@@ -8,11 +8,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from etude.checkpoint.match import clean_name
 from etude.checkpoint.optimizer_needs import check_settings, check_state, needed_state
 from etude.checkpoint.trust import check_kind, copied, record_of
-from etude.core.calling import unwrap
 from etude.core.errors import CheckpointError
+from etude.core.model import clean_name, unwrap
 
 _NUM_NAMED = 8
 

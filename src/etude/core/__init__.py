@@ -10,8 +10,8 @@ from etude.core.errors import (
     RunFolderError,
     TrainingError,
 )
-from etude.core.head import HeadOutput
 from etude.core.loader import BatchIterator, Loader
+from etude.core.model import HeadOutput
 from etude.core.report import StepReport
 from etude.core.task import LossTerm, Task, Terms
 

@@ -1,6 +1,10 @@
-"""Batches in every form users bring: a tensor, a tuple, a mapping, a `DataBatch`."""
+"""Batches in every form users bring: a tensor, a tuple, a mapping, a `DataBatch`; and where each keeps what.
 
-from collections.abc import Callable, Mapping
+A mapping with `tokens` and no labels is a next-token batch, whose targets are `tokens[:, 1:]`; with labels it is a
+mapping like any other.
+"""
+
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +12,12 @@ from torch import Tensor
 
 Batch = Any
 """Tensor · (input,) · (input, …, labels) · DataBatch · mapping with `input_ids`, `tokens` or other inputs."""
+STREAM = "stream"
+"""The key under which a batch that comes from a named stream of data keeps the stream's name."""
+LABEL_KEYS = ("labels", "label", "targets", "target")
+"""Keys under which a mapping holds its labels; the first one present is taken."""
+SETTING_KEYS = (STREAM, "causal")
+"""What a batch says about itself or asks of the model. No inputs: only a `forward` that names them is given them."""
 
 
 class DataBatch(NamedTuple):
@@ -17,10 +27,6 @@ class DataBatch(NamedTuple):
     labels: Tensor | None
 
 
-STREAM = "stream"
-"""The key under which a batch that comes from a named stream of data keeps the stream's name."""
-
-
 class JointBatch(list[Batch]):
     """Batches of several streams that make one step together, each of them a mapping with its stream's name.
 
@@ -28,10 +34,6 @@ class JointBatch(list[Batch]):
     >>> num_samples(joint)
     7
     """
-
-
-LABEL_KEYS = ("labels", "label", "targets", "target")
-"""Keys under which a mapping holds its labels; the first one present is taken."""
 
 
 def batch_labels(batch: Batch) -> Any:
@@ -49,6 +51,51 @@ def batch_labels(batch: Batch) -> Any:
     return batch[-1] if len(batch) > 1 else None
 
 
+def targets_of(batch: Batch) -> tuple[Any, bool]:
+    """Return the labels of a batch (None if it has none), and whether they are already the next tokens.
+
+    >>> import torch
+    >>> targets_of({"tokens": torch.tensor([[5, 6, 7]])})
+    (tensor([[6, 7]]), True)
+    >>> targets_of((torch.zeros(1, 3), torch.tensor([2])))
+    (tensor([2]), False)
+    """
+    if isinstance(batch, (tuple, list)):
+        return (batch[-1] if len(batch) > 1 else None), False
+    if isinstance(batch, Mapping) and is_next_token(batch):
+        return batch["tokens"][:, 1:], True
+    return batch_labels(batch), False
+
+
+def inputs_of(batch: Batch) -> Any:
+    """Return the main input of a batch: the first of a tuple, `input_ids` or the first non-label of a mapping."""
+    if isinstance(batch, Tensor):
+        return batch
+    if isinstance(batch, Mapping):
+        if "input_ids" in batch:
+            return batch["input_ids"]
+        return next((batch[key] for key in batch if key not in LABEL_KEYS and key not in SETTING_KEYS), None)
+    return batch[0]
+
+
+def padding_mask_of(batch: Batch) -> Tensor | None:
+    """Return the (B, L) mask of real positions, aligned with the labels of `targets_of`, or None.
+
+    Attention masks of other shapes, (B, 1, L, L) for one, say who sees whom and not what is padding.
+    """
+    if not isinstance(batch, Mapping):
+        return None
+    mask = next((batch[key] for key in ("attention_mask", "attn_mask") if key in batch), None)
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    return mask[:, 1:] if is_next_token(batch) else mask
+
+
+def is_next_token(keys: Collection[str]) -> bool:
+    """Whether a mapping with these keys is a next-token batch: `tokens` that are inputs and targets at once."""
+    return "tokens" in keys and "input_ids" not in keys and not any(key in keys for key in LABEL_KEYS)
+
+
 def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     """Apply `function` to every tensor of a batch and keep its form.
 
@@ -64,6 +111,11 @@ def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     if isinstance(batch, (tuple, list)):
         return type(batch)(map_tensors(value, function) for value in batch)
     return batch
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Move every tensor to `device`; from pinned memory the copy does not wait."""
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
 
 
 def first_tensor(batch: Batch) -> Tensor | None:
@@ -86,11 +138,6 @@ def num_samples(batch: Batch) -> int:
     if tensor is None:
         return 0
     return tensor.shape[0] if tensor.dim() else 1
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move every tensor to `device`; from pinned memory the copy does not wait."""
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
 
 
 def is_empty(batch: Batch) -> bool:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from etude.core.batch import Batch
-from etude.core.calling import ModelCall
 from etude.core.errors import ConfigError, DataError, TrainingError
 from etude.core.loader import Loader
+from etude.core.model import ModelCall
 
 
 @dataclass(slots=True)

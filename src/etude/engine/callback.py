@@ -90,7 +90,7 @@ class Gradients:
     """The gradients of a step, complete and over all ranks, before they are divided and clipped."""
 
     model: nn.Module
-    """Its parameters hold them in `grad`. It may be wrapped (`etude.core.calling.unwrap`)."""
+    """Its parameters hold them in `grad`. It may be wrapped (`etude.core.model.unwrap`)."""
     params: Sequence[nn.Parameter]
     """Those that the step updates."""
     count: Tensor | float

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from etude.core import Loader, Task, Terms
 from etude.core.batch import is_empty
-from etude.core.calling import unwrap
+from etude.core.model import unwrap
 from etude.core.random import aside
 from etude.core.task import as_task, check_terms
 from etude.distributed import World, share_buffers

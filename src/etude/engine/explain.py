@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import DataError, EtudeError, TrainingError
-from etude.core.calling import targets_of
+from etude.core.batch import targets_of
 from etude.core.spelling import shorten
 from etude.losses import LossStrategy
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import HeadOutput, Task, num_samples
-from etude.core.batch import STREAM, Batch, JointBatch, map_tensors
-from etude.core.calling import ModelCall, inputs_of, is_next_token, padding_mask_of, unwrap
+from etude.core.batch import STREAM, Batch, JointBatch, inputs_of, is_next_token, map_tensors, padding_mask_of
+from etude.core.model import ModelCall, unwrap
 from etude.core.random import rng_state, set_rng_state
 
 logger = logging.getLogger("etude")

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from etude.core import ConfigError
-from etude.core.calling import unwrap
+from etude.core.model import unwrap
 
 
 @runtime_checkable

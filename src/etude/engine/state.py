@@ -22,7 +22,6 @@ from etude.checkpoint import (
     check_kind,
     check_model_state,
     check_optimizer,
-    clean_state_dict,
     copied,
     errors_of,
     folder_name,
@@ -34,6 +33,7 @@ from etude.checkpoint import (
     unpack,
 )
 from etude.core import CheckpointError, Clock, Task
+from etude.core.model import clean_state_dict
 from etude.core.random import RunRandom, aside, check_rng_state, mix
 from etude.distributed import World
 from etude.engine.callback import Callback, CallbackList

@@ -24,8 +24,7 @@ from etude.config import (
 from etude.config.signature import parameters_of
 from etude.core import ConfigError
 from etude.experiment.features import all_features, features_for, with_features
-from etude.experiment.legacy_keys import DEFAULT_NAMES, LEGACY_KEYS, move_legacy_keys
-from etude.experiment.settle import settle_data, settle_outputs
+from etude.experiment.settle import DEFAULT_NAMES, LEGACY_KEYS, move_legacy_keys, settle_data, settle_outputs
 from etude.trainer import TrainerConfig
 
 _SECTIONS: dict[str, SectionSpec | None] = {

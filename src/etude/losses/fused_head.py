@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from etude.core.batch import Batch, map_tensors
 from etude.core.buffers import probing
-from etude.core.calling import ModelCall, unwrap
 from etude.core.errors import TrainingError
-from etude.core.head import HeadOutput, linked
+from etude.core.model import HeadOutput, ModelCall, linked, unwrap
 from etude.losses.strategies import head_of, logits_of
 
 FEW_POSITIONS = 16

@@ -7,10 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.config.registry import register
-from etude.core.batch import Batch
-from etude.core.calling import ModelCall, inputs_of, padding_mask_of, targets_of, unwrap
+from etude.core.batch import Batch, inputs_of, padding_mask_of, targets_of
 from etude.core.errors import CheckpointError, TrainingError
-from etude.core.head import HeadOutput
+from etude.core.model import HeadOutput, ModelCall, unwrap
 from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, accuracy_term, cross_entropy_term, mask_labels
 from etude.losses.fused_head import FusedHead

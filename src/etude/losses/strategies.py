@@ -12,10 +12,9 @@ from annotated_types import Ge, Le
 from torch import Tensor, nn
 
 from etude.config.registry import register
-from etude.core.batch import Batch
-from etude.core.calling import ModelCall, targets_of
+from etude.core.batch import Batch, targets_of
 from etude.core.errors import TrainingError
-from etude.core.head import HeadOutput
+from etude.core.model import HeadOutput, ModelCall
 from etude.core.task import Terms
 from etude.losses.functional import (
     IGNORE_INDEX,

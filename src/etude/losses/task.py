@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from etude.core.batch import Batch
-from etude.core.calling import ModelCall, inputs_of, targets_of
+from etude.core.batch import Batch, inputs_of, targets_of
 from etude.core.errors import CheckpointError, TrainingError
 from etude.core.lookups import explain_lookup
+from etude.core.model import ModelCall
 from etude.core.task import Task, Terms
 from etude.losses.language import LanguageModelingLoss, is_encoder_decoder, shift_in
 from etude.losses.strategies import ClassificationLoss, LossStrategy, SegmentationLoss, shape_of

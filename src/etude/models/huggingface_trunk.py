@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from etude.core.batch import Batch
-from etude.core.calling import MAIN_KEYS, OTHER_NAMES, Forward, ModelCall, inputs_of, is_next_token
+from etude.core.batch import Batch, inputs_of, is_next_token
 from etude.core.errors import ConfigError, TrainingError
+from etude.core.model import MAIN_KEYS, OTHER_NAMES, Forward, ModelCall
 from etude.models.sampling import evaluating
 from etude.models.transformer import attention_mask
 

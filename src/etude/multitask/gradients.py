@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import Batch, Terms, TrainingError
-from etude.core.calling import unwrap
+from etude.core.model import unwrap
 from etude.distributed import World
 from etude.engine.callback import Callback
 from etude.engine.objective import ObjectiveParts

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from etude.config.registry import register
 from etude.core.errors import ConfigError, TrainingError
-from etude.core.head import HeadOutput
+from etude.core.model import HeadOutput
 from etude.models.features import Features
 
 Size = Annotated[int, Ge(1)]

@@ -8,11 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from etude.core.batch import Batch, JointBatch
+from etude.core.batch import Batch, JointBatch, is_next_token
 from etude.core.buffers import probing
-from etude.core.calling import ModelCall, is_next_token
 from etude.core.errors import ConfigError, TrainingError
-from etude.core.head import linked
+from etude.core.model import ModelCall, linked
 from etude.core.spelling import did_you_mean, listed, suggest
 from etude.models.features import Features, Trunk, feature_dim
 from etude.models.huggingface_trunk import HuggingFaceModel, HuggingFaceTrunk

@@ -10,7 +10,7 @@ from torch import Tensor
 from etude.core import Batch, ConfigError, Terms
 from etude.core.batch import JointBatch, is_empty
 from etude.core.buffers import BufferGuard
-from etude.core.calling import unwrap
+from etude.core.model import unwrap
 from etude.core.task import LossTerm
 from etude.engine.objective import Counts, ObjectiveParts
 from etude.multitask.gradients import LOSS, SharesParameters, TaskRows, shares

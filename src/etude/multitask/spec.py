@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from etude.core.batch import STREAM, Batch
-from etude.core.calling import targets_of
+from etude.core.batch import STREAM, Batch, targets_of
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.spelling import suggest
 from etude.losses.functional import IGNORE_INDEX

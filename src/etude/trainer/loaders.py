@@ -86,7 +86,9 @@ class Loaders:
         known = (Tensor, Dataset, BatchSource, TensorData, LoaderData, Streams)
         if isinstance(source, known) or _is_tensor_pair(source):
             source = DataLoaderFactory.from_config(self._config, device=device).create(source, training=training)
-        loader = as_loader(_share(source, world, training=training), seed=self._config.seed, world_size=world.size)
+        loader = _share(source, world, training=training)
+        if not isinstance(loader, Loader):
+            loader = as_loader(loader, seed=self._config.seed, world_size=world.size)
         if device.type == "cpu" or (isinstance(loader, (DataLoader, StreamLoader)) and loader.device == device):
             return loader
         return DeviceLoader(loader, device)

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from etude.core import Batch, ConfigError, DataError, EtudeError, Loader, Task, TrainingError
 from etude.core.batch import is_empty
 from etude.core.buffers import probing
-from etude.core.calling import unwrap
+from etude.core.model import unwrap
 from etude.core.task import check_terms
 from etude.data.foreign import ForeignLoader
 from etude.distributed import World

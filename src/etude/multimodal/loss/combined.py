@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import ConfigError
-from etude.core.head import HeadOutput
+from etude.core.model import HeadOutput
 from etude.core.spelling import suggest
 from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, cross_entropy_term, mean_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import TrainingError
-from etude.core.head import HeadOutput
+from etude.core.model import HeadOutput
 from etude.losses.linear import product_type, result_type
 from etude.losses.products import add_logit_gradients, chunk_rows_for, product
 from etude.multimodal.loss.reconstruction import Reconstruction

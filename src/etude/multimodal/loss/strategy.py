@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from etude.config.registry import register
 from etude.core.batch import Batch
-from etude.core.calling import ModelCall, unwrap
 from etude.core.errors import ConfigError, DataError
+from etude.core.model import ModelCall, unwrap
 from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX
 from etude.losses.fused_head import FusedHead, NamesItsHead

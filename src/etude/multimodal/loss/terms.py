@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import ConfigError, DataError, TrainingError
-from etude.core.head import HeadOutput
+from etude.core.model import HeadOutput
 from etude.core.spelling import suggest
 from etude.core.task import LossTerm, Terms
 from etude.multimodal.loss.blocks import logits_sums, squared_error_sums

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from etude.callbacks import LRSchedule
 from etude.core import Batch, CheckpointError, ConfigError, Terms
-from etude.core.calling import ModelCall
+from etude.core.model import ModelCall
 from etude.engine.callback import Callback, Logs
 from etude.losses import LossStrategy, as_strategy, mean_of
 from etude.metrics import LossTracker, Tally, TrainingMetrics

@@ -11,7 +11,7 @@ from torch import nn
 
 from etude.callbacks import LRSchedule
 from etude.core import Clock, ConfigError, Task
-from etude.core.calling import unwrap
+from etude.core.model import unwrap
 from etude.core.random import RunRandom, rng_state, set_rng_state
 from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
 from etude.engine.loop import Loop, Plan

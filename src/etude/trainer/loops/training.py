@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from etude.callbacks import GradientMonitor
 from etude.core import ConfigError, DataBatch, Task
 from etude.core.arguments import as_whole
-from etude.core.calling import unwrap
+from etude.core.model import unwrap
 from etude.data import DataLoader
 from etude.engine.callback import Callback
 from etude.engine.meter import ForwardFlops

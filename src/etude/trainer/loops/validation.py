@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from etude.core import Batch, Clock, ConfigError, Task
-from etude.core.calling import unwrap
+from etude.core.model import unwrap
 from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
 from etude.engine.meter import count_tokens, token_ids
 from etude.losses import LossStrategy

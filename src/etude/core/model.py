@@ -1,13 +1,11 @@
-"""How a model is called with a batch of any form, and where that batch keeps its targets.
+"""A model as the engine sees it: how it is called, what may stand for its logits, its names without wrappers.
 
-    x                                  model(x)
-    (x,) · (x, labels) · DataBatch     model(x)
-    (x, y, …, labels)                  model(x, y, …)
-    {"tokens", "types", "attn_mask"}   model(tokens[:, :-1], types[:, :-1], attn_mask[:, :-1]); targets: tokens[:, 1:]
-    {"input_ids", …} · any mapping     model(**inputs), by the names of `forward`, without the labels;
-                                       attention_mask and attn_mask are the same thing
-
-A mapping with `tokens` and no labels is a next-token batch; with labels it is a mapping like any other.
+x                                  model(x)
+(x,) · (x, labels) · DataBatch     model(x)
+(x, y, …, labels)                  model(x, y, …)
+{"tokens", "types", "attn_mask"}   model(tokens[:, :-1], types[:, :-1], attn_mask[:, :-1])
+{"input_ids", …} · any mapping     model(**inputs), by the names of `forward`, without the labels;
+                                   attention_mask and attn_mask are the same thing
 """
 
 import inspect
@@ -15,9 +13,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from etude.core.batch import LABEL_KEYS, STREAM, Batch, batch_labels
+from etude.core.batch import LABEL_KEYS, SETTING_KEYS, Batch, is_next_token
 from etude.core.errors import TrainingError
 
 OTHER_NAMES = (("attn_mask", "attention_mask"), ("attention_mask", "attn_mask"))
@@ -28,10 +28,10 @@ OTHER_INPUTS = frozenset(
     {"position_ids", "token_type_ids", "past_key_values", "inputs_embeds", "labels", "head_mask"}
 )
 """Parameters that mean neither types nor a mask, wherever they stand."""
-SETTING_KEYS = (STREAM, "causal")
-"""What a batch says about itself or asks of the model. No inputs: only a `forward` that names them is given them."""
 WRAPPED_MODULES = ("_orig_mod", "_fsdp_wrapped_module")
 """Names under which torch.compile and FSDP hold the module they wrap."""
+_WRAPPER_PARTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+"""Name parts that torch reserves for its wrappers (compile, activation checkpointing, FSDP)."""
 
 
 class ModelCall:
@@ -186,6 +186,67 @@ class Forward:
         return Plan(("tokens",), (), next_token=True)
 
 
+def _without_last(value: Any) -> Any:
+    return value[:, :-1] if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadOutput:
+    """Hidden states (…, d) and the output layer (V, d) that has not been applied yet.
+
+    A loss that knows this class never holds all logits at once; anything else reads `logits`.
+
+    >>> output = HeadOutput(torch.ones(2, 5, 3), torch.ones(7, 3))
+    >>> output.shape, output.logits.shape
+    (torch.Size([2, 5, 7]), torch.Size([2, 5, 7]))
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+    """Where given, the logits are softcap · tanh(logits / softcap)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", linked(self.hidden, self.weight, self.bias))
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the logits; they are not computed for it."""
+        return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
+
+    @property
+    def logits(self) -> Tensor:
+        """All logits (…, V), computed again at every access."""
+        logits = F.linear(self.hidden.to(self.weight.dtype), self.weight, self.bias)
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+def linked(hidden: Tensor, *parameters: Tensor | None) -> Tensor:
+    """Return `hidden` with `parameters` among what it was computed from; they get no gradient through it.
+
+    DistributedDataParallel looks through the graph of a model's output for parameters without a part in the loss
+    (`find_unused_parameters`). Those that only the loss will use must be found there too.
+    """
+    used = [parameter for parameter in parameters if parameter is not None and parameter.requires_grad]
+    if not used or not torch.is_grad_enabled():
+        return hidden
+    return _Link.apply(hidden, *used)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Link(torch.autograd.Function):
+    """The identity of its first argument."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.num_parameters = len(parameters)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return (grad, *[None] * ctx.num_parameters)
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside DistributedDataParallel, DataParallel, torch.compile or FSDP wrappers."""
     while True:
@@ -198,50 +259,15 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def is_next_token(keys: Collection[str]) -> bool:
-    """Whether a mapping with these keys is a next-token batch: `tokens` that are inputs and targets at once."""
-    return "tokens" in keys and "input_ids" not in keys and not any(key in keys for key in LABEL_KEYS)
+def clean_name(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers add.
 
-
-def inputs_of(batch: Batch) -> Any:
-    """Return the main input of a batch: the first of a tuple, `input_ids` or the first non-label of a mapping."""
-    if isinstance(batch, Tensor):
-        return batch
-    if isinstance(batch, Mapping):
-        if "input_ids" in batch:
-            return batch["input_ids"]
-        return next((batch[key] for key in batch if key not in LABEL_KEYS and key not in SETTING_KEYS), None)
-    return batch[0]
-
-
-def targets_of(batch: Batch) -> tuple[Any, bool]:
-    """Return the labels of a batch (None if it has none), and whether they are already the next tokens.
-
-    >>> import torch
-    >>> targets_of({"tokens": torch.tensor([[5, 6, 7]])})
-    (tensor([[6, 7]]), True)
-    >>> targets_of((torch.zeros(1, 3), torch.tensor([2])))
-    (tensor([2]), False)
+    >>> clean_name("encoder._orig_mod.layers.0.weight")
+    'encoder.layers.0.weight'
     """
-    if isinstance(batch, (tuple, list)):
-        return (batch[-1] if len(batch) > 1 else None), False
-    if isinstance(batch, Mapping) and is_next_token(batch):
-        return batch["tokens"][:, 1:], True
-    return batch_labels(batch), False
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
-def padding_mask_of(batch: Batch) -> Tensor | None:
-    """Return the (B, L) mask of real positions, aligned with the labels of `targets_of`, or None.
-
-    Attention masks of other shapes, (B, 1, L, L) for one, say who sees whom and not what is padding.
-    """
-    if not isinstance(batch, Mapping):
-        return None
-    mask = next((batch[key] for key in ("attention_mask", "attn_mask") if key in batch), None)
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return None
-    return mask[:, 1:] if is_next_token(batch) else mask
-
-
-def _without_last(value: Any) -> Any:
-    return value[:, :-1] if isinstance(value, Tensor) else value
+def clean_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return the module's state dict with the names the user's own module has; the tensors are not copied."""
+    return {clean_name(name): value for name, value in unwrap(module).state_dict().items()}

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from etude.core.batch import DataBatch
-from etude.core.calling import ModelCall, inputs_of, padding_mask_of, targets_of, unwrap
+from etude.core.batch import DataBatch, inputs_of, padding_mask_of, targets_of
 from etude.core.errors import TrainingError
+from etude.core.model import ModelCall, unwrap
 
 X, Y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
 IDS = torch.arange(20).view(4, 5)
