@@ -52,10 +52,10 @@ def attempts() -> None:
 
         with pytest.raises(DataError, match=r"^empty: rank 0$") as caught:
             w.attempt(fail)
-        assert caught.value.told == (w.rank != 0)
+        assert caught.value.reported_elsewhere == (w.rank != 0)
         with pytest.raises(CheckpointError, match="rank 1: no") as caught:
             w.attempt(fail, here=w.rank > 0)
-        assert caught.value.told == (w.rank != 1)
+        assert caught.value.reported_elsewhere == (w.rank != 1)
         assert w.attempt(lambda: 5) == 5
 
 

@@ -64,7 +64,7 @@ class GradientHealth:
     findings: list[Finding] = field(default_factory=list)
     """All that is wrong in this step."""
     warnings: list[Finding] = field(default_factory=list)
-    """What of it is to be told: each layer and kind when found first, then when it was found 10, 100 … times."""
+    """What of it is to be reported: each layer and kind when found first, then when it was found 10, 100 … times."""
 
     @property
     def healthy(self) -> bool:
@@ -159,7 +159,7 @@ class Judge:
         return [name for name in names if self._zero_streak[f"{kind} {name}"] >= self.patience]
 
     def _report_each(self, health: GradientHealth, kind: Kind, names: list[str], words: Words) -> None:
-        """Add a finding about all `names`, and a warning about those of them that are due to be told."""
+        """Add a finding about all `names`, and a warning about those of them that are due to be reported."""
         if not names:
             return
         health.findings.append(Finding(kind, tuple(names), words(names)))

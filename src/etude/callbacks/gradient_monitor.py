@@ -143,7 +143,7 @@ class GradientMonitor(Callback):
                 error.add_note(finding.message)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the past of the layers, what has been told of them, and when the next look is."""
+        """Return the past of the layers, what has been reported of them, and when the next look is."""
         self._read()
         return {"judge": self._judge.state_dict(), **{name: getattr(self, f"_{name}") for name in _KEPT}}
 

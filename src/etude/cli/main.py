@@ -196,7 +196,7 @@ def _errors_in_words() -> Iterator[None]:
 
         if not isinstance(error, EtudeError):
             raise
-        for line in () if error.told else (*str(error).splitlines(), *getattr(error, "__notes__", ())):
+        for line in () if error.reported_elsewhere else (*str(error).splitlines(), *getattr(error, "__notes__", ())):
             _complain(line)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt as stop:

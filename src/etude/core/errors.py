@@ -5,8 +5,8 @@ class EtudeError(Exception):
     """A mistake the user can fix; the message says what was found and what to do next."""
 
     exit_code = 2
-    told = False
-    """True if another process of the same run tells it, so that it is printed once."""
+    reported_elsewhere = False
+    """True if another process of the same run reports it, so that it is printed once."""
 
 
 class ConfigError(EtudeError, ValueError):

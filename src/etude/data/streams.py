@@ -110,18 +110,18 @@ def _check_same_tokenizer(splits: Mapping[str, DataSplits]) -> None:
 def _tokenizer_print(data: DataSplits) -> str | None:
     """The checksum of the tokenizer that made the ids, as far as the files tell."""
     part = data.train.data if isinstance(data.train, LoaderData) else data.train
-    told = _told_by(part)
-    if told is None and isinstance(data.tokenizer, Path):
+    found = _print_in(part)
+    if found is None and isinstance(data.tokenizer, Path):
         return hashlib.sha256(data.tokenizer.read_bytes()).hexdigest()
-    return told
+    return found
 
 
-def _told_by(source: Any) -> str | None:
+def _print_in(source: Any) -> str | None:
     if isinstance(source, MaskedTokens):
-        return _told_by(source.source)
+        return _print_in(source.source)
     if isinstance(source, TokenMixture):
-        return next((told for part in source.sources if (told := _told_by(part)) is not None), None)
+        return next((found for part in source.sources if (found := _print_in(part)) is not None), None)
     if isinstance(source, (TokenBlocks, TokenDocuments, PackedDocuments)):
-        told = source.file.meta.get("tokenizer_sha256")
-        return told if isinstance(told, str) else None
+        found = source.file.meta.get("tokenizer_sha256")
+        return found if isinstance(found, str) else None
     return None

@@ -100,7 +100,7 @@ class World:
         if self.size > 1:
             texts = self.gather_text("" if failure is None else f"{type(failure).__name__}: {failure}")
             first = next((rank for rank, text in enumerate(texts) if text), self.rank)
-            failure = failure if first == self.rank else _retold(texts[first])
+            failure = failure if first == self.rank else _error_of_another_rank(texts[first])
         if failure is not None:
             raise failure
         return result
@@ -120,12 +120,12 @@ class World:
             return True
 
 
-def _retold(text: str) -> EtudeError:
-    """Return an error of another rank, which tells it itself."""
+def _error_of_another_rank(text: str) -> EtudeError:
+    """Return an error of another rank, which reports it itself."""
     name, _, message = text.partition(": ")
     kind = getattr(errors, name, EtudeError)
     error: EtudeError = kind(message)
-    error.told = True
+    error.reported_elsewhere = True
     return error
 
 
@@ -175,11 +175,11 @@ def launcher(world: World) -> str:
 
 @contextmanager
 def before_joining() -> Iterator[None]:
-    """Let one process of a machine tell of a mistake that all of them find before they have joined."""
+    """Let one process of a machine report a mistake that all of them find before they have joined."""
     try:
         yield
     except EtudeError as error:
-        error.told = os.environ.get("LOCAL_RANK", "0") != "0"
+        error.reported_elsewhere = os.environ.get("LOCAL_RANK", "0") != "0"
         raise
 
 
@@ -187,12 +187,12 @@ def before_joining() -> Iterator[None]:
 def failing_together(world: World) -> Iterator[None]:
     """Let the ranks of a run fail with one message: that of the rank that failed first.
 
-    An error that another rank tells is marked as `told`. Losing the connection to another rank is a TrainingError.
+    An error that another rank reports is marked as such. Losing the connection to another rank is a TrainingError.
     """
     try:
         yield
     except EtudeError as error:
-        error.told = error.told or not world.claim("failure")
+        error.reported_elsewhere = error.reported_elsewhere or not world.claim("failure")
         raise
     except RuntimeError as error:
         first = world.claim("failure")
@@ -202,7 +202,7 @@ def failing_together(world: World) -> Iterator[None]:
             f"process {world.rank} of {world.size} has lost the connection to another one, which was killed or has "
             f"failed; the last checkpoint is intact, resume from it"
         )
-        lost.told = not first
+        lost.reported_elsewhere = not first
         raise lost from error
     except BaseException:
         world.claim("failure")  # a traceback will tell, or it is Ctrl-C

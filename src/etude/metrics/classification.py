@@ -58,7 +58,7 @@ class Classified(Tally):
 
     @property
     def size(self) -> int:
-        """How many classes or labels are told apart: 1 for binary."""
+        """How many classes or labels are distinguished: 1 for binary."""
         return self.num_classes or self.num_labels or 1
 
     def read_classes(

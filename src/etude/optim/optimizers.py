@@ -1,6 +1,6 @@
 """SGD, Adam, AdamW and RMSprop: torch's own, on the fastest kernel for the parameters they are given.
 
-Torch uses its fused kernels only when told to. These classes tell it to, group by group, wherever that is safe.
+Torch uses its fused kernels only when asked to. These classes ask it to, group by group, wherever that is safe.
 """
 
 from collections.abc import Iterable, Sequence
