@@ -14,7 +14,7 @@ from etude.core.random import mix
 from etude.core.spelling import listed
 from etude.data.loader import EpochIterator, deliver
 from etude.data.parts import Draw, Streams, check_known, check_weights
-from etude.data.streams_order import SMALLEST_SHARE, Alternating, Joined, OneByOne, Plan
+from etude.data.streams_order import SMALLEST_SHARE, AlternatingPlan, Plan, SequentialPlan, TogetherPlan
 from etude.data.streams_reader import Delivery, Stream, StreamReader
 
 
@@ -30,7 +30,7 @@ class StreamLoader:
     """Batches of named streams, in an order that is a pure function of (seed, epoch, position) and the mixture.
 
     In training every stream is endless: it goes through its samples without replacement, pass after pass, shuffled
-    anew each time, and an epoch is a fixed number of samples. Every batch is full, and is a dict with the stream's
+    again each time, and an epoch is a fixed number of samples. Every batch is full, and is a dict with the stream's
     name under "stream"; with `draw="together"` a `JointBatch` of such dicts, one for each stream. In evaluation every
     stream comes once, one after the other.
 
@@ -172,8 +172,8 @@ class StreamLoader:
         parts = self._by_size(read) if weights is None else {name: float(weights.get(name, 0)) for name in read}
         largest = max(parts.values(), default=0.0)
         if largest == 0:
-            told = "there is none of them here" if not read else "their weights are 0"
-            raise DataError(f"the streams to be read are {listed(only or ())}, but {told}; give one of them a weight")
+            why = "there is none of them here" if not read else "their weights are 0"
+            raise DataError(f"the streams to be read are {listed(only or ())}, but {why}; give one of them a weight")
         scaled = {name: weight / largest for name, weight in parts.items() if weight > 0}
         total = sum(scaled.values())
         shares = {name: weight / total for name, weight in scaled.items()}
@@ -192,12 +192,12 @@ class StreamLoader:
         plan: Plan
         if not self.training:
             sizes = {name: stream.order(shuffle=self.shuffle).size for name, stream in streams.items()}
-            plan = OneByOne(sizes, size)
+            plan = SequentialPlan(sizes, size)
         elif self.data.draw == "alternate":
-            plan = Alternating(shares, size, self._training_batches, mix(self.seed, 11))
+            plan = AlternatingPlan(shares, size, self._training_batches, mix(self.seed, 11))
         else:
-            plan = Joined(shares, size, self._training_batches)
-        counts = plan.counts if isinstance(plan, Joined) else dict.fromkeys(shares, size)
+            plan = TogetherPlan(shares, size, self._training_batches)
+        counts = plan.counts if isinstance(plan, TogetherPlan) else dict.fromkeys(shares, size)
         return plan, {
             name: StreamReader(
                 stream, self._delivery, shuffle=self.shuffle, endless=self.training, batch_size=counts[name]

@@ -14,7 +14,7 @@ ENDLESS = 2**62
 SMALLEST_SHARE = 2e-6
 """The smallest part of all samples that a stream can have: counts are exact fractions, and these stay small."""
 _ROOM = 2**40
-"""Batches of a stream that are told apart; more than any run has."""
+"""Batches of a stream that are distinguished; more than any run has."""
 
 
 def stable_number(name: str) -> int:
@@ -80,7 +80,7 @@ class Plan(Protocol):
         ...
 
 
-class Alternating:
+class AlternatingPlan:
     """Every batch is of one stream; after n batches a stream of share w has had w·n of them, to within one or two.
 
     Streams are dealt out in the order of their names, so it does not matter how a config file lists them.
@@ -103,7 +103,7 @@ class Alternating:
         return [Span(self.names[which], start + skipped, start + self.batch_size)]
 
 
-class Joined:
+class TogetherPlan:
     """Every batch has the same share of each stream."""
 
     def __init__(self, shares: Mapping[str, float], batch_size: int, num_batches: int) -> None:
@@ -123,7 +123,7 @@ class Joined:
         return spans
 
 
-class OneByOne:
+class SequentialPlan:
     """Every stream once, one after the other; the last batch of each may be smaller."""
 
     def __init__(self, sizes: Mapping[str, int], batch_size: int) -> None:

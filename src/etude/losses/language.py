@@ -145,7 +145,7 @@ class LanguageModelingLoss(LossStrategy):
         return labels, count if all_count else None
 
     def _shifts(self, labels: Tensor, batch: Batch) -> bool:
-        """Whether labels are to be shifted: as told, or as the first batch that can tell does."""
+        """Whether labels are to be shifted: as given, or as the first batch that can tell does."""
         if self.shift is None:
             self.shift = repeats_inputs(labels, batch, self.ignore_index)
         return bool(self.shift)

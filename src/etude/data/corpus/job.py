@@ -26,7 +26,7 @@ from etude.data.corpus.writing import write_splits
 logger = logging.getLogger("etude")
 
 Progress = Callable[[str, int, int], None]
-"""Told of every bit of progress: the step, how much of it is done, and how much there is (0: not known)."""
+"""Called with every bit of progress: the step, how much of it is done, and how much there is (0: not known)."""
 
 WORK, TRASH = ".partial-", ".trash-"
 VERSION = 1
