@@ -127,3 +127,4 @@ def test_the_best_mean_is_the_lowest_of_errors_and_the_highest_of_scores(number,
     assert WeightingRow("t", number, "test", {"a": (1.0, 2.0), "b": (1.2, 1.2)}).best == best
     nan = float("nan")
     assert WeightingRow("t", number, "test", {"a": (nan, 2.0), "b": (nan, 1.0)}).best is None
+    assert WeightingRow("t", number, "test", {"a": (1.0, 2.0), "b": (2.0, 1.0)}).best is None  # equal

@@ -139,6 +139,26 @@ def test_use_scheduler_false_turns_it_off(tmp_path):
     assert load(tmp_path, text).require("scheduler").component.name == "cosine"
 
 
+def test_use_scheduler_must_be_true_or_false(tmp_path):
+    with pytest.raises(ConfigError, match=r"training\.use_scheduler: .*maybe"):
+        load(tmp_path, "training: {use_scheduler: maybe}")
+
+
+def test_use_scheduler_false_beside_a_scheduler_of_the_same_file_contradicts(tmp_path):
+    with pytest.raises(ConfigError, match=r"training\.use_scheduler.*contradicts.*scheduler"):
+        load(tmp_path, "scheduler: {name: cosine}\ntraining: {use_scheduler: false}")
+    overrides = ("scheduler.name=cosine", "training.use_scheduler=false")
+    with pytest.raises(ConfigError, match=r"training\.use_scheduler.*contradicts.*scheduler"):
+        load(tmp_path, "model: lenet5", *overrides)
+
+
+def test_of_use_scheduler_false_and_a_scheduler_the_later_one_counts(tmp_path):
+    text = "scheduler: cosine"
+    assert load(tmp_path, text, "training.use_scheduler=false").selection("scheduler") is None
+    text = "training: {use_scheduler: false}"
+    assert load(tmp_path, text, "scheduler.name=cosine").require("scheduler").component.name == "cosine"
+
+
 def test_the_same_setting_in_two_places_of_one_file_contradicts(tmp_path):
     with pytest.raises(ConfigError, match=r"training\.learning_rate.*contradicts optimizer\.lr.*keep one"):
         load(tmp_path, "optimizer: {name: sgd, lr: 0.1}\ntraining: {learning_rate: 0.2}")

@@ -55,22 +55,34 @@ for key in ("tasks", "vocab"):
         validate_experiment(Document({"model": "lenet5", "data": "mnist", key: {}}))
     except ConfigError as error:
         print(error)
-import torch
-for given in ({"config": {"meaningful_loss": {}}}, {"vocab": 1}, {"optimiser": "sgd"}):
-    try:
-        etude.Trainer(torch.nn.Linear(1, 1), **given)
-    except (ConfigError, TypeError) as error:
-        print(error)
 """
     done = without("-c", code)
     assert done.returncode == 0, done.stderr
     assert [line.partition(" (there are: ")[0].partition(" (allowed: ")[0] for line in done.stdout.splitlines()] == [
         "tasks: unknown section",
         "vocab: unknown section",
-        "config.meaningful_loss needs etude.multimodal, which is not installed",
-        "Trainer() has no argument 'vocab'",
-        "Trainer() has no argument 'optimiser'; did you mean 'optimizer'?",
     ]
+
+
+def test_arguments_of_a_trainer_that_need_a_room_say_so(without):
+    code = """
+import torch
+from etude import Trainer
+for argument in ({"vocab": 1}, {"curriculum": []}, {"config": {"meaningful_loss": {}}}, {"optimiser": 1}):
+    try:
+        Trainer(torch.nn.Linear(2, 2), torch.rand(4, 2), progress=False, **argument)
+    except (TypeError, ValueError) as error:
+        print(error)
+"""
+    vocab, curriculum, settings, typo = without("-c", code).stdout.splitlines()
+    assert "'vocab'" in vocab
+    assert "etude.multimodal" in vocab
+    assert "curriculum" in curriculum
+    assert "etude.multitask" in curriculum
+    assert "meaningful_loss" in settings
+    assert "etude.multimodal" in settings
+    assert "'optimizer'" in typo
+    assert "multimodal" not in typo
 
 
 @pytest.mark.slow

@@ -176,6 +176,11 @@ MISUSES = {
     "true epochs": ({"num_epochs": True}, "num_epochs"),
     "float64 inputs": ({"train_loader": (X.double(), Y)}, "float64"),
     "float64 validation": ({"val_loader": (X.double(), Y)}, "float64"),
+    "curriculum number": ({"curriculum": 3}, "curriculum.*Phase.*3"),
+    "curriculum name": ({"curriculum": "default"}, "curriculum.*Phase.*default"),
+    "whole_config": ({"whole_config": 3}, "whole_config.*3"),
+    "task of two arguments": ({"task": lambda model, batch: {}}, "task.*metrics"),
+    "loss as task": ({"task": nn.CrossEntropyLoss()}, "task.*metrics"),
 }
 
 

@@ -23,7 +23,7 @@ from etude import (
     ValidationLoop,
     training_step,
 )
-from etude.core import ConfigError, DataError
+from etude.core import ConfigError, DataError, TrainingError
 
 x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 y = (x[:, 0] > 0).long()
@@ -80,6 +80,11 @@ def test_settings_of_a_training_loop_are_refused_by_name(name, value, said):
 def test_arguments_of_an_epoch_are_refused_by_name(call):
     with pytest.raises(ConfigError, match=next(iter(call))):
         train(**call)
+
+
+def test_the_optimizer_of_another_model_is_refused():
+    with pytest.raises(TrainingError, match="optimizer"):
+        train(optimizer=torch.optim.SGD(make_model().parameters(), lr=0.1))
 
 
 def test_a_partial_of_a_torch_scheduler_is_refused_by_the_trainer_too():

@@ -142,3 +142,9 @@ def test_memory_that_runs_out_in_the_validation_of_an_epoch_has_the_remedies_of_
         TrainingLoop(progress=False).train_epoch(
             model, DataLoader(X, Y, 8), torch.optim.SGD(model.parameters(), 0.1), val_dataloader=(X, Y)
         )
+
+
+def test_a_used_folder_is_refused_with_what_this_loop_offers(tmp_path):
+    Parts(tmp_path).train(1)
+    with pytest.raises(RunFolderError, match=r"load_checkpoint\("):
+        Parts(tmp_path).train(1)

@@ -5,6 +5,7 @@ samples give the gradient of one batch of k·b samples, whatever the masks and w
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -186,6 +187,14 @@ def as_task(task: Any) -> Task:
         raise ConfigError(
             f"{type(task).__name__} defines {', '.join(methods)}, but is no etude.Task: inherit from it"
         )
+    try:
+        inspect.signature(task.forward if isinstance(task, nn.Module) else task).bind(None, None, metrics=True)
+    except TypeError as error:
+        raise ConfigError(
+            f"a task is called with (model, batch, metrics=…), but that does not fit: {error}"
+        ) from error
+    except ValueError:
+        pass  # it has no signature: the first call shows whether it fits
     return _FunctionAsTask(task)
 
 

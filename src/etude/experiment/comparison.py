@@ -159,11 +159,12 @@ class WeightingRow:
 
     @property
     def best(self) -> str | None:
-        """The weighting with the best mean, the first of equal ones; None if no mean is finite."""
+        """The weighting with the best mean; None if several have it, or no mean is finite."""
         means = {name: fmean(values) for name, values in self.values.items()}
         finite = {name: mean for name, mean in means.items() if math.isfinite(mean)}
         choose = min if lower_is_better(self.number) else max
-        return choose(finite, key=finite.__getitem__) if finite else None
+        best = [name for name, mean in finite.items() if mean == choose(finite.values())]
+        return best[0] if len(best) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)

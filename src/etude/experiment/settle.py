@@ -50,13 +50,8 @@ def move_legacy_keys(document: Document) -> None:
     if not isinstance(training, dict):
         return
     training = data["training"] = canonical_keys(training, TRAINING_ALIASES, "training", document)
-    use_scheduler = training.pop("use_scheduler", None)
-    if use_scheduler is False:
-        data["scheduler"] = None
-        training.pop("scheduler_type", None)
-        training.pop("warmup_steps", None)
-    elif use_scheduler is True and data.get("scheduler") is None and training.get("scheduler_type") is None:
-        data["scheduler"] = {"name": DEFAULT_NAMES["scheduler"]}
+    if isinstance(training.get("use_scheduler"), bool | None):  # else validation says what it must be
+        _switch_scheduler(document, training, training.pop("use_scheduler", None))
     for key, (section, name, spellings) in _MOVES.items():
         if training.get(key) is not None:
             _move(document, training, key, section, name, spellings)
@@ -66,6 +61,23 @@ def move_legacy_keys(document: Document) -> None:
             if not features:
                 raise ConfigError(f"{document.place(f'training.{key}')}: needs {room}, which is not installed")
             features[0].move_legacy_keys(document, training)
+
+
+def _switch_scheduler(document: Document, training: dict[str, Any], use_scheduler: bool | None) -> None:
+    data, here = document.data, "training.use_scheduler"
+    if use_scheduler is False:
+        if data.get("scheduler") is not None:
+            keys = [key for key in document.locations if key.partition(".")[0] == "scheduler"]
+            later = max(map(document.layer, keys), default=0) - document.layer(here)
+            if later == 0:
+                raise ConfigError(f"{document.place(here)}: False contradicts the `scheduler:` section; keep one")
+            if later > 0:
+                return
+        data["scheduler"] = None
+        training.pop("scheduler_type", None)
+        training.pop("warmup_steps", None)
+    elif use_scheduler and data.get("scheduler") is None and training.get("scheduler_type") is None:
+        data["scheduler"] = {"name": DEFAULT_NAMES["scheduler"]}
 
 
 def _move(

@@ -18,6 +18,7 @@ from etude.losses import LossStrategy, SupervisedTask, as_strategy
 from etude.trainer.config import TRAINING_ALIASES, TrainerConfig
 
 _MODALITIES = "etude.multimodal"
+_TASKS = "etude.multitask"
 
 Section = str | Mapping[str, Any]
 """A registered component as a config file says it: its name, or a mapping with `name` and arguments."""
@@ -34,13 +35,14 @@ def check_model(model: Any) -> nn.Module:
     raise ConfigError(f"model must be a torch.nn.Module, found {kind_of(model)}")
 
 
-def check_names(model: Any, name: Any, meta: Any) -> None:
-    """Raise ConfigError unless `model` is a module, `name` text and `meta` a mapping."""
+def check_names(model: Any, name: Any, meta: Any, whole_config: Any = None) -> None:
+    """Raise ConfigError unless `model` is a module, `name` text, and `meta` and `whole_config` mappings."""
     check_model(model)
     if not isinstance(name, str):
         raise ConfigError(f"name must be text, found {kind_of(name)}")
-    if meta is not None and not isinstance(meta, Mapping):
-        raise ConfigError(f"meta must be a mapping of facts, found {kind_of(meta)}")
+    for argument, value in (("meta", meta), ("whole_config", whole_config)):
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{argument} must be a mapping, found {kind_of(value)}")
 
 
 def as_config(
@@ -96,18 +98,25 @@ def make_task(loss: Any, task: Any, config: TrainerConfig, modalities: Mapping[s
     """
     if not modalities and config.meaningful_loss is None:
         return plain_task(loss, task)
-    try:
-        room = import_module(f"{_MODALITIES}.training")
-    except ModuleNotFoundError as error:
-        if error.name not in (_MODALITIES, f"{_MODALITIES}.training"):
-            raise
-        if not modalities:
-            raise ConfigError(f"config.meaningful_loss needs {_MODALITIES}, which is not installed") from error
-        name = next(iter(modalities))
-        near = did_you_mean(name, inspect.signature(of).parameters)
-        raise TypeError(f"{of.__name__}() has no argument '{name}'{near}") from error
+    room = _room_for(of, modalities)
     made: Task = room.make_task(loss, task, config.meaningful_loss, modalities, of)
     return made
+
+
+def _room_for(of: type, modalities: Mapping[str, Any]) -> Any:
+    """Return the module that makes the task of several modalities; say what is missing if it is not installed."""
+    try:
+        return import_module(f"{_MODALITIES}.training")
+    except ModuleNotFoundError as error:
+        if error.name != _MODALITIES:
+            raise
+        missing = f"{_MODALITIES}, which is not installed"
+        if not modalities:
+            raise ConfigError(f"config.meaningful_loss needs {missing}") from None
+        name = next(iter(modalities))
+        near = did_you_mean(name, inspect.signature(of).parameters)
+        hint = near or f"; arguments for several modalities need {missing}"
+        raise TypeError(f"{of.__name__}() has no argument '{name}'{hint}") from None
 
 
 def plain_task(loss: Any, task: Any, name: str = "loss") -> Task:
@@ -127,7 +136,13 @@ def as_callbacks(callbacks: Any, curriculum: Any = None) -> list[Callback]:
     """
     first: list[Callback] = []
     if curriculum is not None:
-        first.append(import_module("etude.multitask.curriculum.callback").CurriculumCallback(curriculum))
+        try:
+            room = import_module(f"{_TASKS}.curriculum.callback")
+        except ModuleNotFoundError as error:
+            if error.name != _TASKS:
+                raise
+            raise ConfigError(f"curriculum= needs {_TASKS}, which is not installed") from None
+        first.append(room.CurriculumCallback(curriculum))
     if callbacks is None:
         return first
     if isinstance(callbacks, (Callback, str, Mapping)) or not isinstance(callbacks, Iterable):

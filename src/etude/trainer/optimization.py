@@ -67,12 +67,7 @@ def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> t
     if not params:
         raise ConfigError("the model has no parameters that require gradients: there is nothing to train")
     if isinstance(optimizer, torch.optim.Optimizer):
-        mine = {id(param) for param in params}
-        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-            raise TrainingError(
-                "the optimizer holds none of the model's parameters: build it from model.parameters()"
-            )
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, model)
         _check_settings(optimizer, config)
         follow_parameters(optimizer)
         return optimizer
@@ -84,7 +79,7 @@ def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> t
     if optimizer is None:
         return AdamW(groups, **given)
     made = optimizer_factory(optimizer, given)(groups)
-    check_optimizer(made)
+    check_optimizer(made, model)
     _check_settings(made, config)
     return made
 
@@ -158,8 +153,8 @@ def optimizer_factory(optimizer: Any, settings: Mapping[str, Any]) -> Callable[[
     return make
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Raise ConfigError for what is no optimizer, and for one whose step computes the loss again."""
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raise ConfigError for what is no optimizer or computes the loss again, TrainingError for one of another model."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         refuse_class("optimizer", optimizer)
         raise ConfigError(f"optimizer must be a torch optimizer, found {kind_of(optimizer)}")
@@ -169,6 +164,9 @@ def check_optimizer(optimizer: Any) -> None:
             f"optimizer {type(optimizer).__name__} computes the loss several times in a step, by a closure, which a "
             f"run that accumulates and skips updates cannot do; use another one, such as 'adamw'"
         )
+    mine = set(map(id, model.parameters()))
+    if not any(id(param) in mine for group in optimizer.param_groups for param in group["params"]):
+        raise TrainingError("the optimizer holds none of the model's parameters: build it from model.parameters()")
 
 
 def check_scheduler(scheduler: Any) -> None:

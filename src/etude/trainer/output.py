@@ -167,8 +167,8 @@ class Output:
             folder.remove_run()
         elif folder.is_rebuildable or folder.is_used:
             raise RunFolderError(
-                f"{self.path} already holds a run; give the Trainer resume=True to go on with it, another output_dir, "
-                f"or overwrite=True, which removes the run"
+                f"{self.path} already holds a run; resume=True or load_checkpoint({str(self.path)!r}) goes on with it, "
+                f"overwrite=True removes it, another output_dir leaves it alone"
             )
 
     def _refuse_newer(self, folder: RunFolder, step: int) -> None:

@@ -104,7 +104,7 @@ class Trainer:
                 with the settings of `config.meaningful_loss`; `edges` are those of the bins of scalars, by modality;
                 `use_ce=False` leaves out its cross entropy.
         """
-        check_names(model, name, meta)
+        check_names(model, name, meta, whole_config)
         self.model = model
         self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
         self.machine = Machine.from_config(self.config, world)

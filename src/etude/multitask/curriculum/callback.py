@@ -61,7 +61,7 @@ class CurriculumCallback(Callback):
         learning_rate: LearningRate | None = None,
     ) -> None:
         super().__init__()
-        phases = curriculum.phases if isinstance(curriculum, Curriculum) else tuple(curriculum)
+        phases = _phases_of(curriculum)
         self._given = (curriculum, task, loader, val_loader, learning_rate)
         if task is not None:
             self._act_on(curriculum, task, loader, val_loader, learning_rate)
@@ -308,3 +308,13 @@ def _words(facts: Mapping[str, Any]) -> str:
     if facts["lr_scale"] != 1:
         words.append(f"lr x {facts['lr_scale']:g}")
     return "; ".join(words)
+
+
+def _phases_of(curriculum: Any) -> Sequence[Phase]:
+    if isinstance(curriculum, Curriculum):
+        return curriculum.phases
+    if isinstance(curriculum, Sequence) and all(isinstance(phase, Phase) for phase in curriculum):
+        return curriculum
+    raise ConfigError(
+        f"a curriculum is a Curriculum or a list of Phases, such as DEFAULT_PHASES, found {curriculum!r:.60}"
+    )

@@ -130,7 +130,7 @@ class TrainingLoop(EngineLoop):
         KeyboardInterrupt after the current step if a signal asked to stop.
         """
         check_model(model)
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, model)
         if scheduler is not None:
             check_scheduler(scheduler)
         epoch = as_whole("epoch", epoch, least=0)
