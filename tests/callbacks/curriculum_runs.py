@@ -77,7 +77,7 @@ def phases(step=8):
 
 
 class Diary(Callback):
-    """What was in force in every step, and which phases began when; the run can be stopped or broken at a step."""
+    """What was active in every step, and which phases began when; the run can be stopped or broken at a step."""
 
     def __init__(self, stop_at=None, break_at=None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""CSVLogger: one row per epoch, in the run folder or where it is told, again or appended."""
+"""CSVLogger: one row per epoch, in the run folder or where a path says, again or appended."""
 
 import csv
 

@@ -1,4 +1,4 @@
-"""TaskGradientMonitor: norms, cosines and conflicts as numpy has them, read late, told in words, resumed exactly."""
+"""TaskGradientMonitor: norms, cosines and conflicts as numpy has them, read late, reported, resumed exactly."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A curriculum in a run: what is in force in every step, resumed anywhere exactly, told once, checked early."""
+"""A curriculum in a run: what is active in every step, resumed anywhere exactly, reported once, checked early."""
 
 import json
 import logging
@@ -41,7 +41,7 @@ def run(folder, diary, accumulation=1, **config):
     return trainer(folder, diary, curriculum=phases(config.pop("step")), **config)
 
 
-# --- what is in force
+# --- what is active
 
 
 def test_every_step_has_the_phase_the_weights_the_data_and_the_rate_of_its_moment():

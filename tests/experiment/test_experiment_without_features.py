@@ -39,7 +39,7 @@ def without(tmp_path_factory):
     return run
 
 
-def test_all_other_modules_import_and_keys_of_the_rooms_are_unknown(without):
+def test_all_other_modules_import_and_keys_of_the_rooms_are_refused(without):
     code = """
 import importlib, pkgutil, sys, etude
 for module in pkgutil.walk_packages(etude.__path__, "etude."):
@@ -59,8 +59,8 @@ for key in ("tasks", "vocab"):
     done = without("-c", code)
     assert done.returncode == 0, done.stderr
     assert [line.partition(" (there are: ")[0].partition(" (allowed: ")[0] for line in done.stdout.splitlines()] == [
-        "tasks: unknown section",
-        "vocab: unknown section",
+        "tasks: needs etude.multitask, which is not installed",
+        "vocab: needs etude.multimodal, which is not installed",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Two processes that want one run folder: the second is told so in one line, the first does not notice."""
+"""Two processes that want one run folder: the second says so in one line, the first does not notice."""
 
 import pytest
 from faults_runs import wait_for

@@ -92,7 +92,7 @@ def test_metrics_over_batches_are_those_of_scikit_learn_on_the_whole():
     losses = {t: total.item() for t, total in ByHand(None, model).losses([data]).items()}
     assert {t: found[f"{t}/loss"] for t in TASKS} == pytest.approx(losses)
     assert found["loss"] == pytest.approx(sum(WEIGHTS[t] * loss for t, loss in losses.items()))
-    assert evaluate(model, task, batches) == found  # counts begin anew
+    assert evaluate(model, task, batches) == found  # counts begin again
     assert not task._measuring
 
 

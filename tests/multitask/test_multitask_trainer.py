@@ -62,7 +62,7 @@ def test_the_weights_of_an_epoch_follow_from_the_losses_of_the_two_before():
     Trainer(model, loader, task=task, config={"epochs": 4}, callbacks=[epochs], progress=False).train()
     losses = [[logs[f"{name}/loss"] for name in TASKS] for logs in epochs.logs]
     for place, logs in enumerate(epochs.logs):
-        # The weights told at the end of an epoch are those of the next one.
+        # The weights reported at the end of an epoch are those of the next one.
         ratios = (
             [new / old for new, old in zip(losses[place], losses[place - 1], strict=True)] if place else [1.0] * 3
         )

@@ -23,7 +23,7 @@ from etude.config import (
 )
 from etude.config.signature import parameters_of
 from etude.core import ConfigError
-from etude.experiment.features import all_features, features_for, with_features
+from etude.experiment.features import ROOM_OF, all_features, features_for, with_features
 from etude.experiment.settle import DEFAULT_NAMES, LEGACY_KEYS, move_legacy_keys, settle_data, settle_outputs
 from etude.trainer import TrainerConfig
 
@@ -228,6 +228,9 @@ def _add_companions(document: Document) -> None:
 
 def _validate(document: Document) -> dict[str, Any]:
     """Validate with the features whose keys the file has; with all of them to explain a mistake."""
+    for key in document.data:
+        if key in ROOM_OF and not features_for([key]):
+            raise ConfigError(f"{document.place(key)}: needs {ROOM_OF[key]}, which is not installed")
     try:
         return validate_document(document, with_features(_SECTIONS, features_for(document.data)))
     except ConfigError:

@@ -44,5 +44,5 @@ def _load(room: str) -> Feature | None:
     except ModuleNotFoundError as error:
         if error.name not in (room, module):
             raise
-        return None  # the room is not installed: its keys are unknown
+        return None  # the room is not installed
     return feature
