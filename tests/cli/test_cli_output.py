@@ -67,3 +67,26 @@ def test_a_full_device_of_the_system():
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
+
+
+INTERRUPTED = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["etude", "train", "lenet5/baseline"]
+from etude.cli.main import main
+main()
+"""
+
+
+def test_a_signal_while_torch_is_imported_stops_with_one_line():
+    """Torch must not be imported a second time to say so: half of it is there, and it may crash the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "etude: stopped at once\n")

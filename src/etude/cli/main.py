@@ -211,10 +211,10 @@ def _is_main() -> bool:
 
 
 def _complain(line: str) -> None:
-    from etude.core.spelling import shorten  # late: the package loads torch, and `--help` needs none
-
+    # Nothing of the library is imported here: that loads torch, and the line may be that its import was interrupted.
+    line = line if len(line) <= _MAX_LINE else f"{line[: _MAX_LINE - 1]}…"
     with contextlib.suppress(OSError):  # where the terminal is gone or the disk is full, there is nobody to say it to
-        print(f"etude: {shorten(line, _MAX_LINE)}", file=sys.stderr, flush=True)
+        print(f"etude: {line}", file=sys.stderr, flush=True)
 
 
 class WarningLines(logging.Handler):
