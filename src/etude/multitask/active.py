@@ -158,8 +158,9 @@ class ActiveTasks(Task):
             self._measuring = False
 
     def no_data(self) -> None:
-        """Warn: the data that is evaluated may have nothing for the tasks that are active."""
-        logger.warning("there is no data here for the tasks that are trained now, so nothing is measured")
+        """Warn in an evaluation: its data may have nothing for the tasks that are active."""
+        if self._measuring:
+            logger.warning("there is no data here for the tasks that are trained now, so nothing is measured")
 
     def measured(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return the metrics of this evaluation; `reduce` adds counts up over ranks."""

@@ -86,10 +86,10 @@ def _try(
                 for name, term in terms.items():
                     sums[name] = sums.get(name, 0.0) + term.sum
                     counts[name] = counts.get(name, 0.0) + term.count
-            if not has_batch and world.size == 1:
-                task.no_data()
             task.measured(lambda found: found)
         # Not as a part of the evaluation: what these few batches lack is no reason for a warning.
+        if not has_batch and world.size == 1:
+            task.no_data()
         task.derived({name: float(sums[name]) / (float(counts[name]) or math.nan) for name in sums})
     finally:
         batches.close()
