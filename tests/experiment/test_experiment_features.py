@@ -36,9 +36,9 @@ def test_a_file_has_the_features_that_it_names(document, rooms):
 
 
 @pytest.mark.parametrize(("key", "room"), ROOM_OF.items())
-def test_keys_of_an_absent_room_are_unknown(monkeypatch, key, room):
+def test_keys_of_an_absent_room_name_it(monkeypatch, key, room):
     monkeypatch.setitem(sys.modules, f"{room}.feature", None)
-    with pytest.raises(ConfigError, match=f"^{key}: unknown section") as caught:
+    with pytest.raises(ConfigError, match=rf"^{key}: needs {room}\b") as caught:
         validate_experiment(Document(PLAIN | {key: {}}))
     assert "\n" not in str(caught.value)
     assert key not in all_sections()

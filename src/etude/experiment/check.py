@@ -59,12 +59,12 @@ def check_experiment(config: ExperimentConfig) -> None:
 def _check_optimizer(config: ExperimentConfig, model: nn.Module) -> None:
     """Build the optimizer on small weights, of as many dimensions as the model's."""
     selection = config.selection("optimizer")
+    small = nn.ParameterList([_weight_like(one) for one in model.parameters() if one.requires_grad])
 
-    def build(_groups: Any) -> Any:
-        params = [_weight_like(one) for one in model.parameters() if one.requires_grad]
+    def build(params: Any) -> Any:
         return AdamW(params) if selection is None else _build(config, "optimizer", selection, params=params)
 
-    make_optimizer(build, model, config.sections["training"])
+    make_optimizer(build, small, config.sections["training"])
 
 
 def _weight_like(weight: nn.Parameter) -> nn.Parameter:
