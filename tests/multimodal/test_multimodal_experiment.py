@@ -72,6 +72,11 @@ def stars(tmp_path, monkeypatch):
     return vocab, tokenizers
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 def write(text, name="x.yaml"):
     Path(name).write_text(text)
     return name
