@@ -153,7 +153,7 @@ def _build(
             sizes, counts = write_split(folder / f"{split}.bin", stream, split, samples, tokenizer)
             if sizes:
                 schema["samples"][stream][split], schema["counts"][stream][split] = sizes, counts
-        tell(_stream_told(stream, schema["samples"][stream]))
+        tell(_stream_sizes(stream, schema["samples"][stream]))
     _put_in_place(work, out, schema, inputs)
     return schema
 
@@ -184,8 +184,10 @@ def _compare(out: Path, schema: dict[str, Any], options: Options) -> None:
     was, now = schema["options"], options.facts()
     other = [name for name in now if was.get(name) != now[name]]
     if other:
-        told = ", ".join(f"{name} {was.get(name)}, not {now[name]}" for name in other)
-        raise DataError(f"{out} was made with {told}; make it again with prepare.py --overwrite, or give another out")
+        was_set = ", ".join(f"{name} {was.get(name)}, not {now[name]}" for name in other)
+        raise DataError(
+            f"{out} was made with {was_set}; make it again with prepare.py --overwrite, or give another out"
+        )
 
 
 def _versions(ruff: str) -> dict[str, str]:
@@ -236,6 +238,8 @@ def _files_told(files: list[SourceFile], skipped: Counter[str]) -> str:
     return f"read {len(files) - tests:,} files of code and {tests:,} of tests{left}"
 
 
-def _stream_told(stream: str, splits: dict[str, dict[str, int]]) -> str:
-    told = ", ".join(f"{split} {sizes['samples']:,} ({sizes['tokens']:,} tokens)" for split, sizes in splits.items())
-    return f"{stream}: {told or 'nothing'}"
+def _stream_sizes(stream: str, splits: dict[str, dict[str, int]]) -> str:
+    listed = ", ".join(
+        f"{split} {sizes['samples']:,} ({sizes['tokens']:,} tokens)" for split, sizes in splits.items()
+    )
+    return f"{stream}: {listed or 'nothing'}"

@@ -220,8 +220,8 @@ def _compared(folder: Path, options: Options) -> dict[str, Any]:
     schema = read_schema(folder)
     was, now = schema["options"], options.facts()
     if other := [name for name in now if was.get(name) != now[name]]:
-        told = ", ".join(f"{name} {was.get(name)}, not {now[name]}" for name in other)
+        changed = ", ".join(f"{name} {was.get(name)}, not {now[name]}" for name in other)
         raise DataError(
-            f"{folder} was made with {told}; make it again with prepare.py --overwrite, or give another out"
+            f"{folder} was made with {changed}; make it again with prepare.py --overwrite, or give another out"
         )
     return schema

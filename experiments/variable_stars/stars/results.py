@@ -61,5 +61,5 @@ def _row(name: str, cells: Sequence[str]) -> str:
 
 def _spread(name: str, runs: Sequence[Mapping[str, float]], digits: int) -> str:
     values = [run[name] for run in runs]
-    told = f"{statistics.fmean(values):.{digits}f}"
-    return told if len(values) == 1 else f"{told} ± {statistics.stdev(values):.{digits}f}"
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
