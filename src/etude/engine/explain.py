@@ -49,12 +49,17 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except _KINDS as error:
-            if isinstance(error, EtudeError) or (text := explain_misfit(error)) is None:
-                raise
-            raise DataError(text) from error
+        except Exception as error:
+            raise_misfit(error)
+            raise
 
     return run
+
+
+def raise_misfit(error: Exception) -> None:
+    """Raise DataError if this error is about tensors that do not fit."""
+    if isinstance(error, _KINDS) and not isinstance(error, EtudeError) and (text := explain_misfit(error)):
+        raise DataError(text) from error
 
 
 def explain_misfit(error: BaseException) -> str | None:

@@ -15,7 +15,7 @@ from etude.core.buffers import BufferGuard
 from etude.core.task import as_task
 from etude.distributed import World
 from etude.engine.callback import Gradients
-from etude.engine.explain import explained
+from etude.engine.explain import raise_misfit
 from etude.engine.objective import Objective, ObjectiveParts
 from etude.engine.precision import Precision
 from etude.engine.update import Updater
@@ -51,8 +51,15 @@ class Step:
         """Called with the gradients of every step before they are applied."""
         self._buffers = BufferGuard(model)
 
-    @explained
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
+        """Train on the micro-batches of one step; raise DataError for tensors that do not fit."""
+        try:
+            return self._run(micro_batches)
+        except Exception as error:
+            raise_misfit(error)
+            raise
+
+    def _run(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Zero the gradients, run every micro-batch forward and backward, divide, clip, update."""
         objective, updater = self.objective, self.updater
         updater.zero_grad()
