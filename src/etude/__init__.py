@@ -6,7 +6,7 @@ Names are loaded when they are first used, so that `import etude` and `etude --h
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from etude.lazy import load_late
+from etude.lazy import drop_missing, load_late
 
 if TYPE_CHECKING:
     from etude.callbacks import (
@@ -147,6 +147,7 @@ __all__ = [
     "training_step",
 ]
 
+drop_missing(__all__, __file__, ("multimodal", "multitask"))
 __getattr__ = load_late(__name__, __file__)
 
 

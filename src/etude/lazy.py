@@ -1,7 +1,11 @@
-"""Names of a package that are loaded when they are first used, so that importing one of its files costs only that."""
+"""Names of a package that are loaded when they are first used, so that importing one of its files costs only that.
+
+The package's own source is read to find where a name is: a table would list every name a third time, after the
+imports that type checkers need and `__all__`.
+"""
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -22,11 +26,25 @@ def load_late(package: str, file: str) -> Callable[[str], Any]:
     def load(name: str) -> Any:
         if name.startswith("__") or name not in (homes := _homes(file)):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(homes[name]), name)
+        try:
+            value = getattr(import_module(homes[name]), name)
+        except ModuleNotFoundError as error:
+            if not f"{homes[name]}.".startswith(f"{error.name}."):
+                raise
+            reason = f"it needs {error.name}, which is not installed"
+            raise AttributeError(f"module {package!r} has no attribute {name!r}: {reason}") from error
         vars(import_module(package))[name] = value  # found directly from now on
         return value
 
     return load
+
+
+def drop_missing(names: list[str], file: str, rooms: Iterable[str]) -> None:
+    """Remove the names of those packages that are not installed, so that `from etude import *` works without them."""
+    missing = [room for room in rooms if not Path(file).with_name(room).joinpath("__init__.py").is_file()]
+    if missing:
+        homes = _homes(file)
+        names[:] = [name for name in names if homes.get(name, ".").split(".")[1] not in missing]
 
 
 @cache

@@ -25,11 +25,9 @@ def noise() -> DataSplits:
 """
 
 
-@pytest.fixture(scope="module")
-def without(tmp_path_factory):
-    """Return a function that runs Python with a copy of the package that lacks the rooms."""
-    root = tmp_path_factory.mktemp("without")
-    shutil.copytree(etude.__path__[0], root / "etude", ignore=shutil.ignore_patterns(*ROOMS, "__pycache__"))
+def runner(root, rooms):
+    """Return a function that runs Python with a copy of the package, in `root`, that lacks the rooms."""
+    shutil.copytree(etude.__path__[0], root / "etude", ignore=shutil.ignore_patterns(*rooms, "__pycache__"))
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -37,6 +35,29 @@ def without(tmp_path_factory):
         return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory):
+    """Return a function that runs Python with a copy of the package that lacks all rooms."""
+    return runner(tmp_path_factory.mktemp("without"), ROOMS)
+
+
+@pytest.mark.parametrize("rooms", [ROOMS[:1], ROOMS[1:], ROOMS], ids="+".join)
+def test_a_star_import_brings_what_is_there_and_the_names_of_missing_rooms_are_not(rooms, tmp_path):
+    gone = tuple(f"etude.{room}." for room in rooms)
+    lacking = {name for name in etude.__all__ if getattr(etude, name).__module__.startswith(gone)}
+    assert lacking
+    code = """
+from etude import *
+import etude
+print(*sorted(set(dir()) & set(etude.__all__)))
+print(*(name for name in sorted(NAMES) if hasattr(etude, name)))
+"""
+    done = runner(tmp_path, rooms)("-c", code.replace("NAMES", str(etude.__all__)))
+    assert done.returncode == 0, done.stderr
+    imported, present = done.stdout.splitlines()
+    assert imported.split() == present.split() == sorted(set(etude.__all__) - lacking)
 
 
 def test_all_other_modules_import_and_keys_of_the_rooms_are_refused(without):

@@ -1,7 +1,9 @@
 """Settings of the meaningful loss: one signature, and the same loss from every place that takes them."""
 
+import copy
 import inspect
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from etude import Trainer, build_vocab_spec, combined_loss
 from etude.config import Document
 from etude.core import ConfigError
 from etude.data import TokenWriter
-from etude.experiment import build_trainer, validate_experiment
+from etude.experiment import build_trainer, experiment_schema, validate_experiment
 from etude.multimodal import MeaningfulLoss
 from etude.multimodal.loss.settings import DEFAULTS, read_settings, settings_model
 
@@ -173,3 +175,57 @@ def test_mistakes_are_one_line(given, words):
     with pytest.raises(ConfigError, match=words) as caught:
         read_settings(given)
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def editor():
+    return jsonschema.Draft202012Validator(experiment_schema())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        {},
+        OTHERS,
+        *({key: value} for key, value in OTHERS.items()),
+        {"kind": "wasserstein", "sample_k": None},
+        {"sample_k_per_modality": 64, "weight_image": 0.5},
+        {"weight_image": None, "weights": {"image": 2}},
+        {"weight_image": 1, "weights": {"scalar": 2}},
+        {"weight_image": 1, "weights": None},
+        {"weight_image": 1, "weights": {"image": 2}},
+        {"weight_image": 1, "enabled": False, "weights": {"image": 2}},
+        {"sample_k_per_modality": 64, "sample_k": 64},
+        {"codebooks": {}},
+        {"vocab": None},
+        {"weigth": 1.0},
+        {"weight": -1},
+        {"weights": {"image": "1"}},
+        {"sample_k": 0},
+        {"hl_sigma": 0.0},
+        {"label_smoothing": 1.5},
+        {"kind": "mes"},
+        {"kind": {"image": "mes"}},
+        {"use_ce": "no"},
+        {"enabled": None},
+        [],
+        True,
+    ],
+    ids=str,
+)
+def test_editors_accept_what_a_file_may_say(editor, given):
+    file = {"model": "transformer_lm", "vocab": {"scalar": 8, "image": 6}, "training": {"meaningful_loss": given}}
+    try:
+        validate_experiment(Document(copy.deepcopy(file)))
+        refused = ""
+    except ConfigError as error:
+        refused = str(error)
+    assert not refused or "training.meaningful_loss" in refused
+    assert editor.is_valid(file) is (not refused)
+    assert editor.is_valid({"extends": "base.yaml", **file}) is (not refused)
+
+
+def test_editors_complete_every_setting(editor):
+    schema = editor.schema["$defs"]["meaningful_loss"]["properties"]
+    assert schema.keys() >= {*DEFAULTS, "sample_k_per_modality", "weight_image", "weight_scalar", "weight_spectrum"}

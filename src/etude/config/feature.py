@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from etude.config.document import Document
 from etude.config.schema import SectionSpec
 from etude.config.selection import Selection, plain
+from etude.config.signature import SectionModel
 
 
 @dataclass(slots=True)
@@ -42,6 +43,10 @@ class Feature:
 
     def move_legacy_keys(self, document: Document, training: dict[str, Any]) -> None:
         """Move what older files say of the feature under `training` to its own place in the document."""
+
+    def training_models(self) -> dict[str, type[SectionModel]]:
+        """Return the schemas of the keys of `training` that the feature reads, for editors."""
+        return {}
 
     def settle(self, sections: dict[str, Any], document: Document) -> None:
         """Check the validated sections and fill in what they leave open; raise ConfigError for mistakes."""

@@ -23,7 +23,7 @@ from etude.config import (
 )
 from etude.config.signature import parameters_of
 from etude.core import ConfigError
-from etude.experiment.features import ROOM_OF, all_features, features_for, with_features
+from etude.experiment.features import ROOM_OF, all_features, features_for, with_features, with_training_models
 from etude.experiment.settle import DEFAULT_NAMES, LEGACY_KEYS, move_legacy_keys, settle_data, settle_outputs
 from etude.trainer import TrainerConfig
 
@@ -203,7 +203,8 @@ def create_model_config(config: ExperimentConfig) -> dict[str, Any]:
 def experiment_schema(imports: Iterable[str] = ()) -> dict[str, Any]:
     """Return the JSON Schema of experiment files, with every registered component."""
     import_user_modules(list(imports), Path.cwd())
-    return json_schema(all_sections())
+    sections = all_sections()
+    return json_schema({**sections, "training": with_training_models(sections["training"], all_features())})
 
 
 def all_sections() -> dict[str, SectionSpec]:

@@ -1,7 +1,11 @@
 """Which rooms add sections to experiment files: a table of names; a room is imported only if a file needs it."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from importlib import import_module
+from typing import Any
+
+from pydantic import create_model
 
 from etude.config import Feature, SectionSpec
 
@@ -35,6 +39,13 @@ def with_features(
     added = {key: spec for feature in features for key, spec in feature.sections.items()}
     found = {key: added.get(key, spec) for key, spec in sections.items()}
     return {key: spec for key, spec in found.items() if spec is not None}
+
+
+def with_training_models(training: SectionSpec, features: Collection[Feature]) -> SectionSpec:
+    """Return the section `training` with the features' own schemas for the keys that they read."""
+    models = {key: model for feature in features for key, model in feature.training_models().items()}
+    fields: Any = {key: (model | None, training.model.model_fields[key]) for key, model in models.items()}
+    return replace(training, model=create_model("training", __base__=training.model, **fields))
 
 
 def _load(room: str) -> Feature | None:

@@ -22,7 +22,7 @@ from etude.core.spelling import suggest
 from etude.data import DataSplits
 from etude.engine.callback import Callback
 from etude.multimodal.folder import Modalities
-from etude.multimodal.loss.settings import DEFAULTS
+from etude.multimodal.loss.settings import DEFAULTS, settings_model
 from etude.multimodal.loss.strategy import NO_VOCABULARY, MeaningfulLoss, read_codebook
 from etude.multimodal.training_section import move_meaningful_loss
 from etude.multimodal.vocab import SPECIAL, VocabSpec, build_vocab_spec
@@ -87,6 +87,10 @@ class Vocabularies(Feature):
     def move_legacy_keys(self, document: Document, training: dict[str, Any]) -> None:
         """Move `training.meaningful_loss` to the section `loss`."""
         move_meaningful_loss(document, training)
+
+    def training_models(self) -> dict[str, type[SectionModel]]:
+        """Return the schema of `training.meaningful_loss`."""
+        return {"meaningful_loss": settings_model()}
 
     def trainer_settings(self, sections: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of the meaningful loss, for a `Trainer` that is given `vocab=`."""

@@ -5,6 +5,10 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
+from pydantic import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
 from etude.config import Document, Problem, SectionModel, config_error, validate_section
 from etude.config.signature import make_model, parameters_of
 from etude.multimodal.loss.strategy import ALIASES, MeaningfulLoss, Weight
@@ -21,12 +25,23 @@ WEIGHT_OF = "weight_"
 """`weight_image: 0.5` is another spelling of `weights: {image: 0.5}`."""
 
 
+class _Settings(SectionModel):
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Say in the JSON Schema too that a weight is given once."""
+        schema = handler.resolve_ref_schema(handler(core))
+        for name in SHORT_NAMES:
+            twice = {f"{WEIGHT_OF}{name}": {"type": "number"}, "weights": {"type": "object", "required": [name]}}
+            schema.setdefault("allOf", []).append({"not": {"required": list(twice), "properties": twice}})
+        return schema
+
+
 @cache
 def settings_model() -> type[SectionModel]:
     """Return the schema of all settings."""
     fields = {name: one for name, one in parameters_of(MeaningfulLoss)[0].items() if name in DEFAULTS}
     named = {f"{WEIGHT_OF}{name}": (Weight | None, None) for name in SHORT_NAMES}
-    return make_model("meaningful_loss", {**fields, **named}, ALIASES)
+    return make_model("meaningful_loss", {**fields, **named}, ALIASES, _Settings)
 
 
 def read_settings(
