@@ -1,4 +1,4 @@
-"""Names of a package that are loaded when they are first used, so that importing one of its files costs only that.
+"""Late imports: names of a package, when they are first used, and rooms of features, which may be absent.
 
 The package's own source is read to find where a name is: a table would list every name a third time, after the
 imports that type checkers need and `__all__`.
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -26,14 +27,10 @@ def load_late(package: str, file: str) -> Callable[[str], Any]:
     def load(name: str) -> Any:
         if name.startswith("__") or name not in (homes := _homes(file)):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        try:
-            value = getattr(import_module(homes[name]), name)
-        except ModuleNotFoundError as error:
-            if not f"{homes[name]}.".startswith(f"{error.name}."):
-                raise
-            reason = f"it needs {error.name}, which is not installed"
-            raise AttributeError(f"module {package!r} has no attribute {name!r}: {reason}") from error
-        vars(import_module(package))[name] = value  # found directly from now on
+        if (home := import_room(homes[name])) is None:
+            reason = f"it needs {'.'.join(homes[name].split('.')[:2])}, which is not installed"
+            raise AttributeError(f"module {package!r} has no attribute {name!r}: {reason}")
+        value = vars(import_module(package))[name] = getattr(home, name)  # found directly from now on
         return value
 
     return load
@@ -54,3 +51,13 @@ def _homes(file: str) -> dict[str, str]:
     blocks = [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     return {one.name: str(node.module) for node in imports for one in node.names}
+
+
+def import_room(module: str) -> ModuleType | None:
+    """Import a module of a feature's room; return None if the room is not installed."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise  # a library that the module needs
+        return None

@@ -1,10 +1,13 @@
 """Small data and a small model for experiments with several tasks: two streams of token sequences with labels."""
 
+import signal
+
 import torch
 from torch import Tensor, nn
 
-from etude import register
+from etude import Callback, register
 from etude.data import DataSplits, TensorData
+from etude.engine.callback import RunInfo
 
 VOCABULARY, LENGTH, LABELS = 12, 6, 4
 
@@ -60,3 +63,15 @@ class Trunk(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the features."""
         return self.features(input_ids)
+
+
+@register("callback", "stop_by_signal")
+class StopBySignal(Callback):
+    """Interrupts a new run in its second step, as Ctrl-C does; lets a resumed one go on."""
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        self.resumed = run.resumed
+
+    def on_step_begin(self, step: int) -> None:
+        if step == 1 and not self.resumed:
+            signal.raise_signal(signal.SIGINT)

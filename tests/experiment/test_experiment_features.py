@@ -8,6 +8,7 @@ from etude.config import Document
 from etude.core import ConfigError
 from etude.experiment import all_sections, validate_experiment
 from etude.experiment.features import ROOM_OF
+from etude.lazy import import_room
 
 PLAIN = {"model": "lenet5", "data": "mnist"}
 MODAL = PLAIN | {"vocab": {"image": 4}}
@@ -51,3 +52,13 @@ def test_sections_are_attributes():
     assert config.model.component.name == "lenet5"
     with pytest.raises(AttributeError, match="taks"):
         _ = config.taks
+
+
+def test_a_room_is_absent_only_if_it_is_not_there_itself(tmp_path, monkeypatch):
+    (tmp_path / "some_room").mkdir()
+    (tmp_path / "some_room" / "feature.py").write_text("import a_library_that_is_missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_room("absent_room.feature") is None
+    assert import_room("some_room.other") is None
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_is_missing"):
+        import_room("some_room.feature")

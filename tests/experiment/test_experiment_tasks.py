@@ -14,7 +14,7 @@ from etude.core import ConfigError, EtudeError
 from etude.distributed import World
 from etude.experiment import build_data, build_trainer, evaluate_run, experiment_schema, load_config, resume_run
 from etude.experiment import train_experiment as train
-from etude.experiment.compare import single_task_config
+from etude.multitask.compare.tasks import single_task_config
 from etude.multitask.weighting import UncertaintyWeighting
 
 COMPONENTS = Path(__file__).with_name("task_components.py")

@@ -69,7 +69,9 @@ for module in pkgutil.walk_packages(etude.__path__, "etude."):
 assert not any(name.startswith("etude.multi") for name in sys.modules)
 from etude.config import Document, kinds
 from etude.core import ConfigError
+import etude.experiment
 from etude.experiment import experiment_schema, validate_experiment
+assert not hasattr(etude.experiment, "compare_tasks")
 assert "lenet5" in str(experiment_schema()) and "weighting" not in kinds()
 for key in ("tasks", "vocab"):
     try:
@@ -83,6 +85,13 @@ for key in ("tasks", "vocab"):
         "tasks: needs etude.multitask, which is not installed",
         "vocab: needs etude.multimodal, which is not installed",
     ]
+
+
+def test_commands_of_the_rooms_are_absent(without):
+    done = without("-m", "etude", "--help")
+    assert "  train " in done.stdout, done.stderr
+    assert "  compare " not in done.stdout
+    assert without("-m", "etude", "compare", "x").returncode == 2
 
 
 def test_arguments_of_a_trainer_that_need_a_room_say_so(without):

@@ -15,11 +15,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from etude.cli.compare import compare
 from etude.cli.data import data_app, tokenize
+from etude.lazy import import_room
 
 _MAX_LINE = 2000
 """Characters of a complaint, whatever names it repeats."""
+ROOM_COMMANDS = {"compare": "etude.multitask.compare.command"}
+"""Command → module of a feature's room with a function of that name, which calls `context.obj()` for a runner."""
 
 
 class Commands(TyperGroup):
@@ -31,6 +33,12 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
 
 
+def _make_runner() -> Any:
+    from etude.experiment import ExperimentRunner
+
+    return ExperimentRunner()
+
+
 app = typer.Typer(
     name="etude",
     cls=Commands,
@@ -39,6 +47,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"obj": _make_runner},
 )
 config_app = typer.Typer(help="Look at, check and describe experiment configs.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
@@ -94,7 +103,9 @@ def evaluate(
         _print_metrics(metrics)
 
 
-app.command()(compare)
+for _name, _module in ROOM_COMMANDS.items():
+    if (_room := import_room(_module)) is not None:
+        app.command(_name)(getattr(_room, _name))
 
 
 @app.command("list")

@@ -1,15 +1,13 @@
 """Experiments: the sections of a config file, building them into a Trainer, and whole runs in a run folder."""
 
-from typing import TYPE_CHECKING
+from functools import partial, update_wrapper
+from typing import TYPE_CHECKING, Any
 
-from etude.lazy import load_late
+from etude.lazy import import_room, load_late
 
 if TYPE_CHECKING:
     from etude.experiment.build import build_data, build_trainer
     from etude.experiment.check import check_experiment
-    from etude.experiment.compare import compare_tasks
-    from etude.experiment.compare_weightings import compare_weightings
-    from etude.experiment.comparison import Comparison, WeightingComparison
     from etude.experiment.config import (
         ExperimentConfig,
         all_sections,
@@ -21,19 +19,17 @@ if TYPE_CHECKING:
         validate_experiment,
     )
     from etude.experiment.run import RunOutcome, evaluate_run, resume_run, train_experiment
+    from etude.experiment.runner import ExperimentRunner
     from etude.experiment.template import new_experiment
 
 __all__ = [
-    "Comparison",
     "ExperimentConfig",
+    "ExperimentRunner",
     "RunOutcome",
-    "WeightingComparison",
     "all_sections",
     "build_data",
     "build_trainer",
     "check_experiment",
-    "compare_tasks",
-    "compare_weightings",
     "create_model_config",
     "create_trainer_config",
     "evaluate_run",
@@ -46,4 +42,18 @@ __all__ = [
     "validate_experiment",
 ]
 
-__getattr__ = load_late(__name__, __file__)
+TOOL_ROOM = {"compare_tasks": "etude.multitask.compare", "compare_weightings": "etude.multitask.compare"}
+"""Tool → module of a feature's room. It is a name of this package too, where its runner is given."""
+
+_load = load_late(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of this package, or a tool with its runner given; a tool of a room that is absent is unknown."""
+    room = import_room(TOOL_ROOM[name]) if name in TOOL_ROOM else None
+    if room is None:
+        return _load(name)
+    tool = getattr(room, name)
+    given = update_wrapper(partial(tool, _load("ExperimentRunner")()), tool)
+    del given.__wrapped__  # its signature would show the runner
+    return given

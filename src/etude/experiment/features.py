@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 from pydantic import create_model
 
 from etude.config import Feature, SectionSpec
+from etude.lazy import import_room
 
 ROOM_OF = {
     "tasks": "etude.multitask",
@@ -22,9 +22,8 @@ def features_for(keys: Collection[str], modules: Collection[str] = ()) -> tuple[
     """Return the features that serve one of the keys, or in whose room one of the modules is."""
     rooms = {ROOM_OF[key] for key in keys if key in ROOM_OF}
     rooms |= {".".join(module.split(".")[:2]) for module in modules}
-    return tuple(
-        feature for room in dict.fromkeys(ROOM_OF.values()) if room in rooms and (feature := _load(room)) is not None
-    )
+    found = (import_room(f"{room}.feature") for room in dict.fromkeys(ROOM_OF.values()) if room in rooms)
+    return tuple(module.FEATURE for module in found if module is not None)
 
 
 def all_features() -> tuple[Feature, ...]:
@@ -46,14 +45,3 @@ def with_training_models(training: SectionSpec, features: Collection[Feature]) -
     models = {key: model for feature in features for key, model in feature.training_models().items()}
     fields: Any = {key: (model | None, training.model.model_fields[key]) for key, model in models.items()}
     return replace(training, model=create_model("training", __base__=training.model, **fields))
-
-
-def _load(room: str) -> Feature | None:
-    module = f"{room}.feature"
-    try:
-        feature: Feature = import_module(module).FEATURE
-    except ModuleNotFoundError as error:
-        if error.name not in (room, module):
-            raise
-        return None  # the room is not installed
-    return feature

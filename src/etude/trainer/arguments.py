@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from etude.core.arguments import as_whole
 from etude.core.spelling import did_you_mean
 from etude.core.task import as_task
 from etude.engine.callback import Callback
+from etude.lazy import import_room
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
 from etude.trainer.config import TRAINING_ALIASES, TrainerConfig
 
@@ -105,18 +105,15 @@ def make_task(loss: Any, task: Any, config: TrainerConfig, modalities: Mapping[s
 
 def _room_for(of: type, modalities: Mapping[str, Any]) -> Any:
     """Return the module that makes the task of several modalities; say what is missing if it is not installed."""
-    try:
-        return import_module(f"{_MODALITIES}.training")
-    except ModuleNotFoundError as error:
-        if error.name != _MODALITIES:
-            raise
-        missing = f"{_MODALITIES}, which is not installed"
-        if not modalities:
-            raise ConfigError(f"config.meaningful_loss needs {missing}") from None
-        name = next(iter(modalities))
-        near = did_you_mean(name, inspect.signature(of).parameters)
-        hint = near or f"; arguments for several modalities need {missing}"
-        raise TypeError(f"{of.__name__}() has no argument '{name}'{hint}") from None
+    if (room := import_room(f"{_MODALITIES}.training")) is not None:
+        return room
+    missing = f"{_MODALITIES}, which is not installed"
+    if not modalities:
+        raise ConfigError(f"config.meaningful_loss needs {missing}")
+    name = next(iter(modalities))
+    near = did_you_mean(name, inspect.signature(of).parameters)
+    hint = near or f"; arguments for several modalities need {missing}"
+    raise TypeError(f"{of.__name__}() has no argument '{name}'{hint}")
 
 
 def plain_task(loss: Any, task: Any, name: str = "loss") -> Task:
@@ -136,12 +133,8 @@ def as_callbacks(callbacks: Any, curriculum: Any = None) -> list[Callback]:
     """
     first: list[Callback] = []
     if curriculum is not None:
-        try:
-            room = import_module(f"{_TASKS}.curriculum.callback")
-        except ModuleNotFoundError as error:
-            if error.name != _TASKS:
-                raise
-            raise ConfigError(f"curriculum= needs {_TASKS}, which is not installed") from None
+        if (room := import_room(f"{_TASKS}.curriculum.callback")) is None:
+            raise ConfigError(f"curriculum= needs {_TASKS}, which is not installed")
         first.append(room.CurriculumCallback(curriculum))
     if callbacks is None:
         return first

@@ -7,8 +7,8 @@ from statistics import fmean, stdev
 import pytest
 import yaml
 
-from etude.experiment import RunOutcome
-from etude.experiment.comparison import WeightingRow
+from etude.experiment import compare_weightings
+from etude.multitask.compare.tables import WeightingRow
 
 COMPONENTS = Path(__file__).parents[1] / "experiment" / "task_components.py"
 
@@ -112,14 +112,16 @@ def test_mistakes_are_refused_before_anything_is_trained(etude, experiment, tmp_
     assert not list(tmp_path.glob("out/**/config.yaml"))
 
 
-def test_stopped_it_says_how_to_go_on(etude, experiment, monkeypatch):
-    monkeypatch.setattr(
-        "etude.experiment.compare.train_experiment",
-        lambda config, *, run_dir, progress: RunOutcome(run_dir, "interrupted", step=1, epoch=0),
-    )
-    outcome = etude("compare", experiment, "--weightings", "static", "--out", "out", "-q")
+def test_stopped_it_says_how_to_go_on(etude, experiment, tmp_path):
+    command = ["compare", experiment, "callbacks=[stop_by_signal]", "--weightings", "static", "--out", "out", "-q"]
+    outcome = etude(*command)
     assert outcome.code == 130
     assert outcome.errors[-1].endswith("run the same command again to go on")
+    assert etude(*command).code == 0
+    comparison = compare_weightings(
+        experiment, ["static"], ["callbacks=[stop_by_signal]"], out=tmp_path / "out", progress=False
+    )
+    assert json.loads((tmp_path / "out/compare.json").read_text())["seeds"] == list(comparison.seeds)
 
 
 @pytest.mark.parametrize(("number", "best"), [("loss", "b"), ("f1", "a"), ("rmse_depth", "b")])

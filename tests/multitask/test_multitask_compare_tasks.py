@@ -1,6 +1,7 @@
 """`etude compare`: the table holds the numbers of the runs it trained, for the budget that it says."""
 
 import json
+from inspect import signature
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -15,10 +16,10 @@ from etude.core import num_samples
 from etude.data import DataSplits, TensorData
 from etude.distributed import World
 from etude.engine.step import GradientAccumulator
-from etude.experiment import RunOutcome
+from etude.experiment import compare_tasks
 from etude.experiment.build import Data
-from etude.experiment.compare import steps_for
-from etude.experiment.comparison import Row
+from etude.multitask.compare.tables import Row
+from etude.multitask.compare.tasks import steps_for
 
 COMPONENTS = Path(__file__).parents[1] / "experiment" / "task_components.py"
 
@@ -236,15 +237,28 @@ def test_finished_runs_are_not_trained_again(etude, experiment, tmp_path):
     assert other.code == 2
 
 
-def test_stopped_it_says_how_to_go_on(etude, experiment, monkeypatch):
-    def stopped(config, *, run_dir, progress):
-        return RunOutcome(run_dir, "interrupted", step=3, epoch=0)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("etude.experiment.compare.train_experiment", stopped)
-        outcome = etude("compare", experiment(), "--out", "out", "-q")
+def test_stopped_it_says_how_to_go_on(etude, experiment, tmp_path):
+    path = experiment(callbacks=["stop_by_signal"])
+    outcome = etude("compare", path, "--out", "out", "-q")
     assert outcome.code == 130
     assert outcome.errors[-1].endswith("what was trained is kept; run the same command again to go on")
+    assert not (tmp_path / "out/compare.json").exists()
+    again = etude("compare", path, "--out", "out", "-q")
+    assert again.code == 0, again.err
+    assert (tmp_path / "out/compare.json").exists()
+
+
+def test_in_python_the_arguments_are_those_of_the_command(etude, experiment, tmp_path, monkeypatch):
+    assert list(signature(compare_tasks).parameters)[:2] == ["experiment", "overrides"]
+    path, said = experiment(), []
+    comparison = compare_tasks(
+        path, ["training.epochs=2"], out="there", budget="whole", seeds=[3], progress=False, tell=said.append
+    )
+    assert len(said) == 4
+    assert comparison.seeds == (3,)
+    shown = etude("compare", path, "training.epochs=2", "--out", "there", "--budget", "whole", "--seeds", "3,", "-q")
+    assert shown.out == comparison.to_text() + "\n"
+    assert comparison.to_markdown() == (tmp_path / "there/compare.md").read_text()
 
 
 @pytest.mark.parametrize(

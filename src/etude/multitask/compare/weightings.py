@@ -5,12 +5,20 @@ from pathlib import Path
 
 from etude.config import lookup
 from etude.core import ConfigError
-from etude.experiment.compare import Numbers, chosen_seeds, measured, ready, trained, with_training, write_tables
-from etude.experiment.comparison import ComparedRun, WeightingComparison, make_weighting_rows
-from etude.experiment.config import load_experiment_config
+from etude.multitask.compare.runs import (
+    Numbers,
+    Runner,
+    chosen_seeds,
+    ready,
+    train_and_measure,
+    with_training,
+    write_tables,
+)
+from etude.multitask.compare.tables import ComparedRun, WeightingComparison, make_weighting_rows
 
 
 def compare_weightings(
+    runner: Runner,
     experiment: str | Path,
     weightings: Sequence[str],
     overrides: Sequence[str] = (),
@@ -27,7 +35,7 @@ def compare_weightings(
     Finished runs are not trained again, one that was stopped goes on. Raises ConfigError, before anything is trained,
     for a weighting that is not known or cannot be made, and for the reasons of `compare_tasks`.
     """
-    own = load_experiment_config(experiment, overrides=overrides)
+    own = runner.load(experiment, overrides)
     if not own.tasks:
         raise ConfigError(f"{own.document.place('tasks')}: there are no tasks whose losses could be weighed")
     if len(set(weightings)) < len(weightings) or not weightings:
@@ -40,10 +48,10 @@ def compare_weightings(
     configs = {
         name: own
         if selected is not None and selected.component.name == name
-        else load_experiment_config(experiment, overrides=[*overrides, f"weighting={name}"])
+        else runner.load(experiment, [*overrides, f"weighting={name}"])
         for name in weightings
     }
-    data = ready(own)
+    data = ready(runner, own)
     root = Path(out) if out is not None else Path("runs") / own.name / "compare-weightings"
     chosen = chosen_seeds(own, seeds)
     runs: list[ComparedRun] = []
@@ -52,7 +60,7 @@ def compare_weightings(
         for name, config in configs.items():
             tell(f"seed {seed}: {name}")
             seeded = with_training(config, seed=seed)
-            numbers, run = measured(name, seeded, trained(seeded, root / f"seed-{seed}" / name, progress), data)
+            numbers, run = train_and_measure(runner, name, seeded, data, root, progress=progress)
             found[name].append(numbers)
             runs.append(run)
     rows = make_weighting_rows(list(own.tasks), found)

@@ -1,7 +1,6 @@
 """`etude compare`: one model for all tasks against one model for each, or several weightings."""
 
 import re
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ import typer
 
 
 def compare(
+    context: typer.Context,
     experiment: Annotated[
         str, typer.Argument(metavar="EXPERIMENT", help="An experiment with tasks, or the path of its file.")
     ],
@@ -44,22 +44,21 @@ def compare(
 
     The models have the same size and the same budget. Started again, the command goes on where it was stopped.
     """
-    from etude.experiment.compare import compare_tasks
-    from etude.experiment.compare_weightings import compare_weightings
-    from etude.experiment.comparison import Comparison, WeightingComparison
+    from etude.multitask.compare import Comparison, WeightingComparison, compare_tasks, compare_weightings
 
-    changes, chosen, tell = overrides or [], _numbers(seeds), partial(print, file=sys.stderr, flush=True)
+    runner, changes, chosen = context.obj(), overrides or [], _numbers(seeds)
+    tell = partial(typer.echo, err=True)
     comparison: Comparison | WeightingComparison
     if weightings is None:
         comparison = compare_tasks(
-            experiment, changes, out=out, budget=budget, seeds=chosen, progress=not quiet, tell=tell
+            runner, experiment, changes, out=out, budget=budget, seeds=chosen, progress=not quiet, tell=tell
         )
     else:
         names = [name.strip() for name in weightings.split(",") if name.strip()]
         comparison = compare_weightings(
-            experiment, names, changes, out=out, seeds=chosen, progress=not quiet, tell=tell
+            runner, experiment, names, changes, out=out, seeds=chosen, progress=not quiet, tell=tell
         )
-    print(comparison.to_text())
+    typer.echo(comparison.to_text())
 
 
 def _numbers(text: str | None) -> list[int] | int | None:
