@@ -224,7 +224,7 @@ def test_candidates_must_be_names(load, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".npz", ".safetensors"])
-def test_every_truncation_is_told(suffix, tmp_path):
+def test_every_truncation_is_reported(suffix, tmp_path):
     path = write(tmp_path, suffix, CENTROIDS.astype("f4")[:2])
     raw = path.read_bytes()
     for end in range(0, len(raw), 3):

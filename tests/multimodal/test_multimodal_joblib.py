@@ -533,7 +533,7 @@ def test_lzma_headers_cannot_ask_for_much_memory(tmp_path):
 
 @pytest.mark.parametrize("compress", COMPRESSIONS)
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_every_truncation_is_told(compress, protocol, tmp_path):
+def test_every_truncation_is_reported(compress, protocol, tmp_path):
     raw = dumped({"centroids": CENTROIDS.astype("f4")[:2], "n": 3}, compress, protocol)
     for end in range(len(raw)):
         refusal(raw[:end], tmp_path)

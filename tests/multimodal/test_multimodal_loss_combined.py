@@ -338,7 +338,7 @@ def run(**options):
         ),
     ],
 )
-def test_mistakes_are_told_in_one_line(options, error, message):
+def test_mistakes_are_one_line(options, error, message):
     books = {} if "codebooks" in options or "use_ce" in options else BOOKS
     with pytest.raises(error, match=message) as found:
         run(**{**books, **options})

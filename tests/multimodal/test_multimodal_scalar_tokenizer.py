@@ -148,7 +148,7 @@ def test_ties_make_fewer_bins_and_are_told(caplog):
     assert float(tokenizer.values[0]) == 0.0
 
 
-def test_without_ties_nothing_is_told(caplog):
+def test_without_ties_nothing_is_reported(caplog):
     ScalarTokenizer.fit(np.arange(1000), 256)
     assert not caplog.records
 

@@ -1,12 +1,11 @@
-"""Training over several modalities from Python: the loss of a `Trainer`, loops by hand, what checkpoints remember."""
-
-import json
+"""Training over several modalities from Python: the loss of a `Trainer` and loops by hand."""
 
 import joblib
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from multimodal_runs import SHORT, make_batches, make_model
 
 import etude
 from etude import (
@@ -15,16 +14,13 @@ from etude import (
     Trainer,
     TrainingLoop,
     ValidationLoop,
-    VocabSpec,
     build_vocab_spec,
     combined_loss,
     configure_cuda_performance,
     load_config,
     set_seed,
 )
-from etude.checkpoint import CheckpointManager, read_checkpoint
-from etude.core import CheckpointError, ConfigError, DataError
-from etude.losses import LanguageModelingLoss
+from etude.checkpoint import CheckpointManager
 from etude.multimodal import load_codebook, load_npz_key
 from etude.optim import cosine_schedule_with_warmup
 
@@ -53,41 +49,6 @@ training:
     weight_spectrum: 0.4
 """
 WEIGHTS = {"image": 0.2, "scalar": 0.3, "spectrum": 0.4}
-SHORT = {"image": "img", "scalar": "sca", "spectrum": "spec"}
-LENGTH = 14
-
-
-@pytest.fixture
-def vocab():
-    return build_vocab_spec(v_image=12, v_scalar=8, v_spectra=10)
-
-
-@pytest.fixture
-def codebooks():
-    draw = torch.Generator().manual_seed(5)
-    return {
-        "image": torch.randn(12, 3, generator=draw),
-        "scalar": torch.linspace(-2, 2, 8),
-        "spectrum": torch.randn(10, 4, generator=draw),
-    }
-
-
-def make_batches(vocab, count, rows=4, seed=0):
-    """Batches of (tokens, types, attn_mask): tokens of all kinds at random, with padding at the end of rows."""
-    draw, batches = torch.Generator().manual_seed(seed), []
-    for _ in range(count):
-        tokens = torch.randint(1, vocab.vocab_size, (rows, LENGTH), generator=draw)
-        lengths = torch.randint(LENGTH // 2, LENGTH + 1, (rows, 1), generator=draw)
-        mask = torch.arange(LENGTH) < lengths
-        tokens = tokens.masked_fill(~mask, vocab.pad_id)
-        batches.append({"tokens": tokens, "types": vocab.types(tokens), "attn_mask": mask})
-    return batches
-
-
-def make_model(vocab, **options):
-    torch.manual_seed(1)
-    size = {"d_model": 16, "n_layers": 1, "n_heads": 2, "max_len": 16, "dropout": 0.0, **options}
-    return CausalTransformerLM(vocab_size=vocab.vocab_size, n_types=vocab.num_types, **size)
 
 
 def by_hand(model, batches, vocab, codebooks):
@@ -109,9 +70,6 @@ def by_hand(model, batches, vocab, codebooks):
             sums[name] += errors.sum().item()
             counts[name] += int(rows.sum())
     return {name: sums[name] / counts[name] for name in sums}
-
-
-# ------------------------------------------------------------------------------------------------ the doors
 
 
 @pytest.mark.parametrize("use_amp", [True, False])
@@ -373,252 +331,6 @@ def test_model_of_the_usual_size_can_be_made():
     assert model.num_parameters() > 85e6
 
 
-# ------------------------------------------------------------------------------------------------ mistakes
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"image_codebook": torch.zeros(12, 3)}, "image_codebook= says what tokens stand for, .*; give vocab= too"),
-        ({"edges": {"scalar": torch.zeros(9)}}, "edges= says what tokens stand for, .*; give vocab= too"),
-        ({"use_ce": False}, "use_ce=False leaves the reconstruction of values, which needs vocab= and codebooks="),
-        (
-            {"config": {"meaningful_loss": {}}},
-            "config.meaningful_loss needs the vocabulary .*: give the Trainer vocab=",
-        ),
-        (
-            {"config": {"meaningful_loss": {}}, "loss": F.cross_entropy},
-            "config.meaningful_loss and loss= or task= contradict: keep one",
-        ),
-    ],
-)
-def test_without_a_vocabulary(vocab, given, words):
-    with pytest.raises(ConfigError, match=words):
-        Trainer(make_model(vocab), progress=False, **given)
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"loss": F.cross_entropy}, "vocab= chooses the meaningful loss, and loss= another one; keep one of them"),
-        ({"task": lambda *_: {}}, "vocab= chooses the meaningful loss, and task= another one; keep one of them"),
-        (
-            {"codebooks": {"image": torch.zeros(12, 3)}, "image_codebook": torch.zeros(12, 3)},
-            "the codebook of 'image' is given twice, in codebooks and as image_codebook; keep one",
-        ),
-        (
-            {"codebooks": {"scaler": torch.zeros(8)}},
-            "'scaler', which the vocabulary does not have; did you mean 'scalar'",
-        ),
-        ({"config": {"meaningful_loss": {"weights": {"imag": 1.0}}}}, "'imag', .*; did you mean 'image'"),
-        ({"config": {"meaningful_loss": {"kind": {"imag": "mse"}}}}, "'imag', .*; did you mean 'image'"),
-        (
-            {"config": {"meaningful_loss": {"kind": "hubert"}}},
-            "training.meaningful_loss.kind: .*'huber'.*got 'hubert'; did you mean 'huber'",
-        ),
-        (
-            {"config": {"meaningful_loss": {"weight_image": 1, "weights": {"image": 2}}}},
-            "training.meaningful_loss: the weight of 'image' is given twice, by weight_image and weights; keep one",
-        ),
-        (
-            {"config": {"meaningful_loss": {"sample_k": 3, "sample_k_per_modality": 4}}},
-            "means the same as 'sample_k.*keep one",
-        ),
-        ({"config": {"meaningful_loss": {"weight_image": -1}}}, "weight_image: must be at least 0, got -1"),
-    ],
-)
-def test_mistakes_with_a_vocabulary(vocab, given, words):
-    with pytest.raises(ConfigError, match=words) as caught:
-        Trainer(make_model(vocab), vocab=vocab, progress=False, **given)
-    assert "\n" not in str(caught.value)
-
-
-def test_codebook_of_a_modality_that_is_not_there():
-    vocab = build_vocab_spec(v_scalar=4)
-    with pytest.raises(ConfigError, match="'image', which the vocabulary does not have"):
-        Trainer(make_model(vocab), vocab=vocab, image_codebook=torch.zeros(3, 2))
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        (torch.zeros(7, 3), "'image' does not fit: there are 7 values for its 12 tokens"),
-        (torch.full((12, 3), torch.nan), "'image' does not fit: .*finite"),
-    ],
-)
-def test_codebook_that_does_not_fit(vocab, values, words):
-    with pytest.raises(DataError, match=words):
-        Trainer(make_model(vocab), vocab=vocab, image_codebook=values)
-
-
-def test_vocabulary_by_position_is_refused(vocab, codebooks):
-    with pytest.raises(ConfigError, match="give vocab="):
-        Trainer(make_model(vocab), vocab, make_batches(vocab, 1), codebooks=codebooks)
-    with pytest.raises(DataError, match=r"train_loader.*VocabSpec.*by name"):
-        Trainer(make_model(vocab), vocab, make_batches(vocab, 1))
-    with pytest.raises(ConfigError, match=r"vocab must be a VocabSpec.*found dict"):
-        Trainer(make_model(vocab), make_batches(vocab, 1), vocab=vocab.to_dict())
-
-
-@pytest.mark.parametrize(
-    ("wrong", "hint"), [("codebook", "codebooks"), ("optimiser", "optimizer"), ("quite_another", None)]
-)
-def test_unknown_argument(vocab, wrong, hint):
-    words = rf"Trainer\(\) has no argument '{wrong}'" + (f"; did you mean '{hint}'" if hint else "$")
-    with pytest.raises(TypeError, match=words):
-        Trainer(make_model(vocab), **{wrong: 1})
-
-
-# ------------------------------------------------------------------------------------------------ checkpoints
-
-
-def saved(folder, vocab, codebooks, **options):
-    trainer = Trainer(
-        make_model(vocab), make_batches(vocab, 2), output_dir=folder, vocab=vocab, codebooks=codebooks, **options
-    )
-    trainer.config = trainer.config.model_copy(update={"epochs": 1})
-    trainer.train()
-    return CheckpointManager(folder / "checkpoints").latest()
-
-
-def test_checkpoint_remembers_the_vocabulary(tmp_path, vocab, codebooks):
-    path = saved(tmp_path / "run", vocab, codebooks, use_ce=False, progress=False)
-    meta = read_checkpoint(path).meta
-    assert VocabSpec.from_dict(meta["vocab"]) == vocab
-    config = meta["config"]
-    assert [config[f"base_{name}"] for name in SHORT] == [6, 18, 26]
-    assert config["vocab_size"] == 36
-    assert config["loss_config"]["use_ce"] is False
-    assert config["loss_config"]["weights"] == {"image": 0.1, "scalar": 0.1, "spectrum": 0.1}
-    assert {name: one["shape"] for name, one in meta["codebooks"].items()} == {
-        "image": [12, 3],
-        "scalar": [8],
-        "spectrum": [10, 4],
-    }
-    assert len({one["sha256"] for one in meta["codebooks"].values()}) == 3
-    assert json.loads((path / "meta.json").read_text())["vocab"] == vocab.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "changes", "words"),
-    [
-        ({"v_image": 8}, {}, "modality 'image' .*12 tokens from id 6.*8 tokens from id 6"),
-        ({"special": ("PAD", "MISS")}, {}, "special token 'BOS' is only in the checkpoint"),
-        ({"special": ("MISS", "PAD", "BOS", "EOS", "SEP", "MASK")}, {}, "special token 'PAD' .*id 0.*id 1"),
-        ({"modalities": {"class": 2}}, {}, "modality 'class' is only in this run"),
-        ({}, {"image": torch.ones(12, 5)}, r"codebook of 'image' .*\(12, 3\).*\(12, 5\)"),
-        ({}, {"scalar": torch.linspace(-2, 2.5, 8)}, "the codebook of 'scalar' has other values"),
-    ],
-)
-def test_checkpoint_of_another_vocabulary_is_refused(tmp_path, vocab, codebooks, sizes, changes, words):
-    path = saved(tmp_path / "run", vocab, codebooks, progress=False)
-    other = build_vocab_spec(**{"v_image": 12, "v_scalar": 8, "v_spectra": 10, **sizes})
-    values = {name: changes.get(name, one)[: other.range_of(name).size] for name, one in codebooks.items()}
-    trainer = Trainer(make_model(other), make_batches(other, 1), vocab=other, codebooks=values, progress=False)
-    with pytest.raises(CheckpointError, match=words) as caught:
-        trainer.load_checkpoint(path)
-    assert "\n" not in str(caught.value)
-    assert trainer.state.clock.step == 0
-
-
-def test_what_tokens_mean_is_compared_and_not_how_they_are_trained(tmp_path, vocab, codebooks):
-    path = saved(tmp_path / "run", vocab, codebooks, progress=False)
-    as_arrays = {name: one.double().numpy() for name, one in codebooks.items()}
-    for options in (
-        {"vocab": vocab, "codebooks": as_arrays, "config": {"meaningful_loss": {"weight": 3.0, "kind": "huber"}}},
-        {"loss": MeaningfulLoss(vocab, codebooks)},
-        {},
-    ):
-        trainer = Trainer(make_model(vocab), make_batches(vocab, 1), progress=False, **options)
-        trainer.load_checkpoint(path)
-        assert trainer.state.clock.step == 2
-    fewer = {"image": codebooks["image"]}
-    trainer = Trainer(make_model(vocab), make_batches(vocab, 1), vocab=vocab, codebooks=fewer, progress=False)
-    with pytest.raises(CheckpointError, match="codebook of 'scalar' is only in the checkpoint"):
-        trainer.load_checkpoint(path)
-
-
-@pytest.mark.parametrize(
-    "own",
-    [
-        {"vocab": "gpt2", "codebooks": ["a", "b"]},
-        {"vocab": {"size": 50257}, "codebooks": {"image": "vq.npz"}},
-        {"vocab": {"special": 3, "modalities": None}, "codebooks": 7},
-        {"vocab": {"special": {"PAD": 0}, "modalities": {"image": [6, 12]}}},
-    ],
-)
-def test_facts_of_the_user_s_own_are_not_compared(tmp_path, vocab, codebooks, own):
-    multimodal = Trainer(make_model(vocab), make_batches(vocab, 2), vocab=vocab, codebooks=codebooks, progress=False)
-    plain = {"loss": LanguageModelingLoss(), "config": {"epochs": 1}, "progress": False}
-    before = Trainer(make_model(vocab), make_batches(vocab, 2), meta=own, output_dir=tmp_path / "run", **plain)
-    before.train()
-    path = CheckpointManager(tmp_path / "run" / "checkpoints").latest()
-    assert read_checkpoint(path).meta["vocab"] == own["vocab"]
-    for now in (multimodal, Trainer(make_model(vocab), make_batches(vocab, 2), meta=own, **plain)):
-        now.load_checkpoint(path)
-        assert now.state.clock.step == 2
-
-
-def test_codebooks_of_the_user_s_own_beside_a_vocabulary(tmp_path, vocab, codebooks):
-    facts = {"vocab": vocab.to_dict(), "codebooks": {"image": "vq.npz"}}
-    plain = {"loss": LanguageModelingLoss(), "config": {"epochs": 1}, "progress": False}
-    Trainer(make_model(vocab), make_batches(vocab, 2), meta=facts, output_dir=tmp_path / "run", **plain).train()
-    now = Trainer(make_model(vocab), make_batches(vocab, 2), vocab=vocab, codebooks=codebooks, progress=False)
-    now.load_checkpoint(tmp_path / "run")
-    assert now.state.clock.step == 2
-
-
-def test_a_loss_made_by_hand_is_remembered_too(tmp_path, vocab, codebooks):
-    trainer = Trainer(
-        make_model(vocab),
-        make_batches(vocab, 2),
-        loss=MeaningfulLoss(vocab, codebooks),
-        config={"epochs": 1},
-        output_dir=tmp_path / "run",
-        meta={"who": "me"},
-        progress=False,
-    )
-    trainer.train()
-    meta = read_checkpoint(CheckpointManager(tmp_path / "run" / "checkpoints").latest()).meta
-    assert (meta["vocab"], meta["who"]) == (vocab.to_dict(), "me")
-
-
-# ------------------------------------------------------------------------------------------------ exactness
-
-
-def weights_of(trainer):
-    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
-
-
-@pytest.mark.parametrize("stop", [1, 3, 7])
-def test_resumed_run_draws_the_same_positions(tmp_path, vocab, codebooks, stop):
-    batches = make_batches(vocab, 4)
-
-    def trainer(folder, **config):
-        return Trainer(
-            make_model(vocab, dropout=0.1),
-            batches,
-            vocab=vocab,
-            codebooks=codebooks,
-            config={"epochs": 3, "meaningful_loss": {"sample_k": 2, "weight": 5.0}, **config},
-            output_dir=folder,
-            progress=False,
-        )
-
-    whole = trainer(tmp_path / "whole")
-    whole.train()
-    trainer(tmp_path / "parts", max_steps=stop).train()
-    resumed = trainer(tmp_path / "parts")
-    resumed.load_checkpoint(tmp_path / "parts")
-    assert resumed.state.clock.step == stop
-    resumed.train()
-    for name, value in weights_of(whole).items():
-        assert torch.equal(value, resumed.model.state_dict()[name]), name
-    everything = trainer(tmp_path / "all", meaningful_loss={"weight": 5.0})
-    everything.train()
-    assert not torch.equal(everything.model.head.weight, whole.model.head.weight)  # sampling does make a difference
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_accumulated_small_batches_are_one_large_batch(vocab, codebooks, fused):
     large = make_batches(vocab, 3, rows=8)
@@ -646,7 +358,7 @@ def test_names_at_the_top():
         assert getattr(etude, name).__name__ == name
 
 
-def test_an_epoch_without_anything_to_learn_is_told(vocab, codebooks, caplog):
+def test_an_epoch_without_anything_to_learn_is_reported(vocab, codebooks, caplog):
     batch = {"tokens": torch.full((2, 5), vocab.miss_id), "types": torch.zeros(2, 5, dtype=torch.int64)}
     trainer = Trainer(
         make_model(vocab),

@@ -301,7 +301,7 @@ def test_mistakes_are_told_in_words(build: Callable[[], object], words: str) -> 
     assert "\n" not in str(told.value)
 
 
-def test_a_saved_phase_that_is_gone_is_told() -> None:
+def test_a_saved_phase_that_is_gone_is_reported() -> None:
     state = CurriculumState((PhaseStart("gone", 1.0, 0),))
     with pytest.raises(CheckpointError, match=r"phase 'gone', which is not defined .*p0"):
         Curriculum(phases(1)).current_phase(2, state=state)

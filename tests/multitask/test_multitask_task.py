@@ -464,7 +464,7 @@ def measured(tasks, batch):
 
 
 @pytest.mark.parametrize("name", ONE_LINE)
-def test_mistakes_are_told_in_one_line(name):
+def test_mistakes_are_one_line(name):
     act, kind, words = ONE_LINE[name]
     with pytest.raises(kind, match=words) as caught:
         act()

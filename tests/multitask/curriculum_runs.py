@@ -14,6 +14,8 @@ from etude.optim import AdamW
 
 VOCAB, LENGTH, SAMPLES, BATCH = 11, 6, 20, 4
 STEPS = SAMPLES // BATCH
+ACCUMULATION = {1: {"step": 8, "epochs": 3}, 3: {"step": 4, "epochs": 5, "validate_every_steps": 5}}
+"""By micro-batches per step: phase three begins inside an epoch or with one, and four with one or inside."""
 
 
 class Sequences:
@@ -128,6 +130,11 @@ def trainer(
     )
     built.step._flops = None  # counting them takes longer than these steps
     return built
+
+
+def run(folder, diary, accumulation=1, **config):
+    config = {"grad_accum_steps": accumulation, **ACCUMULATION[accumulation], **config}
+    return trainer(folder, diary, curriculum=phases(config.pop("step")), **config)
 
 
 def weights(folder):
