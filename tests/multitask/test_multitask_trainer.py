@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from etude import DataLoader, Trainer
-from etude.core import DataError, TrainingError
+from etude.core import ConfigError, DataError, TrainingError
 from etude.data import StreamLoader
 from etude.engine.callback import Callback
 from etude.metrics import F1, Accuracy, ConfusionMatrix
@@ -172,3 +172,24 @@ def test_the_trial_of_the_first_batches_warns_of_no_task_that_comes_later(caplog
     loaders = StreamLoader(streams, BATCH), StreamLoader(streams, 2, training=False)
     Trainer(model, *loaders, task=MultiTask(specs), config={"epochs": 1}, progress=False).train()
     assert not caplog.records
+
+
+class Unasked(TaskGradientWatcher):
+    def on_task_gradients(self, gradients):
+        raise AssertionError
+
+
+class Plain(Callback):
+    def on_task_gradients(self, gradients):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_tasks", "fact"),
+    [(Looks, False, "MultiTask"), (Unasked, True, "wants_task_gradients"), (Plain, True, "TaskGradientWatcher")],
+)
+def test_a_callback_that_would_see_no_gradients_of_tasks_is_refused(kind, of_tasks, fact):
+    model, task, loader = make(None)
+    model, given = (model, {"task": task}) if of_tasks else (nn.Linear(4, 1), {"loss": "mse"})
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}.*{fact}"):
+        Trainer(model, loader, **given, callbacks=[kind()], progress=False)

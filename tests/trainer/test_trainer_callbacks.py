@@ -247,6 +247,21 @@ def test_all_callbacks_of_the_package_are_here():
     assert kinds - {TaskGradientWatcher} == set(CALLBACKS)  # a base class
 
 
+class Misspelt(Callback):
+    def on_epoch_ends(self, epoch, logs):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_a_misspelt_hook_is_refused_before_training(door, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    case = Case(tmp_path)
+    before = {name: value.clone() for name, value in case.model.state_dict().items()}
+    with pytest.raises(ConfigError, match=r"Misspelt\.on_epoch_ends .*'on_epoch_end'"):
+        door(case, Misspelt())
+    assert all(torch.equal(value, before[name]) for name, value in case.model.state_dict().items())
+
+
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
 @pytest.mark.parametrize("kind", CALLBACKS, ids=lambda kind: kind.__name__)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 from etude.core import Clock, ConfigError, Control, Loader, StepReport, Task
 from etude.core.run_layout import output_problems
+from etude.engine.callback_methods import check_methods
 from etude.engine.precision import Precision
 from etude.engine.update import LearningRate
 
@@ -115,6 +116,8 @@ class Callback:
     """True if `on_notice` shows its message to the user; if no callback does, notices are logged."""
     needs_model = False
     """True if it looks at the layers or weights of the model: functions that belong to no module cannot be trained."""
+    more_hooks: Sequence[str] = ()
+    """Names of hooks that a class adds, and that others than the engine call; further methods `on_…` are refused."""
     _siblings: "CallbackList | None" = None
 
     def __init__(self) -> None:
@@ -248,7 +251,11 @@ class CallbackList:
             self.append(callback)
 
     def append(self, callback: Callback) -> None:
-        """Add a callback at the end of the order and give it this list's control."""
+        """Add a callback at the end of the order and give it this list's control.
+
+        Raises ConfigError if a method `on_…` of it is no hook, or does not take the arguments of its hook.
+        """
+        check_methods(type(callback), Callback)
         callback.control = self.control
         callback._siblings = self
         self._callbacks.append(callback)

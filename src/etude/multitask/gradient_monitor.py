@@ -12,9 +12,8 @@ from annotated_types import Ge
 from etude.checkpoint import check_kind, record_of
 from etude.config.registry import register
 from etude.core import ConfigError
-from etude.engine.callback import Logs, RunInfo, RunParts
+from etude.engine.callback import Logs, RunInfo
 from etude.multitask.gradients import TaskGradients, TaskGradientWatcher
-from etude.multitask.task import MultiTask
 
 Pair = tuple[str, str]
 """Two tasks, by name in the order of the alphabet."""
@@ -177,18 +176,6 @@ class TaskGradientMonitor(TaskGradientWatcher):
         self.report = None
         self._pending: list[TaskGradients] = []
         self._window, self._epoch = TaskGradientReport(), TaskGradientReport()
-
-    def bind(self, parts: RunParts) -> None:
-        """Raise ConfigError where there is one task only."""
-        if not isinstance(parts.task, MultiTask):
-            raise ConfigError(
-                f"{type(self).__name__} compares the gradients of several tasks, and {type(parts.task).__name__} is "
-                f"one; give task=MultiTask({{...}}), or leave it out"
-            )
-
-    def acts_in_steps(self) -> bool:
-        """It looks at the gradients of steps."""
-        return True
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Forget an earlier run; one that goes on keeps what it knows."""

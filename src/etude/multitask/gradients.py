@@ -8,10 +8,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from etude.core import Batch, Terms, TrainingError
+from etude.core import Batch, ConfigError, Terms, TrainingError
 from etude.core.model import unwrap
 from etude.distributed import World
-from etude.engine.callback import Callback
+from etude.engine.callback import Callback, RunParts
 from etude.engine.objective import ObjectiveParts
 from etude.engine.precision import Precision
 
@@ -34,6 +34,27 @@ class TaskGradients:
 
 class TaskGradientWatcher(Callback):
     """A callback that looks at the gradients of the tasks in some of the steps."""
+
+    more_hooks = ("on_task_gradients",)
+
+    def bind(self, parts: RunParts) -> None:
+        """Raise ConfigError where there is one task only, and if it does not say which steps it wants."""
+        from etude.multitask.task import MultiTask  # which is made of this
+
+        name = type(self).__name__
+        if not isinstance(parts.task, MultiTask):
+            raise ConfigError(
+                f"{name} looks at the gradients of several tasks, and {type(parts.task).__name__} is one; give "
+                f"task=MultiTask({{...}}), or leave it out"
+            )
+        if getattr(self.wants_task_gradients, "__func__", None) is TaskGradientWatcher.wants_task_gradients:
+            raise ConfigError(
+                f"{name} would see no gradients; define wants_task_gradients(step), true where it wants them"
+            )
+
+    def acts_in_steps(self) -> bool:
+        """It looks at the gradients of steps."""
+        return True
 
     def wants_task_gradients(self, step: int) -> bool:
         """Return whether it wants those of this step; asked before every step."""
