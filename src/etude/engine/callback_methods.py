@@ -2,20 +2,25 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partialmethod
+from functools import partialmethod
 from typing import Any
+from weakref import WeakSet
 
 from etude.core import ConfigError
 from etude.core.spelling import did_you_mean
 
+_fine: WeakSet[type] = WeakSet()
+"""Classes that have been checked."""
 
-@cache  # a class is checked once
+
 def check_methods(kind: type, base: type) -> None:
     """Raise ConfigError if a class of callbacks has a method `on_…` that is no hook, or that cannot be called as one.
 
     Hooks are the methods `on_…` of `base` and those that a class lists in `more_hooks`. Classes that do not derive from
     `base`, such as those of another library, may have other methods, and so may instances: they may store functions.
     """
+    if kind in _fine:
+        return
     ours = [one for one in kind.__mro__ if issubclass(one, base)]
     homes = {name: base for name, value in vars(base).items() if not name.startswith("_") and _is_method(value)}
     homes |= {name: one for one in ours for name in _added(one)}
@@ -25,6 +30,7 @@ def check_methods(kind: type, base: type) -> None:
                 raise ConfigError(_never_called(one, name, homes, base))
     for name, home in homes.items() if ours else ():
         _check_signature(kind, name, _bound(home, name))
+    _fine.add(kind)
 
 
 def _never_called(kind: type, name: str, hooks: Iterable[str], base: type) -> str:
@@ -78,6 +84,7 @@ def _bound(kind: type, name: str) -> Any:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    for one in kind.__subclasses__():
+    below: list[type] = kind.__subclasses__()
+    for one in below:
         yield one
         yield from _subclasses(one)
