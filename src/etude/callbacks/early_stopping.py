@@ -19,7 +19,7 @@ class EarlyStopping(Callback):
     """Stops after `patience` epochs in a row without an improvement of more than `min_delta`.
 
     Epochs without validation are not counted when a validation number is monitored. NaN is no improvement. A new
-    phase of a curriculum begins a new count.
+    phase of the run begins a new count.
 
     >>> from etude.engine.callback import CallbackList
     >>> callbacks = CallbackList([EarlyStopping(monitor="loss", patience=2)])

@@ -20,7 +20,7 @@ class LRSchedule(Callback):
     """Steps a scheduler of `torch.optim.lr_scheduler` after every epoch or every optimizer step.
 
     `ReduceLROnPlateau` needs `monitor`, the number it looks at; epochs without that number do not count. A new phase
-    of a curriculum begins a new count.
+    of the run begins a new count.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)

@@ -30,8 +30,8 @@ class ModelCheckpoint(Callback):
 
     `filepath` is a file (`checkpoints/best_model.safetensors`) or a folder, which gets a `best_model.safetensors`. It
     may contain fields: `weights/{epoch:03d}-{val_loss:.4f}.safetensors` keeps a file of every epoch that was the best
-    until then; epochs are counted from zero. A relative path lies in the run folder, if there is one. With a curriculum
-    only epochs of the same phase are compared: the file is that of the best epoch of the last phase.
+    until then; epochs are counted from zero. A relative path lies in the run folder, if there is one. In a run of
+    several phases only epochs of the same phase are compared: the file is that of the best epoch of the last phase.
 
     The file is replaced atomically. Its metadata hold epoch, step, and the monitored name and value;
     `safetensors.torch.load_model(model, path)` loads it. A disk that is full costs the file, not the run.

@@ -58,9 +58,9 @@ class Monitored:
         self._may_come = False
 
     def begin_phase(self, facts: Mapping[str, Any]) -> None:
-        """Forget the best value: a phase of a curriculum trains other tasks, so its numbers are others.
+        """Forget the best value: numbers of different phases of a run do not compare.
 
-        Before the last phase a number that has never been reported is no mistake: its task may be to come.
+        Before the last phase a number that has never been reported is no mistake: it may be to come.
         """
         self.best = self.best_epoch = None
         self._may_come = facts["number"] < facts["phases"]

@@ -94,7 +94,7 @@ class ProgressDisplay(Callback):
             rows=rows,
             num_epochs=max(len(rows), run.clock.epoch),
             groups=before.groups,
-            # A curriculum that is listed before the display has reported its phase by now.
+            # A callback that is listed before the display may have reported the phase by now.
             phase=self._view.phase if self._phase_is_new else before.phase,
         )
         self._noticed = []

@@ -49,12 +49,12 @@ class Row:
     speed: dict[str, float] = field(default_factory=dict)
     """Tokens per second, MFU and the share of the time waiting for data."""
     phase: str = ""
-    """The phase of the curriculum it was in, if there is one."""
+    """The phase it was in, if the run has phases."""
 
 
 @dataclass(slots=True)
 class Phase:
-    """A phase of a curriculum.
+    """A phase of the run.
 
     >>> Phase(2, "ontology", 4).text, Phase(2).text
     ('phase 2/4 ontology', 'phase 2')
@@ -104,13 +104,13 @@ class View:
     """The latest notices of callbacks."""
     groups: Groups = field(default_factory=Groups)
     phase: Phase | None = None
-    """The phase of the curriculum, if there is one."""
+    """The phase under way, if the run has phases."""
 
 
 def best_row(rows: list[Row]) -> Row | None:
     """Return the row with the least validation loss (or else the highest accuracy), the first if several are equal.
 
-    Only rows of the last phase count: other phases have other tasks, so their losses do not compare.
+    Only rows of the last phase count: losses of different phases do not compare.
     """
     rows = [row for row in rows if row.phase == rows[-1].phase]
     for name, sign in (("val_loss", 1.0), ("val_accuracy", -1.0)):

@@ -104,7 +104,7 @@ def _first(action: Callable[[Path], T], candidates: Iterable[Path], root: Path) 
 class Entry:
     """A checkpoint and its monitored number.
 
-    In a run with a curriculum a phase trains other tasks than the phase before, so its loss is another number. Values
+    A phase of a run may train something else than the one before, so that its loss is another number. Values
     compare only within a phase: any checkpoint of a later phase ranks before all of an earlier one.
     """
 
@@ -112,7 +112,7 @@ class Entry:
     value: float | None = None
     """The monitored number at that step; None if it was not measured."""
     phase: float = 0.0
-    """The phase of the curriculum in which it was measured."""
+    """The phase of the run in which it was measured."""
 
 
 def best_first(entries: Iterable[Entry], mode: Mode) -> list[Entry]:

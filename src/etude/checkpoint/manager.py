@@ -40,7 +40,7 @@ _MODULES = record_of("Modules", {"optimizer": dict[str, Any] | None, "extra": di
 class CheckpointManager:
     """Checkpoints of one run: `root/step-NNNNNNNN`, and the links `root/last` and `root/best` for people.
 
-    Kept are the newest and the best `keep_best` by the metric `monitor`; with a curriculum, those of the newest phase
+    Kept are the newest and the best `keep_best` by the metric `monitor`; of several phases, those of the newest
     are the best. Everything is read from the folders, so a new manager continues where another one
     stopped. A manager that only loads changes nothing on the disk.
 

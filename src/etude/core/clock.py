@@ -21,7 +21,7 @@ class Clock:
     samples: int = 0
     """Samples consumed since the start, over all ranks."""
     phase: int = 0
-    """The phase of the curriculum, counted from 1; 0 without a curriculum."""
+    """The phase of the run, counted from 1; 0 if it has no phases."""
     validation_due: int = 0
     """1 if the validation after this step was cut off by a signal: a resumed run begins with it."""
 

@@ -18,8 +18,8 @@ A run calls the hooks in this order; within a hook, callbacks run in the order i
     on_exception(error)                             # instead of what follows the error
     on_train_end(result)
 
-At any time a callback may tell the user something by `notify`: every callback receives it by `on_notice`. With a
-curriculum `on_phase_begin(phase, facts)` comes before the first step of each phase, and not again on a resume.
+At any time a callback may tell the user something by `notify`: every callback receives it by `on_notice`. In a
+run of several phases `on_phase_begin(phase, facts)` comes before the first step of each, and not again on a resume.
 
 Random numbers that a hook draws outside a step (not `on_step_begin`, `on_gradients`, `on_step_end`) come from
 generators of its own, seeded by the run's seed, the hook and the moment. They change nothing in the training, and a
@@ -174,7 +174,7 @@ class Callback:
         """Called once at the end of a run that was not ended by an error."""
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
-        """Called before the first step of a phase of the curriculum; numbers of earlier phases do not compare."""
+        """Called before the first step of a phase of the run; numbers of earlier phases do not compare."""
 
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
         """Called when a callback has something to tell the user: in words, and as facts for programs."""

@@ -233,7 +233,7 @@ class Loop:
         self.logs, self._logs_at = logs, self.clock.step
 
     def _phase(self) -> dict[str, float]:
-        """Return the phase of the curriculum, if there is one: numbers of different phases do not compare."""
+        """Return the phase of the run, if it has phases: numbers of different phases do not compare."""
         return {"phase": float(self.clock.phase)} if self.clock.phase else {}
 
     def _finished(self) -> bool:

@@ -230,8 +230,8 @@ class RunFolder:
     def trim(self, step: int) -> None:
         """Prepare to go on from a checkpoint: drop what was recorded after `step`, and lines that were cut short.
 
-        Events are kept: they tell what happened, also what happened in vain. Only phases of a curriculum that began
-        after `step` are dropped, since they begin again.
+        Events are kept: they tell what happened, also what happened in vain. Only phases that began after
+        `step` are dropped, since they begin again.
         """
         try:
             if self.metrics_path.exists():

@@ -68,7 +68,7 @@ class TrainingLoop(EngineLoop):
             clip_gradients: clip the global gradient norm to `max_grad_norm`; both may be changed between epochs.
             max_grad_norm: see `clip_gradients`.
             loss_strategy: the loss of `train_epoch`; `run` and `run_epoch` are given theirs.
-            task: replaces `loss_strategy` by full control, such as a `MultiTask`.
+            task: replaces `loss_strategy` by full control over how model and batch become loss terms.
             gradient_accumulator: micro-batches per step.
             gradient_monitor: one more callback.
             callbacks: called in this order.
