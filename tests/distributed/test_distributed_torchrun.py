@@ -73,6 +73,26 @@ def test_a_script_of_a_python_user(tmp_path):
     assert "Warning" not in ended.stderr
 
 
+LEAVING = """
+import sys
+import torch
+import torch.distributed as dist
+from etude.distributed.world import join_world, run_collective
+
+world = join_world("cpu")  # kept, as a script keeps its trainer: the threads of gloo live on
+sys.setswitchinterval(60)  # they release one tensor each time this thread waits
+run_collective(lambda *rows: dist.group.WORLD.allreduce_coalesced([*rows]).wait(), *torch.zeros(20000, 1))
+"""
+
+
+def test_a_script_may_end_while_gloo_holds_its_tensors(tmp_path):
+    """Without waiting for gloo's threads the process is aborted: they take the GIL of an interpreter that is gone."""
+    script = tmp_path / "script.py"
+    script.write_text(LEAVING)
+    ended = torchrun(script)
+    assert ended.returncode == 0, ended
+
+
 @pytest.mark.slow
 def test_an_error_in_one_process_ends_all(runs):
     config = runs.write("bad", TRAINING, data={"name": "toy_missing", "on_rank": 1})

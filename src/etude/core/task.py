@@ -137,8 +137,17 @@ class Task:
         return {}
 
     def no_data(self) -> None:
-        """Called if an evaluation had no batch: raise, or return if that may happen."""
-        raise DataError("the evaluation loader gave no batch: its data is empty, or drop_last dropped all of it")
+        """Called if an evaluation had no batch with samples: raise, or return if that may happen."""
+        raise DataError(
+            "the evaluation loader gave no batch with samples: its data is empty, or drop_last dropped all of it"
+        )
+
+    def no_numbers(self) -> None:
+        """Called if an evaluation had batches, but nothing to report of them: raise, or return if that may happen."""
+        raise TrainingError(
+            "the task reports no numbers of the evaluation data: it returned no terms, or only terms with "
+            "reported=False; let it report one (a metric is a LossTerm of weight 0), or leave the validation data out"
+        )
 
     # --- before training
 

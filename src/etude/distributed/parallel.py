@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from etude.core.batch import Batch, is_empty
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.task import LossTerm, Task, Terms
-from etude.distributed.world import World
+from etude.distributed.world import World, run_collective
 
 
 def wrap_data_parallel(
@@ -112,7 +112,7 @@ def share_buffers(model: nn.Module, world: World) -> None:
         return
     parts = [buffer.detach().flatten().contiguous().view(torch.uint8) for buffer in buffers]
     data = torch.cat(parts)
-    dist.broadcast(data, src=0)
+    run_collective(lambda alias: dist.broadcast(alias, src=0), data)
     if world.is_main:
         return
     with torch.no_grad():

@@ -7,6 +7,9 @@ rank must call the same methods in the same order.
 import atexit
 import json
 import os
+import time
+import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,7 +50,7 @@ class World:
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks (in place where there are several)."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            run_collective(dist.all_reduce, tensor)
         return tensor
 
     def host_max(self, values: list[int]) -> list[int]:
@@ -55,7 +58,7 @@ class World:
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.host_group)
+        run_collective(lambda row: dist.all_reduce(row, op=dist.ReduceOp.MAX, group=self.host_group), tensor)
         return [int(value) for value in tensor.tolist()]
 
     def gather_bytes(self, tensor: Tensor) -> list[Tensor]:
@@ -64,13 +67,18 @@ class World:
             return [tensor]
         length = torch.tensor([tensor.numel()], dtype=torch.int64)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
-        dist.all_gather(lengths, length, group=self.host_group)
+        self._all_gather(lengths, length)
         sizes = [int(one.item()) for one in lengths]
         padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
         padded[: tensor.numel()] = tensor
         gathered = [torch.zeros_like(padded) for _ in range(self.size)]
-        dist.all_gather(gathered, padded, group=self.host_group)
+        self._all_gather(gathered, padded)
         return [row[:size] for row, size in zip(gathered, sizes, strict=True)]
+
+    def _all_gather(self, rows: list[Tensor], own: Tensor) -> None:
+        run_collective(
+            lambda *tensors: dist.all_gather([*tensors[1:]], tensors[0], group=self.host_group), own, *rows
+        )
 
     def gather_text(self, text: str) -> list[str]:
         """Return the texts of all ranks, in rank order."""
@@ -118,6 +126,40 @@ class World:
             return int(self.store.add(f"etude/{task}", 1)) == 1
         except RuntimeError:  # the process that held the store is gone: better done twice than not at all
             return True
+
+
+_lent: list[weakref.ref[Tensor]] = []
+"""Aliases of tensors that a thread of gloo may still hold."""
+RETURN_TIMEOUT_S = 5.0
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_lent.clear)  # there are no threads of gloo in a forked process
+
+
+def run_collective(collective: Callable[..., object], *tensors: Tensor) -> None:
+    """Run a collective on `tensors`; it must write its results into them.
+
+    A thread of gloo holds its tensors a little longer than the call takes, and takes the GIL to release them. If the
+    interpreter is shutting down by then, Python ends that thread and C++ aborts the process. Neither
+    `destroy_process_group` nor DDP, which keeps the group alive, waits for the thread. So gloo gets aliases that
+    nothing else refers to, and this process exits when all of them are gone.
+    """
+    aliases = [tensor.detach() for tensor in tensors]
+    _lent[:] = [*(ref for ref in _lent if ref() is not None), *map(weakref.ref, aliases)]
+    try:
+        collective(*aliases)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they refer to the aliases for as long as the error lives
+        raise
+    finally:
+        aliases.clear()
+
+
+@atexit.register
+def _wait_for_gloo() -> None:
+    """Wait until the threads of gloo have released all tensors, before the interpreter shuts down."""
+    deadline = time.monotonic() + RETURN_TIMEOUT_S
+    while any(ref() is not None for ref in _lent) and time.monotonic() < deadline:
+        time.sleep(0.001)  # gives the GIL away
 
 
 def _error_of_another_rank(text: str) -> EtudeError:

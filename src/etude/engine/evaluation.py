@@ -31,10 +31,11 @@ def evaluate(
     """Return the mean of every term over one epoch of `loader`, metrics and derived numbers included.
 
     What model or data draw is the same in every evaluation, and leaves the caller's generators as they were.
-    Raises DataError if the loader gives no batch at all, unless the task allows that: there are no numbers then. The
-    host reads the device once, at the end. With several ranks each evaluates its share of the data, with the buffers of
-    rank 0; every rank must call this together. With `interrupts` that allow it a signal ends it between two batches:
-    Interrupted is raised on every rank.
+    Batches without samples are passed over. Raises DataError if there is no other batch, and TrainingError if the task
+    reports nothing of them, unless the task allows that: there are no numbers then. Terms that are optional may all be
+    without a number. The host reads the device once, at the end. With several ranks each evaluates its share of the
+    data, with the buffers of rank 0; every rank must call this together. With `interrupts` that allow it a signal ends
+    it between two batches: Interrupted is raised on every rank.
     """
     task = as_task(task)
     precision = precision if precision is not None else Precision("fp32")
@@ -45,17 +46,20 @@ def evaluate(
     pollable = interrupts if interrupts is not None and interrupts.may_cut_off else None
     with task.measuring():
         with eval_mode(model), torch.no_grad(), aside(0):
-            totals, is_cut_off = _add_up(model, task, loader, precision, world, pollable)
+            totals, is_cut_off = _add_up(model, task, loader, precision, pollable)
         if pollable is not None and world.host_max([int(is_cut_off)])[0]:
             # Ranks ask each other here, once: their numbers of batches may differ.
             raise Interrupted("the validation was cut off by a signal")
         device = next((tensor.device for tensor in (*totals.sums.values(), *model.parameters())), torch.device("cpu"))
         means = totals.means(world, device)
-        if means is None:
+        if means is None and not world.host_max([int(totals.has_batch)])[0]:
             task.no_data()
             return {}
         measured = task.measured(lambda counts: world.sum(counts.to(device)))
-        return task.ordered({**task.summary(means), **measured})
+        if means is None and not measured:
+            task.no_numbers()
+            return {}
+        return task.ordered({**({} if means is None else task.summary(means)), **measured})
 
 
 class _Sums:
@@ -65,8 +69,10 @@ class _Sums:
         self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, Tensor] = {}
         self.optional: set[str] = set()
+        self.has_batch = False
 
     def add(self, terms: Terms) -> None:
+        self.has_batch = True
         for name, term in terms.items():
             if not term.reported:
                 continue
@@ -77,7 +83,7 @@ class _Sums:
                 self.optional.add(name)
 
     def means(self, world: World, device: torch.device) -> dict[str, float] | None:
-        """Return the averages over all ranks; None if there is no term on any of them."""
+        """Return the averages over all ranks; None if no term is reported on any of them."""
         names = world.union(list(self.sums))
         if not names:
             return None
@@ -93,7 +99,7 @@ class _Sums:
 
 
 def _add_up(
-    model: nn.Module, task: Task, loader: Loader, precision: Precision, world: World, pollable: Interrupts | None
+    model: nn.Module, task: Task, loader: Loader, precision: Precision, pollable: Interrupts | None
 ) -> tuple[_Sums, bool]:
     """Return sums and counts of all terms over this rank's batches, and whether a signal cut them off."""
     sums = _Sums()
@@ -102,8 +108,8 @@ def _add_up(
         for batch in batches:
             if pollable is not None and pollable.requested:
                 return sums, True
-            if world.size > 1 and is_empty(batch):
-                continue  # the last batch may leave a rank without samples
+            if is_empty(batch):
+                continue  # one of several ranks may have no samples in the last batch
             with precision.autocast():
                 terms = task(model, batch, metrics=True)
             check_terms(terms)

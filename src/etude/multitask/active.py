@@ -162,6 +162,10 @@ class ActiveTasks(Task):
         if self._measuring:
             logger.warning("there is no data here for the tasks that are trained now, so nothing is measured")
 
+    def no_numbers(self) -> None:
+        """Warn likewise: batches may have nothing for these tasks."""
+        self.no_data()
+
     def measured(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return the metrics of this evaluation; `reduce` adds counts up over ranks."""
         found = {}
