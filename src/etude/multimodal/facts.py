@@ -34,9 +34,9 @@ def describe_vocabulary(
 
 
 def check_vocabulary(saved: Mapping[str, Any], now: Mapping[str, Any], place: object) -> None:
-    """Raise CheckpointError if a checkpoint's vocabulary or codebooks are others than those of a run.
+    """Raise CheckpointError if a checkpoint's vocabulary or codebooks differ from those of a run.
 
-    `saved` and `now` are the facts of a checkpoint then and now, with what `describe_vocabulary` returned among them.
+    `saved` and `now` are the facts of the checkpoint and of the run, those of `describe_vocabulary` among them.
     Where one of them knows of no vocabulary there is nothing to compare, nor where users keep something else under
     these names. A codebook that only the checkpoint has is refused; edges of bins are compared where both have them.
     """

@@ -65,7 +65,7 @@ class VocabSection(SectionModel):
         return any((self.image, self.scalar, self.spectrum, self.modalities))
 
     def build(self) -> VocabSpec | None:
-        """Return the vocabulary, None if the section is empty; raise ConfigError if it cannot be."""
+        """Return the vocabulary, None if the section is empty; raise ConfigError if it is not valid."""
         if self.is_empty:
             return None
         if not self.has_sizes:

@@ -1,4 +1,4 @@
-"""Several tasks: which of them are active, in which variant and with which weight, and what people read of them."""
+"""Several tasks: which of them are active, in which variant and with which weight, and their numbers in logs."""
 
 import logging
 import math
@@ -98,7 +98,7 @@ class ActiveTasks(Task):
         return None if None in names else frozenset(name for name in names if name is not None)
 
     def head_of(self, task: str) -> str | None:
-        """Return the head that answers a task now, None if it is inactive."""
+        """Return the head that a task uses now, None if it is inactive."""
         return self._active[task].spec.head if task in self._active else None
 
     # --- resuming

@@ -22,7 +22,7 @@ SHARED = "data"
 
 
 def settle_tasks(sections: dict[str, Any], document: Document) -> None:
-    """Fill in what `tasks` and `curriculum` leave to us, in the sections; raise ConfigError if they contradict."""
+    """Fill in the defaults of `tasks` and `curriculum`, in the sections; raise ConfigError if they contradict."""
     tasks: dict[str, TaskSection] | None = sections.get("tasks")
     if tasks is None:
         _refuse_without_tasks(sections, document)
@@ -60,7 +60,7 @@ def make_curriculum(
 
 
 def streams_named(tasks: Mapping[str, TaskSection], sections: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the names of all streams as far as the config itself tells; None if only the data can."""
+    """Return the names of all streams as far as the config names them; None if only the data knows."""
     data: Selection | None = sections.get("data")
     own = [
         variant.stream

@@ -137,7 +137,7 @@ class TaskGradientReport:
 
 @register("callback", "task_gradients")
 class TaskGradientMonitor(TaskGradientWatcher):
-    """Tells for a run with several tasks how large the gradient of each task is, and which tasks are in conflict.
+    """Reports how large the gradient of each task is, and which tasks are in conflict.
 
     It looks at the first step and then at every `every_steps`-th; in such a step the gradient of each task on the
     shared parameters is computed by itself, which takes about one backward pass per task. The products stay on the
@@ -156,11 +156,11 @@ class TaskGradientMonitor(TaskGradientWatcher):
     """
 
     def __init__(self, every_steps: Annotated[int, Ge(1)] = 100, conflicts: bool = True) -> None:
-        """Set when to look and what to tell.
+        """Set which steps are measured and what is reported.
 
         Args:
-            every_steps: steps between looks.
-            conflicts: tell the cosines of all pairs of tasks too; if not, the norms alone.
+            every_steps: steps between measurements.
+            conflicts: report the cosines of all pairs of tasks too; if not, the norms alone.
         """
         super().__init__()
         if every_steps < 1:
@@ -184,15 +184,15 @@ class TaskGradientMonitor(TaskGradientWatcher):
             self._begin()
 
     def wants_task_gradients(self, step: int) -> bool:
-        """Return whether a look is due: this depends on the step alone, so a resumed run looks at the same steps."""
+        """Return whether a step is measured; it depends on the step alone, so a resumed run measures the same ones."""
         return step % self.every_steps == 0
 
     def on_task_gradients(self, gradients: TaskGradients) -> None:
-        """Keep the products where they are."""
+        """Keep the products on the device."""
         self._pending.append(gradients)
 
     def numbers(self) -> Logs:
-        """Return the averages since the last log point; none if there was no look."""
+        """Return the averages since the last log point; none if no step was measured."""
         self._read()
         window, self._window = self._window, TaskGradientReport()
         return window.numbers()
@@ -226,7 +226,7 @@ class TaskGradientMonitor(TaskGradientWatcher):
         self.report = None if state["report"] is None else TaskGradientReport.from_state(state["report"])
 
     def _read(self) -> None:
-        """Read the looks since the last time in one transfer, and count them. Waits for the device."""
+        """Read the products since the last time in one transfer, and add them up. Waits for the device."""
         pending, self._pending = self._pending, []
         for tasks, products in _products(pending):
             self._window.add(tasks, products, self.conflicts)

@@ -22,7 +22,7 @@ LOSS = "/loss"
 
 @dataclass(slots=True)
 class TaskGradients:
-    """How the gradients of the tasks lie to each other in one step, on the parameters that tasks share."""
+    """Products of the tasks' gradients with each other in one step, on the parameters that tasks share."""
 
     tasks: tuple[str, ...]
     """Those that were active in this step, in order."""
@@ -44,8 +44,8 @@ class TaskGradientWatcher(Callback):
         name = type(self).__name__
         if not isinstance(parts.task, MultiTask):
             raise ConfigError(
-                f"{name} looks at the gradients of several tasks, and {type(parts.task).__name__} is one; give "
-                f"task=MultiTask({{...}}), or leave it out"
+                f"{name} compares the gradients of several tasks, but {type(parts.task).__name__} is a single task; "
+                f"give task=MultiTask({{...}}), or leave the callback out"
             )
         if getattr(self.wants_task_gradients, "__func__", None) is TaskGradientWatcher.wants_task_gradients:
             raise ConfigError(

@@ -84,7 +84,7 @@ class MultiTaskModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Return the trainable parameters as optimizers take them; those of the weighting are not to decay."""
+        """Return the trainable parameters as optimizers take them; those of the weighting have no weight decay."""
         weighting = [] if self.weighting is None else list(self.weighting.parameters())
         own = {id(parameter) for parameter in weighting}
         groups: list[dict[str, Any]] = [
@@ -103,7 +103,7 @@ class MultiTaskModel(nn.Module):
         return [p for p in self.trunk.parameters() if p.requires_grad and id(p) not in own]
 
     def last_shared_layer(self, batch: Batch) -> str:
-        """Return the name of the trunk's last block, where the tasks part. The trunk is run once to find it.
+        """Return the name of the trunk's last block, before the heads. The trunk is run once to find it.
 
         It is the block with the trainable matrix that is used last to make the features of the batch, in whatever order
         the modules were defined: an element of a module list or sequence, elsewhere a layer. The trunk's own output
@@ -155,7 +155,7 @@ class MultiTaskModel(nn.Module):
 
 
 class FeatureCall:
-    """Runs a trunk on a batch of any form that `ModelCall` takes; how, is found out once, here.
+    """Runs a trunk on a batch of any form that `ModelCall` takes; how to call it is decided once.
 
     A `Trunk` runs its `features`, a model of Hugging Face its base model; of any other the output is the features.
     """

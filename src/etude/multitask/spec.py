@@ -82,7 +82,7 @@ def strategy_of(spec: TaskSpec) -> LossStrategy:
 
 
 def learns_from(task: str, spec: TaskSpec, batch: Batch) -> bool:
-    """Whether a task learns from a batch; raises TrainingError if the batch should have its labels and has not."""
+    """Whether a task learns from a batch; raises TrainingError if the batch lacks labels that it should have."""
     keys = tuple(batch) if isinstance(batch, Mapping) else ()
     has_labels = spec.labels in keys if spec.labels is not None else True
     if spec.stream is None:
@@ -116,8 +116,8 @@ def check_labels(tasks: Mapping[str, TaskSpec], batch: Batch) -> None:
     for task, spec in tasks.items():
         if spec.labels is not None and spec.weight:
             raise TrainingError(
-                f"the labels of task '{task}' are '{spec.labels}', but a batch is a {type(batch).__name__}, in which "
-                f"nothing has a name; let the data give mappings, such as {{'x': …, '{spec.labels}': …}}"
+                f"the labels of task '{task}' are '{spec.labels}', but a batch is a {type(batch).__name__} without "
+                f"keys; let the data give mappings, such as {{'x': …, '{spec.labels}': …}}"
             )
 
 
@@ -137,7 +137,7 @@ def _check_keys(tasks: Mapping[str, TaskSpec], keys: Sequence[str], stream: str 
 
 
 def check_task(name: str, spec: TaskSpec, variant: str = "") -> None:
-    """Raise ConfigError for a name, a weight or variants that cannot be."""
+    """Raise ConfigError for a name, a weight or variants that are not allowed."""
     what = f"the task '{name}'" + (f", variant '{variant}'" if variant else "")
     if not name or "/" in name:
         raise ConfigError(f"'{name}' cannot be the name of a task: a name is not empty and has no '/'")

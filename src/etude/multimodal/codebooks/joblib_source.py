@@ -15,7 +15,7 @@ from etude.core.errors import DataError
 from etude.multimodal.codebooks.array_files import CHUNK, MAX_ARRAY
 
 MAX_STREAM = 16 << 30
-"""The most bytes a compressed file may unfold to. They are streamed, not held."""
+"""The most bytes a compressed file may decompress to. They are streamed, not held."""
 MAX_INLINE = 512 << 20
 """The most bytes of text and bytes objects, which are held while the file is read."""
 MAX_LZMA_MEMORY = 256 << 20  # the highest preset needs 65 MiB; the header of a file could ask for 4 GiB
@@ -96,7 +96,7 @@ class _Unfolded(io.RawIOBase):
 
 
 class JoblibSource:
-    """An open joblib file: reads, skips, and words the errors of everything that is found in it."""
+    """An open joblib file: reads, skips, and makes the errors about what is found in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -204,7 +204,7 @@ class JoblibSource:
         self._position += got
         self.ended = self.ended or got < least
         if self._compressed and self._position > MAX_STREAM:
-            raise self.refused(f"it unfolds to more than {MAX_STREAM} bytes")
+            raise self.refused(f"it decompresses to more than {MAX_STREAM} bytes")
 
     def truncated(self) -> DataError:
         """Return the error for a file that ends in the middle."""

@@ -25,7 +25,7 @@ DEFAULT_CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The positions of one modality: which rows of the hidden states they are, and what is true there."""
+    """The positions of one modality: which rows of the hidden states they are, and their true tokens."""
 
     reconstruction: Reconstruction
     slice: slice

@@ -27,7 +27,7 @@ NAMES_TAKEN = {"ce": "the cross entropy", "total": "the weighted sum"}
 
 
 def short_name(modality: str) -> str:
-    """Return what a modality is called in the names of numbers: img, sca and spec, or the name itself."""
+    """Return the name of a modality in names of metrics: img, sca and spec, or the name itself."""
     return SHORT_NAMES.get(modality, modality)
 
 

@@ -13,6 +13,6 @@ Tokenizer = ScalarTokenizer | VectorTokenizer
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Return the tokenizer that was saved there. Raises DataError if the file is missing, damaged or another."""
+    """Return the tokenizer saved there. Raises DataError if the file is missing, damaged or of another kind."""
     _, facts = read_tensors(path, {scalar.KIND: scalar.TENSORS, vector.KIND: vector.TENSORS})
     return ScalarTokenizer.load(path) if facts["kind"] == scalar.KIND else VectorTokenizer.load(path)

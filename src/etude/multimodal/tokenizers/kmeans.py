@@ -68,7 +68,7 @@ def nearest(rows: Tensor, centroids: Tensor) -> Assignment:
 
 
 def nearest_exactly(rows: Tensor, centroids: Tensor) -> Assignment:
-    """Return the same without errors of rounding, of float32 rows and centroids: in float64, and from differences
+    """Return the same without rounding errors, of float32 rows and centroids: in float64, and from differences
     where products leave open which centroid is nearest, so that every centroid is nearest to itself.
 
     >>> nearest_exactly(torch.tensor([[4e8], [1e-5], [0.0]]), torch.tensor([[0.0], [1e-5], [4e8]])).labels

@@ -133,7 +133,7 @@ class ScalarTokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Return what `save` wrote, bit for bit. Raises DataError if the file is missing, damaged or another."""
+        """Return what `save` wrote, bit for bit; DataError if the file is missing, damaged or of another kind."""
         tensors, _ = read_tensors(path, {KIND: TENSORS})
         return cls(tensors["edges"], tensors["centers"])
 

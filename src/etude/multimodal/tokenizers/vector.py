@@ -19,7 +19,7 @@ TENSORS = ("centroids",)
 class VectorTokenizer:
     """A codebook: `values` (V, D), float32, no two centroids equal. A vector's code is that of the nearest one.
 
-    Which one is nearest is decided without errors of rounding, so that encode(decode(codes)) gives the same codes. A
+    Which one is nearest is decided without rounding errors, so that encode(decode(codes)) gives the same codes. A
     vector with a NaN or an infinite number is missing.
 
     >>> vectors = torch.tensor([[0.0, 0.0], [0.0, 1.0], [9.0, 9.0], [9.0, 10.0], [torch.nan, 0.0]])
@@ -118,7 +118,7 @@ class VectorTokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Return what `save` wrote, bit for bit. Raises DataError if the file is missing, damaged or another."""
+        """Return what `save` wrote, bit for bit; DataError if the file is missing, damaged or of another kind."""
         tensors, facts = read_tensors(path, {KIND: TENSORS})
         return cls(tensors["centroids"], inertia=facts.get("inertia"))
 

@@ -35,18 +35,18 @@ _STATE = record_of(
 
 
 class CurriculumCallback(Callback):
-    """Gives each moment of a run the tasks, weights, data and learning rate that its curriculum wants. Stands first.
+    """Sets the tasks, weights, data and learning rate of each step as its curriculum says. It is the first callback.
 
-    `Trainer(callbacks=[CurriculumCallback(phases)])` is all there is to say: what it acts on and is not given, it takes
-    from the run. Phases alone take the weights of the tasks from the task.
+    `Trainer(callbacks=[CurriculumCallback(phases)])` is enough: what is not given is taken
+    from the run. A list of phases takes the weights of the tasks from the task.
 
     A phase begins before a step, never between a step and the validation that follows it: at the beginning of an
     epoch, or inside one if a number of steps is reached or a validation said that a metric is. Numbers of an epoch,
     of a log point and of a checkpoint carry the `phase` they were measured in.
 
     `task` is given its active tasks, `loader` what to read, the sequence length included; `val_loader` only which
-    streams, so that validation always measures the same samples of a stream. What all this is at a moment depends on
-    epoch, step and the phases that have begun alone, so a resumed run goes on in the very same way.
+    streams, so that validation always measures the same samples of a stream. All this depends only on epoch, step
+    and the phases that have begun, so a resumed run goes on in the same way.
 
     Each phase is reported once: to the user, to the run folder as an event of kind "phase", to the other callbacks by
     `on_phase_begin`. A phase that began after the checkpoint that a run resumes from begins again.
@@ -85,12 +85,11 @@ class CurriculumCallback(Callback):
         trained: object = parts.task
         if task is not None and task is not trained:
             raise ConfigError(
-                f"{type(self).__name__} switches the tasks of another task than the one that is trained; "
-                f"give it that one, or none"
+                f"{type(self).__name__} was given another task than the Trainer; give it the same one, or none"
             )
         if not isinstance(parts.task, SwitchesTasks):
             raise ConfigError(
-                f"a curriculum chooses among several tasks, and {type(parts.task).__name__} is one; "
+                f"a curriculum needs several tasks, but {type(parts.task).__name__} is a single task; "
                 f"give the Trainer task=MultiTask({{...}}), or leave the curriculum out"
             )
         self._act_on(
@@ -118,13 +117,13 @@ class CurriculumCallback(Callback):
         self._validates = val_loader is not None
 
     def acts_in_steps(self) -> bool:
-        """It switches what steps train."""
+        """It changes what a step trains."""
         return True
 
     # --- hooks
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """See that every phase can be followed to the letter; start over if the run does."""
+        """Check that every phase can be applied; start over if the run does."""
         self._clock, self._is_main = run.clock, run.is_main
         if not run.resumed:
             self.state, self._measured, self._missed = CurriculumState(), {}, set()
@@ -193,7 +192,7 @@ class CurriculumCallback(Callback):
             self._loader.choose(phase.mixture, phase.sequence_length, only, position)
 
     def _announce(self, state: CurriculumState) -> None:
-        """Tell everybody of the phase that began last."""
+        """Report the phase that began last to the callbacks and to the user."""
         phase = self.curriculum.phases[self._place(state)]
         facts = self._facts(phase, state)
         if self._siblings is not None:
@@ -250,7 +249,7 @@ class CurriculumCallback(Callback):
     # --- checks
 
     def _rehearse(self) -> None:
-        """Try every phase now: what cannot be followed is said before the first step, not after days."""
+        """Try every phase now, so that a mistake in a late one is an error before the first step."""
         for phase in self.curriculum.phases:
             self._check(phase)
             weights = {task: self.curriculum.weights[task] for task in self.curriculum.active_tasks(phase)}

@@ -33,7 +33,7 @@ class PCGrad(Weighting):
         return scaled(torch.ones_like(losses), scale).detach()
 
     def order(self, step: int) -> Tensor:
-        """Return, for every task, the order in which it meets the others: (tasks, tasks - 1)."""
+        """Return, for every task, the order in which it is compared with the others: (tasks, tasks - 1)."""
         generator = torch.Generator().manual_seed(mix(self.seed, step))
         number = len(self.tasks)
         met = [torch.randperm(number - 1, generator=generator) for _ in range(number)]
