@@ -17,6 +17,7 @@ from etude.core import CheckpointError, ConfigError, DataError
 from etude.core.task import LossTerm, Task
 from etude.data import as_loader
 from etude.distributed import World, join_world, leave_world, share_buffers
+from etude.engine.callback import Callback
 from etude.engine.evaluation import evaluate
 from etude.engine.stopping import Interrupted, Interrupts
 
@@ -161,6 +162,57 @@ def micro_batches_without_weight() -> None:
         reference.train()
         for mine, theirs in zip(made.model.parameters(), reference.model.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs)
+    leave_world()
+
+
+class Scheduled(Task):
+    """Two terms whose weights are those of the epoch."""
+
+    def __init__(self, weights, *, detaches=False, counts=True) -> None:
+        self.weights, self.detaches, self.knows_counts, self.epoch = weights, detaches, counts, 0
+
+    def __call__(self, model, batch, *, metrics):
+        out, weights = model(batch[0]), self.weights[self.epoch]
+        sums = [(out[:, 0] - batch[1]).square().sum(), out[:, 1].square().sum()]
+        return {
+            name: LossTerm(total if weight or not self.detaches else total.detach(), len(out), weight)
+            for name, total, weight in zip(("first", "second"), sums, weights, strict=True)
+        }
+
+    def counts(self, batch):
+        return dict.fromkeys(("first", "second"), len(batch[1])) if self.knows_counts else None
+
+
+class NextEpoch(Callback):
+    def __init__(self, task) -> None:
+        self.task = task
+
+    def on_epoch_end(self, *_) -> None:
+        self.task.epoch += 1
+
+
+WEIGHTS = {
+    "falls": [(1.0, 1.0), (1.0, 0.0), (1.0, 2.0)],
+    "rises": [(1.0, 0.0), (1.0, 1.0), (1.0, 0.0)],
+    "swap": [(1.0, 0.0), (0.0, 1.0), (2.0, 0.0)],
+    "both": [(1.0, 1.0), (0.0, 2.0), (2.0, 0.0)],
+}
+
+
+def weights_that_become_zero() -> None:
+    """A rank without samples does the same as the others, whatever the weights are by then."""
+    cases = [(name, case) for name in WEIGHTS for case in ((1, {}), (1, {"detaches": True}), (3, {}))]
+    for name, (accumulate, options) in [*cases, ("swap", (3, {"counts": False}))]:
+        models = []
+        for alone in (World(), None):
+            task = Scheduled(WEIGHTS[name], **options)
+            config = {"epochs": 3, "batch_size": 4, "grad_accum_steps": accumulate}
+            made = trainer(data(9), task=task, world=alone, config=config, callbacks=[NextEpoch(task)])
+            made.train()
+            assert task.epoch == 3
+            models.append(made.model)
+        for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(mine, theirs, msg=lambda text, name=name: f"{name}: {text}")
     leave_world()
 
 

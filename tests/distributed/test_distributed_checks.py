@@ -16,5 +16,9 @@ def test_trainer(runs, check):
     runs.call(2, check).ok()
 
 
+def test_weights_that_become_zero(runs):
+    runs.call(2, "weights_that_become_zero").ok()
+
+
 def test_terms_without_numbers(runs):
     runs.call(2, "terms_without_numbers").ok()

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -124,14 +125,18 @@ class RankTask(Task):
     """Runs a task on this rank's share of a batch.
 
     The last batch of an epoch may leave a rank without samples. It takes part in the step with sums and counts of 0,
-    under the names that the other ranks use: the ranks tell each other at their first batch.
+    under the names that the other ranks use: the ranks tell each other at their first batch. A weight that becomes 0
+    later, or is 0 at first, must not change which counts are all-reduced: the rank without samples would not know.
+    So a term that is trained, or may be, stays one: with weight 0 it is a constant of the loss.
     """
 
     def __init__(self, task: Task, world: World) -> None:
         self.task = task
         self.world = world
         self._agreed: dict[str, list[bool]] = {}
-        """Names of all terms, in the order of every rank, and whether each is weighted, reported and optional."""
+        """Names of all terms, in the order of every rank, and whether each is trained, reported and optional."""
+        self._accumulates = False
+        self._knows_counts: bool | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
         """Return the terms of this rank's samples; raise TrainingError if they are others than before."""
@@ -139,24 +144,53 @@ class RankTask(Task):
         # Either way through the model first: it has collectives too, and ranks must run them in the same order.
         zero = idle_output(model) if idle else None
         terms = {} if idle else self.task(model, batch, metrics=metrics)
+        keeps = idle or self._keeps_terms(model, batch)
         if not self._agreed:
-            self._agreed = self._agree(terms)
+            self._agreed = self._agree(terms, keeps=keeps)
         if zero is not None:
             return {
-                name: LossTerm(zero if weighted else zero.detach(), 0.0, float(weighted), reported, optional)
-                for name, (weighted, reported, optional) in self._agreed.items()
+                name: LossTerm(zero if trained else zero.detach(), 0.0, float(trained), reported, optional)
+                for name, (trained, reported, optional) in self._agreed.items()
             }
         if terms.keys() != self._agreed.keys():
             raise TrainingError(
                 f"the terms of the loss changed from {', '.join(self._agreed)} to {', '.join(terms)}; with several "
                 f"processes every batch must have the same ones: give a term that does not apply sum 0 and count 0"
             )
-        return {name: terms[name] for name in self._agreed}
+        return self._with_constants({name: terms[name] for name in self._agreed}, keeps=keeps)
 
-    def _agree(self, terms: Terms) -> dict[str, list[bool]]:
-        mine = {name: [term.is_weighted, term.reported, term.optional] for name, term in terms.items()}
+    def _keeps_terms(self, model: nn.Module, batch: Batch) -> bool:
+        """Whether several terms can be trained: with accumulated gradients only if their counts are known ahead."""
+        self._accumulates = self._accumulates or _is_local(model)
+        if self._accumulates and self._knows_counts is None:
+            self._knows_counts = self.task.counts(batch) is not None
+        return not self._accumulates or bool(self._knows_counts)
+
+    def _agree(self, terms: Terms, *, keeps: bool) -> dict[str, list[bool]]:
+        """Return the terms that any rank has; one with a gradient may be weighted later."""
+        mine = {
+            name: [term.is_weighted or (keeps and term.sum.requires_grad), term.reported, term.optional]
+            for name, term in terms.items()
+        }
         agreed: dict[str, list[bool]] = {}
         for text in self.world.gather_text(json.dumps(mine)):
             for name, kind in json.loads(text).items():
                 agreed.setdefault(name, kind)
         return agreed
+
+    def _with_constants(self, terms: Terms, *, keeps: bool) -> Terms:
+        """Return the terms; trained ones that have weight 0 now are constants, so that they are counted."""
+        if not any(term.is_weighted for term in terms.values()):
+            return terms  # there is nothing to learn from, on any rank
+        for name, term in terms.items():
+            self._agreed[name][0] = term.is_weighted or (keeps and self._agreed[name][0])
+        return {
+            name: replace(term, sum=term.sum.detach(), weight=torch.zeros(()))
+            if self._agreed[name][0] and not term.is_weighted
+            else term
+            for name, term in terms.items()
+        }
+
+
+def _is_local(model: nn.Module) -> bool:
+    return isinstance(model, DistributedDataParallel) and not model.require_backward_grad_sync

@@ -7,6 +7,7 @@ rank must call the same methods in the same order.
 import atexit
 import json
 import os
+import sys
 import time
 import traceback
 import weakref
@@ -131,7 +132,7 @@ class World:
 _lent: list[weakref.ref[Tensor]] = []
 """Aliases of tensors that a thread of gloo may still hold."""
 RETURN_TIMEOUT_S = 5.0
-if hasattr(os, "register_at_fork"):
+if sys.platform != "win32":
     os.register_at_fork(after_in_child=_lent.clear)  # there are no threads of gloo in a forked process
 
 
