@@ -1,6 +1,7 @@
 """What is asserted inside the processes of a run: each function is called by all of them."""
 
 import os
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -17,6 +18,7 @@ from etude.core import CheckpointError, ConfigError, DataError
 from etude.core.task import LossTerm, Task
 from etude.data import as_loader
 from etude.distributed import World, join_world, leave_world, share_buffers
+from etude.distributed.world import run_collective
 from etude.engine.callback import Callback
 from etude.engine.evaluation import evaluate
 from etude.engine.stopping import Interrupted, Interrupts
@@ -40,6 +42,21 @@ def words() -> None:
         assert w.union(["loss", "rare"][: w.rank]) == ["loss", "rare"][: w.size - 1]
         assert w.sum(torch.tensor([1.0, w.rank])).tolist() == [w.size, sum(range(w.size))]
         assert sum(map(int, w.gather_text(str(int(w.claim("a task")))))) == 1
+
+
+def forks() -> None:
+    """No thread of gloo holds a tensor while a process is forked, as data workers are: it might never start."""
+    held = []
+
+    def collective(*rows):
+        held.extend(map(weakref.ref, rows))
+        dist.group.WORLD.allreduce_coalesced([*rows]).wait()
+
+    with world():
+        run_collective(collective, *torch.zeros(5000, 1))
+        if (pid := os.fork()) == 0:
+            os._exit(sum(ref() is not None for ref in held) > 0)
+        assert os.waitpid(pid, 0)[1] == 0
 
 
 def attempts() -> None:

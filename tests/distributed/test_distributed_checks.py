@@ -6,7 +6,7 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("check", ["words", "attempts", "buffers", "interrupted_validation"])
+@pytest.mark.parametrize("check", ["words", "forks", "attempts", "buffers", "interrupted_validation"])
 def test_world(runs, check, size):
     runs.call(size, check).ok()
 

@@ -132,8 +132,6 @@ class World:
 _lent: list[weakref.ref[Tensor]] = []
 """Aliases of tensors that a thread of gloo may still hold."""
 RETURN_TIMEOUT_S = 5.0
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_lent.clear)  # there are no threads of gloo in a forked process
 
 
 def run_collective(collective: Callable[..., object], *tensors: Tensor) -> None:
@@ -157,10 +155,15 @@ def run_collective(collective: Callable[..., object], *tensors: Tensor) -> None:
 
 @atexit.register
 def _wait_for_gloo() -> None:
-    """Wait until the threads of gloo have released all tensors, before the interpreter shuts down."""
+    """Wait until the threads of gloo have released all tensors, before the interpreter shuts down or is forked."""
     deadline = time.monotonic() + RETURN_TIMEOUT_S
     while any(ref() is not None for ref in _lent) and time.monotonic() < deadline:
         time.sleep(0.001)  # gives the GIL away
+
+
+if sys.platform != "win32":
+    # A process that is forked while such a thread begins to take the GIL waits for ever for a lock of that thread.
+    os.register_at_fork(before=_wait_for_gloo, after_in_child=_lent.clear)
 
 
 def _error_of_another_rank(text: str) -> EtudeError:
