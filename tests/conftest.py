@@ -16,6 +16,8 @@ import torch
 from etude.cli.main import main
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on the CPU
 hypothesis.settings.register_profile("etude", deadline=None)  # how fast a machine is says nothing about the code
 hypothesis.settings.load_profile("etude")
 

@@ -40,7 +40,7 @@ def add_logit_gradients(
     """
     kind, undo = logit_grads.dtype, None
     if grad_bias is not None:
-        grad_bias.add_(logit_grads.sum(0))
+        grad_bias.add_(logit_grads.sum(0, dtype=grad_bias.dtype))
     grads = logit_grads
     if hidden.dtype != kind:
         grads = _narrow(spare, hidden.dtype)

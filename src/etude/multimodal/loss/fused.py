@@ -70,7 +70,14 @@ class ExpectationResult(NamedTuple):
 
 ExpectationKernel = Callable[[ExpectationProblem], ExpectationResult]
 
-KERNELS: dict[str, ExpectationKernel] = {}
+
+def _on_cuda(problem: ExpectationProblem) -> ExpectationResult:
+    from etude.multimodal.loss.gpu import expectation  # on a machine without a GPU it is not read
+
+    return expectation(problem)
+
+
+KERNELS: dict[str, ExpectationKernel] = {"cuda": _on_cuda}
 """Kernels by device type that are used in place of `chunked_expectation`."""
 
 
@@ -203,20 +210,27 @@ def _problem(
     )
 
 
+def empty_result(p: ExpectationProblem) -> ExpectationResult:
+    """Return memory for a result: gradients that are sums begin at 0."""
+    hidden, kind = p.hidden, p.row_weights.dtype
+    num_rows, num_codes = hidden.shape[0], p.weight.shape[0]
+    # Float16 gradients could vanish or overflow before the factor that flows back is known.
+    hidden_kind = kind if hidden.dtype is torch.float16 else hidden.dtype
+    return ExpectationResult(
+        losses=hidden.new_empty(num_rows, dtype=kind),
+        squared_errors=hidden.new_empty(num_rows, dtype=kind),
+        grad_hidden=hidden.new_empty(hidden.shape, dtype=hidden_kind) if p.want_hidden else None,
+        grad_weight=hidden.new_zeros(p.weight.shape, dtype=kind) if p.want_weight else None,
+        grad_bias=hidden.new_zeros(num_codes, dtype=kind) if p.want_bias else None,
+    )
+
+
 @torch.no_grad()
 def chunked_expectation(problem: ExpectationProblem) -> ExpectationResult:
     """Solve the problem chunk by chunk."""
     p, hidden, kind = problem, problem.hidden, problem.row_weights.dtype
-    (num_rows, width), num_codes = hidden.shape, p.weight.shape[0]
-    # Float16 gradients could vanish or overflow before the factor that flows back is known.
-    hidden_kind = kind if hidden.dtype is torch.float16 else hidden.dtype
-    result = ExpectationResult(
-        losses=hidden.new_empty(num_rows, dtype=kind),
-        squared_errors=hidden.new_empty(num_rows, dtype=kind),
-        grad_hidden=hidden.new_empty(hidden.shape, dtype=hidden_kind) if p.want_hidden else None,
-        grad_weight=hidden.new_zeros((num_codes, width), dtype=kind) if p.want_weight else None,
-        grad_bias=hidden.new_zeros(num_codes, dtype=kind) if p.want_bias else None,
-    )
+    num_rows, num_codes = hidden.shape[0], p.weight.shape[0]
+    result = empty_result(p)
     gradients = p.want_hidden or p.want_weight or p.want_bias
     budget = CHUNK_BYTES.get(hidden.device.type, DEFAULT_CHUNK_BYTES)
     size = chunk_rows_for(num_rows, num_codes, budget // kind.itemsize)

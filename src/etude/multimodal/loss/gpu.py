@@ -1,0 +1,114 @@
+"""The expected-value loss on a GPU: products by cuBLAS, Triton kernels between them, chunk by chunk.
+
+A problem without a kernel is computed by `chunked_expectation`, and so is every one where triton is missing or fails.
+"""
+
+import warnings
+from contextlib import nullcontext
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+
+from etude.losses.products import add_logit_gradients, chunk_rows_for
+from etude.multimodal.loss.fused import ExpectationProblem, ExpectationResult, chunked_expectation, empty_result
+from etude.multimodal.loss.gpu_chunks import Chunks, DistanceChunks, ExpectedVectorChunks, ScalarChunks
+from etude.multimodal.loss.hl_gauss import HLGauss
+from etude.multimodal.loss.kinds import Huber, MeanSquaredError, Wasserstein
+
+CHUNK_BYTES = 192 << 20
+"""Size of what is held of a chunk."""
+ROW_TILE = 128
+"""Chunks have a multiple of so many rows: products compute tiles of this height."""
+MOST_CODES = 32768
+"""A row of logits must fit into the registers of a multiprocessor."""
+MOST_VALUES = 4096
+"""So must a vector."""
+
+_failed = False
+
+
+def expectation(problem: ExpectationProblem) -> ExpectationResult:
+    """Solve the problem by Triton kernels, or by `chunked_expectation` where there are none for it."""
+    global _failed
+    kernels = _kernels() if knows(problem) and not _failed else None
+    if kernels is None:
+        return chunked_expectation(problem)
+    device = problem.hidden.device
+    try:
+        with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return _solve(problem, kernels)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:  # a compiler has many ways to fail
+        _failed = True
+        warnings.warn(
+            f"the Triton kernels of the expected-value loss cannot be used ({error}): it is computed without, which "
+            f"takes several times as long",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return chunked_expectation(problem)
+
+
+def knows(p: ExpectationProblem) -> bool:
+    """Whether there is a kernel for the problem.
+
+    Vectors have one in bfloat16 alone. In float32 nearly all of the time goes into products, which are the same without
+    kernels; in float16 gradients of logits must be scaled by the largest of them before they are rounded.
+    """
+    scalars = p.reconstruction.centred.shape[1] == 1
+    types = (torch.bfloat16, torch.float16, torch.float32) if scalars else (torch.bfloat16,)
+    return (
+        type(p.reconstruction) in (MeanSquaredError, Huber, Wasserstein, HLGauss)  # others may compute anything
+        and p.hidden.dtype in types
+        and p.row_weights.dtype is torch.float32
+        and p.weight.shape[0] <= MOST_CODES
+        and p.reconstruction.centred.shape[1] <= MOST_VALUES
+        and p.hidden.shape[0] > 0
+    )
+
+
+def _kernels() -> ModuleType | None:
+    try:
+        from etude.multimodal.loss import triton_kernels
+    except ImportError:
+        return None
+    return triton_kernels
+
+
+def _solve(p: ExpectationProblem, kernels: ModuleType) -> ExpectationResult:
+    p = replace(p, targets=p.targets.contiguous(), row_weights=p.row_weights.contiguous())
+    result = empty_result(p)
+    way = _way_for(p)
+    num_rows = p.hidden.shape[0]
+    if p.chunk_rows == "auto":
+        size = _round_up(chunk_rows_for(num_rows, way.row_bytes(p), CHUNK_BYTES), ROW_TILE)
+    else:
+        size = p.chunk_rows
+    size = max(1, min(size, num_rows))
+    chunks = way(p, kernels, size)
+    for start in range(0, num_rows, size):
+        rows = slice(start, min(start + size, num_rows))
+        grads = chunks.solve(result, rows)
+        if chunks.gradients:
+            add_logit_gradients(
+                grads,
+                chunks.spare[: len(grads)],
+                p.hidden[rows],
+                p.weight,
+                None if result.grad_hidden is None else result.grad_hidden[rows],
+                result.grad_weight,
+                result.grad_bias,
+            )
+    return result
+
+
+def _way_for(p: ExpectationProblem) -> type[Chunks]:
+    if p.reconstruction.centred.shape[1] == 1:
+        return ScalarChunks
+    return DistanceChunks if isinstance(p.reconstruction, (Wasserstein, HLGauss)) else ExpectedVectorChunks
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
