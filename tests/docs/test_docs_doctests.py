@@ -13,7 +13,11 @@ MODULES = sorted(
 )
 
 
-KERNELS = {"etude.multimodal.loss.triton_kernels"}
+KERNELS = {
+    "etude.losses.linear_gpu",
+    "etude.losses.linear_triton",
+    "etude.multimodal.loss.triton_kernels",
+}
 """Modules that need triton: nothing imports them where it is not installed."""
 
 

@@ -8,7 +8,13 @@ from torch import nn
 from etude.engine.precision import Precision
 from etude.engine.step import Step
 from etude.engine.update import Updater
-from etude.losses import LanguageModelingLoss, SupervisedTask, linear_cross_entropy, linear_cross_entropy_terms
+from etude.losses import (
+    LanguageModelingLoss,
+    SupervisedTask,
+    linear_autograd,
+    linear_cross_entropy,
+    linear_cross_entropy_terms,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 
@@ -146,3 +152,46 @@ def test_memory_above_inputs_and_gradients_is_at_least_8_times_less(dtype):
     torch.cuda.empty_cache()
     chunked = extra(lambda h, w, y: linear_cross_entropy(h, w, y).sum)
     assert plain > 8 * chunked
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_triton_kernel_is_used(dtype, monkeypatch):
+    pytest.importorskip("triton")
+
+    def refused(problem):
+        raise AssertionError("the fallback was used")
+
+    monkeypatch.setattr(linear_autograd, "chunked", refused)
+    hidden, weight, bias, labels = make(64, 513, 32, dtype)
+    linear_cross_entropy(hidden, weight, labels, bias).sum.backward()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_captured_call_replays_with_other_values(precision):
+    hidden, weight, bias, labels = make(300, 5003, 64)
+    context = Precision(precision, torch.device("cuda")).autocast
+    inputs = (hidden, weight, bias)
+
+    def once():
+        with context():
+            terms = linear_cross_entropy_terms(
+                hidden, weight, labels, bias, label_smoothing=0.1, chunk_tokens=128, metrics=True
+            )
+        grads = torch.autograd.grad(terms["loss"].sum, inputs)
+        return [terms["loss"].sum.detach(), terms["accuracy"].sum, *grads]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        once()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = once()
+    with torch.no_grad():
+        for one in inputs:
+            one.copy_(torch.randn_like(one))
+        labels.copy_(labels.roll(7))
+    graph.replay()
+    for mine, theirs in zip(captured, once(), strict=True):
+        torch.testing.assert_close(mine, theirs)

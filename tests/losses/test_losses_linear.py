@@ -1,6 +1,8 @@
 """Linear layer and cross entropy in one, against the plain formula in float64: values, gradients, metrics, memory."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,80 +12,17 @@ from hypothesis import strategies as st
 
 from etude.core import LossTerm
 from etude.core.errors import DataError, TrainingError
-from etude.losses import cross_entropy_term, linear_cross_entropy, linear_cross_entropy_terms, mean_of
-from etude.losses import linear as linear_module
+from etude.losses import (
+    cross_entropy_term,
+    linear_autograd,
+    linear_cross_entropy,
+    linear_cross_entropy_terms,
+    mean_of,
+)
 from etude.losses.chunked import chunked
 from etude.losses.products import chunk_rows_for
 from largest_tensor import Largest
-
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""Relative to the largest value: sums of products in float16 and bfloat16 are rounded once per chunk."""
-MASKS = ["none", "ignored", "all ignored", "bool", "float", "ignored and float"]
-
-
-def make(shape, num_classes, width=6, dtype=torch.float32, bias=True, seed=0, scale=1.0):
-    g = torch.Generator().manual_seed(seed)
-    hidden = (scale * torch.randn(*shape, width, generator=g, dtype=torch.float64)).to(dtype).requires_grad_()
-    weight = torch.randn(num_classes, width, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
-    offset = torch.randn(num_classes, generator=g, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
-    return hidden, weight, offset, torch.randint(num_classes, shape, generator=g), g
-
-
-def masked(kind, targets, g):
-    """Return labels, mask and the weight of every element."""
-    element, mask = torch.ones(targets.shape, dtype=torch.float64), None
-    if "ignored" in kind:
-        ignored = torch.rand(targets.shape, generator=g) < (2.0 if kind == "all ignored" else 0.5)
-        targets, element = targets.masked_fill(ignored, -100), element * ~ignored
-    if kind == "bool":
-        mask = torch.rand(targets.shape, generator=g) < 0.6
-        element = element * mask
-    elif "float" in kind:
-        mask = torch.rand(targets.shape, generator=g) * (torch.rand(targets.shape, generator=g) < 0.7)
-        element = element * mask
-    return targets, mask, element
-
-
-def formula(hidden, weight, bias, targets, element, smoothing=0.0, softcap=None):
-    """Σ, Σ without smoothing, Σ of correct predictions, in float64."""
-    logits = hidden @ weight.T + (0.0 if bias is None else bias)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    log_probs = logits - torch.logsumexp(logits, -1, keepdim=True)
-    nll = -log_probs.gather(-1, targets.clamp_min(0)[..., None])[..., 0]
-    loss = (1 - smoothing) * nll - smoothing * log_probs.mean(-1)
-    return (loss * element).sum(), (nll * element).sum(), (element * (logits.argmax(-1) == targets)).sum()
-
-
-def doubled(*tensors):
-    return [None if one is None else one.detach().double().requires_grad_() for one in tensors]
-
-
-def assert_near(found, expected, tolerance):
-    scale = float(expected.detach().abs().max()) if expected.numel() else 0.0
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance * max(scale, 0.1))
-
-
-def compare(hidden, weight, bias, targets, mask, element, tolerance, smoothing=0.0, softcap=None, chunk="auto"):
-    options = {"mask": mask, "label_smoothing": smoothing, "softcap": softcap, "chunk_tokens": chunk}
-    terms = linear_cross_entropy_terms(hidden, weight, targets, bias, metrics=True, **options)
-    exact = doubled(hidden, weight, bias)
-    loss, nll, correct = formula(*exact, targets, element, smoothing, softcap)
-    assert_near(terms["loss"].sum, loss, tolerance)
-    assert float(terms["loss"].count) == pytest.approx(float(element.sum()), rel=1e-6)
-    assert terms["accuracy"].weight == 0
-    if hidden.dtype in (torch.float64, torch.float32):
-        assert float(terms["accuracy"].sum) == pytest.approx(float(correct), rel=1e-5, abs=1e-9)
-    assert ("nll" in terms) == (smoothing > 0)
-    if smoothing:
-        assert_near(terms["nll"].sum, nll, tolerance)
-        assert not terms["nll"].sum.requires_grad
-    inputs = [one for one in (hidden, weight, bias) if one is not None]
-    found = torch.autograd.grad(0.25 * terms["loss"].sum, inputs)
-    expected = torch.autograd.grad(0.25 * loss, [one for one in exact if one is not None])
-    for mine, theirs, given_ in zip(found, expected, inputs, strict=True):
-        assert mine.dtype == given_.dtype
-        assert_near(mine, theirs, tolerance)
+from linear_formula import MASKS, TOLERANCES, assert_near, compare, doubled, formula, make, masked
 
 
 @pytest.mark.parametrize("mask_kind", MASKS)
@@ -242,7 +181,7 @@ def test_only_the_gradients_asked_for_are_computed(wanted, monkeypatch):
     for place, tensor in enumerate((hidden, weight, bias)):
         tensor.requires_grad_(place in wanted)
     seen = []
-    monkeypatch.setitem(linear_module.KERNELS, "cpu", lambda problem: seen.append(problem) or chunked(problem))
+    monkeypatch.setitem(linear_autograd.KERNELS, "cpu", lambda problem: seen.append(problem) or chunked(problem))
     term = linear_cross_entropy(hidden, weight, targets, bias)
     assert term.sum.requires_grad == bool(wanted)
     (problem,) = seen
@@ -277,7 +216,7 @@ def test_rows_without_a_label_cost_nothing_on_the_cpu(monkeypatch):
     broken[10:] = float("nan")
     broken.requires_grad_()
     seen = []
-    monkeypatch.setitem(linear_module.KERNELS, "cpu", lambda problem: seen.append(problem) or chunked(problem))
+    monkeypatch.setitem(linear_autograd.KERNELS, "cpu", lambda problem: seen.append(problem) or chunked(problem))
     term = linear_cross_entropy(broken, weight, targets, bias)
     assert seen[0].hidden.shape == (10, 6)
     found = torch.autograd.grad(term.sum, (broken, weight, bias))
@@ -325,23 +264,55 @@ def test_no_second_derivative():
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it itself
-def test_inside_a_compiled_function():
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1, 2)])
+def test_torch_compile_keeps_the_graph_whole(backend, wanted):
     hidden, weight, bias, targets, _ = make((9,), 5)
+    targets[2] = -100
+    for place, tensor in enumerate((hidden, weight, bias)):
+        tensor.requires_grad_(place in wanted)
+    inputs = [(hidden, weight, bias)[place] for place in wanted]
 
-    def loss(h, w, b):
-        return linear_cross_entropy(h * 2, w, targets, b).sum * 3
+    def loss(h, w, b, dtype=None):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            terms = linear_cross_entropy_terms(
+                h * 2, w, targets, b, label_smoothing=0.1, chunk_tokens=4, metrics=True
+            )
+        return [terms["loss"].sum * 3, terms["loss"].count, terms["nll"].sum, terms["accuracy"].sum]
 
-    expected = loss(hidden, weight, bias)
+    for dtype in (None, torch.bfloat16):
+        expected = loss(hidden, weight, bias, dtype)
+        torch._dynamo.reset()
+        found = torch.compile(loss, backend=backend, fullgraph=True)(hidden, weight, bias, dtype)
+        assert [one.requires_grad for one in found] == [True, False, False, False]
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found[0], inputs), torch.autograd.grad(expected[0], inputs))
+
+
+def test_compiled_without_gradients():
+    hidden, weight, bias, targets, _ = make((9,), 5)
     torch._dynamo.reset()
-    found = torch.compile(loss, backend="eager")(hidden, weight, bias)
-    torch.testing.assert_close(found, expected)
-    for a, b in zip(
-        torch.autograd.grad(found, (hidden, weight, bias)),
-        torch.autograd.grad(expected, (hidden, weight, bias)),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b)
+    with torch.no_grad():
+        found = torch.compile(lambda *given: linear_cross_entropy(*given).sum, backend="aot_eager", fullgraph=True)(
+            hidden, weight, targets, bias
+        )
+        torch.testing.assert_close(found, linear_cross_entropy(hidden, weight, targets, bias).sum)
+
+
+def test_without_triton_chunks_are_used(monkeypatch):
+    monkeypatch.setitem(sys.modules, "etude.losses.linear_gpu", None)
+    monkeypatch.delattr("etude.losses.linear_gpu", raising=False)
+    monkeypatch.setitem(linear_autograd.KERNELS, "cuda", linear_autograd.KERNELS["cuda"])
+    monkeypatch.setitem(linear_autograd.KERNELS, "cpu", linear_autograd.KERNELS["cuda"])
+    hidden, weight, bias, targets, _ = make((9,), 5)
+    compare(hidden, weight, bias, targets, None, torch.ones(9, dtype=torch.float64), 3e-6)
+    assert linear_autograd.KERNELS["cuda"] is chunked
+
+
+def test_importing_needs_neither_triton_nor_the_compiler():
+    code = "import sys, etude.losses.linear; print({'triton', 'torch._dynamo'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
 
 
 def test_chunks_are_even_and_bounded():

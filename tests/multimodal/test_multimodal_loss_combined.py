@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from etude.core import ConfigError, DataError, HeadOutput, TrainingError
-from etude.losses import linear
+from etude.losses import linear_autograd
 from etude.losses.chunked import chunked
 from etude.multimodal import build_vocab_spec
 from etude.multimodal.loss import (
@@ -143,7 +143,7 @@ def test_without_cross_entropy_nothing_of_it_flows_back():
 @pytest.mark.parametrize("use_ce", [True, False])
 def test_gradients_of_the_cross_entropy_are_computed_only_where_it_is_trained(use_ce, monkeypatch):
     seen = []
-    monkeypatch.setitem(linear.KERNELS, "cpu", lambda problem: seen.append(problem) or chunked(problem))
+    monkeypatch.setitem(linear_autograd.KERNELS, "cpu", lambda problem: seen.append(problem) or chunked(problem))
     hidden, weight, targets = make()
     combined_loss(HeadOutput(hidden, weight), targets, VOCAB, scalar_centers=SCALAR, use_ce=use_ce)
     assert [problem.want_gradients for problem in seen] == [use_ce]

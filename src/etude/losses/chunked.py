@@ -4,7 +4,7 @@ The loss is a sum, so what flows back into it is one number. The gradients of hi
 known up to that factor while a chunk's logits are at hand, and the logits need not be kept or computed again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ class LinearProblem:
     hidden: Tensor
     """(N, d)"""
     weight: Tensor
-    """(V, d)"""
+    """(V, d), of any type."""
     bias: Tensor | None
     """(V,)"""
     labels: Tensor
@@ -62,7 +62,8 @@ class LinearResult(NamedTuple):
 @torch.no_grad()
 def chunked(problem: LinearProblem) -> LinearResult:
     """Solve the problem chunk by chunk; never more than two chunks of logits are held."""
-    hidden, weight, kind = problem.hidden, problem.weight, problem.row_weights.dtype
+    hidden, weight, kind = problem.hidden, problem.weight.to(problem.hidden.dtype), problem.row_weights.dtype
+    problem = replace(problem, weight=weight)
     (num_rows, width), num_classes = hidden.shape, weight.shape[0]
     budget = LOGITS_BYTES.get(hidden.device.type, DEFAULT_LOGITS_BYTES)
     auto = chunk_rows_for(num_rows, num_classes, budget // kind.itemsize)

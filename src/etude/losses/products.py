@@ -50,7 +50,7 @@ def add_logit_gradients(
         else:
             grads.copy_(logit_grads)
     if grad_weight is not None:
-        _add_product(grad_weight, grads.t(), hidden, undo)
+        add_product(grads.t(), hidden, grad_weight, undo)
     if grad_hidden is not None:
         if grads.dtype == grad_hidden.dtype == kind:
             torch.mm(grads, weight, out=grad_hidden)
@@ -68,7 +68,7 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     return out.copy_(a @ b)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, factor: Tensor | None) -> None:
+def add_product(a: Tensor, b: Tensor, total: Tensor, factor: Tensor | None = None) -> None:
     """Add factor · a @ b to `total`, of the same type or a wider one."""
     if factor is not None:
         for part, rows in zip(torch.split(total, WEIGHT_BLOCK), torch.split(a, WEIGHT_BLOCK), strict=True):
