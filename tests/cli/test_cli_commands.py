@@ -360,3 +360,14 @@ def test_error_rates_are_shown_for_classes_and_not_for_tokens(capsys):
     first, second, _ = capsys.readouterr().out.splitlines()
     assert first.split("   ")[-1] == "(10.00 % error)"
     assert second.split() == ["val_accuracy", "0.2"]
+
+
+def test_the_rooms_of_features_are_imported_for_their_own_commands_only(etude):
+    loaded = python(
+        "import sys; from etude.cli.main import main; sys.argv = ['etude', 'list']\n"
+        "try: main()\nexcept SystemExit: pass\nprint('loaded', *sys.modules)"
+    ).split("loaded ")[1]
+    assert "etude.cli.main" in loaded.split()
+    assert not [name for name in loaded.split() if name.startswith("etude.multitask.compare")]
+    assert "compare" in etude("--help").out
+    assert "Did you mean 'compare'" in etude("compar").err

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from etude import Callback
 from etude.core import ConfigError
 from etude.engine.callback import HOOKS, CallbackList
+from etude.engine.callback_methods import check_methods
 
 TWO_ARGUMENTS = {"on_validation_end", "on_epoch_end", "on_phase_begin", "on_notice"}
 """The other hooks are called with one."""
@@ -19,6 +20,20 @@ def listed(*bases, **attributes):
     """List a callback of a new class."""
     kind = type("Mine", bases or (Callback,), attributes)
     return CallbackList([kind()])
+
+
+def test_the_callbacks_of_the_library_are_fine():
+    """They are not looked at again in every run."""
+    import etude.callbacks
+    import etude.multitask
+
+    own = [one for room in (etude.callbacks, etude.multitask) for one in map(room.__dict__.get, dir(room))]
+    for name in (*etude.callbacks.__all__, *etude.multitask.__all__):
+        own.append(getattr(etude.callbacks, name, None) or getattr(etude.multitask, name, None))
+    kinds = {one for one in own if isinstance(one, type) and issubclass(one, Callback)}
+    assert len(kinds) > 10
+    for kind in kinds:
+        check_methods(kind, Callback)
 
 
 def function(arguments):

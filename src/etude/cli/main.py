@@ -25,7 +25,28 @@ ROOM_COMMANDS = {"compare": "etude.multitask.compare.command"}
 
 
 class Commands(TyperGroup):
-    """The commands, with errors put into words; inside of typer, which would swallow Ctrl-C without one."""
+    """The commands, with errors put into words; inside of typer, which would swallow Ctrl-C without one.
+
+    Those of rooms are imported when they are asked for, or listed.
+    """
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command by name, None if there is none."""
+        if cmd_name not in self.commands:
+            self._add_rooms()
+        return super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        self._add_rooms()
+        return super().list_commands(ctx)
+
+    def _add_rooms(self) -> None:
+        for name, module in ROOM_COMMANDS.items():
+            if name not in self.commands and (room := import_room(module)) is not None:
+                single = typer.Typer(rich_markup_mode=None, add_completion=False)
+                single.command(name)(getattr(room, name))
+                self.commands[name] = typer.main.get_command(single)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
@@ -101,11 +122,6 @@ def evaluate(
     if _is_main():
         print(f"{path} on the {split} split:")
         _print_metrics(metrics)
-
-
-for _name, _module in ROOM_COMMANDS.items():
-    if (_room := import_room(_module)) is not None:
-        app.command(_name)(getattr(_room, _name))
 
 
 @app.command("list")
