@@ -127,6 +127,13 @@ def test_mixtures_keep_their_proportions_and_are_reached_anywhere(sizes, seed, s
     assert fresh.indices(epoch, start, stop).tolist() == expected.tolist()
 
 
+def test_a_cycle_of_a_mixture_may_leave_out_a_data_set_of_small_weight():
+    order = MixtureOrder([1] * 5, [1.0, 0.5, 0.01171875, 1.0, 7.5], size=683, shuffle=False)
+    drawn = np.concatenate([order.indices(epoch, 0, 683) for epoch in range(30)])
+    share = 0.01171875 / 10.01171875
+    assert abs(int((drawn == 2).sum()) - share * len(drawn)) <= 5
+
+
 def test_the_samples_of_a_mixture_come_once_before_any_comes_twice():
     order = MixtureOrder([700, 300], [7, 3], seed=3, size=1000)
     for epoch in range(3):

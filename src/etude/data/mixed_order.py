@@ -109,7 +109,7 @@ class MixtureOrder:
         if min(exact) == 0:
             raise DataError(f"the weights {list(weights)} differ too much: the smallest is below 1/{MAX_DENOMINATOR}")
         self._until = [bound / sum(exact) for bound in accumulate(exact)]
-        # Long enough that every data set is drawn in every cycle, so that counts only ever grow.
+        # Long enough that every data set is due at least once in a cycle, so that no count ever falls.
         self._cycle = max(CYCLE, -(-sum(exact) // min(exact)))
         self._offsets = [0, *accumulate(sizes)]
         self._last: tuple[int, Indices] | None = None
@@ -153,7 +153,7 @@ class MixtureOrder:
             else:
                 parts.append(np.arange(place, until - turn * size, dtype=np.int64) + offset)
             start = until
-        return np.concatenate(parts)
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _pass(self, which: int, turn: int) -> KeyedPermutation:
         kept = self._passes.get(which)
