@@ -145,5 +145,5 @@ def test_a_compiled_model_is_refused():
     model = Net()
     model._compiled_call_impl = model._call_impl  # what `model.compile()` sets
     trainer = Trainer(model, batches(), config={"epochs": 1}, callbacks=[FindNonfinite()], progress=False)
-    with pytest.raises(ConfigError, match="compile_model"):
+    with pytest.raises(ConfigError, match="compile"):
         trainer.train()

@@ -148,7 +148,8 @@ ELSEWHERE = {
     "num_threads": "test_threads_are_set_while_it_runs",
     "loss_scale": "test_the_loss_scale_is_the_first_one",
     "max_skipped_steps": "test_the_limit_of_skipped_updates",
-    "compile_model": "test_the_model_is_compiled",
+    "compile": "test_the_model_or_the_step_is_compiled",
+    "capture": "test_capture_needs_cuda",
     "find_unused_parameters": "tests/distributed",
     "meaningful_loss": "test_settings_of_another_loss_are_refused",
     "num_workers": "test_settings_of_workers_reach_the_loader",
@@ -209,12 +210,33 @@ def test_the_limit_of_skipped_updates():
             run(source=NAN, max_skipped_steps=limit, log_interval=1)
 
 
-def test_the_model_is_compiled(monkeypatch):
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [
+        ({}, ""),
+        ({"compile_model": False}, ""),
+        ({"compile": "off"}, ""),
+        ({"compile": "model"}, "model"),
+        ({"compile_model": True}, "step"),
+        ({"compile": "step"}, "step"),
+    ],
+    ids=str,
+)
+def test_the_model_or_the_step_is_compiled(monkeypatch, setting, what):
     compiled = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
-    for wanted in (False, True):
-        Trainer(Blocks(), data(), config={"compile_model": wanted}, progress=False)
-        assert len(compiled) == wanted
+    monkeypatch.setattr(nn.Module, "compile", lambda _self: compiled.append("model"))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append("step") or function)
+    config = {"epochs": 1, "device": "cpu", **setting}
+    Trainer(Blocks(), data(), config=config, progress=False).train()
+    assert compiled == [what] * bool(what)
+
+
+def test_capture_needs_cuda():
+    for setting in ("on", True):
+        with pytest.raises(ConfigError, match=r"training\.capture.*cpu"):
+            run(capture=setting)
+    for setting in ("auto", "off", False):
+        run(capture=setting)
 
 
 def test_settings_of_another_loss_are_refused():

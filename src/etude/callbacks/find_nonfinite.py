@@ -46,9 +46,7 @@ class FindNonfinite(Callback):
         self._remove()
         model = unwrap(run.model)
         if model._compiled_call_impl is not None:
-            raise ConfigError(
-                "find_nonfinite looks into layers, which a compiled model has not: set compile_model=false"
-            )
+            raise ConfigError("find_nonfinite looks into layers, which a compiled model has not: set compile: off")
         self._run, self._left = run, self.reports
         self._names = {module: name for name, module in model.named_modules()}
         self._hooks = [model.register_forward_pre_hook(self._see_batch, with_kwargs=True)]

@@ -39,6 +39,19 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
+def host_draws() -> tuple[object, ...]:
+    """Return something that differs if a random number was drawn on the host in between.
+
+    >>> before = host_draws(); _ = torch.rand(1, generator=torch.Generator()); before == host_draws()
+    True
+    >>> _ = torch.rand(1); before == host_draws()
+    False
+    """
+    numpy_state: dict[str, Any] = np.random.get_state(legacy=False)["state"]
+    key, position = numpy_state["key"].tobytes(), numpy_state["pos"]
+    return random.getstate(), key, position, torch.get_rng_state().numpy().tobytes()
+
+
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restore what `rng_state` returned."""
     random.setstate(_python_state(state))

@@ -6,7 +6,7 @@ samples give the gradient of one batch of k·b samples, whatever the masks and w
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,14 +78,23 @@ class Task:
     """Changes whenever the model is run in another way from now on, for example with other heads."""
     uses_all_parameters = True
     """False if a batch may leave parameters without a part in the loss."""
+    chooses_metrics = False
+    """True if `__call__` takes None for `metrics`: those that cost next to nothing."""
 
-    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
+    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
         """Run the model on the batch and return its terms; with `metrics` those of weight 0 as well."""
         raise NotImplementedError
 
     def objective(self, parts: Any) -> Any:
         """Return the `Objective` that turns its terms into gradients, from `ObjectiveParts`; None: the plain one."""
         return None
+
+    def constants(self) -> Hashable:
+        """Return the numbers of the host that its terms are made with, such as weights: a recorded step has them."""
+        return ()
+
+    def trained_on(self, batch: Batch) -> None:
+        """Called once for every batch of a training step, on the host: what a batch says by itself is counted here."""
 
     # --- the loss
 
@@ -177,7 +186,7 @@ class _FunctionAsTask(Task):
     def __init__(self, function: Callable[..., Terms]) -> None:
         self.function = function
 
-    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
+    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
         return self.function(model, batch, metrics=metrics)
 
 

@@ -138,7 +138,7 @@ class RankTask(Task):
         self._accumulates = False
         self._knows_counts: bool | None = None
 
-    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
+    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
         """Return the terms of this rank's samples; raise TrainingError if they are others than before."""
         idle = is_empty(batch)
         # Either way through the model first: it has collectives too, and ranks must run them in the same order.

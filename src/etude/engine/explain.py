@@ -10,6 +10,7 @@ own code, stays as it is, with its traceback.
 import contextlib
 import functools
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -75,7 +76,7 @@ def explain_misfit(error: BaseException) -> str | None:
     who = _loss(frames) or _layer(frames)
     if who is None:
         return None
-    said = _first_line(error).rstrip(".") + ("" if by_layer else _place(error.__traceback__))
+    said = first_line(error).rstrip(".") + ("" if by_layer else _place(error.__traceback__))
     remedy = "convert the data" if _TYPES.search(said) else "change the sizes of the model, or the data"
     return f"{who}: {said}; {remedy}"
 
@@ -84,7 +85,7 @@ def _wrong_inputs(error: TypeError, frames: list[FrameType]) -> str | None:
     """Return what to say of a batch with more or fewer inputs than the model takes."""
     if frames[-1].f_code not in _CALLS or sum(frame.f_code is nn.Module._call_impl.__code__ for frame in frames) > 1:
         return None  # a call by the model's own code
-    said = _first_line(error)
+    said = first_line(error)
     if (loss := _loss(frames)) is not None:
         return f"{loss}: {said}; wrap it in a function of (predictions, labels)"
     return f"{_layer(frames)}: {said}; of a batch (a, b, …, labels) the model is given all but the last"
@@ -173,7 +174,24 @@ def _place(trace: TracebackType | None) -> str:
     return f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
 
 
-def _first_line(error: BaseException) -> str:
+def first_of(error: BaseException) -> BaseException:
+    """Return the error that came first, of those that led to one."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return error
+
+
+def place_of(error: BaseException) -> str:
+    """Name the innermost line outside of torch and of this library; nothing if there is none."""
+    here, places = str(Path(__file__).parents[1]), []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith((here, str(Path(torch.__file__).parent))):
+            places.append(f"{Path(frame.filename).name}:{frame.lineno}")
+    return places[-1] if places else ""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's words, cut off if it is long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return shorten(lines[0] if lines else type(error).__name__, 300)
 

@@ -82,6 +82,7 @@ class Loop:
         self.step.clock = self.clock
         self.step.watchers = self.callbacks.hooks("on_gradients")
         self.step.objective.connect(self.callbacks)
+        self.step.notice = self._warn
 
     def run(self) -> dict[str, float]:
         """Train until the plan is fulfilled or a stop is asked for; save; return the last numbers."""

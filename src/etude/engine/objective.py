@@ -46,6 +46,9 @@ class Objective:
     task has to know the counts ahead.
     """
 
+    is_capturable = True
+    """False if the host decides something in a step by what it reads or draws: then no CUDA graph can replay it."""
+
     def __init__(self, task: Task, parts: ObjectiveParts) -> None:
         self.parts = parts
         self.task = self.on_rank(task)
@@ -106,6 +109,10 @@ class Objective:
         """Called when the update is done."""
 
     # --- around steps
+
+    def is_usual(self, step: int) -> bool:  # noqa: ARG002
+        """Return whether a step is like the others; if not, it is not one that a graph replays."""
+        return True
 
     def connect(self, callbacks: CallbackList) -> None:
         """Called before training with the callbacks of the run: some look at what only an objective knows."""

@@ -29,6 +29,10 @@ class LossScaler:
         """Grow or shrink the scale after an update."""
         torch._amp_update_scale_(self.scale, self._growth, skipped.float(), 2.0, 0.5, self.growth_interval)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the scale and the growth counter themselves, which updates change in place."""
+        return [self.scale, self._growth]
+
     def state_dict(self) -> dict[str, Any]:
         """Return scale and growth counter."""
         return {"scale": self.scale.clone(), "growth": self._growth.clone()}

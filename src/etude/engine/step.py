@@ -3,6 +3,7 @@
 `GradientAccumulator` says how many micro-batches make a step.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -20,6 +21,8 @@ from etude.engine.objective import Objective, ObjectiveParts
 from etude.engine.precision import Precision
 from etude.engine.update import Updater
 
+logger = logging.getLogger("etude")
+
 
 class Step:
     """Runs one optimizer step on a list of micro-batches; waits for nothing and reads nothing from the device."""
@@ -32,21 +35,27 @@ class Step:
         precision: Precision,
         *,
         world: World | None = None,
-        metrics: bool = False,
+        metrics: bool | None = False,
     ) -> None:
         """Bind the parts; `task` is a `Task` or a function in its place.
 
-        With `metrics`, terms of weight 0 (accuracy …) are computed in training too.
+        With `metrics`, terms of weight 0 (accuracy …) are computed in training too; None: those that cost little.
         """
         self.model = model
         self.task = as_task(task)
         self.updater = updater
         self.precision = precision
         self.world = world if world is not None else World()
-        self.metrics = metrics
+        self.metrics = True if metrics is None and not self.task.chooses_metrics else metrics
         parts = ObjectiveParts(model, updater.params, updater.device, self.world, precision)
         self.objective: Objective = self.task.objective(parts) or Objective(self.task, parts)
+        self.forward: Callable[..., Terms] = self.objective.task
+        """Makes the terms of a micro-batch: the task, or compiled code in its place."""
         self.clock = Clock()
+        self.capture: Callable[[Sequence[Batch]], StepReport] | None = None
+        """Runs the steps in place of `run`, recorded as CUDA graphs."""
+        self.notice: Callable[[str], None] = logger.info
+        """Receives what the user should know of how steps are run."""
         self.watchers: Sequence[Callable[[Gradients], None]] = ()
         """Called with the gradients of every step before they are applied."""
         self._buffers = BufferGuard(model)
@@ -54,12 +63,15 @@ class Step:
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Train on the micro-batches of one step; raise DataError for tensors that do not fit."""
         try:
-            return self._run(micro_batches)
+            self.updater.send_rates()
+            for batch in micro_batches:
+                self.task.trained_on(batch)
+            return (self.capture or self.run)(micro_batches)
         except Exception as error:
             raise_misfit(error)
             raise
 
-    def _run(self, micro_batches: Sequence[Batch]) -> StepReport:
+    def run(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Zero the gradients, run every micro-batch forward and backward, divide, clip, update."""
         objective, updater = self.objective, self.updater
         updater.zero_grad()
@@ -68,7 +80,7 @@ class Step:
         for place, batch in enumerate(micro_batches):
             with objective.micro_batch(place):
                 with self.precision.autocast():
-                    terms = objective.task(self.model, batch, metrics=self.metrics)
+                    terms = self.forward(self.model, batch, metrics=self.metrics)
                 objective.backward(terms)
         count = objective.finish()
         for watch in self.watchers:

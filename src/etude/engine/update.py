@@ -6,7 +6,7 @@ division by the loss scale and the clipping are one number handed to it: no pass
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from etude.engine.precision import Precision
 from etude.optim.clipping import global_norm
 from etude.optim.schedules import Schedule
 
+_CAPTURABLE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop)
+"""Optimizers whose other kernels take a learning rate on the device, if their groups are capturable."""
 _IS_SPARSE = operator.attrgetter("is_sparse")
 
 
@@ -43,6 +45,7 @@ class Updater:
         self._met: set[int] = set()
         """Parameters that have been updated."""
         self._constants: dict[float, Tensor] = {}
+        self._rates = [DeviceRate(optimizer, place) for place in range(len(optimizer.param_groups))]
 
     @property
     def device(self) -> torch.device:
@@ -53,6 +56,17 @@ class Updater:
     def lr(self) -> float:
         """Learning rate of the first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def send_rates(self) -> None:
+        """Bring the learning rates to the device, before the step that uses them."""
+        while len(self._rates) < len(self.optimizer.param_groups):  # groups may be added while training
+            self._rates.append(DeviceRate(self.optimizer, len(self._rates)))
+        for rate in self._rates:
+            rate.send()
+
+    def constants(self) -> Hashable:
+        """Return the numbers of the host that an update is made with: settings, and rates the device does not hold."""
+        return tuple(rate.constants() for rate in self._rates)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -113,7 +127,7 @@ class Updater:
         optimizer.grad_scale = divisor.float() if isinstance(divisor, Tensor) else self._constant(divisor, norm)
         optimizer.found_inf = skipped.float()
         try:
-            optimizer.step()
+            self._step()
         finally:
             del optimizer.grad_scale, optimizer.found_inf
 
@@ -123,7 +137,7 @@ class Updater:
             torch._foreach_clamp_min_(grads, -self.clip_value)
             torch._foreach_clamp_max_(grads, self.clip_value)
         try:
-            self.optimizer.step()
+            self._step()
         except RuntimeError as error:
             if "sparse" not in str(error).lower():
                 raise
@@ -132,6 +146,16 @@ class Updater:
                 f"sparse=False, or use torch's SGD, Adagrad or SparseAdam with fused=False and no weight decay"
             ) from error
 
+    def _step(self) -> None:
+        """Let the optimizer step with the rates that are on the device."""
+        for rate in self._rates:
+            rate.lend()
+        try:
+            self.optimizer.step()
+        finally:
+            for rate in self._rates:
+                rate.take_back()
+
     def _guarded_step(self, grads: list[Tensor], divisor: Tensor | float, skipped: Tensor) -> None:
         """Step an optimizer that cannot skip by itself on a device that must not wait: step, then undo if bad."""
         if self._has_newcomer():
@@ -139,7 +163,7 @@ class Updater:
                 self._divide_and_step(grads, divisor)
                 self._meet()
             return
-        tensors = [param.data for param in self.params] + list(_state_tensors(self.optimizer))
+        tensors = [param.data for param in self.params] + list(state_tensors(self.optimizer))
         before = [tensor.clone() for tensor in tensors]
         self._divide_and_step(grads, divisor)
         bad = skipped.bool()
@@ -158,9 +182,73 @@ class Updater:
         return any(param.grad is not None and id(param) not in self._met for param in self.params)
 
     def _constant(self, value: float, like: Tensor) -> Tensor:
+        if like.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph must not read what may be dropped
+            return torch.full((), value, dtype=torch.float32, device=like.device)
         if value not in self._constants:
             self._constants = {value: torch.full((), value, dtype=torch.float32, device=like.device)}
         return self._constants[value]
+
+
+class DeviceRate:
+    """The learning rate of a parameter group as a number on the device, where a recorded step reads it.
+
+    Between steps the group holds the plain number, as people expect. All steps on CUDA use the number on the device,
+    recorded or not, because it has float32's digits: they must not differ.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, place: int) -> None:
+        self.optimizer, self.place = optimizer, place
+        self.tensor: Tensor | None = None
+        """None if the kernels of this optimizer take no tensor, or if the group holds one already."""
+        self._value: float | None = None
+        self._lent: dict[str, Any] = {}
+        self._settings: list[str] = []
+        self._num_settings = 0
+        group = self.group
+        if group["params"][0].is_cuda and not isinstance(group["lr"], Tensor) and _takes_tensor(optimizer, group):
+            self.tensor = torch.zeros((), dtype=torch.float32, device=group["params"][0].device)
+            # torch warns of capturable groups that are not captured; these are, or do the same arithmetic.
+            optimizer._warned_capturable_if_run_uncaptured = True
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The group as it is now: loading a state replaces it."""
+        group: dict[str, Any] = self.optimizer.param_groups[self.place]
+        return group
+
+    def send(self) -> None:
+        """Set the number on the device if it has changed; nothing waits."""
+        if self.tensor is not None and (rate := self.group["lr"]) != self._value:
+            self._value = float(rate)
+            self.tensor.fill_(self._value)
+
+    def lend(self) -> None:
+        """Let the group hold the number on the device."""
+        if self.tensor is not None:
+            group = self.group
+            self._lent = {key: group[key] for key in ("lr", "capturable") if key in group}
+            group.update({"lr": self.tensor, "capturable": True} if "capturable" in group else {"lr": self.tensor})
+
+    def take_back(self) -> None:
+        """Let the group hold the plain number again."""
+        if self._lent:
+            self.group.update(self._lent)
+            self._lent = {}
+
+    def constants(self) -> Hashable:
+        """Return the settings of the group that a recorded step has in it."""
+        group = self.group
+        if len(group) != self._num_settings:
+            left_out = {"params", "initial_lr"} if self.tensor is None else {"params", "initial_lr", "lr"}
+            self._settings, self._num_settings = [key for key in group if key not in left_out], len(group)
+        return tuple(map(group.get, self._settings))
+
+
+def _takes_tensor(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the kernels for a group read the learning rate from the device."""
+    if group.get("fused"):
+        return isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD))
+    return "capturable" in group and isinstance(optimizer, _CAPTURABLE)
 
 
 def _supports_fused_scaling(optimizer: torch.optim.Optimizer) -> bool:
@@ -181,10 +269,11 @@ def _keep_counters_on_device(optimizer: torch.optim.Optimizer) -> None:
 
 def _can_undo(optimizer: torch.optim.Optimizer) -> bool:
     """Whether all of the state is on the device; counters on the host force the host to know of a skipped step."""
-    return all(tensor.is_cuda for tensor in _state_tensors(optimizer))
+    return all(tensor.is_cuda for tensor in state_tensors(optimizer))
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    """Return all tensors of an optimizer's state."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 

@@ -95,6 +95,10 @@ class LanguageModelingLoss(LossStrategy):
                 terms["nll"] = LossTerm(nll.sum, term.count, 0.0)
         return terms
 
+    def has_cheap_metrics(self, output: Any, batch: Batch) -> bool:  # noqa: ARG002
+        """Return whether the loss comes from hidden states: then the pass that makes it counts right tokens as well."""
+        return head_of(output) is not None
+
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
         """Return the number of tokens to predict."""
         targets, count = self._targets(batch, masked=True)

@@ -45,6 +45,10 @@ class LossStrategy(ABC):
         """Return the count of every weighted term from the batch alone, or None if only the model's output tells."""
         return None
 
+    def has_cheap_metrics(self, output: Any, batch: Batch) -> bool:  # noqa: ARG002
+        """Return whether the terms of weight 0 cost so little that they are computed in training too."""
+        return True
+
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:  # noqa: ARG002
         """Return numbers that follow from the averages of the terms; they are reported beside these."""
         return {}

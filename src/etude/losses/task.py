@@ -39,9 +39,16 @@ class InferredLoss(LossStrategy):
 
     def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
         """Return the terms of the chosen strategy; raise TrainingError if the shapes suggest none."""
+        return self._choose(output, batch).terms(output, batch, metrics=metrics)
+
+    def has_cheap_metrics(self, output: Any, batch: Batch) -> bool:
+        """Return what the chosen strategy says."""
+        return self._choose(output, batch).has_cheap_metrics(output, batch)
+
+    def _choose(self, output: Any, batch: Batch) -> LossStrategy:
         if self.chosen is None:
             self.chosen = infer_strategy(output, batch, self._ignore_index)
-        return self.chosen.terms(output, batch, metrics=metrics)
+        return self.chosen
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
         """Return the counts of the chosen strategy; None before there is one."""
@@ -130,12 +137,14 @@ class SupervisedTask(Task):
     (['accuracy', 'loss'], 2)
     """
 
+    chooses_metrics = True
+
     def __init__(self, loss: LossStrategy | LossFunction | None = None) -> None:
         self.strategy = as_strategy(loss)
         self._model: nn.Module | None = None
         self._call: ModelCall | None = None
 
-    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
+    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
         """Run the model on the batch and return its terms; raise DataError for ids that it has no embedding for."""
         if self._call is None or model is not self._model:
             self._model, self._call = model, ModelCall(model)
@@ -145,6 +154,8 @@ class SupervisedTask(Task):
             if (explained := explain_lookup(error, model)) is None:
                 raise
             raise explained from error
+        if metrics is None:
+            metrics = self.strategy.has_cheap_metrics(output, batch)
         return self.strategy.terms(output, batch, metrics=metrics)
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:

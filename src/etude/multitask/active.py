@@ -23,6 +23,7 @@ LOSS = "loss"
 class ActiveTasks(Task):
     """The tasks of a `MultiTask`, of which a phase of a curriculum may train some; others are inactive."""
 
+    chooses_metrics = True
     uses_all_parameters = False  # a batch for some of the tasks leaves the heads of the others without gradients
 
     def __init__(self, tasks: Mapping[str, TaskSpec], weighting: Weighting | None = None) -> None:
@@ -80,12 +81,17 @@ class ActiveTasks(Task):
                 raise ConfigError(f"the task '{task}' has no variant '{variant}'{known}")
         chosen = variants or {}
         self._weights = {task: self._static[task] * weights[task] for task in self.tasks if task in weights}
-        self._scales = {}
+        for scale in self._scales.values():  # in place: a recorded step reads it
+            scale.copy_(self._weight_vector(scale.dtype), non_blocking=True)
         active = {task: self._variants[task, chosen.get(task)] for task in self._weights}
         if active != self._active:  # a ramp changes weights at every step, but nothing of how the model is run
             self._active = active
             self._plans.clear()
             self.version += 1
+
+    def _weight_vector(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights of all tasks, 0 for inactive ones."""
+        return torch.tensor([self._weights.get(task, 0.0) for task in self.tasks], dtype=dtype)
 
     @property
     def weights(self) -> dict[str, float]:

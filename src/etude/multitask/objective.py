@@ -60,13 +60,17 @@ class TaskObjective(Objective):
         self._watchers = [one for one in callbacks if isinstance(one, TaskGradientWatcher)]
         self.notice = callbacks.on_notice
 
+    def is_usual(self, step: int) -> bool:
+        """Return whether nobody looks at the tasks' gradients in this step."""
+        return not any(one.wants_task_gradients(step) for one in self._watchers)
+
     # --- a step
 
     def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
         """Begin a step: with several micro-batches the counts of all tasks are known ahead."""
         super().begin(micro_batches, step)
         self._learns = False
-        self._is_probed = any(one.wants_task_gradients(step) for one in self._watchers)
+        self._is_probed = not self.is_usual(step)
         if self._is_probed:
             self._begin_probe()
         if len(micro_batches) > 1:
@@ -174,7 +178,7 @@ class RankTasks(Task):
     def __init__(self, task: "MultiTask", world: World) -> None:
         self.task, self.world = task, world
 
-    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
+    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
         """Return the terms of this rank's samples, and with count 0 those that only other ranks have samples of."""
         names = self.task.weighted_terms(batch)
         if is_empty(batch):

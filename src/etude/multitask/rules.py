@@ -36,6 +36,8 @@ def make_objective(task: "MultiTask", parts: ObjectiveParts) -> TaskObjective:
 class GradNormObjective(TaskObjective):
     """Shows the weighting each task's gradient of one shared layer: the one it names, or the last one."""
 
+    is_capturable = False
+
     def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
         super().__init__(task, parts)
         self._layer: str | None = self.weighting.layer
@@ -97,6 +99,8 @@ class GradNormObjective(TaskObjective):
 class CombinedGradients(TaskObjective):
     """Lets the weighting make the gradient of the shared parameters; the others take that of the weighted sum."""
 
+    is_capturable = False
+
     all_reduces = False
 
     def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
@@ -146,6 +150,8 @@ class CombinedGradients(TaskObjective):
 
 class LossObjective(TaskObjective):
     """Weighs the losses by what they are in the step."""
+
+    is_capturable = False
 
     def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
         super().__init__(task, parts)

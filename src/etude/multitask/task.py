@@ -1,6 +1,6 @@
 """Several tasks at once: which of them a batch is for, one pass through the model, one loss for each."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -40,15 +40,13 @@ class MultiTask(ActiveTasks):
 
     # --- terms of a batch
 
-    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:
+    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
         """Run the model on the batch for the tasks it is for, and return their terms."""
         requests = list(self._requests(batch))
         if not requests:
             return {}
         outputs = _run(model, requests)
-        if torch.is_grad_enabled():
-            self._count_samples(requests)
-        coefficients, penalties = self._coefficients(), self._penalties()
+        coefficients, penalties = self._coefficients(next(model.parameters()).device), self._penalties()
         terms: Terms = {}
         for (inputs, group), found in zip(requests, outputs, strict=True):
             for task, active in group.items():
@@ -65,9 +63,9 @@ class MultiTask(ActiveTasks):
                     terms[name] = term if name not in terms else _added(terms[name], term)
         return terms
 
-    def _count_samples(self, requests: Iterable[tuple[Batch, dict[str, ActiveTask]]]) -> None:
+    def trained_on(self, batch: Batch) -> None:
         """Count the samples of every task that learns from them: those of weight 0 are only evaluated."""
-        for inputs, group in requests:
+        for inputs, group in self._requests(batch):
             size = num_samples(inputs)
             for task in group:
                 if self._learns(task):
@@ -111,8 +109,7 @@ class MultiTask(ActiveTasks):
     def scale(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weights of all tasks as a vector on the device, 0 for inactive ones."""
         if (device, dtype) not in self._scales:
-            values = torch.tensor([self._weights.get(task, 0.0) for task in self.tasks], dtype=dtype)
-            self._scales[device, dtype] = values.to(device, non_blocking=True)
+            self._scales[device, dtype] = self._weight_vector(dtype).to(device, non_blocking=True)
         return self._scales[device, dtype]
 
     def numbers(self) -> dict[str, float]:
@@ -128,9 +125,15 @@ class MultiTask(ActiveTasks):
     def _has_penalty(self) -> bool:
         return self.weighting is not None and self.weighting.has_penalty
 
-    def _coefficients(self) -> Mapping[str, Tensor | float]:
-        """Return the factor of every active task's loss: numbers, or tensors if a weighting makes them."""
+    def _coefficients(self, device: torch.device) -> Mapping[str, Tensor | float]:
+        """Return the factor of every active task's loss: numbers, or tensors if a weighting makes them.
+
+        On CUDA they are tensors too, but for 0: a recorded step reads what they are now.
+        """
         weighting = self.weighting
+        if weighting is None and device.type == "cuda":
+            values = dict(zip(self.tasks, self.scale(device).unbind(), strict=True))
+            return {task: values[task] if weight else 0.0 for task, weight in self._weights.items()}
         if weighting is None or not weighting.known_ahead:
             return self._weights
         scale = self.scale(weighting.device, weighting.dtype)
@@ -144,10 +147,13 @@ class MultiTask(ActiveTasks):
         penalties = weighting.penalties(self.scale(weighting.device, weighting.dtype))
         return {} if penalties is None else dict(zip(self.tasks, penalties.unbind(), strict=True))
 
-    def _task_terms(self, task: str, active: ActiveTask, output: Any, inputs: Batch, *, metrics: bool) -> Terms:
+    def _task_terms(
+        self, task: str, active: ActiveTask, output: Any, inputs: Batch, *, metrics: bool | None
+    ) -> Terms:
         view = _view_for(inputs, active.spec.labels)
         with _explained(task):
-            found = active.strategy.terms(output, view, metrics=metrics)
+            wanted = active.strategy.has_cheap_metrics(output, view) if metrics is None else metrics
+            found = active.strategy.terms(output, view, metrics=wanted)
             if active.spec.metrics and (self._measuring or id(active.spec) not in self._tried):
                 self._measure(active, output, view)
         weighted = [name for name, term in found.items() if term.is_weighted]
@@ -190,6 +196,10 @@ class MultiTask(ActiveTasks):
         return self._plans[plan]
 
     # --- training
+
+    def constants(self) -> Hashable:
+        """Return which tasks have a weight; what it is, the device knows."""
+        return tuple(task for task, weight in self._weights.items() if weight)
 
     def objective(self, parts: ObjectiveParts) -> Any:
         """Return the objective that the weighting needs."""

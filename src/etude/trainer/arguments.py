@@ -68,7 +68,7 @@ def as_config(
     if device is not None:
         changes["device"] = str(device)
     if compile_model is not None:
-        changes["compile_model"] = compile_model
+        changes["compile"] = "step" if compile_model else "off"
     if use_amp is not None:
         changes["use_mixed_precision"] = use_amp
         if use_amp and config.precision_dtype is None and config.precision in ("bf16", "fp16"):

@@ -3,9 +3,11 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from etude.config import SectionModel
+from etude.engine.capture import CaptureMode
+from etude.engine.compiled import CompileMode
 from etude.engine.step import GradientAccumulator
 
 Positive = Annotated[float, Field(gt=0)]
@@ -84,8 +86,10 @@ class TrainerConfig(SectionModel):
     """Number format of the forward pass; auto is bf16 on CUDA and fp32 on the CPU."""
     loss_scale: Positive = 65536.0
     """Initial loss scale for fp16."""
-    compile_model: bool = Field(default=False, validation_alias=AliasChoices("compile_model", "compile"))
-    """Run the model through torch.compile."""
+    compile: CompileMode = Field(default="auto", validation_alias=AliasChoices("compile", "compile_model"))
+    """torch.compile: of the step (true), of the model alone, or off; auto compiles the step of long runs on CUDA."""
+    capture: CaptureMode = "auto"
+    """Replay whole steps as CUDA graphs: auto where that is possible and faster; on is an error where it is not."""
     activation_checkpointing: bool | str | ActivationCheckpointing = Field(
         default=False, validation_alias=AliasChoices("activation_checkpointing", "gradient_checkpointing")
     )
@@ -96,8 +100,8 @@ class TrainerConfig(SectionModel):
     """Use deterministic kernels only, so that CUDA runs repeat bit for bit too."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of torch; results repeat bit for bit only with the same number."""
-    train_metrics: bool = True
-    """Compute accuracy and other metrics on training batches too."""
+    train_metrics: bool | None = None
+    """Compute accuracy and other metrics on training batches too; if left out, those that cost next to nothing."""
     max_skipped_steps: Count = 20
     """Stop with an error after so many updates in a row that were not finite."""
     drop_last: bool = False
@@ -131,6 +135,13 @@ class TrainerConfig(SectionModel):
     """Batches that a thread makes ready, copies to CUDA included, of tensors or tokens; 0 makes them when due."""
     meaningful_loss: dict[str, Any] | None = None
     """Settings of the loss `meaningful`, for models over tokens of several modalities."""
+
+    @field_validator("compile", "capture", mode="before")
+    @classmethod
+    def _words_for_true_and_false(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool):  # YAML reads on and off as these
+            return ("step" if info.field_name == "compile" else "on") if value else "off"
+        return value
 
     @field_validator("grad_accum_steps")
     @classmethod

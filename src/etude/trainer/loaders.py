@@ -99,6 +99,12 @@ class Loaders:
         return _inner(self.train), _inner(self.validation)
 
     @property
+    def batch_size(self) -> int | None:
+        """Samples of a whole training batch; None if only the batches show it, as where an epoch has but one."""
+        source = self.sources[0]
+        return source.batch_size if isinstance(source, DataLoader) and len(source) > 1 else None
+
+    @property
     def num_batches(self) -> int | None:
         """Training batches of an epoch; None if the loader does not know."""
         return None if self.train is None else num_batches(self.train)

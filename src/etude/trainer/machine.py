@@ -11,6 +11,7 @@ from torch import nn
 from etude.core import ConfigError, Loader, Task
 from etude.core.arguments import as_device
 from etude.distributed import World, join_world
+from etude.engine.capture import CaptureMode
 from etude.engine.evaluation import evaluate
 from etude.engine.explain import (
     explain_out_of_memory,
@@ -98,8 +99,19 @@ class Machine:
         model.to(self.device)
         if config.recomputed_blocks is not None:
             recompute_activations(model, **config.recomputed_blocks)
-        if config.compile_model:
+        if config.compile == "model" or (config.compile == "step" and self.world.size > 1):
             model.compile()  # in place: names of parameters stay as they are
+
+    def captures(self, mode: CaptureMode) -> bool:
+        """Return whether steps may become CUDA graphs; raise ConfigError if they must and there is no way."""
+        why = "the device is " + self.device.type if self.device.type != "cuda" else ""
+        if self.world.size > 1:
+            why = f"there are {self.world.size} processes"
+        if why and mode == "on":
+            raise ConfigError(
+                f"training.capture is on, but {why}: CUDA graphs are for one process on CUDA; take auto"
+            )
+        return mode != "off" and not why
 
     @contextmanager
     def training(self, grad_accum_steps: int = 1, recomputable: nn.Module | None = None) -> Iterator[None]:

@@ -16,6 +16,8 @@ from etude.config.signature import parameters_of
 from etude.core import ConfigError, Task, TrainingError
 from etude.distributed import wrap_data_parallel
 from etude.engine.callback import Callback
+from etude.engine.capture import Capture
+from etude.engine.compiled import CompiledTask, saves_time
 from etude.engine.step import Step
 from etude.engine.update import LearningRate, Updater
 from etude.optim import AdamW, Schedule
@@ -58,7 +60,25 @@ def make_step(
             wrapped = wrap_data_parallel(model, made, machine.device, find_unused_parameters=unused)
     clip = {"clip_norm": config.gradient_clip_norm, "clip_value": config.gradient_clip_value}
     updater = Updater(made, **clip, precision=machine.precision)
-    return Step(wrapped, task, updater, machine.precision, world=machine.world, metrics=config.train_metrics)
+    step = Step(wrapped, task, updater, machine.precision, world=machine.world, metrics=config.train_metrics)
+    if machine.captures(config.capture):
+        step.capture = Capture(step, needed=config.capture == "on")
+    return step
+
+
+def compile_step(step: Step, config: TrainerConfig, machine: Machine, loaders: Loaders) -> None:
+    """Let compiled code make the terms of a step, if the config asks for it, or leaves it open and the run is long."""
+    asked = config.compile == "step" or (config.compile == "auto" and machine.device.type == "cuda")
+    if not asked or machine.world.size > 1 or isinstance(step.forward, CompiledTask):
+        return
+    micro_batches = loaders.accumulator.steps_at(0)
+    decide = saves_time(loaders.total_steps(config), micro_batches, step.task.outputs)
+    step.forward = CompiledTask(
+        step.objective.task,
+        batch_size=loaders.batch_size,
+        is_worthwhile=decide if config.compile == "auto" else None,
+        notice=lambda words: step.notice(words),
+    )
 
 
 def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:

@@ -25,7 +25,7 @@ from etude.trainer.arguments import (
 )
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
-from etude.trainer.optimization import OptimizerLike, RunRate, SchedulerLike, hyperparameters, make_step
+from etude.trainer.optimization import OptimizerLike, RunRate, SchedulerLike, compile_step, hyperparameters, make_step
 from etude.trainer.output import Folder, Output
 from etude.trainer.sanity_check import check_validation
 
@@ -92,7 +92,7 @@ class Trainer:
             overwrite: remove the run that is in `output_dir` when training starts.
             resume: load the newest intact checkpoint of `output_dir`, if there is one yet, and go on from it.
             use_amp: overrides `config.precision`: True is bf16 (fp16 where bf16 is missing), False is fp32.
-            compile_model: overrides `config.compile_model`.
+            compile_model: overrides `config.compile`: True is "step", False is "off".
             progress: show a live display.
             name: shown in the display.
             world: the processes of the run; found from torchrun's variables by default.
@@ -217,6 +217,7 @@ class Trainer:
 
     def _loop(self, loader: Loader, interrupts: Interrupts) -> Loop:
         config = self.config
+        compile_step(self.step, config, self.machine, self.loaders)
         plan = Plan(
             epochs=config.num_epochs,
             max_steps=config.max_steps,

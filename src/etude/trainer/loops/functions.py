@@ -117,7 +117,7 @@ class FunctionTask(Task):
         self.batches = 0
         """How many it has seen."""
 
-    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool) -> Terms:  # noqa: ARG002 - task protocol
+    def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:  # noqa: ARG002 - task protocol
         """Return the loss, and accuracy if the labels are class numbers."""
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise DataError(f"plain functions are given batches of (data, labels), found {_form(batch)}")
@@ -188,6 +188,9 @@ class FunctionUpdater:
     def device(self) -> torch.device:
         """Device of the first parameter, the CPU if none is known."""
         return self.params[0].device if self.params else torch.device("cpu")
+
+    def send_rates(self) -> None:
+        """Only the function knows the learning rate."""
 
     def apply(self, divisor: Tensor | float) -> tuple[Tensor, Tensor]:
         """Divide, clip if asked to, and call the function unless a known gradient is not finite."""

@@ -1,0 +1,245 @@
+"""Recorded steps: the same weights as usual steps, whatever changes in between; usual steps where they cannot be.
+
+Here a recorder of its own stands in for CUDA graphs: it runs the function and undoes it. Real graphs: tests/gpu.
+"""
+
+import random
+import re
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from etude.core import TrainingError
+from etude.core.random import rng_state, set_rng_state
+from etude.engine import capture as module
+from etude.engine.capture import MOST_FORMS, WARM_UP_STEPS, Capture
+from etude.engine.precision import Precision
+from etude.engine.step import Step
+from etude.engine.update import Updater, state_tensors
+from etude.losses import ClassificationLoss, SupervisedTask
+from etude.optim import AdamW
+
+
+class RunAgain:
+    """Replays by calling the function again: right as long as it reads only what it was recorded with."""
+
+    def __init__(self, step, share=1.0):
+        self.step, self.share, self.recorded, self.replayed, self.recovered = step, share, 0, 0, 0
+
+    def record(self, function):
+        self.recorded += 1
+        tensors = [
+            *self.step.model.parameters(),
+            *self.step.model.buffers(),
+            *state_tensors(self.step.updater.optimizer),
+        ]
+        kept, drawn = [tensor.detach().clone() for tensor in tensors], rng_state()
+        result = function()
+        with torch.no_grad():
+            for tensor, old in zip(tensors, kept, strict=True):
+                tensor.copy_(old)
+        set_rng_state(drawn)
+
+        def replay():
+            self.replayed += 1
+            result.copy_(function())
+
+        return result, replay
+
+    def recover(self):
+        self.recovered += 1
+
+    def timed(self, function):
+        return function(), self.share
+
+
+def make(model=None, **options):
+    torch.manual_seed(0)
+    model = (
+        model if model is not None else nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    )
+    updater = Updater(AdamW(model.parameters(), lr=1e-2), clip_norm=1.0)
+    step = Step(model, SupervisedTask(ClassificationLoss()), updater, Precision("fp32"), metrics=True)
+    share = options.pop("share", 1.0)
+    step.capture = Capture(step, RunAgain(step, share), **options)
+    notices = []
+    step.notice = notices.append
+    return step, step.capture, notices
+
+
+def batches(count, rows=5, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(rows, 6, generator=generator), torch.randint(3, (rows,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def weights(step):
+    return {name: value.clone() for name, value in step.model.state_dict().items()}
+
+
+def assert_same(one, other):
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_recorded_and_usual_steps_have_the_same_weights_and_numbers(micro):
+    recorded, capture, notices = make()
+    usual, _, _ = make()
+    usual.capture = None
+    data = [*batches(10), *batches(1, rows=3), *batches(10, seed=2)]
+    for start in range(0, len(data) - micro + 1, micro):
+        mine, theirs = recorded(data[start : start + micro]), usual(data[start : start + micro])
+        for name in theirs.sums:
+            assert float(mine.sums[name]) == float(theirs.sums[name])
+            assert float(mine.counts[name]) == float(theirs.counts[name])
+        assert float(mine.norm) == float(theirs.norm)
+        assert float(mine.skipped) == float(theirs.skipped) == 0
+    assert_same(weights(recorded), weights(usual))
+    assert capture.recorder.replayed > 3
+    assert not notices
+
+
+def test_a_report_stays_as_it_is_when_the_next_step_is_replayed():
+    step, _, _ = make()
+    reports = [step([batch]) for batch in batches(8)]
+    again, _, _ = make()
+    again.capture = None
+    for report, batch in zip(reports, batches(8), strict=True):
+        assert float(report.sums["loss"]) == float(again([batch]).sums["loss"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda step: step.model[0].weight.requires_grad_(False),
+        lambda step: step.model[1].eval(),
+        lambda step: step.updater.optimizer.param_groups[0].update(weight_decay=0.5),
+        lambda step: step.updater.optimizer.param_groups[0].update(lr=0.5),
+        lambda step: step.updater.optimizer.load_state_dict(deepcopy(step.updater.optimizer.state_dict())),
+        lambda step: setattr(step.model[3].weight, "data", step.model[3].weight.data * 2),
+        lambda step: step.model[0].register_forward_hook(lambda _module, _inputs, output: output * 2),
+        lambda step: setattr(step, "metrics", False),
+    ],
+)
+def test_what_the_host_changes_between_steps_counts(change):
+    recorded, capture, _ = make()
+    usual, _, _ = make()
+    usual.capture = None
+    for place, batch in enumerate(batches(12)):
+        if place == 6:
+            change(recorded), change(usual)
+        recorded([batch]), usual([batch])
+    assert_same(weights(recorded), weights(usual))
+    assert capture.recorder.recorded == 2
+
+
+class Odd(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.layer, self.odd, self.count, self.seen = nn.Linear(6, 3), forward, 0, []
+
+    def forward(self, x):
+        return self.odd(self, self.layer(x))
+
+
+def grows(module, x):  # a number of the host that changes: a graph would keep the first
+    module.count += 1
+    return x * float(module.count)
+
+
+def draws(_module, x):
+    return x * random.random()
+
+
+def fails(module, x):
+    module.seen.append(1)
+    if len(module.seen) > WARM_UP_STEPS:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+    return x
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [(draws, "random numbers"), (grows, "Odd.*count"), (fails, "not permitted.*test_engine_capture")],
+)
+def test_a_step_that_cannot_be_recorded_is_run_as_usual_and_said_once(odd, words):
+    step, capture, notices = make(Odd(odd))
+    for batch in batches(2 * WARM_UP_STEPS)[:WARM_UP_STEPS]:
+        step([batch])
+    step.model.odd = lambda _module, x: x
+    for batch in batches(5):
+        step([batch])
+    (notice,) = notices
+    assert re.search(words, notice)
+    assert capture.refused
+    assert capture.recorder.recovered == (odd is fails)
+
+
+def test_a_recorded_step_that_does_something_else_is_found_and_undone():
+    """The stand-in calls the model again, so what would be frozen in a graph is made to differ by hand."""
+    step, capture, notices = make()
+    usual, _, _ = make()
+    usual.capture = None
+    record = capture.recorder.record
+
+    def wrong(function):
+        result, replay = record(function)
+
+        def replay_wrongly():
+            replay()
+            with torch.no_grad():
+                step.model[0].weight.add_(1.0)
+
+        return result, replay_wrongly
+
+    capture.recorder.record = wrong
+    for batch in batches(8):
+        step([batch]), usual([batch])
+    assert_same(weights(step), weights(usual))
+    assert "differs" in notices[0]
+
+
+def test_where_capture_is_needed_a_reason_against_it_is_an_error():
+    step, _, _ = make(Odd(draws), needed=True)
+    for batch in batches(WARM_UP_STEPS - 1):
+        step([batch])
+    with pytest.raises(TrainingError, match=r"training\.capture"):
+        step(batches(1))
+
+
+def test_gradients_that_a_callback_looks_at_are_those_of_usual_steps():
+    step, capture, notices = make()
+    seen = []
+    step.watchers = [seen.append]
+    for batch in batches(6):
+        step([batch])
+    assert len(seen) == 6
+    assert capture.recorder.recorded == 0
+    assert "gradients" in notices[0]
+
+
+def test_a_busy_device_is_left_alone():
+    step, capture, notices = make(share=0.2)
+    for batch in batches(6):
+        step([batch])
+    assert capture.recorder.recorded == 0
+    assert not notices
+
+
+def test_few_graphs_are_kept_and_batches_of_ever_other_lengths_are_not_recorded(monkeypatch):
+    monkeypatch.setattr(module, "MOST_GRAPHS", 2)
+    step, capture, _ = make()
+    for rows in (3, 4, 5, 6, 3):
+        for batch in batches(5, rows=rows):
+            step([batch])
+    assert len(capture._graphs) == 2
+    assert capture.recorder.recorded == 5
+    step, capture, notices = make()
+    for rows in range(2, MOST_FORMS + 5):
+        step([batches(1, rows=rows)[0]])
+    assert capture.recorder.recorded == 0
+    assert "form" in notices[0]

@@ -1,0 +1,141 @@
+"""Compiled steps: terms and gradients of usual ones, odd batches as usual, and a compiler that fails does no harm."""
+
+import pytest
+import torch
+from torch import nn
+
+from etude import Trainer
+from etude.core import DataError
+from etude.engine.compiled import CompiledTask, saves_time
+from etude.losses import ClassificationLoss, LanguageModelingLoss, SupervisedTask
+from etude.models import CausalTransformerLM, LeNet5
+from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch.compile does it itself
+
+NAMES = ("a", "b")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def pictures(rows=4):
+    return torch.randn(rows, 1, 28, 28), torch.randint(10, (rows,))
+
+
+def language(**options):
+    model = CausalTransformerLM(vocab_size=32, d_model=16, n_layers=1, n_heads=2, max_len=8, dropout=0.0)
+    return model, SupervisedTask(LanguageModelingLoss(**options)), {"tokens": torch.randint(32, (4, 8))}
+
+
+def tasks():
+    model = MultiTaskModel(
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU()), {name: LinearHead(3, in_features=8) for name in NAMES}
+    )
+    specs = {name: TaskSpec(name, nn.CrossEntropyLoss(), labels=name, weight=0.5) for name in NAMES}
+    return model, MultiTask(specs), {"input": torch.randn(4, 6), **{name: torch.randint(3, (4,)) for name in NAMES}}
+
+
+CASES = {
+    "pictures": lambda: (LeNet5(), SupervisedTask(ClassificationLoss()), pictures()),
+    "inferred": lambda: (LeNet5(), SupervisedTask(), pictures()),
+    "torch's loss": lambda: (nn.Linear(3, 2), SupervisedTask(nn.MSELoss()), (torch.randn(4, 3), torch.randn(4, 2))),
+    "language": lambda: language(shift=True),
+    "several tasks": tasks,
+}
+
+
+def compiled(task, graphs=None, **options):
+    """Compile without a compiler; count the graphs."""
+
+    def keep(graph, _inputs):
+        if graphs is not None:
+            graphs.append(graph)
+        return graph
+
+    options.setdefault("notice", lambda _words: None)
+    return CompiledTask(task, **{"backend": keep, **options})
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_terms_and_gradients_are_those_of_the_task_in_one_graph(case, metrics):
+    torch.manual_seed(0)
+    model, task, batch = CASES[case]()
+    usual = task(model, batch, metrics=metrics)
+    found = compiled(task, graphs := [])(model, batch, metrics=metrics)
+    assert len(graphs) == 1
+    assert found.keys() == usual.keys()
+    for name, term in found.items():
+        torch.testing.assert_close(term.sum, usual[name].sum)
+        assert float(term.count) == float(usual[name].count)
+        assert (term.weight, term.reported, term.optional) == (
+            usual[name].weight,
+            usual[name].reported,
+            usual[name].optional,
+        )
+    params = list(model.parameters())
+    mine, theirs = (
+        torch.autograd.grad(sum(term.sum for term in terms.values() if term.is_weighted), params, allow_unused=True)
+        for terms in (found, usual)
+    )
+    for one, other in zip(mine, theirs, strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_the_odd_last_batch_of_an_epoch_is_not_compiled(batch_size):
+    task = compiled(SupervisedTask(ClassificationLoss()), graphs := [], batch_size=batch_size)
+    model = LeNet5()
+    for rows in (4, 4, 3, 4, 4, 3):
+        task(model, pictures(rows), metrics=True)
+    assert len(graphs) == 1
+
+
+def test_what_the_first_batch_decides_leaves_no_trace_in_model_or_generators():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 10), nn.BatchNorm1d(10), nn.Dropout(0.5))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch, task = pictures(), compiled(SupervisedTask())
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    assert task._begin(model, batch, True)
+    assert torch.equal(torch.rand(1), expected)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_compiler_that_fails_is_said_and_the_task_runs_as_usual():
+    def fail(*_args):
+        raise RuntimeError("no compiler here")
+
+    said = []
+    task = compiled(SupervisedTask(ClassificationLoss()), backend=fail, notice=said.append)
+    for _ in range(3):
+        assert "loss" in task(LeNet5(), pictures(), metrics=False)
+    assert len(said) == 2
+    assert "no compiler here" in said[1]
+
+
+def test_mistakes_in_the_model_are_explained_as_ever():
+    trainer = Trainer(
+        nn.Sequential(nn.Flatten(), nn.Linear(5, 2)),
+        pictures(),
+        config={"epochs": 1, "batch_size": 4, "compile": "step", "sanity_val_batches": 0},
+        progress=False,
+    )
+    with pytest.raises(DataError, match="784"):
+        trainer.train()
+
+
+def test_a_short_run_is_not_worth_compiling_and_a_long_one_is():
+    model, batch = LeNet5(), pictures()
+    run = SupervisedTask().outputs
+    decisions = [saves_time(steps, 1, run)(model, batch) for steps in (10, 100_000_000, None)]
+    assert decisions == [False, True, True]
+    next(model.children()).register_forward_hook(lambda *_: None)
+    assert not saves_time(None, 1, run)(model, batch)

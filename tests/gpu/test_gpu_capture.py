@@ -1,0 +1,294 @@
+"""On a CUDA device: captured steps have the bytes of uncaptured ones, and give way where a model forbids them."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from etude import Callback, DataLoader, Trainer
+from etude.core import TrainingError
+from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
+from etude.multitask.weighting import DynamicWeightAverage, UncertaintyWeighting
+from etude.optim import SGD, Adam, AdamW, RMSprop
+
+pytestmark = [pytest.mark.gpu]
+
+OPTIMIZERS = {
+    "adamw": lambda p: AdamW(p, lr=1e-2),
+    "adam": lambda p: Adam(p, lr=1e-2),
+    "sgd": lambda p: SGD(p, lr=0.05),
+    "momentum": lambda p: SGD(p, lr=0.05, momentum=0.9),
+    "rmsprop": lambda p: RMSprop(p, lr=1e-3),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+}
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(8 * 36, 10)
+    )
+
+
+def data(samples=70 * 16 + 5, bad=None):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 1, 8, 8, generator=generator)
+    y = torch.randint(10, (samples,), generator=generator)
+    if bad is not None:
+        x[bad] = float("nan")
+    return x, y
+
+
+def train(model, capture, folder=None, *, optimizer="adamw", callbacks=(), tensors=None, resume=False, **config):
+    settings = {"epochs": 2, "batch_size": 16, "deterministic": True, "capture": capture, "log_interval": 10}
+    trainer = Trainer(
+        model,
+        tensors or data(),
+        config={**settings, **config},
+        optimizer=OPTIMIZERS[optimizer],
+        callbacks=callbacks,
+        output_dir=folder,
+        resume=resume,
+        progress=False,
+    )
+    trainer.train()
+    return trainer
+
+
+def captured(trainer):
+    return bool(trainer.step.capture is not None and trainer.step.capture._graphs)
+
+
+def assert_same(one, other):
+    mine, theirs = one.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    states = [list(each.optimizer.state_dict()["state"].values()) for each in (one, other)]
+    for a, b in zip(*states, strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in a if isinstance(a[key], torch.Tensor))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_captured_run_has_the_bytes_of_an_uncaptured_one(optimizer):
+    mine, theirs = train(net(), "on", optimizer=optimizer), train(net(), "off", optimizer=optimizer)
+    assert captured(mine)
+    assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"precision": "fp16", "loss_scale": 2.0**10},
+        {"precision": "bf16", "grad_accum_steps": 3},
+        {"precision": "fp32", "warmup_steps": 20},
+        {"gradient_clip_norm": None},
+        {"gradient_clip_value": 0.01},
+        {"train_metrics": False},
+    ],
+    ids=str,
+)
+def test_precision_accumulation_and_schedules_are_part_of_the_graph(config):
+    mine, theirs = train(net(), "on", **config), train(net(), "off", **config)
+    assert captured(mine)
+    assert_same(mine, theirs)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(64, 64), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return x + self.dropout(torch.relu(self.layer(x)))
+
+
+def deep():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Sequential(Block(), Block(), Block()), nn.Linear(64, 10))
+
+
+def test_activation_checkpointing_is_captured():
+    mine = train(deep(), "auto", activation_checkpointing=True)
+    print("activation checkpointing:", captured(mine), mine.step.capture.refused)
+    assert_same(mine, train(deep(), "off", activation_checkpointing=True))
+
+
+class Stop(Callback):
+    def __init__(self, step):
+        super().__init__()
+        self.step, self.count = step, 0
+
+    def on_step_end(self, report):
+        self.count += 1
+        self.control.stop = self.count == self.step
+
+
+@pytest.mark.parametrize("step", [2, 3, 4, 70, 75])
+def test_a_captured_run_that_is_stopped_and_resumed_is_the_run_that_never_stopped(tmp_path, step):
+    straight = train(net(), "on", tmp_path / "straight", warmup_steps=30)
+    train(net(), "auto", tmp_path / "run", callbacks=[Stop(step)], warmup_steps=30)
+    resumed = train(net(), "on", tmp_path / "run", resume=True, warmup_steps=30)
+    assert_same(straight, resumed)
+
+    def losses(folder):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return {line["step"]: line["loss"] for line in lines if "step" in line and "loss" in line}
+
+    first, second = losses(tmp_path / "straight"), losses(tmp_path / "run")
+    assert first == second
+
+
+def test_nan_in_a_captured_step_skips_it_on_the_device():
+    tensors = data(bad=333)
+    mine, theirs = (train(net(), mode, tensors=tensors) for mode in ("on", "off"))
+    assert captured(mine)
+    assert_same(mine, theirs)
+    assert all(value.isfinite().all() for value in mine.model.state_dict().values())
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x):
+        output = self.inner(x)
+        return output * 2 if output.sum().item() > 0 else output
+
+
+class Notices(Callback):
+    shows_notices = True
+
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def on_notice(self, message, facts):
+        self.said.append(message)
+
+
+def test_a_module_that_reads_the_device_falls_back_with_one_sentence():
+    torch.manual_seed(0)
+    notices = Notices()
+    mine, theirs = train(Reads(), "auto", callbacks=[notices]), train(Reads(), "off")
+    assert_same(mine, theirs)
+    (said,) = [message for message in notices.said if "CUDA graph" in message]
+    print(said)
+    assert "test_gpu_capture.py" in said
+    with pytest.raises(TrainingError, match="capture"):
+        train(Reads(), "on")
+    after = train(net(), "on")  # the device is in order
+    assert_same(after, train(net(), "off"))
+
+
+class Looks(Callback):
+    def __init__(self):
+        super().__init__()
+        self.norms = []
+
+    def on_gradients(self, gradients):
+        self.norms.append(gradients.params[0].grad.norm())
+
+
+def test_a_callback_that_wants_gradients_gets_those_of_every_step():
+    looks = Looks()
+    trainer = train(net(), "auto", callbacks=[looks])
+    assert len(looks.norms) == trainer.state.clock.step
+    assert not captured(trainer)
+
+
+class Freeze(Callback):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def on_step_begin(self, step):
+        if step == 40:
+            self.model[0].weight.requires_grad_(False)
+        if step == 60:
+            self.model[1].eval()
+
+
+def test_layers_that_are_frozen_on_the_way_stay_frozen():
+    mine, theirs = net(), net()
+    first, second = train(mine, "on", callbacks=[Freeze(mine)]), train(theirs, "off", callbacks=[Freeze(theirs)])
+    assert_same(first, second)
+
+
+NAMES = ("a", "b")
+
+
+def tasks(weighting):
+    torch.manual_seed(0)
+    rule = None if weighting is None else weighting(NAMES)
+    heads = {name: LinearHead(4, in_features=32) for name in NAMES}
+    model = MultiTaskModel(nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU()), heads)
+    specs = {name: TaskSpec(name, nn.CrossEntropyLoss(), labels=name, weight=0.5 + i) for i, name in enumerate(NAMES)}
+    return model, MultiTask(specs, rule)
+
+
+class Ramp(Callback):
+    def __init__(self, task):
+        super().__init__()
+        self.task = task
+
+    def on_step_begin(self, step):
+        if step >= 20:
+            self.task.activate({"a": 1.0, "b": min(1.0, (step - 20) / 50)})
+
+
+@pytest.mark.parametrize("ramp", [False, True])
+@pytest.mark.parametrize("weighting", [None, UncertaintyWeighting, DynamicWeightAverage])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_several_tasks_are_captured(weighting, ramp, accumulated):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, 1, 8, 8, generator=generator)
+    labels = {name: torch.randint(4, (1000,), generator=generator) for name in NAMES}
+    runs = []
+    for mode in ("on", "off"):
+        model, task = tasks(weighting)
+        loader = DataLoader({"input": x, **labels}, batch_size=32, shuffle=True, seed=3)
+        config = {"epochs": 4, "deterministic": True, "capture": mode, "grad_accum_steps": accumulated}
+        runs.append(
+            Trainer(model, loader, task=task, config=config, progress=False, callbacks=[Ramp(task)] if ramp else [])
+        )
+        runs[-1].train()
+    assert captured(runs[0])
+    assert_same(*runs)
+    assert runs[0].task.samples == runs[1].task.samples
+
+
+def test_ten_phases_take_little_memory():
+    model, task = tasks(None)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3200, 1, 8, 8, generator=generator)
+    labels = {name: torch.randint(4, (3200,), generator=generator) for name in NAMES}
+
+    class Phases(Callback):
+        def __init__(self):
+            super().__init__()
+            self.reserved = []
+
+        def on_step_begin(self, step):
+            if step % 10 == 0:
+                task.activate({"a": 1.0} if step % 20 else {"a": 1.0, "b": 1.0})
+                self.reserved.append(torch.cuda.memory_reserved())
+
+    loader = DataLoader({"input": x, **labels}, batch_size=32, shuffle=True, seed=3)
+    Trainer(
+        model,
+        loader,
+        task=task,
+        config={"epochs": 1, "capture": "on"},
+        callbacks=[phases := Phases()],
+        progress=False,
+    ).train()
+    print("reserved MiB by phase", [one >> 20 for one in phases.reserved])
+    assert phases.reserved[-1] - phases.reserved[3] < 64 << 20
