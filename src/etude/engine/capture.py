@@ -110,25 +110,16 @@ class Graph:
     """The report it was recorded with; tensors in it stand for places in `packed`."""
     is_checked: bool = False
 
-    def run(self, micro_batches: Sequence[Batch], lr: float) -> StepReport:
-        """Do the step with these batches."""
-        torch._foreach_copy_(self.inputs, list(_tensors(micro_batches)), non_blocking=True)
+    def run(self, tensors: list[Tensor], lr: float) -> StepReport:
+        """Do the step with the tensors of other batches."""
+        torch._foreach_copy_(self.inputs, tensors, non_blocking=True)
         self.replay()
-        numbers = iter(self.packed.clone().unbind())
-        report = self.layout
-
-        def fresh(value: Any) -> Any:
-            return next(numbers) if isinstance(value, Tensor) else value
-
-        return StepReport(
-            {name: fresh(value) for name, value in report.sums.items()},
-            {name: fresh(value) for name, value in report.counts.items()},
-            fresh(report.norm),
-            fresh(report.divisor),
-            fresh(report.skipped),
-            lr,
-            report.optional,
-        )
+        layout, (norm, skipped, *numbers) = self.layout, self.packed.clone().unbind()
+        fresh = iter(numbers)
+        divisor = next(fresh) if isinstance(layout.divisor, Tensor) else layout.divisor
+        sums = dict(zip(layout.sums, fresh, strict=False))
+        counts = {name: next(fresh) if isinstance(one, Tensor) else one for name, one in layout.counts.items()}
+        return StepReport(sums, counts, norm, divisor, skipped, lr, layout.optional)
 
 
 class Capture:
@@ -158,8 +149,9 @@ class Capture:
         """Train on the micro-batches of one step."""
         if self.refused is not None or not self.step.objective.is_usual(self.step.clock.step):
             return self.step.run(micro_batches)
+        tensors: list[Tensor] = []
         try:
-            key = self._key(micro_batches)
+            key = self._key(micro_batches, tensors)
         except Unfit as why:
             return self._refuse(str(why), micro_batches)
         graph = self._graphs.get(key)
@@ -167,24 +159,29 @@ class Capture:
             return self._prepare(key, micro_batches)
         self._graphs.move_to_end(key)
         if not graph.is_checked:
-            return self._check(key, graph, micro_batches)
-        return graph.run(micro_batches, self.step.updater.lr)
+            return self._check(key, graph, micro_batches, tensors)
+        return graph.run(tensors, self.step.updater.lr)
 
     # --- what a graph is kept under
 
-    def _key(self, micro_batches: Sequence[Batch]) -> Hashable:
-        """Return everything that the host decides about a step; raise Unfit if it cannot be recorded at all."""
+    def _key(self, micro_batches: Sequence[Batch], tensors: list[Tensor]) -> Hashable:
+        """Return everything that the host decides about a step; raise Unfit if it cannot be recorded at all.
+
+        The tensors of the batches are put into the list.
+        """
         step = self.step
         if step.watchers:
             raise Unfit("a callback looks at the gradients of every step")
         if not step.objective.is_capturable:
             raise Unfit(f"{type(step.objective).__name__} decides on the host")
-        if any(tensor.device != step.updater.device for tensor in _tensors(micro_batches)):
+        form = _form(micro_batches, tensors)
+        device = step.updater.device
+        if any(tensor.device != device for tensor in tensors):
             raise Unfit("batches hold tensors that are not on the device")
         if self._memory_now() != self._memory:
             self._forget()
         key = (
-            tuple(map(_form, micro_batches)),
+            form,
             step.task.version,
             step.task.constants(),
             step.metrics,
@@ -273,7 +270,9 @@ class Capture:
 
     def _record(self, key: Hashable, micro_batches: Sequence[Batch]) -> None:
         """Record the step with copies of these batches as its inputs."""
+        tensors: list[Tensor] = []
         inputs = [map_tensors(batch, torch.clone) for batch in micro_batches]
+        _form(inputs, tensors)
         kept = rng_state()
         try:
             layout: list[StepReport] = []
@@ -290,31 +289,33 @@ class Capture:
             where = place_of(cause)
             self._give_up(f"{first_line(cause)}{f' ({where})' if where else ''}", error)
             return
-        self._graphs[key] = Graph(list(_tensors(inputs)), packed, replay, layout[0], is_checked=key in self._checked)
+        self._graphs[key] = Graph(tensors, packed, replay, layout[0], is_checked=key in self._checked)
         while len(self._graphs) > MOST_GRAPHS:
             self._graphs.popitem(last=False)
 
     # --- trying it
 
-    def _check(self, key: Hashable, graph: Graph, micro_batches: Sequence[Batch]) -> StepReport:
+    def _check(
+        self, key: Hashable, graph: Graph, micro_batches: Sequence[Batch], tensors: list[Tensor]
+    ) -> StepReport:
         """Do one step both ways from the same state; keep the replayed one if both agree."""
-        tensors, kept = list(self._tensors_of_run()), rng_state()
+        state, kept = list(self._tensors_of_run()), rng_state()
         try:
-            before = [tensor.clone() for tensor in tensors]
-            room = [torch.empty_like(tensor) for tensor in tensors]
+            before = [tensor.clone() for tensor in state]
+            room = [torch.empty_like(tensor) for tensor in state]
         except torch.OutOfMemoryError:
             return self._refuse("there is no memory to compare it with the usual step", micro_batches)
         usual = self.step.run(micro_batches)
-        torch._foreach_copy_(room, tensors)
+        torch._foreach_copy_(room, state)
         drawn = rng_state()
-        torch._foreach_copy_(tensors, before)
+        torch._foreach_copy_(state, before)
         set_rng_state(kept)
-        report = graph.run(micro_batches, self.step.updater.lr)
-        if (difference := _difference(before, room, tensors)) <= LARGEST_DIFFERENCE and _alike(usual, report):
+        report = graph.run(tensors, self.step.updater.lr)
+        if (difference := _difference(before, room, state)) <= LARGEST_DIFFERENCE and _alike(usual, report):
             graph.is_checked = True
             self._checked.add(key)
             return report
-        torch._foreach_copy_(tensors, room)
+        torch._foreach_copy_(state, room)
         set_rng_state(drawn)
         self._give_up(f"the recorded step differs from the usual one by {difference:.2g} of its update")
         return usual
@@ -334,31 +335,24 @@ class Capture:
         self.step.notice(f"steps are not captured as CUDA graphs: {why}")
 
 
-def _form(value: Any) -> Hashable:
-    """Return the shape of a batch: of tensors their sizes and types, of everything else its value."""
+def _form(value: Any, tensors: list[Tensor]) -> Hashable:
+    """Return the shape of a batch: of tensors their sizes and types, of everything else its value.
+
+    The tensors themselves are put into the list.
+    """
     if isinstance(value, Tensor):
+        tensors.append(value)
         return value.shape, value.dtype
-    if isinstance(value, Mapping):
-        return tuple([(key, _form(one)) for key, one in value.items()])
     if isinstance(value, (tuple, list)):
-        return type(value), *[_form(one) for one in value]
+        return type(value), *[_form(one, tensors) for one in value]
+    if isinstance(value, Mapping):
+        return tuple([(key, _form(one, tensors)) for key, one in value.items()])
     return value  # type: ignore[no-any-return]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _tensors(one)
 
 
 def _packed(report: StepReport) -> Tensor:
     """Return all numbers of a report that are on the device as one vector."""
-    values = (*report.sums.values(), *report.counts.values(), report.norm, report.divisor, report.skipped)
+    values = (report.norm, report.skipped, report.divisor, *report.sums.values(), *report.counts.values())
     tensors = [value for value in values if isinstance(value, Tensor)]
     if all(tensor.dtype is torch.float32 for tensor in tensors):  # one kernel
         return torch.stack(tensors)
