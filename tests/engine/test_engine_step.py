@@ -314,3 +314,28 @@ def test_a_parameter_whose_first_gradient_is_bad_keeps_no_trace_of_it(name):
         alone.grad = good.clone()
         reference.apply(1.0)
     assert head.equal(alone)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_group_without_parameters_is_no_matter(place):
+    layer = nn.Linear(2, 1)
+    groups = [{"params": list(layer.parameters())}]
+    groups.insert(place, {"params": [], "weight_decay": 0.0})
+    updater = Updater(torch.optim.SGD(groups, lr=0.5))
+    updater.send_rates()
+    layer(torch.ones(1, 2)).sum().backward()
+    before = layer.bias.item()
+    updater.apply(1.0)
+    assert layer.bias.item() == pytest.approx(before - 0.5)
+
+
+def test_numbers_of_an_update_differ_even_in_a_tensor_that_is_changed_in_place():
+    layer, rate = nn.Linear(2, 1), torch.tensor(0.5)
+    updater = Updater(torch.optim.SGD(layer.parameters(), lr=rate, fused=True), clip_norm=1.0)
+    seen = [updater.constants()]
+    rate.fill_(0.25)
+    seen.append(updater.constants())
+    updater.clip_norm = 2.0
+    seen.append(updater.constants())
+    assert len(set(seen)) == 3
+    assert updater.constants() == seen[-1]

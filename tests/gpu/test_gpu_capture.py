@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from etude import Callback, DataLoader, Trainer
+from etude import BasicTrainingLoop, Callback, DataLoader, Trainer
 from etude.core import TrainingError
+from etude.metrics import F1, LossTracker
 from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
 from etude.multitask.weighting import DynamicWeightAverage, UncertaintyWeighting
 from etude.optim import SGD, Adam, AdamW, RMSprop
@@ -292,3 +293,66 @@ def test_ten_phases_take_little_memory():
     ).train()
     print("reserved MiB by phase", [one >> 20 for one in phases.reserved])
     assert phases.reserved[-1] - phases.reserved[3] < 64 << 20
+
+
+class Annealed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, predictions, labels):
+        self.calls += 1
+        return nn.functional.cross_entropy(predictions, labels) * min(1.0, self.calls / 1000)
+
+
+class SetsNumbers(Callback):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def on_step_begin(self, step):
+        if step % 40 == 0:
+            self.model[4].p = 0.1 + step / 1000
+            self.model[1].momentum = 0.1 + step / 1000
+
+
+def test_a_loss_that_counts_and_numbers_that_a_callback_sets_are_those_of_every_step():
+    weights = []
+    for mode in ("auto", "off"):
+        config = {"epochs": 2, "batch_size": 16, "deterministic": True, "capture": mode}
+        trainer = Trainer(net(), data(), config=config, loss=Annealed(), progress=False)
+        trainer.train()
+        weights.append(trainer)
+    assert_same(*weights)
+    mine, theirs = net(), net()
+    first = train(mine, "on", callbacks=[SetsNumbers(mine)])
+    assert captured(first)
+    assert_same(first, train(theirs, "off", callbacks=[SetsNumbers(theirs)]))
+
+
+def test_metric_objects_see_every_batch():
+    found = []
+    for mode in ("auto", "off"):
+        metrics = [LossTracker(), F1(10)]
+        config = {"batch_size": 16, "deterministic": True, "capture": mode}
+        loop = BasicTrainingLoop(
+            model := net(), AdamW(model.parameters(), lr=1e-2), metrics=metrics, config=config, progress=False
+        )
+        loop.fit(data(), epochs=2)
+        found.append([metrics[0].count, *[metric.compute() for metric in metrics]])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("step", [3, 70])
+def test_a_compiled_and_captured_run_that_is_stopped_and_resumed_is_the_run_that_never_stopped(tmp_path, step):
+    straight = train(net(), "on", tmp_path / "straight", compile="step")
+    assert captured(straight)
+    train(net(), "on", tmp_path / "run", callbacks=[Stop(step)], compile="step")
+    assert_same(straight, train(net(), "on", tmp_path / "run", resume=True, compile="step"))
+
+
+def test_fp16_whose_first_updates_are_skipped_is_captured_after_them():
+    config = {"precision": "fp16", "loss_scale": 2.0**40}
+    mine, theirs = train(net(), "on", **config), train(net(), "off", **config)
+    assert captured(mine)
+    assert_same(mine, theirs)

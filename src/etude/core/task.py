@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -62,6 +63,20 @@ def check_terms(terms: Any) -> None:
         )
 
 
+def settings_of(*owners: object) -> Hashable:
+    """Return the numbers and words that objects keep as attributes, and which tensors.
+
+    >>> from types import SimpleNamespace
+    >>> settings_of(SimpleNamespace(beta=0.5, name="kl", seen=[]))
+    (('beta', 0.5), ('name', 'kl'))
+    """
+    found = [item for owner in owners for item in getattr(owner, "__dict__", {}).items()]
+    plain = (bool, int, float, str, np.generic, Tensor)
+    return tuple(
+        [(name, id(one) if isinstance(one, Tensor) else one) for name, one in found if isinstance(one, plain)]
+    )
+
+
 class Task:
     """Base class of tasks: `__call__` is all that must be defined; everything else has a default that does nothing.
 
@@ -90,8 +105,11 @@ class Task:
         return None
 
     def constants(self) -> Hashable:
-        """Return the numbers of the host that its terms are made with, such as weights: a recorded step has them."""
-        return ()
+        """Return the numbers of the host that its terms are made with, such as weights: a recorded step has them.
+
+        By default all numbers and words that are its attributes; one that changes with every step ends recording.
+        """
+        return settings_of(self)
 
     def trained_on(self, batch: Batch) -> None:
         """Called once for every batch of a training step, on the host: what a batch says by itself is counted here."""
@@ -188,6 +206,9 @@ class _FunctionAsTask(Task):
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
         return self.function(model, batch, metrics=metrics)
+
+    def constants(self) -> Hashable:
+        return settings_of(self.function)
 
 
 def as_task(task: Any) -> Task:

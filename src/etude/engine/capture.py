@@ -15,19 +15,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from etude.core import Batch, StepReport, TrainingError
 from etude.core.batch import map_tensors
 from etude.core.random import host_draws, rng_state, set_rng_state
 from etude.engine.explain import first_line, first_of, place_of
+from etude.engine.host_state import PLAIN, Watched, host_state
 from etude.engine.step import Step
-from etude.engine.update import state_tensors
 
 CaptureMode = Literal["auto", "on", "off"]
 
@@ -37,11 +35,16 @@ MOST_GRAPHS = 16
 """Graphs that are kept; the one unused for longest is dropped."""
 MOST_FORMS = 128
 """Forms of batches, of which few come again, after which recording is given up."""
+FEW_FORMS = 8
+"""Forms after which it is asked whether the step itself makes every one another."""
 GPU_BOUND = 0.6
 """If the host needs at most this share of the device's time for a step, recording it would gain nothing."""
 LARGEST_DIFFERENCE = 0.05
 """Of the update, by which the replayed step may differ from the usual one: kernels add up in any order."""
-_REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
+MOST_LOST = 4
+"""Times in a row that graphs may become void before one of them was replayed."""
+_PARTS = ("the form of the batches", "what the task does", "its weights", "metrics", "settings of the optimizer")
+"""What the first parts of a key are."""
 
 
 class Recorder(Protocol):
@@ -59,6 +62,9 @@ class Recorder(Protocol):
 
 class CudaRecorder:
     """Records CUDA graphs that share one pool of memory: only one of them runs at a time."""
+
+    recoveries: ClassVar[int] = 0
+    """How often the generators were given another state: graphs of before, of any run, draw from the old one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -79,6 +85,7 @@ class CudaRecorder:
         generator = torch.cuda.default_generators[self.device.index or 0]
         fresh = torch.Generator(self.device)
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
+        CudaRecorder.recoveries += 1
 
     def timed(self, function: Callable[[], StepReport]) -> tuple[StepReport, float]:
         """Run a step alone on the device, and wait for it."""
@@ -134,16 +141,18 @@ class Capture:
         self.needed = needed
         self.refused: str | None = None
         """Why steps are run as usual from now on."""
-        self._modules: list[nn.Module] = []
-        self._hooks: list[dict[int, Any]] = []
-        self._buffers: list[dict[str, Tensor | None]] = []
-        self._attributes: list[tuple[dict[str, Any], str]] = []
-        """Tensors that modules keep beside parameters and buffers, such as caches."""
-        self._kept: list[list[Any]] = []
+        self._watched = Watched(step.model, step.updater)
+        self._memory: list[list[Any]] = []
+        self._others: list[Tensor] = []
+        """Tensors that model and task keep elsewhere, and that a step changes in place."""
+        self._kept: list[Any] = []
+        """What must live as long as the graphs."""
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
+        self._lost = 0
+        """Times that graphs became void since one of them was replayed."""
         self._seen: dict[Hashable, int] = {}
+        self._dropped: dict[Hashable, int] = {}
         self._checked: set[Hashable] = set()
-        self._memory: list[int] = []
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Train on the micro-batches of one step."""
@@ -160,6 +169,7 @@ class Capture:
         self._graphs.move_to_end(key)
         if not graph.is_checked:
             return self._check(key, graph, micro_batches, tensors)
+        self._lost = 0
         return graph.run(tensors, self.step.updater.lr)
 
     # --- what a graph is kept under
@@ -178,17 +188,17 @@ class Capture:
         device = step.updater.device
         if any(tensor.device != device for tensor in tensors):
             raise Unfit("batches hold tensors that are not on the device")
-        if self._memory_now() != self._memory:
-            self._forget()
+        if not tensors:
+            raise Unfit("batches hold no tensors")
+        if (now := [*self._watched.now(), [CudaRecorder.recoveries]]) != self._memory:
+            self._forget(now)
         key = (
             form,
             step.task.version,
             step.task.constants(),
             step.metrics,
             step.updater.constants(),
-            tuple(map(_REQUIRES_GRAD, step.updater.params)),
-            tuple(map(_TRAINING, self._modules)),
-            sum(map(len, self._hooks)),
+            self._watched.modes(),
         )
         try:
             hash(key)
@@ -196,42 +206,28 @@ class Capture:
             raise Unfit(f"batches or settings hold something that cannot be compared ({error})") from error
         return key
 
-    def _memory_now(self) -> list[int]:
-        """Return where everything lies that a recorded step reads and writes."""
-        step, attributes = self.step, self._attributes
-        return [
-            *map(Tensor.data_ptr, step.updater.params),
-            *map(id, chain.from_iterable(map(dict.values, step.updater.optimizer.state.values()))),
-            *map(id, chain.from_iterable(map(dict.values, self._buffers))),
-            *[id(values[name]) for values, name in attributes],
-        ]
+    def _forget(self, now: list[list[Any]]) -> None:
+        """Drop all graphs: a checkpoint was loaded, weights were swapped, a cache was replaced, a layer got a setting.
 
-    def _forget(self) -> None:
-        """Drop all graphs: a checkpoint was loaded, weights were swapped, a cache was replaced."""
+        Raises Unfit if that happens again and again.
+        """
+        if self._graphs:
+            self._lost += 1
+            self._seen.clear()
+        what = next(
+            (name for name, *two in zip(Watched.PARTS, now, self._memory, strict=False) if two[0] != two[1]), ""
+        )
         self._graphs.clear()
-        model = self.step.model
-        self._modules = list(model.modules())
-        self._hooks = [hooks for one in self._modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
-        self._buffers = [one._buffers for one in self._modules if one._buffers]
-        self._attributes = [
-            (vars(one), name)
-            for one in self._modules
-            for name, value in vars(one).items()
-            if isinstance(value, Tensor)
-        ]
-        self._memory = self._memory_now()
-        # As long as these live, nothing else has their addresses.
-        self._kept = [
-            list(chain.from_iterable(map(dict.values, self.step.updater.optimizer.state.values()))),
-            list(chain.from_iterable(map(dict.values, self._buffers))),
-            [values[name] for values, name in self._attributes],
-        ]
+        self._others, self._kept = [], []
+        if self._lost > MOST_LOST:
+            raise Unfit(f"{what or 'memory is replaced'} between steps, again and again")
+        self._watched.look()
+        self._memory = [*self._watched.now(), [CudaRecorder.recoveries]]
 
     def _tensors_of_run(self) -> Iterator[Tensor]:
-        """Yield everything a step changes in place: parameters, buffers, optimizer state, loss scale."""
-        yield from (param.data for param in self.step.updater.params)
-        yield from (buffer for buffers in self._buffers for buffer in buffers.values() if buffer is not None)
-        yield from state_tensors(self.step.updater.optimizer)
+        """Yield everything a step changes in place: parameters, buffers, optimizer state, loss scale and so on."""
+        yield from self._watched.tensors()
+        yield from self._others
         if self.step.precision.scaler is not None:
             yield from self.step.precision.scaler.tensors()
 
@@ -240,33 +236,42 @@ class Capture:
     def _prepare(self, key: Hashable, micro_batches: Sequence[Batch]) -> StepReport:
         """Run a step as usual, and record it once its form has come often enough."""
         if len(self._seen) >= MOST_FORMS:
+            often = _most_varied(self._seen)
             self._seen.clear()
             if not self._graphs:
-                return self._refuse("hardly two batches have the same form; give them few lengths", micro_batches)
+                return self._refuse(f"hardly two steps are alike: {often} nearly always", micro_batches)
         self._seen[key] = self._seen.get(key, 0) + 1
-        if self._seen[key] < WARM_UP_STEPS:
+        is_due = self._seen[key] >= WARM_UP_STEPS and self.step.updater.has_stepped
+        if not is_due and len(self._seen) != FEW_FORMS:
             return self.step.run(micro_batches)
-        drawn, plain = host_draws(), self._plain_attributes()
+        drawn, (before, tensors) = host_draws(), self._host_state()
+        versions = [_version(tensor) for tensor in tensors]
         report, share = self.recorder.timed(lambda: self.step.run(micro_batches))
-        changed = [place for place, value in self._plain_attributes().items() if plain.get(place) != value]
+        after, found = self._host_state()
         if host_draws() != drawn:
             self._give_up("the model draws random numbers on the host, which would be the same in every step")
-        elif changed:
-            self._give_up(f"a step changes {changed[0]} on the host, where a graph would leave it as it is")
+        elif place := next((place for place, one in after.items() if before.get(place, self) != one), ""):
+            self._give_up(f"a step changes {place} on the host, where a graph would leave it as it is")
+        elif not is_due:
+            return report
         elif share < GPU_BOUND and not self.needed:
             self.refused = "the device is busy without it"
+            self._graphs.clear()
         else:
+            known = {id(tensor) for tensor in self._tensors_of_run()}
+            pairs = zip(tensors, versions, strict=True)
+            self._others += [one for one, old in pairs if _version(one) != old and id(one) not in known]
+            self._kept += found
             self._record(key, micro_batches)
         return report
 
-    def _plain_attributes(self) -> dict[str, Any]:
-        """Return the numbers and words that the modules keep, by name: a graph does not see that they change."""
-        return {
-            f"{type(module).__name__} {name}.{attribute}".replace(" .", " "): value
-            for name, module in self.step.model.named_modules()
-            for attribute, value in vars(module).items()
-            if isinstance(value, (bool, int, float, str))
-        }
+    def _host_state(self) -> tuple[dict[str, Any], list[Tensor]]:
+        """Return what model, task and optimizer keep on the host, by place, and their tensors."""
+        optimizer, task = self.step.updater.optimizer, self.step.task
+        groups = [{key: one for key, one in group.items() if key != "params"} for group in optimizer.param_groups]
+        more = {key: one for key, one in vars(optimizer).items() if key not in ("state", "param_groups")}
+        parts = {"optimizer": more, "optimizer settings": groups, "optimizer state": [*optimizer.state.values()]}
+        return host_state(**{type(task).__name__: task, type(self.step.model).__name__: self.step.model, **parts})
 
     def _record(self, key: Hashable, micro_batches: Sequence[Batch]) -> None:
         """Record the step with copies of these batches as its inputs."""
@@ -291,7 +296,10 @@ class Capture:
             return
         self._graphs[key] = Graph(tensors, packed, replay, layout[0], is_checked=key in self._checked)
         while len(self._graphs) > MOST_GRAPHS:
-            self._graphs.popitem(last=False)
+            dropped, _ = self._graphs.popitem(last=False)
+            # Recording takes as long as many steps: a form that is dropped often must come ever more often.
+            self._seen[dropped] = WARM_UP_STEPS * (1 - 4 ** self._dropped.get(dropped, 0))
+            self._dropped[dropped] = self._dropped.get(dropped, 0) + 1
 
     # --- trying it
 
@@ -305,7 +313,9 @@ class Capture:
             room = [torch.empty_like(tensor) for tensor in state]
         except torch.OutOfMemoryError:
             return self._refuse("there is no memory to compare it with the usual step", micro_batches)
-        usual = self.step.run(micro_batches)
+        usual = self.step.run(
+            [map_tensors(batch, torch.clone) for batch in micro_batches]
+        )  # a model may change its input
         torch._foreach_copy_(room, state)
         drawn = rng_state()
         torch._foreach_copy_(state, before)
@@ -338,7 +348,7 @@ class Capture:
 def _form(value: Any, tensors: list[Tensor]) -> Hashable:
     """Return the shape of a batch: of tensors their sizes and types, of everything else its value.
 
-    The tensors themselves are put into the list.
+    The tensors themselves are put into the list. Raises Unfit for objects whose values nobody knows.
     """
     if isinstance(value, Tensor):
         tensors.append(value)
@@ -347,7 +357,9 @@ def _form(value: Any, tensors: list[Tensor]) -> Hashable:
         return type(value), *[_form(one, tensors) for one in value]
     if isinstance(value, Mapping):
         return tuple([(key, _form(one, tensors)) for key, one in value.items()])
-    return value  # type: ignore[no-any-return]
+    if not isinstance(value, PLAIN):
+        raise Unfit(f"batches hold a {type(value).__name__}, which may have tensors in it")
+    return value
 
 
 def _packed(report: StepReport) -> Tensor:
@@ -363,12 +375,29 @@ def _difference(before: list[Tensor], usual: list[Tensor], replayed: list[Tensor
     """Return the size of the difference of two steps, as a share of what the usual one changed."""
     apart = changed = 0.0
     for old, one, other in zip(before, usual, replayed, strict=True):
-        if one.is_floating_point() and one.dim():
+        if one.is_floating_point() and not _is_counter(old, one):
             apart += float((one.double() - other.double()).nan_to_num().square().sum())
             changed += float((one.double() - old.double()).nan_to_num().square().sum())
         elif not torch.equal(one, other):
             return float("inf")
     return float((apart / changed) ** 0.5) if changed else float(apart > 0)
+
+
+def _is_counter(old: Tensor, one: Tensor) -> bool:
+    """Whether a number counts, as that of steps: it is compared by itself, since it changes by more than weights do."""
+    return not one.dim() and bool(old == old.round()) and bool(one == one.round())
+
+
+def _version(tensor: Tensor) -> int:
+    """Return a number that grows with every change in place."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _most_varied(keys: Mapping[Any, int]) -> str:
+    """Return in words which part of the keys differs most."""
+    different = [len(set(values)) for values in zip(*keys, strict=True)]
+    place = different.index(max(different))
+    return f"{_PARTS[place] if place < len(_PARTS) else 'which layers are trained, or their hooks,'} changes"
 
 
 def _alike(usual: StepReport, replayed: StepReport) -> bool:

@@ -64,9 +64,14 @@ class Updater:
         for rate in self._rates:
             rate.send()
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether there was a finite update: up to then the host looks at every one."""
+        return self._has_stepped or bool(self.optimizer.state)
+
     def constants(self) -> Hashable:
         """Return the numbers of the host that an update is made with: settings, and rates the device does not hold."""
-        return tuple(rate.constants() for rate in self._rates)
+        return self.clip_norm, self.clip_value, *[rate.constants() for rate in self._rates]
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -89,7 +94,7 @@ class Updater:
             # |g|/divisor > clip  ⇔  |g|/clip > divisor, and then dividing by |g|/clip leaves a norm of clip
             scaled_norm = norm if self.clip_norm == 1.0 else norm / self.clip_norm
             divisor = scaled_norm.clamp_min(divisor)
-        if not (self._has_stepped or self.optimizer.state):
+        if not self.has_stepped:
             # Once: kernels that create their state in the first update would leave it half-made if skipped.
             if not skipped.item():
                 self._first_step(grads, divisor, skipped, norm)
@@ -205,8 +210,9 @@ class DeviceRate:
         self._settings: list[str] = []
         self._num_settings = 0
         group = self.group
-        if group["params"][0].is_cuda and not isinstance(group["lr"], Tensor) and _takes_tensor(optimizer, group):
-            self.tensor = torch.zeros((), dtype=torch.float32, device=group["params"][0].device)
+        first = next(iter(group["params"]), None)  # a group may be empty
+        if first is not None and first.is_cuda and _takes_tensor(optimizer, group):
+            self.tensor = torch.zeros((), dtype=torch.float32, device=first.device)
             # torch warns of capturable groups that are not captured; these are, or do the same arithmetic.
             optimizer._warned_capturable_if_run_uncaptured = True
 
@@ -241,11 +247,17 @@ class DeviceRate:
         if len(group) != self._num_settings:
             left_out = {"params", "initial_lr"} if self.tensor is None else {"params", "initial_lr", "lr"}
             self._settings, self._num_settings = [key for key in group if key not in left_out], len(group)
-        return tuple(map(group.get, self._settings))
+        # A number on the host may be in a tensor too, which is changed in place.
+        values = map(group.get, self._settings)
+        return tuple([one.item() if isinstance(one, Tensor) and one.is_cpu else one for one in values])
 
 
 def _takes_tensor(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the kernels for a group read the learning rate from the device."""
+    """Whether the kernels for a group read the learning rate from the device, and it is a plain number now."""
+    if isinstance(group["lr"], Tensor) or not type(optimizer).step.__module__.startswith(
+        ("torch.optim", "etude.optim")
+    ):
+        return False  # a step of somebody's own may compute with the number on the host
     if group.get("fused"):
         return isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD))
     return "capturable" in group and isinstance(optimizer, _CAPTURABLE)

@@ -4,7 +4,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -15,7 +15,7 @@ from etude.config.registry import register
 from etude.core.batch import Batch, targets_of
 from etude.core.errors import TrainingError
 from etude.core.model import HeadOutput, ModelCall
-from etude.core.task import Terms
+from etude.core.task import Terms, settings_of
 from etude.losses.functional import (
     IGNORE_INDEX,
     accuracy_term,
@@ -48,6 +48,10 @@ class LossStrategy(ABC):
     def has_cheap_metrics(self, output: Any, batch: Batch) -> bool:  # noqa: ARG002
         """Return whether the terms of weight 0 cost so little that they are computed in training too."""
         return True
+
+    def constants(self) -> Hashable:
+        """Return the numbers of the host that the terms are made with: a recorded step has them."""
+        return settings_of(self)
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:  # noqa: ARG002
         """Return numbers that follow from the averages of the terms; they are reported beside these."""

@@ -1,6 +1,6 @@
 """The supervised task: a model, a batch of any form and whatever is given as the loss; by default chosen by shapes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,6 +44,10 @@ class InferredLoss(LossStrategy):
     def has_cheap_metrics(self, output: Any, batch: Batch) -> bool:
         """Return what the chosen strategy says."""
         return self._choose(output, batch).has_cheap_metrics(output, batch)
+
+    def constants(self) -> Hashable:
+        """Return what the chosen strategy says."""
+        return () if self.chosen is None else self.chosen.constants()
 
     def _choose(self, output: Any, batch: Batch) -> LossStrategy:
         if self.chosen is None:
@@ -157,6 +161,10 @@ class SupervisedTask(Task):
         if metrics is None:
             metrics = self.strategy.has_cheap_metrics(output, batch)
         return self.strategy.terms(output, batch, metrics=metrics)
+
+    def constants(self) -> Hashable:
+        """Return the numbers that the loss is made with."""
+        return self.strategy.constants()
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return the numbers that the strategy derives from averages."""

@@ -6,7 +6,7 @@ with their exact counts; of any other function the mean is taken to run over the
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.modules.loss import _Loss
 from etude.config.registry import register
 from etude.core.batch import Batch, num_samples
 from etude.core.errors import ConfigError, TrainingError
-from etude.core.task import LossTerm, Terms
+from etude.core.task import LossTerm, Terms, settings_of
 from etude.losses.functional import IGNORE_INDEX, count_labels, cross_entropy_term, label_weights, nll_term
 from etude.losses.strategies import LossStrategy, add_accuracy, logits_of, required_labels
 
@@ -108,6 +108,10 @@ class FunctionLoss(LossStrategy):
             return None
         weight, skip = self._options.get("weight"), self._options.get("ignore_index", IGNORE_INDEX)
         return {"loss": count_labels(labels, skip) if weight is None else label_weights(labels, weight, skip).sum()}
+
+    def constants(self) -> Hashable:
+        """Return the settings of the function, where it is an object, and those of torch's losses."""
+        return settings_of(self, self.function), *self._options.items()
 
     def cross_entropy(self, means: Mapping[str, float]) -> float | None:
         """Return the loss if it is torch's cross entropy or nll_loss, without smoothing and class weights."""

@@ -198,8 +198,10 @@ class MultiTask(ActiveTasks):
     # --- training
 
     def constants(self) -> Hashable:
-        """Return which tasks have a weight; what it is, the device knows."""
-        return tuple(task for task, weight in self._weights.items() if weight)
+        """Return which tasks have a weight, and what their losses are made with; what it is, the device knows."""
+        return tuple(
+            (task, self._active[task].strategy.constants()) for task, weight in self._weights.items() if weight
+        )
 
     def objective(self, parts: ObjectiveParts) -> Any:
         """Return the objective that the weighting needs."""
