@@ -22,7 +22,7 @@ BENCHMARKS = {
     "linear_ce": (),
     "meaningful": (),
     "multi_task": (),
-    "gpu_step": (),
+    "gpu": (),
 }
 """Modules in the order in which they run, and what `--quick` is for those that do not know the word."""
 

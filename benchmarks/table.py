@@ -29,6 +29,9 @@ DISTRIBUTIONS = (
     "litdata",
     "datasets",
     "grain",
+    "triton",
+    "liger-kernel",
+    "cut-cross-entropy",
 )
 NOT_INSTALLED = "not installed"
 NOT_RUN = "not run"
@@ -160,6 +163,11 @@ def publish(benchmark: str, tables: Sequence[Table], options: argparse.Namespace
     """Print the tables, and write them with their circumstances if a file was asked for."""
     for table in tables:
         print(f"\n{table}", flush=True)
+    write(benchmark, tables, options, device=device)
+
+
+def write(benchmark: str, tables: Sequence[Table], options: argparse.Namespace, *, device: str = "cpu") -> None:
+    """Write the tables with their circumstances if a file was asked for."""
     if options.json is not None:
         report = {
             "benchmark": benchmark,

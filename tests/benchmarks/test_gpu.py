@@ -1,0 +1,140 @@
+"""The GPU benchmark at its tiny size on the CPU, and how it goes on when a contestant fails."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu_race import MARK, Contestant, Section, Stopwatch, run_section  # noqa: E402
+
+from benchmarks import gpu_race, table  # noqa: E402
+
+
+def section(contestants, **settings):
+    columns = {"way": "", "ms": ".1f", "× time": ".2f"}
+    return Section("Title", columns, "How.", contestants, ("ms", "× time"), lambda _: ("a", "b"), **settings)
+
+
+def test_everything_that_needs_no_gpu_runs_and_the_rest_says_so(tmp_path):
+    file = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--no-peers", "--json", str(file)]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(file.read_text())
+    assert report["benchmark"] == "gpu"
+    assert len(report["tables"]) == 1 + 4 + 1 + 1 + 1 + 1
+    rows = [row for one in report["tables"] for row in one["rows"]]
+    reasons = {row[table.NOT_RUN] for row in rows if table.NOT_RUN in row}
+    assert reasons <= {"needs CUDA", "failed: RuntimeError: needs torch 2.13"}
+    measured = [row for row in rows if table.NOT_RUN not in row]
+    names = {next(iter(row.values())) for row in measured}
+    assert names >= {
+        "by hand, eager",
+        "Etude, eager, fused head",
+        "Etude, compile off, capture off",
+        "Etude, chunked",
+        "wasserstein, Etude, chunked",
+        "dense mask, SDPA",
+    }
+    for row in measured:
+        rate = next(row[unit] for unit in ("ms", "steps/s", "tokens/s") if unit in row)
+        assert 0 < row["from"] <= rate <= row["to"]
+    assert all(one["title"] in done.stdout and name in done.stdout for one in report["tables"] for name in names)
+
+
+CHILD = """
+import json, os, sys, time
+for name in sys.argv[sys.argv.index("--run") + 1:]:
+    print("noise of a library")
+    print({mark!r} + json.dumps([name, None]), flush=True)
+    if name == "dies":
+        sys.exit("Traceback\\nAcceleratorError: CUDA error: illegal memory access")
+    if name == "hangs":
+        time.sleep(600)
+    print({mark!r} + json.dumps([name, {{"ms": 2.0}}]), flush=True)
+"""
+
+
+def test_a_child_that_dies_or_hangs_costs_one_row(tmp_path, monkeypatch):
+    script = tmp_path / "child.py"
+    script.write_text(CHILD.format(mark=MARK))
+    monkeypatch.setattr(gpu_race, "CHILD", (sys.executable, str(script)))
+    monkeypatch.setattr(gpu_race, "LONGEST_S", 1.0)
+    names = ("a", "dies", "b", "hangs", "c")
+    one = section({name: Contestant(lambda: None, cuda=False) for name in names})
+    found = dict(run_section(one, ["--quick"], peers=True))
+    assert [name for name in names if found[name] == {"ms": 2.0}] == ["a", "b", "c"]
+    assert "illegal memory access" in found["dies"][table.NOT_RUN]
+    assert "1 s" in found["hangs"][table.NOT_RUN]
+
+
+def test_a_child_that_says_nothing_is_not_asked_for_ever(monkeypatch):
+    monkeypatch.setattr(gpu_race, "CHILD", (sys.executable, "-c", "pass"))
+    one = section({name: Contestant(lambda: None, cuda=False) for name in "ab"}, alone=True)
+    assert [name for name, numbers in run_section(one, ["--quick"], peers=True) if table.NOT_RUN in numbers] == [
+        "a",
+        "b",
+    ]
+
+
+def test_results_of_a_child_process_are_those_of_the_section(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    names = ["the three products alone", "Etude, chunked"]
+    arguments = ["--quick", "--only=linear", "--section=0", "--run", *names]
+    found = dict(gpu_race.in_child(arguments))
+    assert list(found) == names
+    assert all(numbers["ms"] > 0 for numbers in found.values())
+
+
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_a_contestant_that_fails_is_a_row_and_peers_can_be_left_out(rounds):
+    def run():
+        return (lambda: None) if rounds else {"ms": 1.0}
+
+    contestants = {
+        "a": Contestant(run, cuda=False),
+        "fails": Contestant(lambda: 1 / 0, cuda=False),
+        "absent": Contestant(run, ("no_such_module",), cuda=False),
+        "peer": Contestant(run, cuda=False, is_peer=True),
+    }
+    found = dict(run_section(section(contestants, rounds=rounds), [], peers=False))
+    assert found["a"]["ms"] > 0
+    assert "ZeroDivisionError" in found["fails"][table.NOT_RUN]
+    assert found["absent"] == {table.NOT_RUN: table.NOT_INSTALLED}
+    assert "peer" not in found
+
+
+def test_ratios_are_to_the_best_of_the_references():
+    rows = [
+        {"way": "a", "ms": 4.0},
+        {"way": "b", "ms": 2.0},
+        {"way": "c", "ms": 3.0},
+        {"way": "d", table.NOT_RUN: "x"},
+    ]
+    found = section({}).with_ratios(rows)
+    assert [row.get("× time") for row in found] == [2.0, 1.0, 1.5, None]
+    assert section({}).with_ratios(rows[2:]) == rows[2:]  # both references have failed
+
+
+def test_the_stopwatch_times_stretches_after_the_warm_up(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(gpu_race, "now", lambda _: clock[0])
+    watch = Stopwatch(warmup=3, stretch=2, rounds=2)
+    watch.begin = 0.0
+    for step in range(watch.num_steps):
+        clock[0] += 100.0 if step < 3 else 0.5
+        watch()
+    numbers = watch.numbers("tokens/s", per_step=8)
+    assert numbers["tokens/s"] == numbers["from"] == numbers["to"] == 16.0
+    assert numbers["ready s"] == 300.0
+    short = Stopwatch(warmup=3, stretch=2, rounds=2)
+    short()
+    with pytest.raises(RuntimeError, match="1 of 7"):
+        short.numbers("tokens/s", per_step=8)
