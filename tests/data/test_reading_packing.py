@@ -11,7 +11,7 @@ from reading_files import document_lengths, everything, numbered, opened_documen
 
 from etude.core.errors import DataError
 from etude.core.model import ModelCall
-from etude.data import DataLoader, PackedDocuments, document_mask
+from etude.data import DataLoader, PackedDocuments, TokenMixture, document_mask
 from etude.data.reading.fitting import best_fit
 
 lengths_of_blocks = st.integers(1, 25)
@@ -88,13 +88,43 @@ def test_fit_keeps_documents_whole(lengths, length, seed):
 @given(document_lengths, st.sampled_from(["split", "fit"]), st.data())
 def test_a_block_is_a_function_of_its_index_alone(lengths, strategy, data):
     file = opened_documents(numbered(lengths))
-    source = PackedDocuments(file, 8, strategy, last="pad")
+    source = PackedDocuments(file, 8, strategy, last="pad", attention="starts")
     blocks = list(rows(source))
     chosen = data.draw(st.lists(st.integers(0, len(source) - 1), min_size=1, max_size=6))
-    again = PackedDocuments(file, 8, strategy, last="pad")
+    again = PackedDocuments(file, 8, strategy, last="pad", attention="starts")
     batch = again.gather(np.array(chosen), epoch=3, seed=9)
     for key, value in batch.items():
         assert value.tolist() == [blocks[i][key].tolist() for i in chosen]
+
+
+@settings(max_examples=60, deadline=None)
+@given(document_lengths, lengths_of_blocks, st.sampled_from(["split", "fit"]))
+def test_starts_are_where_document_ids_change(lengths, length, strategy):
+    file = opened_documents(numbered(lengths))
+    plain, source = (PackedDocuments(file, length, strategy, last="pad", attention=how) for how in ("ids", "starts"))
+    for block, same in zip(rows(source), rows(plain), strict=True):
+        starts, ids = block.pop("document_starts"), same["document_ids"].tolist()
+        expected = [at for at in range(length) if at == 0 or ids[at] != ids[at - 1]]
+        assert starts.tolist() == expected + [length] * (len(starts) - len(expected))
+        assert len(starts) > len(expected)
+        assert len(starts).bit_count() == 1
+        assert starts.dtype == np.int32
+        assert block.keys() == same.keys()
+        assert all((block[key] == same[key]).all() for key in same)
+
+
+@given(document_lengths, lengths_of_blocks, lengths_of_blocks)
+@settings(max_examples=40, deadline=None)
+def test_mixtures_of_lengths_keep_starts_in_order(lengths, one, two):
+    file = opened_documents(numbered(lengths))
+    sources = {str(n): PackedDocuments(file, n, last="pad", attention="starts") for n in {one, two}}
+    mixture = TokenMixture(sources)
+    batch = mixture.gather(np.arange(len(mixture)), epoch=0, seed=0)
+    for row, starts in zip(batch["document_starts"], batch["position_ids"], strict=True):
+        assert row.tolist() == sorted(row.tolist())
+        assert row[0] == 0
+        real = batch["labels"].shape[1]
+        assert {int(at) for at in row if at < real} <= {n for n, place in enumerate(starts) if place == 0}
 
 
 def best_fit_by_hand(lengths, capacity):
@@ -202,7 +232,7 @@ def test_a_loader_stopped_in_the_middle_goes_on_with_the_same_blocks():
         ({"length": 0}, "length of blocks is 0"),
         ({"strategy": "best"}, "'split' or 'fit'"),
         ({"last": "keep"}, "'drop' or 'pad'"),
-        ({"attention": "none"}, "'ids' or 'full'"),
+        ({"attention": "none"}, "'ids' or 'starts' or 'full'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(options, message):

@@ -16,7 +16,9 @@ STREAM = "stream"
 """The key under which a batch that comes from a named stream of data keeps the stream's name."""
 LABEL_KEYS = ("labels", "label", "targets", "target")
 """Keys under which a mapping holds its labels; the first one present is taken."""
-SETTING_KEYS = (STREAM, "causal")
+DOCUMENT_STARTS = "document_starts"
+"""The key under which packed documents (B, L) keep where each of them begins in its row, (B, places)."""
+SETTING_KEYS = (STREAM, "causal", DOCUMENT_STARTS)
 """What a batch says about itself or asks of the model. No inputs: only a `forward` that names them is given them."""
 
 

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import HeadOutput, Task, num_samples
-from etude.core.batch import STREAM, Batch, JointBatch, inputs_of, is_next_token, map_tensors, padding_mask_of
+from etude.core.batch import (
+    DOCUMENT_STARTS,
+    STREAM,
+    Batch,
+    JointBatch,
+    inputs_of,
+    is_next_token,
+    map_tensors,
+    padding_mask_of,
+)
 from etude.core.model import ModelCall, unwrap
 from etude.core.random import rng_state, set_rng_state
 
@@ -164,7 +173,8 @@ def _without_masks(batch: Batch) -> Batch:
     return {
         key: value
         for key, value in batch.items()
-        if key not in MASK_KEYS or not isinstance(value, Tensor) or value.shape[-1:] != inputs.shape[-1:]
+        if key != DOCUMENT_STARTS  # the kernel that takes them asks for their values
+        and (key not in MASK_KEYS or not isinstance(value, Tensor) or value.shape[-1:] != inputs.shape[-1:])
     }
 
 

@@ -10,12 +10,16 @@ from torch import Tensor, nn
 
 from etude.config.registry import register
 from etude.core.errors import ConfigError, TrainingError
+from etude.models.packed_attention import DocumentSpans, VarlenAttention, document_offsets, few_places
 from etude.models.sampling import check_sampling, evaluating, next_tokens
 
 Size = Annotated[int, Ge(1)]
 
 ROTARY_BASE = 10_000.0
 INIT_STD = 0.02
+
+Seen = Tensor | DocumentSpans | None
+"""Who sees whom: a mask (B, 1, L, L), documents one after the other, or what `causal` says."""
 
 
 @register("model", "causal_transformer_lm")
@@ -55,6 +59,7 @@ class CausalTransformerLM(nn.Module):
             )
         self.vocab_size, self.n_types, self.max_len = vocab_size, n_types, max_len
         self.n_heads, self.head_dim = n_heads, d_model // n_heads
+        self.packed_attention = VarlenAttention()
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.type_embedding = nn.Embedding(n_types, d_model) if n_types else None
         self.dropout = nn.Dropout(dropout)
@@ -100,16 +105,25 @@ class CausalTransformerLM(nn.Module):
         *,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        document_starts: Tensor | None = None,
         causal: bool = True,
     ) -> Tensor:
-        """Return the logits (B, L, V) of tokens (B, L); all tensors have that shape.
+        """Return the logits (B, L, V) of tokens (B, L); all tensors but `document_starts` have that shape.
 
         Positions where `attn_mask` is 0 are padding: no other position sees them. With `document_ids` a position sees
-        those of its own document only. `position_ids` count from 0 if not given; only their differences matter. With
-        `causal=False` a position also sees what comes after it, as for predicting masked tokens.
+        those of its own document only. `document_starts` (B, places) may say too where documents begin in their rows
+        (`PackedDocuments` with `attention="starts"`): a GPU in half precision without dropout then needs no mask.
+        `position_ids` count from 0 if not given; only their differences matter. With `causal=False` a position also
+        sees what comes after it, as for predicting masked tokens.
         """
         hidden = self.features(
-            tokens, types, attn_mask, position_ids=position_ids, document_ids=document_ids, causal=causal
+            tokens,
+            types,
+            attn_mask,
+            position_ids=position_ids,
+            document_ids=document_ids,
+            document_starts=document_starts,
+            causal=causal,
         )
         logits: Tensor = self.head(hidden)
         return logits
@@ -122,11 +136,16 @@ class CausalTransformerLM(nn.Module):
         *,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        document_starts: Tensor | None = None,
         causal: bool = True,
     ) -> Tensor:
         """Return the hidden states (B, L, d_model) that the output layer makes logits of; arguments as of `forward`."""
         self._check(tokens, types, attn_mask)
-        mask = attention_mask(tokens, attn_mask, document_ids, causal=causal)
+        mask: Seen = None
+        if attn_mask is None and document_ids is not None and document_starts is not None:
+            mask = self._packed(document_starts, tokens)
+        if mask is None:
+            mask = attention_mask(tokens, attn_mask, document_ids, causal=causal)
         return self._hidden(tokens, types, mask, position_ids, causal=causal)
 
     def generate(
@@ -191,11 +210,22 @@ class CausalTransformerLM(nn.Module):
                 f"of the tokens, {tuple(tokens.shape)}"
             )
 
+    def _packed(self, document_starts: Tensor, tokens: Tensor) -> DocumentSpans | None:
+        """Return the documents for attention without a mask, or None where that is not to be had or does not pay."""
+        (rows, length), device = tokens.shape, tokens.device
+        if (self.training and self.dropout.p > 0) or not few_places(document_starts, length):
+            return None
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else self.embedding.weight.dtype
+        if not self.packed_attention.takes(device, dtype, self.head_dim):
+            return None
+        return DocumentSpans(self.packed_attention, document_offsets(document_starts, rows, length), length)
+
     def _hidden(
         self,
         tokens: Tensor,
         types: Tensor | None,
-        mask: Tensor | None,
+        mask: Seen,
         position_ids: Tensor | None,
         cache: "list[LayerCache] | None" = None,
         causal: bool = True,
@@ -239,7 +269,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None,
+        mask: Seen,
         cache: "LayerCache | None" = None,
         causal: bool = True,
     ) -> Tensor:
@@ -262,7 +292,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None,
+        mask: Seen,
         cache: "LayerCache | None" = None,
         causal: bool = True,
     ) -> Tensor:
@@ -275,10 +305,15 @@ class Attention(nn.Module):
         if cache is not None:
             assert length == 1 or cache.length == 0, "the causal mask of the kernel begins at the first key"
             keys, values = cache.extend(keys, values)
-        gathered = F.scaled_dot_product_attention(
-            queries, keys, values, mask, dropout_p=self.dropout if self.training else 0.0, is_causal=is_causal
-        )
-        projected: Tensor = self.project(gathered.transpose(1, 2).reshape(batch, length, width))
+        if isinstance(mask, DocumentSpans):
+            queries, keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))
+            gathered = mask.attend(queries, keys, values, mask.offsets, mask.longest, causal=causal)
+        else:
+            dropout = self.dropout if self.training else 0.0
+            gathered = F.scaled_dot_product_attention(
+                queries, keys, values, mask, dropout_p=dropout, is_causal=is_causal
+            ).transpose(1, 2)
+        projected: Tensor = self.project(gathered.reshape(batch, length, width))
         return projected
 
 

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude.core.batch import DOCUMENT_STARTS
 from etude.core.errors import DataError
 from etude.data.order import Indices
 from etude.data.reading.padding import Array
 from etude.data.tokens import TokenFile, open_tokens
 
 LABELS = "labels"
-OWN_KEYS = ("input_ids", "attention_mask", "position_ids", "document_ids")
+OWN_KEYS = ("input_ids", "attention_mask", "position_ids", "document_ids", DOCUMENT_STARTS)
 Kind = Literal["next", "stream", "sample", "none"]
 
 

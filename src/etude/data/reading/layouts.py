@@ -34,6 +34,10 @@ class Layout(Protocol):
         """Return the pieces of these blocks; none of them is empty."""
         ...
 
+    def most_pieces(self) -> int:
+        """Return how many pieces a block has at most: no block has more, and none need have so many."""
+        ...
+
 
 class SplitLayout:
     """All documents one after the other, cut every `length` tokens. Nothing is stored: boundaries are looked up."""
@@ -68,6 +72,15 @@ class SplitLayout:
             starts, lengths, ends = starts[real], lengths[real], ends[real]
         return Pieces(starts, lengths, counts, ends)
 
+    def most_pieces(self) -> int:
+        """Look at all blocks, a million at a time; empty documents count, and so do both ends of a block."""
+        most, step = 0, 2**20
+        for first in range(0, self.num_blocks, step):
+            borders = np.arange(first, min(first + step, self.num_blocks) + 1) * self._length
+            documents = self._file.document_at(np.minimum(borders, self._file.num_tokens - 1))
+            most = max(most, int(np.diff(documents).max()) + 1)
+        return most
+
 
 class FitLayout:
     """Documents in blocks of `length` with as little padding as possible; only longer ones are cut.
@@ -92,6 +105,10 @@ class FitLayout:
         counts = self._offsets[blocks + 1] - first
         places = ranges(first, counts)
         return Pieces(self._starts[places], self._lengths[places].astype(np.int64), counts, self._ends[places])
+
+    def most_pieces(self) -> int:
+        """Look at the table."""
+        return int(np.diff(self._offsets).max())
 
 
 def _cut(file: TokenFile, length: int) -> tuple[Indices, Indices, Mask]:

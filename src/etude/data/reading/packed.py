@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude.core.batch import DOCUMENT_STARTS
 from etude.core.errors import DataError
 from etude.data.order import Indices
 from etude.data.reading.attention import document_mask
@@ -14,6 +15,9 @@ from etude.data.reading.columns import LABELS, Columns, opened
 from etude.data.reading.layouts import FitLayout, Layout, Pieces, SplitLayout, check_blocks
 from etude.data.reading.padding import IGNORED, Array, Mask, constant, filled, ranges, read_padded, scatter
 from etude.data.tokens import TokenFile
+
+Attention = Literal["ids", "starts", "full"]
+"""How batches say which tokens see each other."""
 
 
 class PackedDocuments:
@@ -34,7 +38,9 @@ class PackedDocuments:
         labels: "next", "none", or the name of a stream, in place of the choice above.
         cross_documents: label the last token of a document with the first token of the one behind it.
         attention: "ids" leaves the mask to the model, which makes it from `document_ids` or from where `position_ids`
-            begin again. "full" adds it for other models: "attention_mask" is then (B, 1, length, length), bool.
+            begin again. "starts" adds "document_starts", where documents and padding begin in each block: with it
+            attention kernels need no mask. It is (B, places), int32, as many places for all blocks; those left over
+            hold `length`. "full" adds the mask for other models: "attention_mask" is then (B, 1, length, length), bool.
         causal: whether that mask hides what comes after a token.
     """
 
@@ -48,7 +54,7 @@ class PackedDocuments:
         last: Literal["drop", "pad"] = "drop",
         labels: str | None = None,
         cross_documents: bool = False,
-        attention: Literal["ids", "full"] = "ids",
+        attention: Attention = "ids",
         causal: bool = True,
         seed: int = 0,
     ) -> None:
@@ -57,7 +63,7 @@ class PackedDocuments:
         self.length, self.pad_id, self.seed = length, pad_id, seed
         self.strategy: Literal["split", "fit"] = strategy
         self.last: Literal["drop", "pad"] = last
-        self.attention: Literal["ids", "full"] = attention
+        self.attention: Attention = attention
         self.cross_documents, self.causal = cross_documents, causal
         self.columns = Columns.of(self.file, labels, whole=False)
         self._layout: Layout
@@ -66,6 +72,8 @@ class PackedDocuments:
         else:
             self._layout = FitLayout(self.file, length, seed=seed)
         check_blocks(self.file, self._layout, length)
+        # For documents, padding, and one that stays free: blocks that a mixture pads keep their last document apart.
+        self._places = 1 << (self._layout.most_pieces() + 1).bit_length() if attention == "starts" else 0
 
     def __len__(self) -> int:
         return self._layout.num_blocks
@@ -117,6 +125,8 @@ class PackedDocuments:
         batch["position_ids"], batch["document_ids"] = torch.from_numpy(positions), torch.from_numpy(documents)
         for name in self.columns.streams:
             batch[name] = torch.from_numpy(self._read(spans, mask, name, self.columns.fill(name)))
+        if self.attention == "starts":
+            batch[DOCUMENT_STARTS] = torch.from_numpy(_starts(pieces, used, self.length, self._places))
         if self.attention == "full":
             batch["attention_mask"] = document_mask(batch["document_ids"], causal=self.causal)
         return batch
@@ -141,6 +151,16 @@ class PackedDocuments:
             goes_on = follows < self.file.num_tokens
         labels[goes_on, -1] = self.file.rows(follows[goes_on], 1)[:, 0]
         return labels
+
+
+def _starts(pieces: Pieces, used: Indices, length: int, places: int) -> Array:
+    """Where documents begin in their blocks, then the padding, (blocks, places); `length` where there are no more."""
+    starts = np.full((len(pieces.counts), places), length, np.int32)
+    rows = np.repeat(np.arange(len(pieces.counts)), pieces.counts)
+    within = ranges(np.zeros_like(pieces.counts), pieces.counts)
+    starts[rows, within] = _flat_starts(pieces, length) - rows * length
+    starts[np.arange(len(used)), pieces.counts] = used
+    return starts
 
 
 def _flat_starts(pieces: Pieces, length: int) -> Indices:
@@ -173,7 +193,7 @@ def _check(length: int, strategy: str, last: str, attention: str) -> None:
     for name, value, allowed in (
         ("strategy", strategy, ("split", "fit")),
         ("last", last, ("drop", "pad")),
-        ("attention", attention, ("ids", "full")),
+        ("attention", attention, ("ids", "starts", "full")),
     ):
         if value not in allowed:
-            raise DataError(f"{name} is {value!r}; it is {allowed[0]!r} or {allowed[1]!r}")
+            raise DataError(f"{name} is {value!r}; it is {' or '.join(map(repr, allowed))}")
