@@ -1,9 +1,10 @@
 """The mathematics of a step as one compiled region: model, loss terms and metrics together.
 
 Compiled alone, a model hands its output to a loss that runs piece by piece, with copies of it in float32; compiled
-together, these are one kernel or two. Every shape of batch is compiled for itself, and what a shape is computed with
-does not depend on what came before it: a resumed run computes as the run that never stopped did. A batch that is
-smaller than the others, as the last one of an epoch, is run as usual: compiling would take longer than it ever could.
+together, these are one kernel or two. Every shape of batch is compiled for itself. Where the size of whole batches is
+known and they are alike, what a batch is computed with does not depend on what came before it: a resumed run computes
+as the run that never stopped did. A batch that is smaller than the others, as the last one of an epoch, is run as
+usual: compiling would take longer than it ever could save.
 """
 
 from collections.abc import Callable
