@@ -1,5 +1,6 @@
 """Attention within packed documents by torch's kernel for sequences of any length: no mask of length × length."""
 
+import inspect
 from typing import NamedTuple
 
 import torch
@@ -64,4 +65,11 @@ def document_offsets(document_starts: Tensor, rows: int, length: int) -> Tensor:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_flash(index: int | None) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 0)
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 0) and _has_windows()
+
+
+def _has_windows() -> bool:
+    """Whether the installed torch says by a window which positions are seen; before, it had `is_causal`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "window_size" in inspect.signature(varlen_attn).parameters
