@@ -368,7 +368,8 @@ def test_a_module_that_refuses_takes_everything_back(tmp_path: Path) -> None:
 
 
 def test_the_untouched_checkpoint_loads(run: Run) -> None:
-    trainer, good = make(None, precision="fp16", max_steps=2), run[1]  # into the shared one files with odd settings went
+    _, good = run
+    trainer = make(None, precision="fp16", max_steps=2)  # into the shared one, files with odd settings were loaded
     trainer.load_checkpoint(good)
     model, rest = trainer.state.capture()
     saved = read_checkpoint(good)
