@@ -39,7 +39,7 @@ def test_stopped_after_any_step_and_resumed_it_is_the_same_run(tmp_path, accumul
         resumed.load_checkpoint(folder)
         resumed.train()
         assert first.steps | second.steps == whole.steps, stop
-        assert first.phases + second.phases == whole.phases, stop  # each told once
+        assert first.phases + second.phases == whole.phases, stop  # each is said once
         assert weights(folder) == weights(tmp_path / "whole"), stop
         assert records(folder) == records(tmp_path / "whole"), stop
         assert events(folder) == events(tmp_path / "whole"), stop
