@@ -127,6 +127,27 @@ def test_mixtures_of_lengths_keep_starts_in_order(lengths, one, two):
         assert {int(at) for at in row if at < real} <= {n for n, place in enumerate(starts) if place == 0}
 
 
+@given(document_lengths, lengths_of_blocks, lengths_of_blocks)
+@settings(max_examples=40, deadline=None)
+def test_mixtures_of_lengths_pad_as_by_hand_and_keep_padding_out_of_documents(lengths, one, two):
+    file = opened_documents(numbered(lengths))
+    sources = [PackedDocuments(file, n, last="pad") for n in sorted({one, two})]
+    mixture = TokenMixture({str(source.length): source for source in sources})
+    batch = mixture.gather(np.arange(len(mixture)), epoch=0, seed=0)
+    fills = {"input_ids": 0, "labels": -100, "position_ids": 0, "document_ids": -1}
+    assert batch.keys() == fills.keys()
+    for key, fill in fills.items():
+        padded = [
+            np.pad(block[key], (0, sources[-1].length - source.length), constant_values=fill)
+            for source in sources
+            for block in rows(source)
+        ]
+        assert batch[key].tolist() == np.array(padded).tolist()
+    is_padding = batch["document_ids"] < 0
+    seen = document_mask(batch["document_ids"], causal=False)[:, 0]
+    assert not (seen & (is_padding[:, :, None] != is_padding[:, None, :])).any()
+
+
 def best_fit_by_hand(lengths, capacity):
     """One piece after the other into the fullest block that has room."""
     room = []

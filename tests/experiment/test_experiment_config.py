@@ -1,5 +1,6 @@
 """The root schema: both habits of writing configs load as they stand and mean the same."""
 
+import itertools
 import json
 
 import pytest
@@ -210,6 +211,27 @@ def test_schema_accepts_what_loads_and_rejects_what_does_not():
         "modle: lenet5",
     ):
         assert not validator.is_valid(yaml.safe_load(text)), text
+
+
+SWITCHES = ["auto", "on", "off", "step", "model", "true", True, False, None, 1, []]
+
+
+def test_schema_and_reader_accept_the_same_switches(tmp_path):
+    import jsonschema
+
+    validator = jsonschema.Draft202012Validator(experiment_schema())
+    for key, value in itertools.product(("compile", "compile_model", "capture"), SWITCHES):
+        content = {"training": {key: value}}
+        try:
+            load(tmp_path, json.dumps(content), name="x.json")
+        except ConfigError:
+            is_read = False
+        else:
+            is_read = True
+        assert validator.is_valid(content) == is_read, content
+    properties = experiment_schema()["$defs"]["file"]["properties"]["training"]["properties"]
+    words = [{*one.get("enum", ())} for one in properties["compile"]["anyOf"]]
+    assert {"auto", "off", "model", "step"} in words  # what an editor completes
 
 
 def test_user_components_from_a_file(tmp_path):

@@ -12,7 +12,7 @@ from etude.data.mixed_order import MixtureOrder
 from etude.data.order import Indices, Order, SequentialOrder, ShuffledOrder
 from etude.data.source import BatchSource, MeasuredSource, ResizableSource
 
-PADDING = {"labels": -100, DOCUMENT_STARTS: 2**31 - 1}
+PADDING = {"labels": -100, "document_ids": -1, DOCUMENT_STARTS: 2**31 - 1}
 """What is filled in where a shorter sample ends; 0 for everything that is not named here."""
 
 

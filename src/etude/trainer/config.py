@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from etude.config import SectionModel
 from etude.engine.capture import CaptureMode
@@ -25,6 +25,14 @@ _PRECISIONS: dict[str, PrecisionName] = {
     "bf16": "bf16",
     "fp16": "fp16",
 }
+
+
+def _switch(on: str, words: Any) -> BeforeValidator:
+    """Return what lets true stand for the word `on` and false for "off": YAML reads on and off as these."""
+    named = {True: on, False: "off"}
+    return BeforeValidator(
+        lambda value: named[value] if isinstance(value, bool) else value, json_schema_input_type=words | bool
+    )
 
 
 class ActivationCheckpointing(SectionModel):
@@ -86,9 +94,11 @@ class TrainerConfig(SectionModel):
     """Number format of the forward pass; auto is bf16 on CUDA and fp32 on the CPU."""
     loss_scale: Positive = 65536.0
     """Initial loss scale for fp16."""
-    compile: CompileMode = Field(default="auto", validation_alias=AliasChoices("compile", "compile_model"))
+    compile: Annotated[CompileMode, _switch("step", CompileMode)] = Field(
+        default="auto", validation_alias=AliasChoices("compile", "compile_model")
+    )
     """torch.compile: of the step (true), of the model alone, or off; auto compiles the step of long runs on CUDA."""
-    capture: CaptureMode = "auto"
+    capture: Annotated[CaptureMode, _switch("on", CaptureMode)] = "auto"
     """Replay whole steps as CUDA graphs: auto where that is possible and faster; on is an error where it is not."""
     activation_checkpointing: bool | str | ActivationCheckpointing = Field(
         default=False, validation_alias=AliasChoices("activation_checkpointing", "gradient_checkpointing")
@@ -135,13 +145,6 @@ class TrainerConfig(SectionModel):
     """Batches that a thread makes ready, copies to CUDA included, of tensors or tokens; 0 makes them when due."""
     meaningful_loss: dict[str, Any] | None = None
     """Settings of the loss `meaningful`, for models over tokens of several modalities."""
-
-    @field_validator("compile", "capture", mode="before")
-    @classmethod
-    def _words_for_true_and_false(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool):  # YAML reads on and off as these
-            return ("step" if info.field_name == "compile" else "on") if value else "off"
-        return value
 
     @field_validator("grad_accum_steps")
     @classmethod
