@@ -57,7 +57,7 @@ def compiled(task, graphs=None, **options):
             graphs.append(graph)
         return graph
 
-    options.setdefault("notice", lambda _words: None)
+    options = {"notice": lambda _words: None, "warn": lambda _words: None, **options}
     return CompiledTask(task, **{"backend": keep, **options})
 
 
@@ -113,12 +113,13 @@ def test_a_compiler_that_fails_is_said_and_the_task_runs_as_usual():
     def fail(*_args):
         raise RuntimeError("no compiler here")
 
-    said = []
-    task = compiled(SupervisedTask(ClassificationLoss()), backend=fail, notice=said.append)
+    notices, warnings = [], []
+    task = compiled(SupervisedTask(ClassificationLoss()), backend=fail, notice=notices.append, warn=warnings.append)
     for _ in range(3):
         assert "loss" in task(LeNet5(), pictures(), metrics=False)
-    assert len(said) == 2
-    assert "no compiler here" in said[1]
+    assert len(notices) == 1
+    assert len(warnings) == 1
+    assert "no compiler here" in warnings[0]
 
 
 def test_mistakes_in_the_model_are_explained_as_ever():

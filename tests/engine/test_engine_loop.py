@@ -1,5 +1,6 @@
 """The loop: order of its phases, what steers it, what it leaves behind, and what it costs when nobody listens."""
 
+import json
 import math
 import signal
 
@@ -186,6 +187,21 @@ def test_validate_and_checkpoint_intervals(tmp_path):
 def test_without_checkpoints_nothing_is_saved(tmp_path):
     trainer(output_dir=tmp_path / "run", save_checkpoints=False).train()
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize(("way", "kind", "level"), [("notice", "execution", "INFO"), ("warn", "warning", "WARNING")])
+def test_how_steps_are_run_is_information_and_what_has_failed_a_warning(tmp_path, caplog, way, kind, level):
+    class Says(Callback):
+        def on_step_begin(self, step):
+            if step == 1:
+                getattr(one.step, way)("some words")
+
+    one = trainer([Says()], output_dir=tmp_path)
+    with caplog.at_level("INFO", "etude"):
+        one.train()
+    assert [record.levelname for record in caplog.records if record.getMessage() == "some words"] == [level]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["kind"], event["step"]) for event in events if event["message"] == "some words"] == [(kind, 1)]
 
 
 def test_errors_reach_the_callbacks_and_the_caller():

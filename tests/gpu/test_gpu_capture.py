@@ -8,6 +8,7 @@ from torch import nn
 
 from etude import BasicTrainingLoop, Callback, DataLoader, Trainer
 from etude.core import TrainingError
+from etude.engine.capture import WARM_UP_STEPS
 from etude.metrics import F1, LossTracker
 from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
 from etude.multitask.weighting import DynamicWeightAverage, UncertaintyWeighting
@@ -343,6 +344,7 @@ def test_metric_objects_see_every_batch():
     assert found[0] == found[1]
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, when it loads its compiler
 @pytest.mark.parametrize("step", [3, 70])
 def test_a_compiled_and_captured_run_that_is_stopped_and_resumed_is_the_run_that_never_stopped(tmp_path, step):
     straight = train(net(), "on", tmp_path / "straight", compile="step")
@@ -351,8 +353,22 @@ def test_a_compiled_and_captured_run_that_is_stopped_and_resumed_is_the_run_that
     assert_same(straight, train(net(), "on", tmp_path / "run", resume=True, compile="step"))
 
 
+class Skips(Callback):
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def on_step_end(self, report):
+        self.steps.append(float(report.skipped))
+
+
 def test_fp16_whose_first_updates_are_skipped_is_captured_after_them():
-    config = {"precision": "fp16", "loss_scale": 2.0**40}
-    mine, theirs = train(net(), "on", **config), train(net(), "off", **config)
+    config = {"precision": "fp16", "loss_scale": 2.0**24}
+    skips = Skips(), Skips()
+    mine, theirs = (
+        train(net(), mode, callbacks=[one], **config) for mode, one in zip(("on", "off"), skips, strict=True)
+    )
     assert captured(mine)
+    assert skips[0].steps == skips[1].steps
+    assert skips[0].steps.index(0.0) > WARM_UP_STEPS  # no state of the optimizer is there to record with before
     assert_same(mine, theirs)

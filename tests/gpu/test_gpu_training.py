@@ -6,6 +6,7 @@ from torch import nn
 
 from etude import Callback, DataLoader, Trainer
 from etude.core import TrainingError
+from etude.engine.capture import WARM_UP_STEPS
 from etude.engine.precision import Precision
 from etude.engine.step import Step
 from etude.engine.update import Updater
@@ -129,22 +130,31 @@ def test_language_modelling_step_with_masks_never_waits(no_waiting):
 
 
 class Silence(Callback):
-    """Forbids waiting from step 3 on, except around log points and the end."""
+    """Forbids waiting after the given step, except around log points and the end."""
 
-    def __init__(self, switch):
+    def __init__(self, switch, step):
         super().__init__()
-        self.switch, self.steps = switch, 0
+        self.switch, self.after, self.steps = switch, step, 0
 
     def on_step_end(self, report):
         self.steps += 1
-        self.switch(self.steps % 20 not in (19, 0) and 2 < self.steps < 37)
+        self.switch(self.steps % 20 not in (19, 0) and self.after <= self.steps < 37)
 
 
-def test_loop_and_loader_never_wait_between_log_points(no_waiting):
+@pytest.mark.parametrize(
+    ("capture", "step"),
+    [("off", 2), ("auto", WARM_UP_STEPS + 1)],  # a recorded step is compared with the usual one, once: this waits
+)
+def test_loop_and_loader_never_wait_between_log_points(no_waiting, capture, step):
     x, y = data(64 * 40, device="cpu")
     loader = DataLoader(x, y, 64, device=torch.device("cuda"))
     config = {"epochs": 1, "log_interval": 20, "device": "cuda", "precision": "bf16", "max_steps": 38}
-    Trainer(net(), loader, config=config, callbacks=[Silence(no_waiting)], progress=False).train()
+    silence = Silence(no_waiting, step)
+    trainer = Trainer(net(), loader, config={**config, "capture": capture}, callbacks=[silence], progress=False)
+    trainer.train()
+    assert silence.steps == 38
+    assert (trainer.step.capture is None) == (capture == "off")
+    assert capture == "off" or trainer.step.capture._graphs
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -44,11 +44,12 @@ class CompiledTask:
         batch_size: int | None = None,
         is_worthwhile: Callable[[nn.Module, Batch], bool] | None = None,
         notice: Callable[[str], None],
+        warn: Callable[[str], None],
         backend: Any = "inductor",
     ) -> None:
         self.task = task
         self.backend = backend
-        self.notice = notice
+        self.notice, self.warn = notice, warn
         self.refused: str | None = None
         """Why batches are run as usual."""
         self._batch_size = batch_size
@@ -69,7 +70,7 @@ class CompiledTask:
             if not _is_of_compiler(error):
                 raise
             self.refused = first_line(first_of(error))
-            self.notice(f"the step is not compiled: {self.refused}")
+            self.warn(f"the step is not compiled: {self.refused}")
             return self.task(model, batch, metrics=metrics)
         return {name: LossTerm(*parts) for name, parts in found.items()}
 

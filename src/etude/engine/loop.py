@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from etude.core import Batch, Control, DataError, Loader
 from etude.engine.callback import CallbackList
@@ -82,7 +83,7 @@ class Loop:
         self.step.clock = self.clock
         self.step.watchers = self.callbacks.hooks("on_gradients")
         self.step.objective.connect(self.callbacks)
-        self.step.notice = self._warn
+        self.step.notice, self.step.warn = partial(self._notify, event="execution"), self._notify
 
     def run(self) -> dict[str, float]:
         """Train until the plan is fulfilled or a stop is asked for; save; return the last numbers."""
@@ -142,7 +143,7 @@ class Loop:
             raise DataError("the training loader gave no batch: its data is empty, or drop_last dropped all of it")
         tally = self.log.take_epoch()
         self.finite.streak(clock.step)
-        self._warn(self.finite.epoch(tally, epoch + 1))
+        self._notify(self.finite.epoch(tally, epoch + 1))
         due = _every(plan.validate_interval, epoch + 1) or epoch + 1 == plan.epochs
         validation = self._validate() if due else {}
         if self._cut_off:
@@ -163,7 +164,7 @@ class Loop:
     def _end_inside_epoch(self) -> None:
         """Sum up the epoch that `max_steps` ended early; it is not over, so none of it is closed."""
         self.log.flush()
-        self._warn(self.finite.epoch(self.log.epoch, self.clock.epoch + 1))
+        self._notify(self.finite.epoch(self.log.epoch, self.clock.epoch + 1))
         logs = self.log.numbers(self.log.epoch, self.step) | self._validate()
         if not self._cut_off:
             self._set_logs(logs)
@@ -212,14 +213,15 @@ class Loop:
             self._val_logs = {f"val_{name}": value for name, value in numbers.items()} | self._phase()
             self.callbacks.on_validation_end(self.clock.epoch, self._val_logs)
             if not math.isfinite(self._val_logs.get("val_loss", 0.0)):
-                self._warn("the validation loss is not finite: look for NaN in the validation data or the weights")
+                self._notify("the validation loss is not finite: look for NaN in the validation data or the weights")
             self._validated_at, self.clock.validation_due = self.clock.step, 0
             self.log.restart_timer()
         return self._val_logs
 
-    def _warn(self, message: str) -> None:
+    def _notify(self, message: str, **facts: str) -> None:
+        """Let callbacks tell the user: it is a warning, unless `event` names another kind of event."""
         if message and self.log.world.is_main:
-            self.callbacks.on_notice(message, {"step": self.clock.step})
+            self.callbacks.on_notice(message, {"step": self.clock.step, **facts})
 
     def _save(self) -> None:
         self.control.save = False

@@ -55,7 +55,9 @@ class Step:
         self.capture: Callable[[Sequence[Batch]], StepReport] | None = None
         """Runs the steps in place of `run`, recorded as CUDA graphs."""
         self.notice: Callable[[str], None] = logger.info
-        """Receives what the user should know of how steps are run."""
+        """Receives what the user should know of how steps are run; it is no warning."""
+        self.warn: Callable[[str], None] = logger.warning
+        """Receives what has failed, although training goes on."""
         self.watchers: Sequence[Callable[[Gradients], None]] = ()
         """Called with the gradients of every step before they are applied."""
         self._buffers = BufferGuard(model)

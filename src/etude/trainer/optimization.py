@@ -78,6 +78,7 @@ def compile_step(step: Step, config: TrainerConfig, machine: Machine, loaders: L
         batch_size=loaders.batch_size,
         is_worthwhile=decide if config.compile == "auto" else None,
         notice=lambda words: step.notice(words),
+        warn=lambda words: step.warn(words),
     )
 
 
