@@ -104,7 +104,8 @@ def test_what_the_first_batch_decides_leaves_no_trace_in_model_or_generators():
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    assert task._begin(model, batch, True)
+    task._begin(model, batch, True)
+    assert task.refused is None
     assert torch.equal(torch.rand(1), expected)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -56,7 +56,15 @@ def make(folder: Path | None, **config: Any) -> Trainer:
         callbacks += [CSVLogger("log.csv"), ModelCheckpoint("weights/")]
     x = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
     data = (x, (x[:, 0] > 0).long())
-    config = {"epochs": 2, "batch_size": 8, "log_interval": 2, "device": "cpu", "max_steps": 4, **config}
+    config = {
+        "epochs": 2,
+        "batch_size": 8,
+        "log_interval": 2,
+        "device": "cpu",
+        "max_steps": 4,
+        "compile": "off",
+        **config,
+    }
     return Trainer(
         model, data, data, config=config, optimizer=optimizer, callbacks=callbacks, output_dir=folder, progress=False
     )
@@ -290,6 +298,8 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a loss of no kind": (in_state("loss", to={"dict": {"kind": "x"}}), "loss"),
     "a loss of many kinds": (in_state("loss", to={"dict": {"kind": ["mse"]}}), "loss"),
     "a shift of text": (in_state("loss", to={"dict": {"kind": "language_modeling", "shift": "x"}}), "loss"),
+    "compiled in no way": (in_state("compile", "dict", "way", to="x"), "compile.way"),
+    "compiled shapes of text": (in_state("compile", "dict", "shapes", to="x"), "compile.shapes"),
     "metrics of text": (as_text("meta.json", lambda t: t.replace('"metrics": {', '"metrics": {"a": "x",')), "metrics"),
     "a key twice": (as_text("meta.json", lambda t: t.replace("{", '{"step": 1, "step": 2,', 1)), "meta.json"),
     "NaN as a number": (as_text("meta.json", lambda t: t.replace("{", '{"more": NaN,', 1)), "meta.json"),

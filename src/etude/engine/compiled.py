@@ -1,16 +1,18 @@
 """The mathematics of a step as one compiled region: model, loss terms and metrics together.
 
 Compiled alone, a model hands its output to a loss that runs piece by piece, with copies of it in float32; compiled
-together, these are one kernel or two. Every shape of batch is compiled for itself. Where the size of whole batches is
-known and they are alike, what a batch is computed with does not depend on what came before it: a resumed run computes
-as the run that never stopped did. A batch that is smaller than the others, as the last one of an epoch, is run as
-usual: compiling would take longer than it ever could save.
+together, these are one kernel or two. Every shape of batch is compiled for itself. A batch that is smaller than the
+others, as the last one of an epoch, is run as usual: compiling would take longer than it ever could save.
+
+Compiled and usual code round differently. So what a run has decided is kept in its checkpoints: whether it compiles,
+what a whole batch is, and which shapes are compiled. A resumed run computes as the run that never stopped does.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
-from torch import nn
+from annotated_types import Ge, Lt
+from torch import Tensor, nn
 
 from etude.core import Batch, Task, Terms, num_samples
 from etude.core.buffers import probing
@@ -19,6 +21,10 @@ from etude.engine.explain import first_line, first_of
 from etude.engine.meter import count_forward, matrix_parameters
 
 CompileMode = Literal["auto", "off", "model", "step"]
+Way = Literal["usual", "model", "step"]
+"""What is compiled: nothing, the model alone, or the step."""
+DECISIONS = {"mode": CompileMode, "way": Way, "largest": Annotated[int, Ge(0), Lt(2**63)], "shapes": list[str]}
+"""What `CompiledTask.decisions` returns."""
 
 MOST_SHAPES = 64
 """Shapes of batches that are compiled; batches of others are run as usual."""
@@ -33,65 +39,136 @@ WORTH = 2.0
 class CompiledTask:
     """Runs a task by compiled code; the terms are those of the task.
 
-    `batch_size` is that of whole batches, None if only the batches show it. `is_worthwhile` is asked once, with the
-    model and the first whole batch, whether to compile at all.
+    `mode` is the setting. `way` is what follows from it alone, None if the step is compiled or may be. `batch_size` is
+    that of whole batches, None if only the batches show it.
     """
 
     def __init__(
         self,
         task: Task | Callable[..., Terms],
         *,
+        mode: CompileMode = "step",
+        way: Way | None = None,
         batch_size: int | None = None,
-        is_worthwhile: Callable[[nn.Module, Batch], bool] | None = None,
         notice: Callable[[str], None],
         warn: Callable[[str], None],
         backend: Any = "inductor",
     ) -> None:
         self.task = task
+        self.mode = mode
         self.backend = backend
         self.notice, self.warn = notice, warn
+        self.is_worthwhile: Callable[[nn.Module, Batch], bool] = lambda _model, _batch: True
+        """Asked once in the mode auto, with the model and the first whole batch, whether to compile at all."""
+        self._given_way = way
+        self._batch_size = batch_size
+        self._forget()
+
+    def _forget(self) -> None:
         self.refused: str | None = None
         """Why batches are run as usual."""
-        self._batch_size = batch_size
+        self._way = self._given_way
         self._largest = 0
-        self._is_worthwhile = is_worthwhile
+        self._shapes: dict[str, None] = {}
         self._compiled: Callable[..., dict[str, tuple[Any, ...]]] | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
         """Run the model on the batch and return its terms."""
         if self.refused is not None or not self._is_whole(batch):
             return self.task(model, batch, metrics=metrics)
-        if self._compiled is None and not self._begin(model, batch, metrics):
+        if self._compiled is None:
+            self._begin(model, batch, metrics)
+        if self._compiled is None or not self._has_place(shape_of(batch)):
             return self.task(model, batch, metrics=metrics)
-        assert self._compiled is not None
         try:
             found = self._compiled(self.task, model, batch, metrics)
         except Exception as error:
             if not _is_of_compiler(error):
                 raise
-            self.refused = first_line(first_of(error))
+            self._refuse(first_line(first_of(error)))
             self.warn(f"the step is not compiled: {self.refused}")
             return self.task(model, batch, metrics=metrics)
         return {name: LossTerm(*parts) for name, parts in found.items()}
+
+    # --- what is decided
+
+    def decisions(self) -> dict[str, Any]:
+        """Return what was decided, as plain data: checkpoints keep it. Nothing if that follows from the machine."""
+        if self._way is None or (self.mode == "auto" and self._given_way is not None):
+            return {}
+        return {"mode": self.mode, "way": self._way, "largest": self._largest, "shapes": list(self._shapes)}
+
+    def decide(self, decisions: Mapping[str, Any]) -> None:
+        """Replace all decisions by those that `decisions` returned, unless the mode asks for something else."""
+        self._forget()
+        way = decisions.get("way", "model")
+        asked_for = way == "step" or self.mode in ("auto", decisions.get("mode"))
+        if way == "model" or not asked_for or self._given_way is not None:
+            return
+        if way == "usual":
+            self._refuse("it was not before the checkpoint")
+        self._way, self._largest = way, decisions["largest"]
+        self._shapes = dict.fromkeys(decisions["shapes"])
+
+    def difference(self, decisions: Mapping[str, Any]) -> str:
+        """Return in words what is not as these decisions say, or not as the mode says; nothing if there is nothing."""
+        if decisions and self._way != decisions["way"]:
+            before = {"usual": "nothing", "model": "the model alone", "step": "the step"}[decisions["way"]]
+            return (
+                f"before the checkpoint {before} was compiled, and training.compile is {self.mode} now: weights may "
+                f"not have the bytes of the run that never stopped"
+            )
+        if self.refused and self.mode == "step":
+            return "the step is not compiled: the compiler has failed before the checkpoint"
+        return ""
 
     def _is_whole(self, batch: Batch) -> bool:
         size = num_samples(batch)
         self._largest = max(self._largest, size)
         return size >= (self._largest if self._batch_size is None else self._batch_size)
 
-    def _begin(self, model: nn.Module, batch: Batch, metrics: bool | None) -> bool:
-        """Compile, unless that is not worthwhile; say so, as it takes a while."""
-        if self._is_worthwhile is not None and not self._is_worthwhile(model, batch):
-            self.refused = "the run is too short"
+    def _has_place(self, shape: str) -> bool:
+        """Whether a shape of batches is compiled: the first so many are."""
+        if shape in self._shapes:
+            return True
+        if len(self._shapes) >= MOST_SHAPES:
             return False
+        self._shapes[shape] = None
+        if len(self._shapes) == MOST_SHAPES:
+            self.notice(f"batches had {MOST_SHAPES} shapes, which are compiled; others are run as usual")
+        return True
+
+    def _refuse(self, why: str) -> None:
+        self.refused, self._way = why, "usual"
+
+    def _begin(self, model: nn.Module, batch: Batch, metrics: bool | None) -> None:
+        """Compile, unless that is not worthwhile; say so, as it takes a while."""
+        if self._way is None and self.mode == "auto" and not self.is_worthwhile(model, batch):
+            self._refuse("the run is too short")
+            return
         with probing(model, training=True):
             self.task(model, batch, metrics=metrics)  # what the first batch decides is no part of compiled code
         import torch._dynamo
 
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
-        self._compiled = torch.compile(_parts, dynamic=False, backend=self.backend)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * MOST_SHAPES)
+        self._way, self._compiled = "step", torch.compile(_parts, dynamic=False, backend=self.backend)
         self.notice("compiling the step; later runs take it from a cache")
-        return True
+
+
+def shape_of(batch: Batch) -> str:
+    """Return what compiled code is made for: the sizes and types of tensors, and the values of all else that is plain.
+
+    >>> import torch
+    >>> shape_of({"x": torch.zeros(2, 3), "causal": True})
+    '{x: float32[2, 3], causal: True}'
+    """
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return f"{{{', '.join([f'{key}: {shape_of(value)}' for key, value in batch.items()])}}}"
+    if isinstance(batch, (tuple, list)):
+        return f"({', '.join([shape_of(value) for value in batch])})"
+    return repr(batch) if isinstance(batch, (bool, int, float, str)) else type(batch).__name__
 
 
 def _parts(task: Task, model: nn.Module, batch: Batch, metrics: bool | None) -> dict[str, tuple[Any, ...]]:

@@ -37,6 +37,7 @@ from etude.core.model import clean_state_dict
 from etude.core.random import RunRandom, aside, check_rng_state, mix
 from etude.distributed import World
 from etude.engine.callback import Callback, CallbackList
+from etude.engine.compiled import DECISIONS, CompiledTask
 from etude.engine.precision import Precision
 from etude.engine.step_log import StepLog, Tally
 
@@ -64,6 +65,7 @@ STATE = record_of(
         "rng": Annotated[list[Tensor], MinLen(1)],
         "seed": int,
         "loss": NotRequired[dict[str, Any]],  # only if it has decided something
+        "compile": NotRequired[record_of("Compile", DECISIONS)],
     },
 )
 """What `TrainState.capture` returns beside the model."""
@@ -86,6 +88,8 @@ class TrainState:
     seed: int = 0
     task: Task = field(default_factory=Task)
     """What it has decided by its first batches is kept."""
+    compiled: CompiledTask | None = None
+    """What it has decided is kept too."""
     random: RunRandom = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,7 +110,7 @@ class TrainState:
             "callbacks": self.callbacks.state_dict(),
             "rng": self.world.gather_bytes(_encode(self.random.state())),
             "seed": self.seed,
-            **({"loss": found} if (found := self.task.decisions()) else {}),
+            **{name: made for name, made in self._decisions().items() if made},
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -125,6 +129,9 @@ class TrainState:
                 len(checkpoint.state["rng"]),
                 self.world.size,
             )
+        compiled = checkpoint.state.get("compile", {})
+        if self.world.is_main and self.compiled is not None and (words := self.compiled.difference(compiled)):
+            logger.warning(words)
 
     def _checked(self, checkpoint: Checkpoint) -> dict[str, Any] | None:
         """Raise CheckpointError unless the checkpoint fits; return the state of this rank's random generators."""
@@ -167,20 +174,30 @@ class TrainState:
                 with errors_of(checkpoint.path, f"callbacks.{key}"):
                     callback.load_state_dict(saved)
         with errors_of(checkpoint.path, "loss"):
-            self.task.decide(state.get("loss", {}))
+            self._decide(state)
         if random is not None:
             self.random.load(random)
         else:  # begin new streams, the same at every resume
             self.random = RunRandom(mix(self.seed, self.clock.step, self.world.rank))
 
+    def _decisions(self) -> dict[str, dict[str, Any]]:
+        """Return what was decided on the way, by name; an older checkpoint has none of some."""
+        compiled = {} if self.compiled is None else self.compiled.decisions()
+        return {"loss": self.task.decisions(), "compile": compiled}
+
+    def _decide(self, saved: Mapping[str, Any]) -> None:
+        self.task.decide(saved.get("loss", {}))
+        if self.compiled is not None:
+            self.compiled.decide(saved.get("compile", {}))
+
     def _remember(self) -> Callable[[], object]:
         """Return what puts all but the model and the callbacks back as it is now."""
         optimizer, clock = remember_optimizer(self.optimizer), self.clock.state_dict()
         precision, log = copied(self.precision.state_dict()), self.log.remember()
-        random, random_state, decisions = self.random, self.random.state(), self.task.decisions()
+        random, random_state, decisions = self.random, self.random.state(), self._decisions()
 
         def put_back() -> None:
-            self.task.decide(decisions)
+            self._decide(decisions)
             optimizer()
             self.clock.load_state_dict(clock)
             self.precision.load_state_dict(precision)

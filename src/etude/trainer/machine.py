@@ -12,6 +12,7 @@ from etude.core import ConfigError, Loader, Task
 from etude.core.arguments import as_device
 from etude.distributed import World, join_world
 from etude.engine.capture import CaptureMode
+from etude.engine.compiled import CompileMode, Way
 from etude.engine.evaluation import evaluate
 from etude.engine.explain import (
     explain_out_of_memory,
@@ -99,8 +100,16 @@ class Machine:
         model.to(self.device)
         if config.recomputed_blocks is not None:
             recompute_activations(model, **config.recomputed_blocks)
-        if config.compile == "model" or (config.compile == "step" and self.world.size > 1):
+        if self.compiled(config.compile) == "model":
             model.compile()  # in place: names of parameters stay as they are
+
+    def compiled(self, mode: CompileMode) -> Way | None:
+        """Return what is compiled here; None if the step is, or may be if that is worthwhile."""
+        is_alone = self.world.size == 1
+        if mode == "model" or (mode == "step" and not is_alone):
+            return "model"
+        may_be = mode == "step" or (mode == "auto" and self.device.type == "cuda")
+        return None if may_be and is_alone else "usual"
 
     def captures(self, mode: CaptureMode) -> bool:
         """Return whether steps may become CUDA graphs; raise ConfigError if they must and there is no way."""

@@ -17,7 +17,7 @@ from etude.core import ConfigError, Task, TrainingError
 from etude.distributed import wrap_data_parallel
 from etude.engine.callback import Callback
 from etude.engine.capture import Capture
-from etude.engine.compiled import CompiledTask, saves_time
+from etude.engine.compiled import CompiledTask
 from etude.engine.step import Step
 from etude.engine.update import LearningRate, Updater
 from etude.optim import AdamW, Schedule
@@ -66,20 +66,20 @@ def make_step(
     return step
 
 
-def compile_step(step: Step, config: TrainerConfig, machine: Machine, loaders: Loaders) -> None:
-    """Let compiled code make the terms of a step, if the config asks for it, or leaves it open and the run is long."""
-    asked = config.compile == "step" or (config.compile == "auto" and machine.device.type == "cuda")
-    if not asked or machine.world.size > 1 or isinstance(step.forward, CompiledTask):
-        return
-    micro_batches = loaders.accumulator.steps_at(0)
-    decide = saves_time(loaders.total_steps(config), micro_batches, step.task.outputs)
-    step.forward = CompiledTask(
+def compile_step(step: Step, config: TrainerConfig, machine: Machine, loaders: Loaders) -> CompiledTask:
+    """Let compiled code make the terms of a step, if the config asks for it, or leaves it open; return what decides."""
+    way = machine.compiled(config.compile)
+    compiled = CompiledTask(
         step.objective.task,
+        mode=config.compile,
+        way=way,
         batch_size=loaders.batch_size,
-        is_worthwhile=decide if config.compile == "auto" else None,
         notice=lambda words: step.notice(words),
         warn=lambda words: step.warn(words),
     )
+    if way is None:
+        step.forward = compiled
+    return compiled
 
 
 def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:

@@ -9,6 +9,7 @@ import torch
 from etude.core import Clock, ConfigError, Loader, Task, TrainingError
 from etude.distributed import World
 from etude.engine.callback import CallbackList, RunInfo, RunParts
+from etude.engine.compiled import saves_time
 from etude.engine.loop import Loop, Plan
 from etude.engine.state import TrainState
 from etude.engine.step_log import StepLog
@@ -113,6 +114,7 @@ class Trainer:
         self.optimizer = self.step.updater.optimizer
         self.loaders = Loaders(train_loader, val_loader, config=self.config, machine=self.machine, model=model)
         self.task.check_loader(self.loaders.sources[0], self.loaders.accumulator.steps_at(0))
+        self.compiled = compile_step(self.step, self.config, self.machine, self.loaders)
         self.learning_rate = RunRate(self.optimizer, scheduler, self.config, self.loaders)
         self.output = Output(output_dir, self.config, self.machine, name, progress, overwrite, resume, whole_config)
         listed = *as_callbacks(callbacks, curriculum), *self.learning_rate.callbacks, *self.output.callbacks
@@ -213,11 +215,13 @@ class Trainer:
             world=world,
             seed=self.config.seed,
             task=self.task,
+            compiled=self.compiled,
         )
 
     def _loop(self, loader: Loader, interrupts: Interrupts) -> Loop:
         config = self.config
-        compile_step(self.step, config, self.machine, self.loaders)
+        micro_batches = self.loaders.accumulator.steps_at(0)
+        self.compiled.is_worthwhile = saves_time(self.total_steps, micro_batches, self.task.outputs)
         plan = Plan(
             epochs=config.num_epochs,
             max_steps=config.max_steps,
