@@ -9,53 +9,23 @@ small       3 min     steps/s of LeNet-5, small GPTs and ResNet-18: eager, compi
 linear      40 s      linear layer + cross entropy
 meaningful  30 s      expected-value loss
 documents   20 s      attention of packed documents
-run         30 s      the command `etude train lenet5/lecun1998`
+run         1 min     the command `etude train lenet5/lecun1998`
+configs     15 min    the same, and every experiment with a config `gpu`, to their ends; only if it is asked for
 
-`--only` may be given several times. Rows are printed, and written to FILE, as soon as they are known. Without a CUDA
-device, everything that can be is run at a tiny size on the CPU.
+`--only` may be given several times. Rows are printed, and written to FILE, as soon as they are known. Tables that are
+in FILE already stay there, unless one with the same title is measured now: parts can be run one at a time. Without a
+CUDA device, everything that can be is run at a tiny size on the CPU.
 """
 
 import argparse
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 
+from benchmarks.gpu_commands import configs_sections, kept_bytecode, run_sections
 from benchmarks.gpu_kernels import documents_sections, linear_sections, meaningful_sections
-from benchmarks.gpu_race import DEVICE, Contestant, Section, child, run_section
+from benchmarks.gpu_race import DEVICE, Section, child, run_section
 from benchmarks.gpu_training import device_words, gpt2_sections, small_sections
-from benchmarks.table import NOT_RUN, ROOT, Row, Table, cell, last_line, read_options, write
-from etude.core import DataError
-from etude.data.mnist import fetch_mnist
-
-RUN = ("train", "lenet5/lecun1998")
-
-
-def whole_run() -> dict[str, float]:
-    """Return the seconds of a whole run by the command line."""
-    try:
-        fetch_mnist(download=False)
-    except DataError as error:
-        raise RuntimeError("the MNIST files are not here") from error
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "etude", *RUN, "--run-dir", f"{folder}/run"]
-        begin = time.perf_counter()
-        done = subprocess.run([*command, "training.capture=auto"], cwd=ROOT, capture_output=True, text=True)
-        seconds = time.perf_counter() - begin
-    if done.returncode:
-        raise RuntimeError(last_line(done.stderr or done.stdout))
-    return {"s": seconds}
-
-
-def run_sections(*, quick: bool) -> list[Section]:
-    """Return the table of the whole command."""
-    title = f"The whole command on {device_words()}"
-    command = f"etude {' '.join(RUN)}"
-    how = "Seconds from the start of the process to its end, with 15 epochs, validation and checkpoints."
-    contestants = {command: Contestant(whole_run)}
-    return [Section(title, {"command": "", "s": ".1f"}, how, contestants, ("s", "×"), lambda _: (), alone=True)]
-
+from benchmarks.table import NOT_RUN, Row, Table, cell, commit, read_options, read_tables, write
 
 PARTS: dict[str, Callable[..., list[Section]]] = {
     "gpt2": gpt2_sections,
@@ -64,6 +34,7 @@ PARTS: dict[str, Callable[..., list[Section]]] = {
     "meaningful": meaningful_sections,
     "documents": documents_sections,
     "run": run_sections,
+    "configs": configs_sections,
 }
 
 
@@ -78,18 +49,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     if own.run is not None:
         child(PARTS[own.only[0]](quick=options.quick)[own.section], own.run)
         return
-    tables: list[Table] = []
-    for part in own.only or PARTS:
-        for place, section in enumerate(PARTS[part](quick=options.quick)):
-            # On the CPU nothing can disturb others so much that a process for each would be worth its time.
-            arguments = [f"--only={part}", f"--section={place}", *["--quick"] * options.quick]
-            run_table(section, arguments if DEVICE.type == "cuda" else [], tables, options)
+    tables = read_tables("gpu", options)
+    with kept_bytecode():
+        for part in own.only or [name for name in PARTS if name != "configs"]:
+            for place, section in enumerate(PARTS[part](quick=options.quick)):
+                # On the CPU nothing can disturb others so much that a process for each would be worth its time.
+                has_child = DEVICE.type == "cuda" and not section.starts_processes
+                arguments = [f"--only={part}", f"--section={place}", *["--quick"] * options.quick]
+                run_table(section, arguments if has_child else [], tables, options)
 
 
 def run_table(section: Section, arguments: list[str], tables: list[Table], options: argparse.Namespace) -> None:
     """Run the contestants of a section; print and write every row at once, and the table at its end."""
-    table = Table(section.title, section.columns, section.how)
-    tables.append(table)
+    table = Table(section.title, section.columns, section.how, commit=commit())
+    titles = [one.title for one in tables]
+    place = titles.index(table.title) if table.title in titles else len(tables)
+    tables[place : place + 1] = [table]
     label = next(iter(section.columns))
     print(f"\n{section.title} …", flush=True)
     found: dict[str, Row] = {}

@@ -25,8 +25,9 @@ from etude.multimodal.loss import fused as expectations
 TYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 COLUMNS = {"way": "", "ms": ".3f", "from": ".3f", "to": ".3f", "× time": ".2f", "MiB": ",.0f", "ready s": ".1f"}
 HOW = (
-    "All in turns in one process, medians and quartiles of {} rounds of a forward and a backward pass. MiB: the peak "
-    "of a pass above its inputs, gradients included. ready s: the first pass, with compiling. × time: of {}."
+    "All in turns in one process, medians and quartiles of {} rounds. A round is as many forward and backward passes "
+    "in a row as take 20 ms; ms: of one of them. MiB: the peak of a pass above its inputs, gradients included. "
+    "ready s: the first pass, with compiling. × time: of {}."
 )
 COMPILED = "torch.compile of the plain formula"
 Step = Callable[[], object]

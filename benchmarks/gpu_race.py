@@ -22,6 +22,10 @@ MARK = "\x1eresult "
 CHILD = (sys.executable, "-m", "benchmarks.gpu")
 LONGEST_S = 240.0
 """A contestant of which nothing has been heard for so long is stopped."""
+ROUND_S = 0.02
+"""Of contestants that take turns: at least so long."""
+MOST_CALLS = 1024
+"""In a round."""
 Numbers = dict[str, Any]
 
 
@@ -57,6 +61,8 @@ class Section:
     """If not 0 all are timed in turns, so many times."""
     alone: bool = False
     """Whether each has a process of its own."""
+    starts_processes: bool = False
+    """Whether the contestants are commands: they need no other process around them."""
 
     def measure(self, names: Sequence[str]) -> Iterator[tuple[str, Numbers | None]]:
         """Yield every name when it begins, with None, and when it is known, with its numbers."""
@@ -78,12 +84,11 @@ class Section:
                 steps.pop(name, None)
                 yield name, found[name]
                 now(DEVICE)  # raises if the device is lost to this process: the others go on in a new one
+        calls = {name: calls_in_a_row(step) for name, step in steps.items()}
         times: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(self.rounds):
             for name, step in steps.items():
-                begin = now(DEVICE)
-                step()
-                times[name].append(1e3 * (now(DEVICE) - begin))
+                times[name].append(1e3 * timed(step, calls[name]) / calls[name])
         for name, values in times.items():
             low, middle, high = quartiles(values)
             yield name, {"ms": middle, "from": low, "to": high, **found[name]}
@@ -120,6 +125,22 @@ def prepared(step: Callable[[], object]) -> Numbers:
     step()
     now(DEVICE)
     return {"MiB": (peak_memory(DEVICE) - before) / 2**20, "ready s": ready}
+
+
+def timed(step: Callable[[], object], calls: int) -> float:
+    """Return the seconds of so many calls in a row, as in a training: the device is waited for once, at the end."""
+    begin = now(DEVICE)
+    for _ in range(calls):
+        step()
+    return now(DEVICE) - begin
+
+
+def calls_in_a_row(step: Callable[[], object]) -> int:
+    """Return how many calls take about as long as a round should: the launch of a single one would be part of it."""
+    calls = 1
+    while calls < MOST_CALLS and timed(step, calls) < ROUND_S:
+        calls *= 2
+    return calls
 
 
 def clean_up(*, compiled: bool = True) -> None:

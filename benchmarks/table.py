@@ -53,6 +53,8 @@ class Table:
     """Numbers or words by column. A column that a row lacks is shown as a dash; one that all lack is left out. In a row
     with a reason under `NOT_RUN` the reason stands in place of the columns.
     """
+    commit: str | None = None
+    """Of what was measured, where it may differ from table to table."""
 
     def __str__(self) -> str:
         names = [name for name in self.columns if any(row.get(name) is not None for row in self.rows)]
@@ -173,9 +175,25 @@ def write(benchmark: str, tables: Sequence[Table], options: argparse.Namespace, 
             "benchmark": benchmark,
             "quick": options.quick,
             "environment": {"device": device, **environment()},
-            "tables": [{"title": table.title, "how": table.how, "rows": finite(table.rows)} for table in tables],
+            "tables": [as_json(table) for table in tables],
         }
         options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+
+
+def as_json(table: Table) -> dict[str, Any]:
+    """Return a table as it is written."""
+    own = {} if table.commit is None else {"commit": table.commit}
+    return {"title": table.title, "how": table.how, **own, "rows": finite(table.rows)}
+
+
+def read_tables(benchmark: str, options: argparse.Namespace) -> list[Table]:
+    """Return the tables that were written to the file before, of the same benchmark and as quick or not."""
+    if options.json is None or not options.json.exists():
+        return []
+    report = json.loads(options.json.read_text())
+    if (report["benchmark"], report["quick"]) != (benchmark, options.quick):
+        return []
+    return [Table(columns={}, **one) for one in report["tables"]]
 
 
 def finite(rows: Sequence[Row]) -> list[dict[str, Any]]:

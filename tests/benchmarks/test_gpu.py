@@ -1,5 +1,6 @@
 """The GPU benchmark at its tiny size on the CPU, and how it goes on when a contestant fails."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_race import MARK, Contestant, Section, Stopwatch, run_section  # noqa: E402
 
-from benchmarks import gpu_race, table  # noqa: E402
+from benchmarks import gpu, gpu_race, table  # noqa: E402
 
 
 def section(contestants, **settings):
@@ -109,6 +110,53 @@ def test_a_contestant_that_fails_is_a_row_and_peers_can_be_left_out(rounds):
     assert "ZeroDivisionError" in found["fails"][table.NOT_RUN]
     assert found["absent"] == {table.NOT_RUN: table.NOT_INSTALLED}
     assert "peer" not in found
+
+
+def test_calls_in_a_row_are_timed_without_the_wait_for_the_device(monkeypatch):
+    clock, rows = [0.0], []
+
+    def now(_device):
+        clock[0] += 0.0005  # waiting, and launching the first call
+        rows.append(0)
+        return clock[0]
+
+    def takes(seconds):
+        def step():
+            clock[0] += seconds
+            rows[-1] += 1
+
+        return step
+
+    monkeypatch.setattr(gpu_race, "now", now)
+    seconds = {"short": 0.001, "long": 0.5}
+    contestants = {name: Contestant(lambda one=one: takes(one), cuda=False) for name, one in seconds.items()}
+    found = dict(section(contestants, rounds=3).measure(list(contestants)))
+    assert 1.0 < found["short"]["ms"] < 1.05
+    assert 500 < found["long"]["ms"] < 501
+    assert rows[-12::2] == [32, 1] * 3  # the two take turns
+
+
+def test_parts_run_one_at_a_time_go_into_one_file(tmp_path, monkeypatch, capsys):
+    file, measured = tmp_path / "gpu.json", {"ms": 1.0}
+
+    def part(title):
+        one = section({"a": Contestant(lambda: dict(measured), cuda=False)})
+        return lambda quick: [dataclasses.replace(one, title=title)]
+
+    for name in ("linear", "meaningful", "documents"):
+        monkeypatch.setitem(gpu.PARTS, name, part(f"Of {name}"))
+
+    def run(*names):
+        gpu.main(["--quick", "--json", str(file), *(f"--only={name}" for name in names)])
+        return {one["title"]: one["rows"][0]["ms"] for one in json.loads(file.read_text())["tables"]}
+
+    assert run("linear", "meaningful") == {"Of linear": 1.0, "Of meaningful": 1.0}
+    measured["ms"] = 2.0
+    assert run("documents", "linear") == {"Of linear": 2.0, "Of meaningful": 1.0, "Of documents": 2.0}
+    assert list(run("meaningful")) == ["Of linear", "Of meaningful", "Of documents"]
+    text = json.loads(file.read_text())
+    file.write_text(json.dumps({**text, "quick": False}))
+    assert run("linear") == {"Of linear": 2.0}  # tiny sizes and real ones do not mix
 
 
 def test_ratios_are_to_the_best_of_the_references():
