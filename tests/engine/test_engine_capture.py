@@ -13,53 +13,14 @@ import torch
 from torch import nn
 
 from etude.core import TrainingError
-from etude.core.random import rng_state, set_rng_state
 from etude.engine import capture as module
 from etude.engine.capture import MOST_FORMS, WARM_UP_STEPS, Capture
 from etude.engine.precision import Precision
 from etude.engine.step import Step
-from etude.engine.update import Updater, state_tensors
+from etude.engine.update import Updater
 from etude.losses import ClassificationLoss, SupervisedTask
 from etude.optim import AdamW
-
-
-class RunAgain:
-    """Replays by calling the function again: right as long as it reads only what it was recorded with."""
-
-    is_recording = False
-
-    def __init__(self, step, share=1.0):
-        self.step, self.share, self.recorded, self.replayed, self.recovered = step, share, 0, 0, 0
-
-    def record(self, function):
-        self.recorded += 1
-        tensors = [
-            *self.step.model.parameters(),
-            *self.step.model.buffers(),
-            *state_tensors(self.step.updater.optimizer),
-        ]
-        kept, drawn = [tensor.detach().clone() for tensor in tensors], rng_state()
-        RunAgain.is_recording = True
-        try:
-            result = function()
-        finally:
-            RunAgain.is_recording = False
-        with torch.no_grad():
-            for tensor, old in zip(tensors, kept, strict=True):
-                tensor.copy_(old)
-        set_rng_state(drawn)
-
-        def replay():
-            self.replayed += 1
-            result.copy_(function())
-
-        return result, replay
-
-    def recover(self):
-        self.recovered += 1
-
-    def timed(self, function):
-        return function(), self.share
+from stub_recorder import RunAgain
 
 
 def make(model=None, **options):
@@ -362,6 +323,39 @@ def test_a_recorded_step_that_does_something_else_is_found_and_undone():
         step([batch]), usual([batch])
     assert_same(weights(step), weights(usual))
     assert "differs" in notices[0]
+
+
+def ends_badly(error):
+    raise RuntimeError("operation failed due to a previous error during capture") from error
+
+
+@pytest.mark.parametrize("ends", [lambda _error: None, ends_badly], ids=["ends", "ends badly"])
+def test_ctrl_c_while_recording_leaves_the_device_in_order_and_is_not_swallowed(ends):
+    step, capture, notices = make()
+    record = capture.recorder.record
+
+    def interrupted(function):
+        def run():
+            function()
+            torch.rand(3)  # as dropout on a device would
+            try:
+                raise KeyboardInterrupt
+            except KeyboardInterrupt as error:
+                ends(error)
+                raise
+
+        return record(run)
+
+    capture.recorder.record = interrupted
+    *data, last = batches(WARM_UP_STEPS)
+    for batch in data:
+        step([batch])
+    before = torch.get_rng_state()
+    with pytest.raises(KeyboardInterrupt):
+        step([last])
+    assert capture.recorder.recovered == 1
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not notices
 
 
 def test_where_capture_is_needed_a_reason_against_it_is_an_error():

@@ -287,10 +287,13 @@ class Capture:
                 return _packed(layout[-1])
 
             packed, replay = self.recorder.record(run)
-        except Exception as error:
+        except BaseException as error:
             self.recorder.recover()
             set_rng_state(kept)
             cause = first_of(error)  # ending a recording that has failed fails once more
+            for one in (error, cause):
+                if not isinstance(one, Exception):  # Ctrl-C: later runs of the process find the device in order
+                    raise one from None
             where = place_of(cause)
             self._give_up(f"{first_line(cause)}{f' ({where})' if where else ''}", error)
             return
@@ -334,7 +337,7 @@ class Capture:
         self._give_up(why)
         return self.step.run(micro_batches)
 
-    def _give_up(self, why: str, error: Exception | None = None) -> None:
+    def _give_up(self, why: str, error: BaseException | None = None) -> None:
         """Run all steps as usual from now on, and say so."""
         self.refused = why
         self._graphs.clear()
