@@ -3,8 +3,10 @@
 Here a recorder of its own stands in for CUDA graphs: it runs the function and undoes it. Real graphs: tests/gpu.
 """
 
+import gc
 import random
 import re
+import weakref
 from copy import deepcopy
 
 import numpy as np
@@ -187,6 +189,28 @@ def test_a_step_that_cannot_be_recorded_is_run_as_usual_and_said_once(odd, words
     assert re.search(words, notice)
     assert capture.refused
     assert capture.recorder.recovered == (odd is fails)
+
+
+def test_nothing_of_a_recording_that_failed_is_kept_alive():
+    """Else the next backward pass finds autograd nodes that belong to the stream of the recording."""
+    outputs = []
+
+    def fails_with_an_output(_module, x):
+        if RunAgain.is_recording:
+            outputs.append(weakref.ref(x))
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return x
+
+    step, capture, _ = make(Odd(fails_with_an_output))
+    gc.collect()
+    gc.disable()
+    try:
+        for batch in batches(WARM_UP_STEPS):
+            step([batch])
+        assert capture.refused
+        assert [one() for one in outputs] == [None]
+    finally:
+        gc.enable()
 
 
 def counting_loss():

@@ -476,3 +476,21 @@ def test_a_batch_asks_for_the_whole_context_by_a_key():
     assert call(model, batch).equal(model(ids))
     tokens = {"tokens": ids, "causal": False}
     assert call(model, tokens).equal(model(ids[:, :-1], causal=False))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_code_computes_the_angles_once(packed):
+    torch.manual_seed(0)
+    model = CausalTransformerLM(vocab_size=11, d_model=16, n_layers=3, n_heads=2, dropout=0.0, max_len=8)
+    tokens = torch.randint(11, (2, 8))
+    extra = {"position_ids": torch.arange(8).remainder(5).expand(2, 8)} if packed else {}
+    called = []
+
+    def backend(graph, _example):
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(tokens, **extra), model(tokens, **extra))
+    assert sum("rotary_angles" in name for name in called) == 1
+    assert not any("cos" in name for name in called)

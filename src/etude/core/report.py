@@ -1,8 +1,10 @@
 """What one optimizer step leaves behind, still on the device: nothing here has been waited for."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -29,3 +31,62 @@ class StepReport:
     def grad_norm(self) -> Tensor:
         """Global gradient norm of the averaged loss, before clipping."""
         return self.norm / self.divisor
+
+    def pack(self) -> Tensor:
+        """Return all numbers that are on the device as one vector."""
+        values = (self.norm, self.skipped, self.divisor, *self.sums.values(), *self.counts.values())
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if all(tensor.dtype is torch.float32 for tensor in tensors):  # one kernel
+            return torch.stack(tensors)
+        return torch.stack([tensor.double() for tensor in tensors])
+
+    def unpack(self, packed: Tensor) -> dict[str, Any]:
+        """Return the fields of a report like this one from the numbers that `pack` returned for it."""
+        norm, skipped, *numbers = packed.unbind()
+        left = iter(numbers)
+        divisor = next(left) if isinstance(self.divisor, Tensor) else self.divisor
+        sums = dict(zip(self.sums, left, strict=False))
+        counts = {name: next(left) if isinstance(one, Tensor) else one for name, one in self.counts.items()}
+        return {"sums": sums, "counts": counts, "norm": norm, "divisor": divisor, "skipped": skipped}
+
+
+class RecordedReport(StepReport):
+    """The report of a step that was recorded once and is replayed; its numbers are taken apart if somebody asks."""
+
+    __slots__ = ("layout", "packed")
+
+    def __init__(self, layout: StepReport, packed: Tensor, lr: float) -> None:
+        """`layout` is the report that was recorded, `packed` has the numbers of this step."""
+        self.layout, self.packed, self.lr, self.optional = layout, packed, lr, layout.optional
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("sums", "counts", "norm", "divisor", "skipped"):
+            raise AttributeError(name)
+        fields = self.layout.unpack(self.packed)
+        for key, value in fields.items():
+            setattr(self, key, value)
+        return fields[name]
+
+
+def joined(reports: Sequence[StepReport]) -> list[StepReport]:
+    """Return one report in place of all, each number a vector over the steps, if all are replays of one recording.
+
+    >>> first = StepReport({"loss": torch.tensor(1.0)}, {"loss": 2}, torch.tensor(3.0), 2, torch.tensor(0.0), 0.1)
+    >>> reports = [RecordedReport(first, first.pack() + step, 0.1) for step in range(2)]
+    >>> joined(reports)[0].sums["loss"]
+    tensor([1., 2.])
+    """
+    alike = [one for one in reports if isinstance(one, RecordedReport)]
+    if len(alike) < len(reports) or any(one.layout is not alike[0].layout for one in alike):
+        return [*reports]
+    layout = alike[0].layout
+    block = torch.stack([one.packed for one in alike], dim=1)
+    fields = layout.unpack(block)
+    for key in ("sums", "counts"):
+        fields[key] = {name: _vector(value, block) for name, value in fields[key].items()}
+    fields["divisor"] = _vector(fields["divisor"], block)
+    return [StepReport(**fields, lr=reports[0].lr, optional=layout.optional)]
+
+
+def _vector(value: Tensor | float, block: Tensor) -> Tensor:
+    return value if isinstance(value, Tensor) else block.new_full(block.shape[1:], value, dtype=torch.float64)

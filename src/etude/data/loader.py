@@ -4,7 +4,7 @@ Below it is what all loaders share: the iterator over an epoch, prefetching, tra
 """
 
 import inspect
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,8 @@ class DataLoader:
         prefetch: batches made ready beforehand. In memory, by a background thread; of a dataset, only the copies
             to a CUDA device are made beforehand, as its workers have their own `prefetch_factor`.
         transform: applied to the `data` of each batch (or to the whole batch, where it is no `DataBatch`), on
-            `device`. One that draws random numbers takes a keyword `generator`, seeded for each batch.
+            `device`. One that draws random numbers takes a keyword `generator`, seeded for each batch. One with an
+            attribute `elementwise = True` may be given several batches at once.
         device: where batches are delivered; to CUDA they travel from pinned memory without waiting.
         pin_memory: deliver batches in pinned memory; by default if `device` is CUDA. No effect without CUDA.
         num_workers, persistent_workers, prefetch_factor: as in torch, for datasets. Without effect for all else,
@@ -102,8 +103,9 @@ class DataLoader:
                 f"collate_fn puts the samples of a dataset together, but a {type(data).__name__} makes whole batches; "
                 f"change them with transform instead"
             )
+        self._transform = None if transform is None else BatchTransform(transform)
         if is_in_memory(data):
-            self._source = TensorSource(data, labels, pin_memory=self._pin_first)
+            self._source = self._in_memory(data, labels)
             num_samples = self._source.num_samples
         elif isinstance(data, BatchSource):
             _refuse_labels(labels)
@@ -135,7 +137,15 @@ class DataLoader:
         self.epoch = 0
         """The epoch that the next `for` or `reset` begins."""
         self._current: EpochIterator | None = None
-        self._transform = None if transform is None else BatchTransform(transform)
+
+    def _in_memory(self, data: Any, labels: Any) -> TensorSource:
+        """Return the source of data in memory; for a CUDA device it does all that can be done to several batches."""
+        if not self._to_cuda:
+            return TensorSource(data, labels, pin_memory=self._pin_first)
+        transform = self.transform if is_elementwise(self.transform) and not isinstance(data, Mapping) else None
+        if transform is not None:
+            self._transform = None
+        return TensorSource(data, labels, pin_memory=self._pin_first, device=self.device, transform=transform)
 
     def __len__(self) -> int:
         return self.num_batches
@@ -148,7 +158,7 @@ class DataLoader:
                 f"does the checkpoint belong to other data?"
             )
         batches = self._source.batches(self.sampler, epoch, position)
-        if self._target is not None or self.transform is not None or self._pin_last:
+        if self._target is not None or self._transform is not None or self._pin_last:
             batches = self._finished(batches, epoch, position)
         items = zip(self.sampler.positions(position), batches, strict=False)
         threaded = not isinstance(self._source, DatasetSource)
@@ -307,6 +317,11 @@ class BatchTransform:
         else:
             inputs = self.transform(inputs)
         return DataBatch(inputs, batch.labels) if isinstance(batch, DataBatch) else inputs
+
+
+def is_elementwise(transform: object) -> bool:
+    """Whether a transform says that it changes every number by itself: several batches may go through it together."""
+    return bool(getattr(transform, "elementwise", False))
 
 
 def _takes_generator(transform: Callable[..., Any]) -> bool:

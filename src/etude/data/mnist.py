@@ -184,6 +184,9 @@ class Normalize:
     tensor([[0., 2.]])
     """
 
+    elementwise = True
+    """Several batches may be normalised together."""
+
     def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
         self.mean, self.std = mean, std
         mean_, std_ = (torch.as_tensor(value, dtype=torch.float64) for value in (mean, std))

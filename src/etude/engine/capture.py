@@ -11,11 +11,10 @@ part of what a graph is kept under, and memory that was replaced makes all graph
 is compared with the same step run as usual.
 """
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,8 +22,10 @@ from torch import Tensor
 from etude.core import Batch, StepReport, TrainingError
 from etude.core.batch import map_tensors
 from etude.core.random import host_draws, rng_state, set_rng_state
+from etude.core.report import RecordedReport
 from etude.engine.explain import first_line, first_of, place_of
-from etude.engine.host_state import PLAIN, Watched, host_state
+from etude.engine.host_state import Watched, host_state
+from etude.engine.recorder import GPU_BOUND, CudaRecorder, Recorder, Unfit, form_of, version_of
 from etude.engine.step import Step
 
 CaptureMode = Literal["auto", "on", "off"]
@@ -37,71 +38,12 @@ MOST_FORMS = 128
 """Forms of batches, of which few come again, after which recording is given up."""
 FEW_FORMS = 8
 """Forms after which it is asked whether the step itself makes every one another."""
-GPU_BOUND = 0.6
-"""If the host needs at most this share of the device's time for a step, recording it would gain nothing."""
 LARGEST_DIFFERENCE = 0.05
 """Of the update, by which the replayed step may differ from the usual one: kernels add up in any order."""
 MOST_LOST = 4
 """Times in a row that graphs may become void before one of them was replayed."""
 _PARTS = ("the form of the batches", "what the task does", "its weights", "metrics", "settings of the optimizer")
 """What the first parts of a key are."""
-
-
-class Recorder(Protocol):
-    """Records what a function does on the device, without doing it."""
-
-    def record(self, function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-        """Return what the function returned, in memory that every replay fills, and what replays it."""
-
-    def recover(self) -> None:
-        """Put the device in order after `record` has failed."""
-
-    def timed(self, function: Callable[[], StepReport]) -> tuple[StepReport, float]:
-        """Run a step; return its report and the host's time for it as a share of the device's."""
-
-
-class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory: only one of them runs at a time."""
-
-    recoveries: ClassVar[int] = 0
-    """How often the generators were given another state: graphs of before, of any run, draw from the old one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._pool: Any = None
-
-    def record(self, function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-        """Record the function on a stream of its own; other threads may use the device meanwhile."""
-        graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = function()
-        return result, graph.replay
-
-    def recover(self) -> None:
-        """Wait for the device, and give the random generator a state that no failed recording holds."""
-        torch.cuda.synchronize(self.device)
-        generator = torch.cuda.default_generators[self.device.index or 0]
-        fresh = torch.Generator(self.device)
-        generator.graphsafe_set_state(fresh.graphsafe_get_state())
-        CudaRecorder.recoveries += 1
-
-    def timed(self, function: Callable[[], StepReport]) -> tuple[StepReport, float]:
-        """Run a step alone on the device, and wait for it."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(self.device)
-        begin.record()
-        start = time.perf_counter()
-        report = function()
-        seconds = time.perf_counter() - start
-        end.record()
-        end.synchronize()
-        return report, 1e3 * seconds / max(begin.elapsed_time(end), 1e-6)
-
-
-class Unfit(Exception):
-    """Why a step cannot be recorded, in words for people."""
 
 
 @dataclass(slots=True)
@@ -121,12 +63,7 @@ class Graph:
         """Do the step with the tensors of other batches."""
         torch._foreach_copy_(self.inputs, tensors, non_blocking=True)
         self.replay()
-        layout, (norm, skipped, *numbers) = self.layout, self.packed.clone().unbind()
-        fresh = iter(numbers)
-        divisor = next(fresh) if isinstance(layout.divisor, Tensor) else layout.divisor
-        sums = dict(zip(layout.sums, fresh, strict=False))
-        counts = {name: next(fresh) if isinstance(one, Tensor) else one for name, one in layout.counts.items()}
-        return StepReport(sums, counts, norm, divisor, skipped, lr, layout.optional)
+        return RecordedReport(self.layout, self.packed.clone(), lr)
 
 
 class Capture:
@@ -142,7 +79,7 @@ class Capture:
         self.refused: str | None = None
         """Why steps are run as usual from now on."""
         self._watched = Watched(step.model, step.updater)
-        self._memory: list[list[Any]] = []
+        self._recoveries = CudaRecorder.recoveries
         self._others: list[Tensor] = []
         """Tensors that model and task keep elsewhere, and that a step changes in place."""
         self._kept: list[Any] = []
@@ -184,14 +121,14 @@ class Capture:
             raise Unfit("a callback looks at the gradients of every step")
         if not step.objective.is_capturable:
             raise Unfit(f"{type(step.objective).__name__} decides on the host")
-        form = _form(micro_batches, tensors)
+        form = form_of(micro_batches, tensors)
         device = step.updater.device
         if any(tensor.device != device for tensor in tensors):
             raise Unfit("batches hold tensors that are not on the device")
         if not tensors:
             raise Unfit("batches hold no tensors")
-        if (now := [*self._watched.now(), [CudaRecorder.recoveries]]) != self._memory:
-            self._forget(now)
+        if self._recoveries != CudaRecorder.recoveries or not self._watched.is_same():
+            self._forget()
         key = (
             form,
             step.task.version,
@@ -206,7 +143,7 @@ class Capture:
             raise Unfit(f"batches or settings hold something that cannot be compared ({error})") from error
         return key
 
-    def _forget(self, now: list[list[Any]]) -> None:
+    def _forget(self) -> None:
         """Drop all graphs: a checkpoint was loaded, weights were swapped, a cache was replaced, a layer got a setting.
 
         Raises Unfit if that happens again and again.
@@ -214,15 +151,13 @@ class Capture:
         if self._graphs:
             self._lost += 1
             self._seen.clear()
-        what = next(
-            (name for name, *two in zip(Watched.PARTS, now, self._memory, strict=False) if two[0] != two[1]), ""
-        )
+        what = self._watched.changes()
         self._graphs.clear()
         self._others, self._kept = [], []
         if self._lost > MOST_LOST:
             raise Unfit(f"{what or 'memory is replaced'} between steps, again and again")
         self._watched.look()
-        self._memory = [*self._watched.now(), [CudaRecorder.recoveries]]
+        self._recoveries = CudaRecorder.recoveries
 
     def _tensors_of_run(self) -> Iterator[Tensor]:
         """Yield everything a step changes in place: parameters, buffers, optimizer state, loss scale and so on."""
@@ -245,7 +180,7 @@ class Capture:
         if not is_due and len(self._seen) != FEW_FORMS:
             return self.step.run(micro_batches)
         drawn, (before, tensors) = host_draws(), self._host_state()
-        versions = [_version(tensor) for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         report, share = self.recorder.timed(lambda: self.step.run(micro_batches))
         after, found = self._host_state()
         if host_draws() != drawn:
@@ -260,7 +195,7 @@ class Capture:
         else:
             known = {id(tensor) for tensor in self._tensors_of_run()}
             pairs = zip(tensors, versions, strict=True)
-            self._others += [one for one, old in pairs if _version(one) != old and id(one) not in known]
+            self._others += [one for one, old in pairs if version_of(one) != old and id(one) not in known]
             self._kept += found
             self._record(key, micro_batches)
         return report
@@ -277,25 +212,20 @@ class Capture:
         """Record the step with copies of these batches as its inputs."""
         tensors: list[Tensor] = []
         inputs = [map_tensors(batch, torch.clone) for batch in micro_batches]
-        _form(inputs, tensors)
+        form_of(inputs, tensors)
         kept = rng_state()
         try:
             layout: list[StepReport] = []
 
             def run() -> Tensor:
                 layout.append(self.step.run(inputs))
-                return _packed(layout[-1])
+                return layout[-1].pack()
 
             packed, replay = self.recorder.record(run)
         except BaseException as error:
             self.recorder.recover()
             set_rng_state(kept)
-            cause = first_of(error)  # ending a recording that has failed fails once more
-            for one in (error, cause):
-                if not isinstance(one, Exception):  # Ctrl-C: later runs of the process find the device in order
-                    raise one from None
-            where = place_of(cause)
-            self._give_up(f"{first_line(cause)}{f' ({where})' if where else ''}", error)
+            self._give_up(_words_for(error), error)
             return
         self._graphs[key] = Graph(tensors, packed, replay, layout[0], is_checked=key in self._checked)
         while len(self._graphs) > MOST_GRAPHS:
@@ -310,7 +240,7 @@ class Capture:
         self, key: Hashable, graph: Graph, micro_batches: Sequence[Batch], tensors: list[Tensor]
     ) -> StepReport:
         """Do one step both ways from the same state; keep the replayed one if both agree."""
-        state, kept = list(self._tensors_of_run()), rng_state()
+        state, kept = [tensor.detach() for tensor in self._tensors_of_run()], rng_state()
         try:
             before = [tensor.clone() for tensor in state]
             room = [torch.empty_like(tensor) for tensor in state]
@@ -326,6 +256,8 @@ class Capture:
         report = graph.run(tensors, self.step.updater.lr)
         if (difference := _difference(before, room, state)) <= LARGEST_DIFFERENCE and _alike(usual, report):
             graph.is_checked = True
+            if not self._checked:
+                self.step.notice("steps are captured as CUDA graphs")
             self._checked.add(key)
             return report
         torch._foreach_copy_(state, room)
@@ -348,30 +280,18 @@ class Capture:
         self.step.notice(f"steps are not captured as CUDA graphs: {why}")
 
 
-def _form(value: Any, tensors: list[Tensor]) -> Hashable:
-    """Return the shape of a batch: of tensors their sizes and types, of everything else its value.
+def _words_for(error: BaseException) -> str:
+    """Return what a recording has failed with, and where; raise it again if it is no error, but Ctrl-C.
 
-    The tensors themselves are put into the list. Raises Unfit for objects whose values nobody knows.
+    Here and not in `_record`: an error in a variable of a frame that its traceback holds is freed late, and so are
+    autograd nodes of the stream of the recording, which the next backward pass would find and warn of.
     """
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return value.shape, value.dtype
-    if isinstance(value, (tuple, list)):
-        return type(value), *[_form(one, tensors) for one in value]
-    if isinstance(value, Mapping):
-        return tuple([(key, _form(one, tensors)) for key, one in value.items()])
-    if not isinstance(value, PLAIN):
-        raise Unfit(f"batches hold a {type(value).__name__}, which may have tensors in it")
-    return value
-
-
-def _packed(report: StepReport) -> Tensor:
-    """Return all numbers of a report that are on the device as one vector."""
-    values = (report.norm, report.skipped, report.divisor, *report.sums.values(), *report.counts.values())
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    if all(tensor.dtype is torch.float32 for tensor in tensors):  # one kernel
-        return torch.stack(tensors)
-    return torch.stack([tensor.double() for tensor in tensors])
+    cause = first_of(error)  # ending a recording that has failed fails once more
+    for one in (error, cause):
+        if not isinstance(one, Exception):  # later runs of the process find the device in order
+            raise one from None
+    where = place_of(cause)
+    return f"{first_line(cause)}{f' ({where})' if where else ''}"
 
 
 def _difference(before: list[Tensor], usual: list[Tensor], replayed: list[Tensor]) -> float:
@@ -391,11 +311,6 @@ def _is_counter(old: Tensor, one: Tensor) -> bool:
     return not one.dim() and bool(old == old.round()) and bool(one == one.round())
 
 
-def _version(tensor: Tensor) -> int:
-    """Return a number that grows with every change in place."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def _most_varied(keys: Mapping[Any, int]) -> str:
     """Return in words which part of the keys differs most."""
     different = [len(set(values)) for values in zip(*keys, strict=True)]
@@ -405,4 +320,4 @@ def _most_varied(keys: Mapping[Any, int]) -> str:
 
 def _alike(usual: StepReport, replayed: StepReport) -> bool:
     """Whether two reports of one step tell the same."""
-    return torch.allclose(_packed(usual), _packed(replayed), rtol=LARGEST_DIFFERENCE, atol=1e-6, equal_nan=True)
+    return torch.allclose(usual.pack(), replayed.pack(), rtol=LARGEST_DIFFERENCE, atol=1e-6, equal_nan=True)

@@ -1,18 +1,19 @@
 """Evaluation: the model in eval mode, no gradients, sums and counts exact over batches and ranks."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from etude.core import Loader, Task, Terms
+from etude.core import Batch, Loader, Task, Terms
 from etude.core.batch import is_empty
 from etude.core.model import unwrap
 from etude.core.random import aside
 from etude.core.task import as_task, check_terms
 from etude.distributed import World, share_buffers
+from etude.engine.captured_evaluation import COUNT, SUM, CapturedEvaluation, Numbers
 from etude.engine.explain import explained
 from etude.engine.precision import Precision
 from etude.engine.stopping import Interrupted, Interrupts
@@ -27,6 +28,7 @@ def evaluate(
     precision: Precision | None = None,
     world: World | None = None,
     interrupts: Interrupts | None = None,
+    capture: CapturedEvaluation | None = None,
 ) -> dict[str, float]:
     """Return the mean of every term over one epoch of `loader`, metrics and derived numbers included.
 
@@ -35,7 +37,7 @@ def evaluate(
     reports nothing of them, unless the task allows that: there are no numbers then. Terms that are optional may all be
     without a number. The host reads the device once, at the end. With several ranks each evaluates its share of the
     data, with the buffers of rank 0; every rank must call this together. With `interrupts` that allow it a signal ends
-    it between two batches: Interrupted is raised on every rank.
+    it between two batches: Interrupted is raised on every rank. `capture` runs batches recorded as CUDA graphs.
     """
     task = as_task(task)
     precision = precision if precision is not None else Precision("fp32")
@@ -44,13 +46,22 @@ def evaluate(
     if world.size > 1:
         share_buffers(model, world)
     pollable = interrupts if interrupts is not None and interrupts.may_cut_off else None
+
+    def run(batch: Batch) -> Terms:
+        with precision.autocast():
+            terms = task(model, batch, metrics=True)
+        check_terms(terms)
+        return terms
+
     with task.measuring():
         with eval_mode(model), torch.no_grad(), aside(0):
-            totals, is_cut_off = _add_up(model, task, loader, precision, pollable)
+            if capture is not None:
+                capture.begin(model, task)
+            totals, is_cut_off = _add_up(run, loader, pollable, capture)
         if pollable is not None and world.host_max([int(is_cut_off)])[0]:
             # Ranks ask each other here, once: their numbers of batches may differ.
             raise Interrupted("the validation was cut off by a signal")
-        device = next((tensor.device for tensor in (*totals.sums.values(), *model.parameters())), torch.device("cpu"))
+        device = next((tensor.device for tensor in (*totals.tensors(), *model.parameters())), torch.device("cpu"))
         means = totals.means(world, device)
         if means is None and not world.host_max([int(totals.has_batch)])[0]:
             task.no_data()
@@ -66,30 +77,41 @@ class _Sums:
     """Sums and counts of terms, added up in float64 on the device."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.counts: dict[str, Tensor] = {}
+        self._vectors: dict[tuple[tuple[str, str], ...], Tensor] = {}
+        """By what their numbers are; batches may differ in their terms."""
+        self._host_counts: dict[str, float] = {}
         self.optional: set[str] = set()
         self.has_batch = False
 
-    def add(self, terms: Terms) -> None:
+    def add(self, numbers: Numbers) -> None:
         self.has_batch = True
-        for name, term in terms.items():
-            if not term.reported:
-                continue
-            zero = torch.zeros((), dtype=torch.float64, device=term.sum.device)
-            self.sums[name] = self.sums.get(name, zero) + term.sum
-            self.counts[name] = self.counts.get(name, zero) + term.count
-            if term.optional:
-                self.optional.add(name)
+        if numbers.vector is None:
+            return
+        total = self._vectors.get(numbers.places)
+        if total is None:
+            self._vectors[numbers.places] = numbers.vector.clone()
+        else:
+            total += numbers.vector
+        for name, count in numbers.host_counts.items():
+            self._host_counts[name] = self._host_counts.get(name, 0.0) + count
+        self.optional |= numbers.optional
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return what is on the device."""
+        return self._vectors.values()
 
     def means(self, world: World, device: torch.device) -> dict[str, float] | None:
         """Return the averages over all ranks; None if no term is reported on any of them."""
-        names = world.union(list(self.sums))
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        found = {(name, COUNT): zero + count for name, count in self._host_counts.items()}
+        for places, vector in self._vectors.items():
+            for place, value in zip(places, vector.to(device).unbind(), strict=True):
+                found[place] = found.get(place, zero) + value
+        names = world.union([name for name, kind in found if kind == SUM])
         if not names:
             return None
         optional = world.union(sorted(self.optional))
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        pairs = [torch.stack([self.sums.get(name, zero), self.counts.get(name, zero)]) for name in names]
+        pairs = [torch.stack([found.get((name, kind), zero) for kind in (SUM, COUNT)]) for name in names]
         rows = world.sum(torch.stack(pairs)).tolist()
         return {
             name: total / count if count else math.nan
@@ -99,7 +121,7 @@ class _Sums:
 
 
 def _add_up(
-    model: nn.Module, task: Task, loader: Loader, precision: Precision, pollable: Interrupts | None
+    run: Callable[[Batch], Terms], loader: Loader, pollable: Interrupts | None, capture: CapturedEvaluation | None
 ) -> tuple[_Sums, bool]:
     """Return sums and counts of all terms over this rank's batches, and whether a signal cut them off."""
     sums = _Sums()
@@ -110,10 +132,7 @@ def _add_up(
                 return sums, True
             if is_empty(batch):
                 continue  # one of several ranks may have no samples in the last batch
-            with precision.autocast():
-                terms = task(model, batch, metrics=True)
-            check_terms(terms)
-            sums.add(terms)
+            sums.add(Numbers(run(batch)) if capture is None else capture(run, batch))
     finally:
         batches.close()
     return sums, False

@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -76,12 +76,39 @@ class Watched:
             if type(one).__module__ not in _FIXED
         )
         self._numbers = [(itemgetter(*names, names[0]), values) for values, names in plain if names]
-        # As long as these live, nothing else has their identity.
-        self._kept = [
-            *self._values(self.updater.optimizer.state.values()),
-            *self._values((*self._parameters, *self._buffers)),
-            *[values[name] for values, name in self._attributes],
-        ]
+        self._dicts = [*self._vars, *self._children, *self._parameters, *self._buffers]
+        self._states = list(self.updater.optimizer.state.values())
+        self._lengths = [*map(len, self._dicts), *map(len, self._states)]
+        self._pointers = [*map(Tensor.data_ptr, self._params), *map(Tensor.data_ptr, self._buffer_tensors)]
+        self._objects = list(self._held())  # as long as these live, nothing else has their identity
+        self._values_now = [get(values) for get, values in self._numbers]
+        self._before = self.now()
+
+    def _held(self) -> Iterator[Any]:
+        """Return the objects that must stay the same."""
+        inside = self._values((*self._states, *self._children, *self._parameters, *self._buffers))
+        attributes = [values.get(name) for values, name in self._attributes]
+        return chain(self.updater.optimizer.state.values(), inside, attributes)
+
+    def is_same(self) -> bool:
+        """Whether all of it is as it was when it was looked at last."""
+        state = self.updater.optimizer.state
+        try:
+            return (
+                len(state) == len(self._states)
+                and [*map(len, self._dicts), *map(len, self._states)] == self._lengths
+                and all(map(is_, self._held(), self._objects))
+                and [*map(Tensor.data_ptr, self._params), *map(Tensor.data_ptr, self._buffer_tensors)]
+                == self._pointers
+                and [get(values) for get, values in self._numbers] == self._values_now
+            )
+        except KeyError:  # an attribute was deleted
+            return False
+
+    def changes(self) -> str:
+        """Return in words what is not as it was, the first of `PARTS`."""
+        pairs = zip(self.PARTS, self.now(), self._before, strict=True)
+        return next((name for name, one, other in pairs if one != other), "")
 
     def now(self) -> list[list[Any]]:
         """Return where everything lies that a recorded step reads and writes, and the numbers it has in it."""
@@ -111,7 +138,7 @@ class Watched:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that a step may change in place."""
-        yield from (param.data for param in self._params)
+        yield from self._params
         yield from self._buffer_tensors
         yield from (value for values, name in self._attributes if isinstance(value := values.get(name), Tensor))
         yield from state_tensors(self.updater.optimizer)

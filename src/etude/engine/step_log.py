@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from etude.core import StepReport
+from etude.core.report import joined
 from etude.distributed import World
 from etude.engine.meter import NO_AMOUNTS, STEP_PER_FORWARD, Amounts
 from etude.engine.peak import peak_flops
@@ -184,7 +185,7 @@ class StepLog:
         return self._peak
 
     def _read(self, entries: list[_Entry]) -> "tuple[Tally, Series]":
-        reports = [entry.report for entry in entries]
+        reports = joined([entry.report for entry in entries])
         # Steps may differ in their terms; and of ranks, one without samples knows few.
         names = self.world.union(list(dict.fromkeys(name for report in reports for name in report.sums)))
         optional = set(self.world.union(sorted(set().union(*(report.optional for report in reports)))))
@@ -254,7 +255,7 @@ def _column(values: list[Any]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64)
     # A count can be a number in one step and a tensor in another: where terms take turns, most have the number 0.
     numbers = {v: tensor.new_full((), v) for v in values if not isinstance(v, Tensor)}
-    return torch.stack([v if isinstance(v, Tensor) else numbers[v] for v in values]).double()
+    return torch.stack([v if isinstance(v, Tensor) else numbers[v] for v in values]).flatten().double()
 
 
 def _merge(total: Tally, fresh: Tally) -> None:

@@ -237,7 +237,9 @@ class CausalTransformerLM(nn.Module):
         start = cache[0].length if cache else 0
         if position_ids is None:
             position_ids = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        rotary = rotary_angles(position_ids, self.head_dim)
+        # A compiler would compute the cosines again in every layer, unless it cannot look inside.
+        angles = _angles_at_once if torch.compiler.is_compiling() else rotary_angles
+        rotary = angles(position_ids, self.head_dim)
         for place, block in enumerate(self.blocks):
             x = block(x, rotary, mask, cache[place] if cache else None, causal)
         normed: Tensor = self.norm(x)
@@ -301,7 +303,9 @@ class Attention(nn.Module):
         heads = self.qkv(x).view(batch, length, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)  # (3, B, H, L, E)
         queries, keys = rotate(heads[:2], rotary)
         values = heads[2]
-        is_causal = causal and mask is None and length > 1  # a single new token sees all that the cache holds
+        is_causal = causal and mask is None
+        if length == 1:  # a single new token sees all that the cache holds
+            is_causal = False
         if cache is not None:
             assert length == 1 or cache.length == 0, "the causal mask of the kernel begins at the first key"
             keys, values = cache.extend(keys, values)
@@ -381,6 +385,17 @@ def rotary_angles(position_ids: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         angles = angles[:, None]
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+@torch.library.custom_op("etude::rotary_angles", mutates_args=())
+def _angles_at_once(position_ids: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    return rotary_angles(position_ids, head_dim)
+
+
+@_angles_at_once.register_fake
+def _shapes_of_angles(position_ids: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    shape = (*position_ids.shape[:-1], *[1] * (position_ids.dim() - 1), position_ids.shape[-1], head_dim)
+    return position_ids.new_empty(shape, dtype=torch.float32), position_ids.new_empty(shape, dtype=torch.float32)
 
 
 def rotate(heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from etude.core import ConfigError, Loader, Task
 from etude.core.arguments import as_device
 from etude.distributed import World, join_world
 from etude.engine.capture import CaptureMode
+from etude.engine.captured_evaluation import CapturedEvaluation
 from etude.engine.compiled import CompileMode, Way
 from etude.engine.evaluation import evaluate
 from etude.engine.explain import (
@@ -55,6 +56,8 @@ class Machine:
         self.device = resolve_device(device, self.world.local_rank)
         self.precision = Precision(precision, self.device, loss_scale=loss_scale, summands=batch_size or 1)
         self.batch_size = batch_size
+        self.evaluation: CapturedEvaluation | None = None
+        """Runs the batches of evaluations, recorded as CUDA graphs."""
         self._loss_scale = loss_scale
 
     @classmethod
@@ -152,7 +155,15 @@ class Machine:
     ) -> dict[str, float]:
         """Return the mean loss and metrics over a loader, on all processes together."""
         with self.validating():
-            return evaluate(model, task, loader, precision=self.precision, world=self.world, interrupts=interrupts)
+            return evaluate(
+                model,
+                task,
+                loader,
+                precision=self.precision,
+                world=self.world,
+                interrupts=interrupts,
+                capture=self.evaluation,
+            )
 
 
 def resolve_device(name: str | torch.device = "auto", local_rank: int = 0) -> torch.device:

@@ -17,6 +17,7 @@ from etude.core import ConfigError, Task, TrainingError
 from etude.distributed import wrap_data_parallel
 from etude.engine.callback import Callback
 from etude.engine.capture import Capture
+from etude.engine.captured_evaluation import CapturedEvaluation
 from etude.engine.compiled import CompiledTask
 from etude.engine.step import Step
 from etude.engine.update import LearningRate, Updater
@@ -63,6 +64,7 @@ def make_step(
     step = Step(wrapped, task, updater, machine.precision, world=machine.world, metrics=config.train_metrics)
     if machine.captures(config.capture):
         step.capture = Capture(step, needed=config.capture == "on")
+        machine.evaluation = CapturedEvaluation(step.capture.recorder, needed=step.capture.needed)
     return step
 
 

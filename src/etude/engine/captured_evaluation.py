@@ -1,0 +1,154 @@
+"""Batches of evaluations as CUDA graphs: the model changes between evaluations, where it lies does not.
+
+A graph is kept from one evaluation to the next, for every form of batch. It has what the host has decided in it, so
+model and task are looked through at the beginning of each evaluation; what has changed makes all graphs void. A batch
+that leaves anything behind in them, such as counts of a metric, is run as usual.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from etude.core import Batch, Task, Terms
+from etude.core.batch import map_tensors
+from etude.core.random import host_draws, rng_state, set_rng_state
+from etude.engine.host_state import host_state
+from etude.engine.recorder import GPU_BOUND, Recorder, Unfit, form_of, version_of
+
+WARM_UP_BATCHES = 2
+"""Batches of one form that are run as usual before it is recorded."""
+MOST_GRAPHS = 16
+MOST_LOST = 2
+"""Evaluations in which graphs may become void before it is given up."""
+TOLERANCE = 1e-3
+SUM, COUNT = "sum", "count"
+
+
+class Numbers:
+    """The numbers of terms: those on the device as one vector in float64, and counts that the host knows."""
+
+    def __init__(self, terms: Terms) -> None:
+        reported = {name: term for name, term in terms.items() if term.reported}
+        counts = {name: term.count for name, term in reported.items()}
+        self.host_counts = {name: float(count) for name, count in counts.items() if not isinstance(count, Tensor)}
+        on_device = [name for name in counts if name not in self.host_counts]
+        self.places = (*[(name, SUM) for name in reported], *[(name, COUNT) for name in on_device])
+        self.optional = {name for name, term in reported.items() if term.optional}
+        tensors = [term.sum for term in reported.values()]
+        tensors += [count for count in counts.values() if isinstance(count, Tensor)]
+        self.vector = torch.stack([tensor.detach().double() for tensor in tensors]) if tensors else None
+
+
+@dataclass(slots=True)
+class Graph:
+    """One recorded batch."""
+
+    inputs: list[Tensor]
+    numbers: Numbers
+    replay: Callable[[], object]
+
+
+class CapturedEvaluation:
+    """Runs the batches of evaluations, recorded where that is possible and gains something."""
+
+    def __init__(self, recorder: Recorder, *, needed: bool = False) -> None:
+        """With `needed` no batch is too large to be recorded."""
+        self.recorder, self.needed = recorder, needed
+        self.refused: str | None = None
+        """Why batches are run as usual from now on."""
+        self._graphs: dict[Hashable, Graph] = {}
+        self._seen: dict[Hashable, int] = {}
+        self._looked: Any = None
+        self._kept: list[Tensor] = []
+        """As long as these live, no others have their identity or their places."""
+        self._lost = 0
+        self._task: Task | None = None
+
+    def begin(self, model: nn.Module, task: Task) -> None:
+        """Look whether everything is where it was in the evaluation before."""
+        if self.refused is not None:
+            return
+        self._model, self._task = model, task
+        if self._graphs and self._look()[0] != self._looked:
+            self._graphs.clear()
+            self._lost += 1
+            if self._lost > MOST_LOST:
+                self._refuse("model or task are other objects in every evaluation")
+
+    def _look(self) -> tuple[Any, list[Tensor]]:
+        """Return what model and task keep and where their tensors lie, to be compared, and the tensors."""
+        found, tensors = host_state(model=self._model, task=self._task)
+        return (found, [one.data_ptr() for one in tensors if one.layout is torch.strided]), tensors
+
+    def __call__(self, run: Callable[[Batch], Terms], batch: Batch) -> Numbers:
+        """Return the numbers of a batch; the next call may overwrite them."""
+        tensors: list[Tensor] = []
+        key: Hashable = None
+        if self.refused is None and self._task is not None:
+            try:
+                key = (form_of(batch, tensors), self._task.version, self._task.constants())
+                graph = self._graphs.get(key)
+            except (Unfit, TypeError) as why:  # a key that cannot be compared
+                self._refuse(str(why))
+            else:
+                if graph is not None:
+                    torch._foreach_copy_(graph.inputs, tensors, non_blocking=True)
+                    graph.replay()
+                    return graph.numbers
+                self._seen[key] = self._seen.get(key, 0) + 1
+                if self._seen[key] > WARM_UP_BATCHES and len(self._graphs) < MOST_GRAPHS:
+                    return self._record(key, run, batch)
+        return Numbers(run(batch))
+
+    def _record(self, key: Hashable, run: Callable[[Batch], Terms], batch: Batch) -> Numbers:
+        """Run a batch as usual, and record it if it is worthwhile and leaves nothing behind."""
+        drawn, (before, tensors) = host_draws(), self._look()
+        versions = [version_of(tensor) for tensor in tensors]
+        usual, share = self.recorder.timed(lambda: Numbers(run(batch)))
+        if host_draws() != drawn:
+            self._refuse("random numbers are drawn on the host")
+        elif self._look()[0] != before:
+            self._refuse("a batch changes what model or task keep on the host")
+        elif [version_of(tensor) for tensor in tensors] != versions:
+            self._refuse("a batch changes tensors of model or task")
+        elif share < GPU_BOUND and not self.needed:
+            self._refuse("the device is busy without it")
+        elif usual.vector is not None and (not self._graphs or before == self._looked):
+            self._looked, self._kept = before, tensors
+            self._try(key, run, batch, usual)
+        return usual
+
+    def _try(self, key: Hashable, run: Callable[[Batch], Terms], batch: Batch, usual: Numbers) -> None:
+        inputs: list[Tensor] = []
+        copies = map_tensors(batch, torch.clone)
+        form_of(copies, inputs)
+        layout: list[Numbers] = []
+
+        def function() -> Tensor:
+            layout.append(Numbers(run(copies)))
+            assert layout[-1].vector is not None
+            return layout[-1].vector
+
+        kept = rng_state()
+        try:
+            vector, replay = self.recorder.record(function)
+            replay()
+        except Exception as error:
+            self.recorder.recover()
+            self._refuse(str(error))
+            return
+        finally:
+            set_rng_state(kept)
+        layout[0].vector = vector
+        assert usual.vector is not None
+        if torch.allclose(vector, usual.vector, rtol=TOLERANCE, atol=1e-6, equal_nan=True):
+            self._graphs[key] = Graph(inputs, layout[0], replay)
+        else:
+            self._refuse("a recorded batch differs from the usual one")
+
+    def _refuse(self, why: str) -> None:
+        self.refused = why
+        self._graphs.clear()
