@@ -1,5 +1,10 @@
 """Compiled steps: terms and gradients of usual ones, odd batches as usual, and a compiler that fails does no harm."""
 
+import contextlib
+import os
+import signal
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +15,7 @@ from etude.engine.compiled import CompiledTask, saves_time
 from etude.losses import ClassificationLoss, LanguageModelingLoss, SupervisedTask
 from etude.models import CausalTransformerLM, LeNet5
 from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
+from etude.trainer import optimization
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch.compile does it itself
 
@@ -132,6 +138,62 @@ def test_mistakes_in_the_model_are_explained_as_ever():
     )
     with pytest.raises(DataError, match="784"):
         trainer.train()
+
+
+class Pausing(nn.Module):
+    """Leaves compiled code in the middle of its forward pass; sends signals there, or has the compiler send them."""
+
+    def __init__(self, place="", signals=()):
+        super().__init__()
+        self.first, self.last, self.calls = nn.Linear(4, 6), nn.Linear(6, 1), 0
+        self.place, self.signals = place, signals
+
+    def forward(self, x):
+        hidden = self.first(x)
+        self.pause("model")
+        return self.last(torch.tanh(hidden))
+
+    @torch.compiler.disable
+    def pause(self, place):
+        self.calls += place == self.place
+        if self.calls == 2 and place == self.place:
+            for number in self.signals:
+                os.kill(os.getpid(), number)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it where compiled code is left
+@pytest.mark.parametrize(
+    ("place", "signals"), [("model", [signal.SIGTERM, signal.SIGINT]), ("compiler", [signal.SIGTERM])]
+)
+def test_after_a_signal_in_the_compiler_or_its_code_the_process_resumes_to_the_same_bytes(
+    tmp_path, monkeypatch, place, signals
+):
+    def make(folder, *pauses):
+        torch.manual_seed(0)
+        model = Pausing(*pauses)
+
+        def backend(graph, _inputs):
+            model.pause("compiler")
+            return graph
+
+        monkeypatch.setattr(optimization, "CompiledTask", partial(CompiledTask, backend=backend))
+        x = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
+        config = {"device": "cpu", "epochs": 2, "batch_size": 8, "compile": "step", "save_every_steps": 1}
+        return Trainer(
+            model, (x, x[:, :1]), loss=nn.MSELoss(), config=config, output_dir=folder, resume=True, progress=False
+        )
+
+    straight = make(tmp_path / "straight")
+    straight.train()
+    assert straight.compiled.refused is None
+    trainer = make(tmp_path / "stopped", place, signals)
+    with contextlib.nullcontext() if len(signals) == 1 else pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.state.clock.step < 6
+    make(tmp_path / "stopped").train()
+    for name in ("model.safetensors", "state.safetensors"):
+        one, other = (tmp_path / run / "checkpoints" / "last" / name for run in ("straight", "stopped"))
+        assert one.read_bytes() == other.read_bytes()
 
 
 def test_a_short_run_is_not_worth_compiling_and_a_long_one_is():

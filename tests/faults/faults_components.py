@@ -44,8 +44,9 @@ def points(
 
 @register("model", "faults_net")
 def net(width: int = 24, dropout: float = 0.3) -> nn.Module:
-    norm = nn.BatchNorm1d(width)
-    return nn.Sequential(nn.Linear(FEATURES, width), norm, nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, CLASSES))
+    first, last = nn.Linear(FEATURES, width), nn.Linear(width, CLASSES)
+    drop = nn.Dropout(dropout) if dropout else nn.Identity()
+    return nn.Sequential(first, nn.BatchNorm1d(width), nn.ReLU(), drop, last)
 
 
 @register("callback", "faults_gate")

@@ -3,7 +3,8 @@
 Prints a line when it is ready. Reads one JSON request per line and answers each with one line: {"start": [arguments],
 "out": file, "err": file} gives a process number, {"wait": number} its exit code (negative: the signal that killed it).
 With "lives": n the process kills itself before it changes the disk for the (n+1)-th time; with "max_file_bytes": n it
-cannot make a file larger than that.
+cannot make a file larger than that; with "speed": {"how", "at", "signals"} its steps are recorded or compiled, and it
+sends itself signals at a moment of that.
 """
 
 import json
@@ -14,6 +15,7 @@ import sys
 import traceback
 import warnings
 
+import faults_speed
 import torch
 import torch._dynamo  # torch's optimizers load it at their first use, which takes longer than the runs here
 
@@ -69,10 +71,13 @@ def start(request) -> int:
     try:
         if "max_file_bytes" in request:
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["max_file_bytes"],) * 2)
+        moments = faults_speed.prepare(**request["speed"]) if "speed" in request else None
         mortal = Mortal(request["lives"]) if "lives" in request else None
         code = run_command(request["start"], request["out"], request["err"])
         if mortal is not None:
             print("operations", mortal.spent)
+        if moments is not None:
+            print("moments", *dict.fromkeys(moments.seen))
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
