@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from etude.core import DataBatch, Loader
 from etude.core.errors import DataError
 from etude.core.loader import BatchIterator
-from etude.data import BatchSampler, DataLoader, Normalize
+from etude.data import BatchSampler, DataLoader, LoaderData, Normalize, Streams, TensorData
 from etude.data.cuda import ahead
 
 
@@ -104,6 +104,24 @@ def test_numpy_arrays_also_read_only(tmp_path):
     assert batch.data.tolist() == [[0, 1], [2, 3], [4, 5]]
     batch.data.zero_()  # a batch belongs to whoever holds it
     assert data[0, 1] == 1
+
+
+@pytest.mark.parametrize(
+    "together",
+    [
+        lambda x, y: (x, y),
+        lambda x, y: (x.numpy(), y),
+        TensorData,
+        lambda x, y: TensorData(x - 1, y, lambda x: x + 1),
+    ],
+    ids=["pair", "array", "TensorData", "transform"],
+)
+def test_data_and_labels_in_one_are_the_same_as_apart(together):
+    x, y = tensors(11)
+    one, other = DataLoader(x, y, 4, seed=3), DataLoader(together(x, y), batch_size=4, seed=3)
+    for batch, same in zip(one, other, strict=True):
+        assert torch.equal(batch.data, same.data)
+        assert torch.equal(batch.labels, same.labels)
 
 
 def test_mappings_give_dicts():
@@ -254,6 +272,10 @@ def test_positions_beyond_the_data_are_refused():
         (lambda: DataLoader(torch.zeros(4, 3), torch.zeros(5), 2), "data has 4, labels has 5"),
         (lambda: DataLoader({"x": torch.zeros(4), "y": torch.zeros(3)}), "x has 4, y has 3"),
         (lambda: DataLoader({"labels": torch.zeros(4)}, torch.zeros(4)), "labels are given twice"),
+        (lambda: DataLoader((torch.zeros(4), torch.zeros(4)), 2), "labels are given twice.*batch_size"),
+        (lambda: DataLoader((torch.zeros(4), torch.zeros(5))), "data has 4, labels has 5"),
+        (lambda: DataLoader(LoaderData([1, 2, 3])), "LoaderData.*DataLoaderFactory"),
+        (lambda: DataLoader(Streams({"a": [1, 2, 3]})), "Streams.*DataLoaderFactory"),
         (lambda: DataLoader(torch.zeros(4), batch_size=5, drop_last=True), "batch_size 5 is larger than the 4"),
         (lambda: DataLoader(torch.zeros(4), batch_size=0), "batch_size is 0"),
         (lambda: DataLoader(torch.tensor(4.0)), "data is a single number"),

@@ -20,6 +20,7 @@ from etude.data.cuda import SideStream, ahead
 from etude.data.memory import TensorSource, is_in_memory
 from etude.data.mixed_order import BucketOrder
 from etude.data.order import BatchSampler, Order, SequentialOrder, ShuffledOrder
+from etude.data.parts import tensors_of
 from etude.data.prefetch import prefetch_stream
 from etude.data.reading import TokenDocuments
 from etude.data.source import BatchSource, GatheredBatches, MeasuredSource, OrderedSource
@@ -30,9 +31,10 @@ from etude.data.workers import Collate, DatasetSource, WorkerSettings, dataset_l
 class DataLoader:
     """Batches in an order that is a pure function of (seed, epoch, position).
 
-    `data` is a tensor, a NumPy array or a mapping of them, held in memory and gathered by one vectorised copy
-    per batch; a source that gathers batches itself, such as `TokenBlocks`; the path of a token file, read as padded
-    documents; or a map-style dataset whose samples are fetched one by one, in worker processes if asked for.
+    `data` is a tensor, a NumPy array, a pair (data, labels), a mapping or a `TensorData` of them, held in memory and
+    gathered by one vectorised copy per batch; a source that gathers batches itself, such as `TokenBlocks`; the path of
+    a token file, read as padded documents; or a map-style dataset whose samples are fetched one by one, in worker
+    processes if asked for.
     Tensors give a `DataBatch(data, labels)`, a mapping or a token file gives dicts, a dataset what `collate_fn` makes.
 
     >>> loader = DataLoader(torch.arange(5), torch.arange(5) % 2, batch_size=2, shuffle=False)
@@ -88,6 +90,7 @@ class DataLoader:
             )
         if isinstance(data, (str, Path)):
             data = TokenDocuments(open_tokens(data))
+        data, labels, transform = tensors_of(data, labels, transform)
         self.data, self.labels = data, labels
         self.batch_size, self.shuffle, self.prefetch = batch_size, shuffle, prefetch
         self.transform, self.device = transform, None if device is None else as_device(device)

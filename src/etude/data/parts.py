@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import numpy as np
 from torch import Tensor
 
 from etude.core.errors import DataError
@@ -82,6 +83,32 @@ class Streams:
 
     def __len__(self) -> int:
         return self.epoch_samples or sum(len(part) for part in self.parts.values())
+
+
+def tensors_of(
+    data: Any, labels: Any, transform: Callable[..., Any] | None
+) -> tuple[Any, Any, Callable[..., Any] | None]:
+    """Return data, labels and transform of a `TensorData` or a pair of tensors or arrays; all else as it is given.
+
+    >>> tensors_of(TensorData([1, 2], [0, 1]), None, None)
+    ([1, 2], [0, 1], None)
+
+    Raises DataError for labels that are given twice, and for parts of a data set that have settings of a loader.
+    """
+    if isinstance(data, (LoaderData, Streams)):
+        raise DataError(
+            f"a {type(data).__name__} has settings of its own: DataLoaderFactory().create(data) makes the loader"
+        )
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(one, (Tensor, np.ndarray)) for one in data):
+        data = TensorData(*data)
+    if not isinstance(data, TensorData):
+        return data, labels, transform
+    if labels is not None and data.labels is not None:
+        raise DataError(
+            "labels are given twice, with the data and by themselves; a batch size has a name: batch_size=8"
+        )
+    found = labels if data.labels is None else data.labels
+    return data.data, found, data.transform if transform is None else transform
 
 
 def check_stream_name(name: object) -> None:
