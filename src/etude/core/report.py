@@ -50,19 +50,29 @@ class StepReport:
         return {"sums": sums, "counts": counts, "norm": norm, "divisor": divisor, "skipped": skipped}
 
 
+class Page:
+    """The numbers of steps that were replayed one after the other, a row for each."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        """Written again some time: replaced by a copy before that."""
+
+
 class RecordedReport(StepReport):
     """The report of a step that was recorded once and is replayed; its numbers are taken apart if somebody asks."""
 
-    __slots__ = ("layout", "packed")
+    __slots__ = ("layout", "page", "row")
 
-    def __init__(self, layout: StepReport, packed: Tensor, lr: float) -> None:
-        """`layout` is the report that was recorded, `packed` has the numbers of this step."""
-        self.layout, self.packed, self.lr, self.optional = layout, packed, lr, layout.optional
+    def __init__(self, layout: StepReport, page: Page, row: int, lr: float) -> None:
+        """`layout` is the report that was recorded; the numbers of this step are in a row of a page."""
+        self.layout, self.page, self.row, self.lr, self.optional = layout, page, row, lr, layout.optional
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("sums", "counts", "norm", "divisor", "skipped"):
             raise AttributeError(name)
-        fields = self.layout.unpack(self.packed)
+        fields = self.layout.unpack(self.page.tensor[self.row].clone())
         for key, value in fields.items():
             setattr(self, key, value)
         return fields[name]
@@ -72,15 +82,21 @@ def joined(reports: Sequence[StepReport]) -> list[StepReport]:
     """Return one report in place of all, each number a vector over the steps, if all are replays of one recording.
 
     >>> first = StepReport({"loss": torch.tensor(1.0)}, {"loss": 2}, torch.tensor(3.0), 2, torch.tensor(0.0), 0.1)
-    >>> reports = [RecordedReport(first, first.pack() + step, 0.1) for step in range(2)]
-    >>> joined(reports)[0].sums["loss"]
+    >>> page = Page(torch.stack([first.pack(), first.pack() + 1]))
+    >>> joined([RecordedReport(first, page, row, 0.1) for row in range(2)])[0].sums["loss"]
     tensor([1., 2.])
     """
     alike = [one for one in reports if isinstance(one, RecordedReport)]
     if len(alike) < len(reports) or any(one.layout is not alike[0].layout for one in alike):
         return [*reports]
     layout = alike[0].layout
-    block = torch.stack([one.packed for one in alike], dim=1)
+    runs: list[tuple[Page, int, int]] = []
+    for one in alike:
+        if runs and runs[-1][0] is one.page and runs[-1][2] == one.row:
+            runs[-1] = (one.page, runs[-1][1], one.row + 1)
+        else:
+            runs.append((one.page, one.row, one.row + 1))
+    block = torch.cat([page.tensor[start:stop] for page, start, stop in runs]).t()
     fields = layout.unpack(block)
     for key in ("sums", "counts"):
         fields[key] = {name: _vector(value, block) for name, value in fields[key].items()}

@@ -12,8 +12,7 @@ is compared with the same step run as usual.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,8 +21,8 @@ from torch import Tensor
 from etude.core import Batch, StepReport, TrainingError
 from etude.core.batch import map_tensors
 from etude.core.random import host_draws, rng_state, set_rng_state
-from etude.core.report import RecordedReport
 from etude.engine.explain import first_line, first_of, place_of
+from etude.engine.graph import Graph, Inputs, Numbers
 from etude.engine.host_state import Watched, host_state
 from etude.engine.recorder import GPU_BOUND, CudaRecorder, Recorder, Unfit, form_of, version_of
 from etude.engine.step import Step
@@ -44,26 +43,6 @@ MOST_LOST = 4
 """Times in a row that graphs may become void before one of them was replayed."""
 _PARTS = ("the form of the batches", "what the task does", "its weights", "metrics", "settings of the optimizer")
 """What the first parts of a key are."""
-
-
-@dataclass(slots=True)
-class Graph:
-    """One recorded step."""
-
-    inputs: list[Tensor]
-    """The tensors of the batches it was recorded with."""
-    packed: Tensor
-    """All numbers of its report."""
-    replay: Callable[[], object]
-    layout: StepReport
-    """The report it was recorded with; tensors in it stand for places in `packed`."""
-    is_checked: bool = False
-
-    def run(self, tensors: list[Tensor], lr: float) -> StepReport:
-        """Do the step with the tensors of other batches."""
-        torch._foreach_copy_(self.inputs, tensors, non_blocking=True)
-        self.replay()
-        return RecordedReport(self.layout, self.packed.clone(), lr)
 
 
 class Capture:
@@ -197,7 +176,7 @@ class Capture:
             pairs = zip(tensors, versions, strict=True)
             self._others += [one for one, old in pairs if version_of(one) != old and id(one) not in known]
             self._kept += found
-            self._record(key, micro_batches)
+            self._record(key, micro_batches, report)
         return report
 
     def _host_state(self) -> tuple[dict[str, Any], list[Tensor]]:
@@ -208,26 +187,29 @@ class Capture:
         parts = {"optimizer": more, "optimizer settings": groups, "optimizer state": [*optimizer.state.values()]}
         return host_state(**{type(task).__name__: task, type(self.step.model).__name__: self.step.model, **parts})
 
-    def _record(self, key: Hashable, micro_batches: Sequence[Batch]) -> None:
-        """Record the step with copies of these batches as its inputs."""
+    def _record(self, key: Hashable, micro_batches: Sequence[Batch], report: StepReport) -> None:
+        """Record a step like the one that these batches have just been run in, with this report."""
+        inputs, numbers = Inputs(micro_batches), Numbers(report.pack())
         tensors: list[Tensor] = []
-        inputs = [map_tensors(batch, torch.clone) for batch in micro_batches]
-        form_of(inputs, tensors)
+        form_of(micro_batches, tensors)
+        inputs.fill(tensors)  # whatever reads them while it is recorded finds numbers that can be
         kept = rng_state()
         try:
             layout: list[StepReport] = []
 
             def run() -> Tensor:
-                layout.append(self.step.run(inputs))
-                return layout[-1].pack()
+                layout.append(self.step.run(inputs.read()))
+                packed = layout[-1].pack()
+                numbers.write(packed)
+                return packed
 
-            packed, replay = self.recorder.record(run)
+            _, replay = self.recorder.record(run)
         except BaseException as error:
             self.recorder.recover()
             set_rng_state(kept)
             self._give_up(_words_for(error), error)
             return
-        self._graphs[key] = Graph(tensors, packed, replay, layout[0], is_checked=key in self._checked)
+        self._graphs[key] = Graph(inputs.again(), numbers, replay, layout[0], is_checked=key in self._checked)
         while len(self._graphs) > MOST_GRAPHS:
             dropped, _ = self._graphs.popitem(last=False)
             # Recording takes as long as many steps: a form that is dropped often must come ever more often.
