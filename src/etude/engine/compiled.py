@@ -8,7 +8,8 @@ Compiled and usual code round differently. So what a run has decided is kept in 
 what a whole batch is, and which shapes are compiled. A resumed run computes as the run that never stopped does.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
@@ -24,7 +25,7 @@ CompileMode = Literal["auto", "off", "model", "step"]
 Way = Literal["usual", "model", "step"]
 """What is compiled: nothing, the model alone, or the step."""
 DECISIONS = {"mode": CompileMode, "way": Way, "largest": Annotated[int, Ge(0), Lt(2**63)], "shapes": list[str]}
-"""What `CompiledTask.decisions` returns."""
+"""What `CompiledTask.decisions` returns; shapes are digests of what `form_of` returns."""
 
 MOST_SHAPES = 64
 """Shapes of batches that are compiled; batches of others are run as usual."""
@@ -70,6 +71,8 @@ class CompiledTask:
         self._way = self._given_way
         self._largest = 0
         self._shapes: dict[str, None] = {}
+        self._known: set[Hashable] = set()
+        """Forms of batches whose shapes are among these."""
         self._compiled: Callable[..., dict[str, tuple[Any, ...]]] | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
@@ -78,7 +81,7 @@ class CompiledTask:
             return self.task(model, batch, metrics=metrics)
         if self._compiled is None:
             self._begin(model, batch, metrics)
-        if self._compiled is None or not self._has_place(shape_of(batch)):
+        if self._compiled is None or not self._has_place(form_of(batch)):
             return self.task(model, batch, metrics=metrics)
         try:
             found = self._compiled(self.task, model, batch, metrics)
@@ -127,15 +130,18 @@ class CompiledTask:
         self._largest = max(self._largest, size)
         return size >= (self._largest if self._batch_size is None else self._batch_size)
 
-    def _has_place(self, shape: str) -> bool:
-        """Whether a shape of batches is compiled: the first so many are."""
-        if shape in self._shapes:
+    def _has_place(self, form: Hashable) -> bool:
+        """Whether batches of a form are compiled: those of the first so many are."""
+        if form in self._known:
             return True
-        if len(self._shapes) >= MOST_SHAPES:
-            return False
-        self._shapes[shape] = None
-        if len(self._shapes) == MOST_SHAPES:
-            self.notice(f"batches had {MOST_SHAPES} shapes, which are compiled; others are run as usual")
+        shape = blake2b(repr(form).encode(), digest_size=8).hexdigest()  # a batch may hold long texts
+        if shape not in self._shapes:
+            if len(self._shapes) >= MOST_SHAPES:
+                return False
+            self._shapes[shape] = None
+            if len(self._shapes) == MOST_SHAPES:
+                self.notice(f"batches had {MOST_SHAPES} shapes, which are compiled; others are run as usual")
+        self._known.add(form)
         return True
 
     def _refuse(self, why: str) -> None:
@@ -155,20 +161,20 @@ class CompiledTask:
         self.notice("compiling the step; later runs take it from a cache")
 
 
-def shape_of(batch: Batch) -> str:
+def form_of(batch: Batch) -> Hashable:
     """Return what compiled code is made for: the sizes and types of tensors, and the values of all else that is plain.
 
     >>> import torch
-    >>> shape_of({"x": torch.zeros(2, 3), "causal": True})
-    '{x: float32[2, 3], causal: True}'
+    >>> form_of({"x": torch.zeros(2, 3), "causal": True})
+    (('x', (torch.Size([2, 3]), torch.float32)), ('causal', True))
     """
     if isinstance(batch, Tensor):
-        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
-    if isinstance(batch, Mapping):
-        return f"{{{', '.join([f'{key}: {shape_of(value)}' for key, value in batch.items()])}}}"
+        return batch.shape, batch.dtype
     if isinstance(batch, (tuple, list)):
-        return f"({', '.join([shape_of(value) for value in batch])})"
-    return repr(batch) if isinstance(batch, (bool, int, float, str)) else type(batch).__name__
+        return tuple([form_of(value) for value in batch])
+    if isinstance(batch, Mapping):
+        return tuple([(key, form_of(value)) for key, value in batch.items()])
+    return batch if isinstance(batch, (bool, int, float, str)) else type(batch).__name__
 
 
 def _parts(task: Task, model: nn.Module, batch: Batch, metrics: bool | None) -> dict[str, tuple[Any, ...]]:
