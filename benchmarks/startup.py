@@ -29,11 +29,22 @@ from etude.data import BatchSampler
 BASE = "import torch"
 SAMPLES = 10**9
 ROUNDS, QUICK_ROUNDS = 7, 1
+_PARTS = "import torch; model = torch.nn.Linear(8, 2); x, y = torch.rand(4, 8), torch.tensor([0, 1, 1, 0]); "
+ONE_STEP = (
+    f"{_PARTS}from etude import Trainer; "
+    "Trainer(model, (x, y), config={'max_steps': 1}, progress=False, device='cpu').train()"
+)
+PLAIN_STEP = (
+    f"{_PARTS}optimizer = torch.optim.AdamW(model.parameters()); "
+    "torch.nn.functional.cross_entropy(model(x), y).backward(); optimizer.step()"
+)
 OWN = {
     BASE: [sys.executable, "-c", "import torch"],
     "import etude": [sys.executable, "-c", "import etude"],
     "import torch, etude": [sys.executable, "-c", "import torch, etude"],
     "from etude import Trainer": [sys.executable, "-c", "from etude import Trainer"],
+    "a step of Trainer": [sys.executable, "-c", ONE_STEP],
+    "a step of torch alone": [sys.executable, "-c", PLAIN_STEP],
     "etude --help": [str(Path(sys.executable).with_name("etude")), "--help"],
 }
 PEERS = {

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from etude.checkpoint import CheckpointManager, load_optimizer_state, optimizer_state, pack, unpack
+from etude.checkpoint.optimizer_needs import check_state, needed_state
 from etude.core import CheckpointError
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Any]], Optimizer]] = {
@@ -204,3 +205,25 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     assert "the state of SGD, the optimizer is AdamW" in refused(AdamW(small.parameters()), small, tree)
     split = SGD([{"params": [small.weight]}, {"params": [small.bias]}], lr=0.1)
     assert "no saved group has exactly weight" in refused(split, small, tree)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (3, 2), (1, 5), (2, 1, 3)], ids=str)
+def test_what_an_optimizer_keeps_is_known_in_advance(shape: tuple[int, ...]) -> None:
+    """Else a state of another shape would be loaded, and kernels write past its end."""
+    made = [make for name, make in OPTIMIZERS.items() if "fused" not in name]
+    made += [torch.optim.Adamax, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Adafactor]
+    for make in made:
+        parameter = nn.Parameter(torch.ones(shape))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = make([parameter])
+        optimizer.step()
+        settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        needed = needed_state(optimizer, settings, settings, parameter, "settings")
+        assert needed is not None
+        kept = {key: value for key, value in optimizer.state[parameter].items() if value is not None}
+        assert kept, optimizer
+        check_state(kept, needed, "state")
+        for key, value in kept.items():
+            if isinstance(value, Tensor) and value.dim():
+                with pytest.raises(CheckpointError, match=rf"state\.{key}"):
+                    check_state({**kept, key: value.unsqueeze(0)}, needed, "state")

@@ -17,7 +17,6 @@ import warnings
 
 import faults_speed
 import torch
-import torch._dynamo  # torch's optimizers load it at their first use, which takes longer than the runs here
 
 from etude.cli.main import main
 from etude.config import Document

@@ -176,3 +176,15 @@ def test_a_model_that_does_not_name_them_is_not_given_starts():
     model = Other()
     ModelCall(model)(model, packed([[60, 60]]))
     assert seen.keys() == {"position_ids", "document_ids"}
+
+
+def test_what_the_device_can_do_is_a_constant_for_the_compiler(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: asked.append(index) or (9, 0))
+
+    def call(x):
+        return x + VarlenAttention().takes(torch.device("cuda", 3), torch.bfloat16, 64)
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    assert [compiled(torch.full((2,), n)).tolist() for n in (1.0, 2.0, 3.0)] == [[2.0] * 2, [3.0] * 2, [4.0] * 2]
+    assert asked == [3]

@@ -281,3 +281,25 @@ def test_autocast_leaves_float64_alone_and_takes_mixed_types():
             HeadOutput(half, problem.weight.float(), problem.bias.float()), problem.parts()
         )
     assert_near(total_of(losses), total_of(problem.exact()[0]), 3e-2, least=1.0)
+
+
+def test_the_compiler_leaves_the_chunks_alone(monkeypatch):
+    problem, is_compiled = Problem("mse", torch.float32), []
+
+    def kernel(given_):
+        is_compiled.append(torch.compiler.is_compiling())
+        return chunked_expectation(given_)
+
+    monkeypatch.setitem(fused.KERNELS, "cpu", kernel)
+    for tensor in problem.inputs:
+        tensor.requires_grad_(False)
+    parts, head = problem.parts(), problem.head
+
+    def loss(scale):
+        return scale * total_of(expected_value_sums(head, parts)[0])
+
+    torch._dynamo.reset()
+    scale = torch.tensor(2.0)
+    torch.testing.assert_close(torch.compile(loss, backend="eager")(scale), loss(scale))
+    torch._dynamo.reset()
+    assert is_compiled == [False] * 2 * len(parts)

@@ -12,6 +12,7 @@ from etude.checkpoint.optimizer_needs import check_settings, check_state, needed
 from etude.checkpoint.trust import check_kind, copied, record_of
 from etude.core.errors import CheckpointError
 from etude.core.model import clean_name, unwrap
+from etude.optim.eager import without_compiler
 
 _NUM_NAMED = 8
 
@@ -28,6 +29,7 @@ _TREE = record_of(
 )
 
 
+@without_compiler()
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     """Return all state of an optimizer as a tree: per parameter by its name in `model`, and per group.
 
@@ -51,6 +53,7 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     }
 
 
+@without_compiler()
 def load_optimizer_state(optimizer: Optimizer, model: nn.Module, tree: Mapping[str, Any]) -> None:
     """Load what `optimizer_state` returned, exactly: element types, devices and memory layout as training needs them.
 

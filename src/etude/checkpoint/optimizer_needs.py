@@ -1,4 +1,4 @@
-"""What a torch optimizer keeps for a parameter, found out by letting one like it take a step without any data.
+"""What a torch optimizer keeps for a parameter, found out by letting one like it take a step with a small one.
 
 Kernels that update many tensors at once trust the shapes they are given: a state of another shape would be written past
 its end. So the saved state is compared with what the optimizer itself makes.
@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from etude.checkpoint.trust import check_tensor
 from etude.core.errors import CheckpointError
+from etude.optim.eager import take_step, without_compiler
 
 _KERNELS = {"fused": False, "foreach": False, "capturable": False, "differentiable": False}
-"""They do not change what is kept, and do not all work without data."""
+"""They do not change what is kept, and do not all work on the CPU."""
 
 
 def check_settings(saved: Mapping[str, Any], own: Mapping[str, Any], part: str) -> None:
@@ -66,13 +67,24 @@ def check_state(saved: Mapping[Any, Any], needed: Mapping[str, Any], part: str) 
 
 
 def _try_step(base: type, settings: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    like = torch.empty_like(parameter, device="meta").requires_grad_(True)
-    like.grad = torch.empty_like(like, requires_grad=False)
+    """Step with a small parameter of as many dimensions, no two of one size, and read from the sizes what is kept."""
+    sizes = range(2, 2 + max(1, parameter.dim()))  # with a dimension also for a scalar: counters have none
+    like = torch.zeros(*sizes, dtype=parameter.dtype, requires_grad=True)
+    like.grad = torch.ones_like(like)
     known = inspect.signature(base).parameters
     arguments = {key: _plain(value) for key, value in {**settings, **_KERNELS}.items() if key in known}
-    optimizer = base([like], **arguments)
-    optimizer.step()
-    return dict(optimizer.state[like])
+    with without_compiler():
+        optimizer = base([like], **arguments)
+    take_step(optimizer)
+    whole = {1: 1, **dict(zip(sizes, parameter.shape, strict=False))}
+
+    def enlarged(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        shape = [whole[size] for size in value.shape] if parameter.dim() else []
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    return {key: enlarged(value) for key, value in optimizer.state[like].items()}
 
 
 def _plain(value: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from etude.core import TrainingError
 from etude.engine.precision import Precision
 from etude.optim.clipping import global_norm
+from etude.optim.eager import take_step
 from etude.optim.schedules import Schedule
 
 _CAPTURABLE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop)
@@ -156,7 +157,7 @@ class Updater:
         for rate in self._rates:
             rate.lend()
         try:
-            self.optimizer.step()
+            take_step(self.optimizer)
         finally:
             for rate in self._rates:
                 rate.take_back()

@@ -63,9 +63,12 @@ def document_offsets(document_starts: Tensor, rows: int, length: int) -> Tensor:
     return F.pad(flat, (0, 1), value=rows * length)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_flash(index: int | None) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 0) and _has_windows()
+
+
+# What torch.compiler.assume_constant_result does, which imports the compiler for it, even where nothing is compiled.
+vars(_has_flash)["_dynamo_marked_constant"] = True
 
 
 def _has_windows() -> bool:

@@ -12,6 +12,7 @@ from etude.data.foreign import ForeignLoader
 from etude.multitask.model import MultiTaskModel
 from etude.multitask.spec import TaskSpec, check_streams
 from etude.multitask.weighting import Weighting
+from etude.optim.eager import without_compiler
 
 logger = logging.getLogger("etude")
 
@@ -56,7 +57,8 @@ def train_weighting(weighting: Weighting, optimizer: torch.optim.Optimizer) -> N
             f"be added; call task.join(model) first and make it with model.parameter_groups()"
         )
     if missing:
-        optimizer.add_param_group({"params": missing, "weight_decay": 0.0})
+        with without_compiler():
+            optimizer.add_param_group({"params": missing, "weight_decay": 0.0})
 
 
 def holds_same_keys(loader: Loader | None) -> bool:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 from etude.config.registry import register
 from etude.core.arguments import checked
 from etude.core.errors import ConfigError
+from etude.optim.eager import without_compiler
 
 Kernel = Literal["auto", "fused", "foreach", "loop"]
 Rate = Annotated[float, Gt(0)]
@@ -103,7 +104,8 @@ class KernelOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group (torch's constructor does it too) and choose its kernel."""
-        super().add_param_group(param_group)
+        with without_compiler():
+            super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group.get("fused") is not None or group.get("foreach") is not None:
             return

@@ -22,6 +22,7 @@ from etude.engine.compiled import CompiledTask
 from etude.engine.step import Step
 from etude.engine.update import LearningRate, Updater
 from etude.optim import AdamW, Schedule
+from etude.optim.eager import without_compiler
 from etude.trainer.arguments import Section, build_named, kind_of, refuse_class
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders
@@ -84,6 +85,7 @@ def compile_step(step: Step, config: TrainerConfig, machine: Machine, loaders: L
     return compiled
 
 
+@without_compiler()
 def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
     """Return the optimizer itself, one made by a name, a class or a function of the parameters, or AdamW."""
     params = [param for param in model.parameters() if param.requires_grad]
@@ -119,6 +121,7 @@ def _check_settings(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> 
             )
 
 
+@without_compiler()
 def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Move an optimizer's state, loaded before the model was moved, to the devices of its parameters."""
     tensors = (

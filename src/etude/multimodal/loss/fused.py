@@ -177,10 +177,17 @@ def _side_by_side(parts: Sequence[Tensor], slices: Sequence[slice], shape: torch
     return total
 
 
-_differentiable: Callable[..., tuple[Tensor, ...]] = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    _ExpectedValues.apply
-)
-"""The function with its gradients. torch.compile leaves it as it is: it would unroll the chunks."""
+def _apply(*arguments: Any) -> tuple[Tensor, ...]:
+    values: tuple[Tensor, ...] = _ExpectedValues.apply(*arguments)  # type: ignore[no-untyped-call]
+    return values
+
+
+_uncompiled = torch._disable_dynamo(_apply)  # type: ignore[attr-defined]
+
+
+def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return the values with their gradients. torch.compile leaves it as it is: it would unroll the chunks."""
+    return _uncompiled(*arguments) if torch.compiler.is_compiling() else _apply(*arguments)
 
 
 def _problem(
