@@ -31,8 +31,8 @@ MOST_SHAPES = 64
 """Shapes of batches that are compiled; batches of others are run as usual."""
 COMPILE_S, COMPILE_LAYER_S = 6.0, 0.3
 """About how long compiling takes, and how much longer for every layer."""
-SAVED, SAVED_LAYER_S, FLOPS_PER_S = 0.2, 4e-6, 2e14
-"""About what it saves: a share of the time for a step's FLOPs, and some launches for every layer."""
+SAVED, SAVED_LAYER_S, FLOPS_PER_S = 0.25, 1e-5, 2e14
+"""About what it saves: a share of the time for a step's FLOPs, and some kernels for every layer."""
 WORTH = 2.0
 """Compiling by itself must save this many times what it takes."""
 
