@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.core.batch import hand_out_parts
 from etude.core.report import RecordedReport, StepReport, joined
 from etude.engine.graph import ROWS, Inputs, Numbers
 
@@ -13,6 +14,7 @@ def whole(seed, batches, rows=4):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batches * rows, 3, generator=generator)
     y = torch.randint(9, (batches * rows,), generator=generator)
+    x, y = hand_out_parts(x), hand_out_parts(y)
     return [(x[i : i + rows], y[i : i + rows]) for i in range(0, batches * rows, rows)]
 
 
@@ -61,10 +63,13 @@ def test_batches_that_came_together_are_copied_together():
         assert torch.equal(labels, y)
 
 
-@pytest.mark.parametrize("odd", ["column", "transposed", "type", "several"])
+@pytest.mark.parametrize("odd", ["column", "transposed", "type", "several", "foreign"])
 def test_parts_that_do_not_lie_side_by_side_are_copied_alone(odd):
-    x = torch.arange(24.0).view(6, 4)
-    part = {"column": x[:, :2], "transposed": x.t()[:2], "type": x[:2].view(torch.int32), "several": x[1:3]}[odd]
+    x = torch.arange(24.0).reshape(6, 4).clone()
+    if odd != "foreign":  # a whole of somebody who may go on writing to it
+        hand_out_parts(x)
+    parts = {"column": x[:, :2], "transposed": x.t()[:2], "type": x[:2].view(torch.int32), "several": x[1:3]}
+    part = parts.get(odd, x[:2])
     inputs = Inputs([part])
     assert inputs.number == 1
     inputs.fill([part])

@@ -120,6 +120,21 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
 
 
+def hand_out_parts(whole: Tensor) -> Tensor:
+    """Say of a tensor that batches are parts of it, and that it is left alone afterwards; return it.
+
+    >>> came_together(hand_out_parts(torch.zeros(4))[2:]), came_together(torch.zeros(4)[2:])
+    (True, False)
+    """
+    whole.has_batches = True  # type: ignore[attr-defined]
+    return whole
+
+
+def came_together(part: Tensor) -> bool:
+    """Whether a tensor is a part of one that `hand_out_parts` was called with."""
+    return getattr(part._base, "has_batches", False)
+
+
 def first_tensor(batch: Batch) -> Tensor | None:
     """Return the first tensor of a batch in its own order, or None."""
     if isinstance(batch, Tensor):

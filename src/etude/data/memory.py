@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from etude.core.batch import Batch, DataBatch
+from etude.core.batch import Batch, DataBatch, hand_out_parts
 from etude.core.errors import DataError
 from etude.data.order import BatchSampler, Indices
 
@@ -122,7 +122,7 @@ def _rows(tensor: Tensor) -> npt.NDArray[np.uint8]:
 
 def _split(column: Tensor, size: int) -> list[Tensor]:
     """Return parts of `size` samples, each in memory that is as well aligned as that of a tensor by itself."""
-    parts = [column[start : start + size] for start in range(0, len(column), size)]
+    parts = [hand_out_parts(column)[start : start + size] for start in range(0, len(column), size)]
     is_aligned = size * column.stride(0) * column.element_size() % ALIGNED == 0
     return parts if is_aligned else [part.clone() for part in parts]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from etude.core import Batch, StepReport
-from etude.core.batch import map_tensors
+from etude.core.batch import came_together, map_tensors
 from etude.core.report import Page, RecordedReport
 from etude.engine.recorder import form_of
 
@@ -24,7 +24,8 @@ MOST_BYTES = 2**25
 class Inputs:
     """Where a recorded step reads its batches.
 
-    >>> whole = torch.arange(6.0)
+    >>> from etude.core.batch import hand_out_parts
+    >>> whole = hand_out_parts(torch.arange(6.0))
     >>> inputs = Inputs([(whole[:2],)])
     >>> for part in (whole[:2], whole[2:4], torch.tensor([7.0, 8.0])):
     ...     inputs.fill([part])
@@ -104,9 +105,9 @@ def _parts(tensors: list[Tensor]) -> tuple[int, int] | None:
 
 def _part(tensor: Tensor) -> tuple[int, int] | None:
     whole = tensor._base
-    if whole is None or not tensor.numel() or whole.dtype is not tensor.dtype or whole.storage_offset():
+    if whole is None or not came_together(tensor) or not tensor.numel() or whole.dtype is not tensor.dtype:
         return None
-    if tensor.is_inference():  # nobody would see that it was changed
+    if whole.storage_offset() or tensor.is_inference():  # nobody would see that such a one was changed
         return None
     is_plain = tensor.is_contiguous() and whole.is_contiguous() and tensor.shape[1:] == whole.shape[1:]
     number, rest = divmod(whole.numel(), tensor.numel())
