@@ -3,8 +3,7 @@
 Names are loaded when they are first used, so that `import etude` and `etude --help` stay quick.
 """
 
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from etude.lazy import drop_missing, load_late
 
@@ -70,10 +69,6 @@ if TYPE_CHECKING:
         training_step,
     )
 
-try:
-    __version__ = version("etude")
-except PackageNotFoundError:  # run from the source folder, not installed
-    __version__ = "0+source"
 __all__ = [
     "F1",
     "MLP",
@@ -148,7 +143,20 @@ __all__ = [
 ]
 
 drop_missing(__all__, __file__, ("multimodal", "multitask"))
-__getattr__ = load_late(__name__, __file__)
+_load = load_late(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    return _version() if name == "__version__" else _load(name)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("etude")
+    except PackageNotFoundError:  # run from the source folder, not installed
+        return "0+source"
 
 
 def __dir__() -> list[str]:

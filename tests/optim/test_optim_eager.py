@@ -156,12 +156,12 @@ def test_a_scheduler_of_torch_sees_the_steps():
 
 
 def test_a_differentiable_step_is_differentiated():
-    start = torch.ones(3, requires_grad=True)
-    weight = start.clone()
-    weight.grad = torch.ones(3)
+    weight, gradient = torch.ones(3, requires_grad=True).clone(), torch.ones(3, requires_grad=True)
+    weight.grad = gradient
     take_step(torch.optim.SGD([weight], lr=0.5, differentiable=True))
-    weight.sum().backward()
-    assert start.grad is not None
+    weight.sum().backward(inputs=[gradient])
+    assert gradient.grad is not None
+    assert gradient.grad.tolist() == [-0.5] * 3
 
 
 def test_a_profiler_sees_the_label_of_torch():

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
-from etude.callbacks import TextSamples
 from etude.checkpoint import (
     Checkpoint,
     CheckpointManager,
@@ -141,10 +140,17 @@ def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:
     outcome.reason, outcome.is_main = reason, trainer.machine.world.is_main
     outcome.resume_command = _resume_command(folder, trainer.machine.world)
     outcome.metrics = metrics
-    sampled = any(isinstance(one, TextSamples) for one in trainer.callbacks)
-    if outcome.is_main and not interrupted and sampled and folder.samples_path.exists():
-        outcome.samples = folder.samples_path.read_text(encoding="utf-8")
+    if outcome.is_main and not interrupted and folder.samples_path.exists():
+        outcome.samples = _samples(trainer, folder)
     return outcome
+
+
+def _samples(trainer: Trainer, folder: RunFolder) -> str:
+    """Return the texts that a run has sampled; empty if the file is somebody else's."""
+    from etude.callbacks import TextSamples  # here: it brings models and tokenizers that other runs do not need
+
+    sampled = any(isinstance(one, TextSamples) for one in trainer.callbacks)
+    return folder.samples_path.read_text(encoding="utf-8") if sampled else ""
 
 
 @contextlib.contextmanager
