@@ -17,7 +17,7 @@ from benchmarks.gpu_race import Contestant, Numbers, Section
 from benchmarks.gpu_training import device_words
 from benchmarks.table import ROOT, last_line
 from etude.core import DataError
-from etude.data.mnist import fetch_mnist
+from etude.data.catalog.mnist import fetch_mnist
 
 LENET = "lenet5/lecun1998"
 LIMIT_S = 300.0

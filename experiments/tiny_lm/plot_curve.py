@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.data.corpus import CorpusReport, read_report
+from etude.corpus import CorpusReport, read_report
 from etude.distributed import World
 from etude.experiment import build_data, load_config
 

@@ -7,8 +7,8 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Lt
 
 from etude.config.registry import register
-from etude.data.files import logger
-from etude.data.language import load_tokens
+from etude.data.catalog.files import logger
+from etude.data.catalog.tokens import load_tokens
 from etude.data.splits import DataSplits
 
 if str(Path(__file__).parent) not in sys.path:

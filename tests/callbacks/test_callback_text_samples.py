@@ -9,7 +9,7 @@ from torch import nn
 
 from etude.callbacks import CallbackList, TextSamples
 from etude.core import ConfigError, DataError
-from etude.data.corpus import load_tokenizer
+from etude.corpus import load_tokenizer
 from etude.models import CausalTransformerLM
 
 VOCAB = 270

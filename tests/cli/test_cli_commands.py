@@ -144,7 +144,7 @@ def tiny_mnist(monkeypatch):
         name: rng.integers(0, 256 if len(shape) > 1 else 10, shape).astype(np.uint8)
         for name, shape in zip(names, shapes, strict=True)
     }
-    monkeypatch.setattr("etude.data.mnist.fetch_mnist", lambda root=None, download=True: arrays)
+    monkeypatch.setattr("etude.data.catalog.mnist.fetch_mnist", lambda root=None, download=True: arrays)
 
 
 def test_a_new_experiment_trains_as_it_is(etude, tiny_mnist, tmp_path):

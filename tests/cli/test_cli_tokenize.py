@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from etude.data.corpus import pool
+from etude.corpus import pool
 
 LINES = [
     f"document number {number}: the quick brown fox, {number % 7} jumps over {number * number % 11} lazy dogs\n" * 3

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as arrays
 
 from etude.core.errors import DataError
 from etude.data import read_idx
-from etude.data.mnist import parse_idx
+from etude.data.catalog.mnist import parse_idx
 
 CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 

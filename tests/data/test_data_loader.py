@@ -12,7 +12,7 @@ from etude.core import DataBatch, Loader
 from etude.core.errors import DataError
 from etude.core.loader import BatchIterator
 from etude.data import BatchSampler, DataLoader, LoaderData, Normalize, Streams, TensorData
-from etude.data.cuda import ahead
+from etude.data.transfer.cuda import ahead
 
 
 def tensors(n):

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.core.batch import DataBatch
-from etude.data.memory import ALIGNED, TensorSource, _rows, _split
 from etude.data.order import BatchSampler
+from etude.data.sources.memory import ALIGNED, TensorSource, _rows, _split
 
 
 def tensors_of(batch):

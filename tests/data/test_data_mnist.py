@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-import etude.data.mnist as mnist_module
+import etude.data.catalog.mnist as mnist_module
 from etude.config.registry import lookup
 from etude.core.errors import DataError
-from etude.data import download, files
-from etude.data.mnist import FILES, MEAN, STD, fetch_mnist, load_mnist, make_splits
+from etude.core.files import cache_folder
+from etude.data.catalog import download, files
+from etude.data.catalog.mnist import FILES, MEAN, STD, fetch_mnist, load_mnist, make_splits
 
 IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = FILES
 
@@ -174,7 +175,7 @@ def test_a_file_is_cached_as_a_whole_or_not_at_all(tmp_path, monkeypatch, caplog
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     files.store(tmp_path, "name", b"content")
     assert list(tmp_path.iterdir()) == []
     assert "No space left" in caplog.text
@@ -192,14 +193,14 @@ def test_many_writers_at_once_leave_one_whole_file(tmp_path):
 
 
 def test_cache_folder(monkeypatch, tmp_path):
-    assert files.cache_folder("mnist") == tmp_path / "cache" / "mnist"
+    assert cache_folder("mnist") == tmp_path / "cache" / "mnist"
     monkeypatch.delenv("ETUDE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert files.cache_folder("mnist") == tmp_path / "xdg" / "etude" / "mnist"
+    assert cache_folder("mnist") == tmp_path / "xdg" / "etude" / "mnist"
     monkeypatch.setenv("HOME", str(tmp_path))
     for ignored in ("relative", ""):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert files.cache_folder("mnist") == tmp_path / ".cache" / "etude" / "mnist"
+        assert cache_folder("mnist") == tmp_path / ".cache" / "etude" / "mnist"
 
 
 # Mirrors over HTTP, on this machine.

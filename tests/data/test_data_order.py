@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.core.errors import DataError
-from etude.data.mixed_order import BucketOrder, MixtureOrder
 from etude.data.order import BatchSampler, SequentialOrder, ShuffledOrder
+from etude.data.order.mixed import BucketOrder, MixtureOrder
 
 seeds = st.integers(0, 2**40)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.core.random import mix
-from etude.data.order import BLOCK, MAX_SIZE, SORTED_LIMIT, KeyedPermutation
+from etude.data.order.permutation import BLOCK, MAX_SIZE, SORTED_LIMIT, KeyedPermutation
 
 MASK = 2**64 - 1
 

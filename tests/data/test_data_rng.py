@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, Subset, default_collate
 
 from etude.data import DataLoader, as_loader
-from etude.data.rng import owned_generators, seed_owned
+from etude.data.sources.rng import owned_generators, seed_owned
 
 SAMPLES, BATCH = 12, 4
 KINDS = {

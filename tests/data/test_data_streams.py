@@ -14,7 +14,7 @@ from etude.core.batch import JointBatch, num_samples
 from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data import DataLoader, LoaderData, StreamLoader, Streams, TensorData
-from etude.data.streams_order import apportioned, stable_number
+from etude.data.order.streams import apportioned, stable_number
 
 sizes_of_streams = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 weights_of_streams = st.lists(st.sampled_from([0.1, 0.5, 1, 2, 3.7, 9]), min_size=4, max_size=4)

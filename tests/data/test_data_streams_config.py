@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from reading_files import numbered
+from token_samples import numbered
 
 from etude.config import build_component
 from etude.core.errors import ConfigError, DataError, EtudeError

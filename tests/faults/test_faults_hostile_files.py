@@ -21,7 +21,7 @@ from torch import nn
 from etude import Trainer
 from etude.checkpoint.store import FILES, FileRecord, render_manifest
 from etude.core.errors import EtudeError
-from etude.data.corpus.tokenizer import load_tokenizer as load_text_tokenizer
+from etude.corpus.tokenizer import load_tokenizer as load_text_tokenizer
 from etude.data.tokens import open_tokens, read_dataset
 from etude.experiment import evaluate_run, load_config, resume_run
 from etude.models import huggingface_causal_lm
@@ -199,11 +199,11 @@ def test_what_a_run_folder_imports_is_named_before_it_runs(tmp_path, monkeypatch
 
 ALLOWED = {
     "import_module": {"config/imports.py", "config/registry.py", "lazy.py"}
-    | {"data/corpus/worker/start.py", "data/tokens/schema.py", "multitask/weighting/torchjd_adapter.py"},
+    | {"corpus/worker/start.py", "data/tokens/schema.py", "multitask/weighting/torchjd_adapter.py"},
     "exec_module": {"config/imports.py"},
     "spec_from_file_location": {"config/imports.py"},
-    "Popen": {"data/corpus/pool.py"},
-    "subprocess.run": {"data/download.py", "monitor/environment.py", "findings.py"},
+    "Popen": {"corpus/pool.py"},
+    "subprocess.run": {"data/catalog/download.py", "monitor/environment.py", "findings.py"},
 }
 """Calls that run other code, and where they may stand: a config's imports, our own modules, and programs we name."""
 NEVER = {"eval", "exec", "torch.load", "pickle.load", "pickle.loads", "pickle.Unpickler", "joblib.load", "yaml.load"}

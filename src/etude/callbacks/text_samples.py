@@ -13,7 +13,7 @@ from etude.config.registry import register
 from etude.core import ConfigError
 from etude.core.files import write_text
 from etude.core.model import ModelCall, unwrap
-from etude.data.corpus import load_tokenizer, read_vocabulary
+from etude.corpus import load_tokenizer, read_vocabulary
 from etude.engine.callback import Callback, Logs, RunInfo
 from etude.losses.strategies import logits_of
 from etude.models import CausalTransformerLM

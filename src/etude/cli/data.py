@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 
 if TYPE_CHECKING:
-    from etude.data.corpus import CorpusReport
+    from etude.corpus import CorpusReport
 
 data_app = typer.Typer(help="Check and look at token files.", no_args_is_help=True)
 _LINE_EVERY_S = 10.0
@@ -60,7 +60,7 @@ def tokenize(
     The files depend on the documents' content and the options only. Stopped, even killed, and started again with the
     same arguments, it goes on where it was.
     """
-    from etude.data.corpus import prepare_corpus
+    from etude.corpus import prepare_corpus
 
     with _Progress(quiet) as progress:
         report = prepare_corpus(
@@ -127,7 +127,7 @@ def show(
 ) -> None:
     """Print a document of a token file as text."""
     from etude.core.errors import DataError
-    from etude.data.corpus import load_tokenizer
+    from etude.corpus import load_tokenizer
     from etude.data.tokens import open_tokens
 
     tokens = open_tokens(file)

@@ -11,9 +11,10 @@ MODULES: dict[str, dict[str, str]] = {
         "text_samples": "callbacks.text_samples",
     },
     "data": {
-        "mnist": "data.mnist",
-        "streams": "data.streams",
-        **dict.fromkeys(("text_corpus", "token_mixture", "tokens"), "data.language"),
+        "mnist": "data.catalog.mnist",
+        "streams": "data.catalog.streams",
+        "text_corpus": "corpus.dataset",
+        **dict.fromkeys(("token_mixture", "tokens"), "data.catalog.tokens"),
     },
     "head": dict.fromkeys(
         ("binary", "language_model", "linear", "sequence_classifier", "token_classifier"), "multitask.heads"

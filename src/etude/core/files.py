@@ -136,6 +136,14 @@ def beside(path: Path, prefix: str, suffix: str = "") -> Path:
     return path.with_name(f"{prefix}{path.name}-{secrets.token_hex(4)}{suffix}")
 
 
+def cache_folder(name: str) -> Path:
+    """Return the folder where `name` is cached: in $ETUDE_CACHE_DIR, else in the user's cache directory."""
+    if own := os.environ.get("ETUDE_CACHE_DIR"):
+        return Path(own).expanduser() / name
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "etude" / name
+
+
 def try_lock(descriptor: int) -> bool | None:
     """Lock an open file or folder until it is closed, or its process dies in any way.
 

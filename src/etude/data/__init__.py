@@ -5,16 +5,19 @@ from typing import TYPE_CHECKING
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
-    from etude.data.blocks import TokenBlocks
-    from etude.data.foreign import ForeignLoader, as_loader
-    from etude.data.language import load_text_corpus, load_token_mixture, load_tokens
+    from etude.corpus.dataset import load_text_corpus
+    from etude.data.catalog.mnist import Normalize, fetch_mnist, load_mnist, read_idx
+    from etude.data.catalog.streams import combine_streams, load_streams
+    from etude.data.catalog.tokens import load_token_mixture, load_tokens
     from etude.data.loader import DataLoader, EpochIterator
-    from etude.data.mixture import TokenMixture
-    from etude.data.mnist import Normalize, fetch_mnist, load_mnist, read_idx
     from etude.data.order import BatchSampler, KeyedPermutation
     from etude.data.parts import LoaderData, Streams, TensorData
-    from etude.data.prefetch import PrefetchStream, prefetch_stream
-    from etude.data.reading import (
+    from etude.data.sources.adapters import ForeignLoader, as_loader
+    from etude.data.sources.base import BatchSource, ResizableSource
+    from etude.data.sources.mixture import TokenMixture
+    from etude.data.sources.streams_loader import StreamLoader
+    from etude.data.splits import DataLoaderFactory, DataSplits, check_labels, make_loader
+    from etude.data.text import (
         MaskedTokens,
         PackedDocuments,
         TokenDocuments,
@@ -22,10 +25,7 @@ if TYPE_CHECKING:
         document_mask,
         mask_tokens,
     )
-    from etude.data.source import BatchSource, ResizableSource
-    from etude.data.splits import DataLoaderFactory, DataSplits, check_labels, make_loader
-    from etude.data.streams import combine_streams, load_streams
-    from etude.data.streams_loader import StreamLoader
+    from etude.data.text.blocks import TokenBlocks
     from etude.data.tokens import (
         Sample,
         TokenFile,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         open_tokens,
         read_dataset,
     )
+    from etude.data.transfer.prefetch import PrefetchStream, prefetch_stream
 
 __all__ = [
     "BatchSampler",

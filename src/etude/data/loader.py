@@ -16,16 +16,16 @@ from etude.core.arguments import as_device
 from etude.core.batch import Batch, DataBatch, first_tensor, map_tensors, to_device
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data.cuda import SideStream, ahead
-from etude.data.memory import TensorSource, is_in_memory
-from etude.data.mixed_order import BucketOrder
 from etude.data.order import BatchSampler, Order, SequentialOrder, ShuffledOrder
+from etude.data.order.mixed import BucketOrder
 from etude.data.parts import tensors_of
-from etude.data.prefetch import prefetch_stream
-from etude.data.reading import TokenDocuments
-from etude.data.source import BatchSource, GatheredBatches, MeasuredSource, OrderedSource
+from etude.data.sources.base import BatchSource, GatheredBatches, MeasuredSource, OrderedSource
+from etude.data.sources.memory import TensorSource, is_in_memory
+from etude.data.sources.workers import Collate, DatasetSource, WorkerSettings, dataset_length
+from etude.data.text import TokenDocuments
 from etude.data.tokens import open_tokens
-from etude.data.workers import Collate, DatasetSource, WorkerSettings, dataset_length
+from etude.data.transfer.cuda import SideStream, ahead
+from etude.data.transfer.prefetch import prefetch_stream
 
 
 class DataLoader:

@@ -11,7 +11,7 @@ from torch import Tensor
 from etude.core.errors import ConfigError, DataError
 from etude.data.loader import DataLoader
 from etude.data.parts import LoaderData, Streams, TensorData
-from etude.data.streams_loader import StreamLoader
+from etude.data.sources.streams_loader import StreamLoader
 from etude.data.tokens.schema import TokenSchema
 
 __all__ = ["DataLoaderFactory", "DataSplits", "LoaderData", "SplitName", "TensorData", "check_labels", "make_loader"]

@@ -8,7 +8,7 @@ from torch import nn
 
 from etude.core import ConfigError, Loader
 from etude.data import DataLoader, StreamLoader
-from etude.data.foreign import ForeignLoader
+from etude.data.sources.adapters import ForeignLoader
 from etude.multitask.model import MultiTaskModel
 from etude.multitask.spec import TaskSpec, check_streams
 from etude.multitask.weighting import Weighting

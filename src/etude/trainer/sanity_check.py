@@ -21,7 +21,7 @@ from etude.core.batch import is_empty
 from etude.core.buffers import probing
 from etude.core.model import unwrap
 from etude.core.task import check_terms
-from etude.data.foreign import ForeignLoader
+from etude.data.sources.adapters import ForeignLoader
 from etude.distributed import World
 from etude.engine.explain import explained
 from etude.engine.precision import Precision

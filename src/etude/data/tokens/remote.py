@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.core.errors import DataError
-from etude.data.files import cache_folder
+from etude.core.files import cache_folder
 from etude.data.tokens.layout import PREAMBLE_BYTES
 from etude.data.tokens.storage import Storage
 from etude.data.tokens.vectors import Ints

@@ -1,5 +1,6 @@
 """ScalarTokenizer: real numbers as codes of bins, and back as the centres of bins."""
 
+import logging
 import math
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -8,7 +9,6 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import DataError
-from etude.data.files import logger
 from etude.multimodal.tokenizers.arrays import MISSING, as_codes, as_floats
 from etude.multimodal.tokenizers.binning import (
     bin_means,
@@ -19,6 +19,8 @@ from etude.multimodal.tokenizers.binning import (
     uniform_edges,
 )
 from etude.multimodal.tokenizers.storing import read_tensors, save_tensors
+
+logger = logging.getLogger("etude")
 
 KIND = "scalar"
 TENSORS = ("centers", "edges")

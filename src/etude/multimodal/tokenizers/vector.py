@@ -1,5 +1,6 @@
 """VectorTokenizer: vectors as codes of the nearest centroid of a codebook, and back as the centroids."""
 
+import logging
 from pathlib import Path
 from typing import Any, Self
 
@@ -7,10 +8,11 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import DataError
-from etude.data.files import logger
 from etude.multimodal.tokenizers.arrays import MISSING, as_codes, as_floats
 from etude.multimodal.tokenizers.kmeans import kmeans, nearest_exactly
 from etude.multimodal.tokenizers.storing import read_tensors, save_tensors
+
+logger = logging.getLogger("etude")
 
 KIND = "vector"
 TENSORS = ("centroids",)

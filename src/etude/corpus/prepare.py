@@ -1,0 +1,116 @@
+"""The doors: `prepare_corpus` makes a corpus of files, `ensure_corpus` makes it only if it is not there."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from etude.core.errors import DataError
+from etude.corpus.job import Job, Progress
+from etude.corpus.options import CorpusOptions
+from etude.corpus.place import check_complete, compare_options, folder_lock, read_inputs
+from etude.corpus.pool import available_cores, require_tokenizers
+from etude.corpus.report import FACTS, CorpusReport, read_report
+from etude.corpus.sources import STDLIB, absolute, find_sources
+from etude.corpus.tokenizer import checksum, read_vocabulary, tokenizer_file
+
+
+def prepare_corpus(
+    inputs: str | Path | Sequence[str | Path] = (),
+    out: str | Path = "data/tokenized",
+    *,
+    workers: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> CorpusReport:
+    """Make train.bin, validation.bin, test.bin, tokenizer.json and dataset.json of text, code or JSONL.
+
+    `inputs` are files, folders, patterns or "stdlib" (also meant by none): the source of Python's standard library.
+    The options are those of `CorpusOptions`. The files depend on the content of the documents and on the options
+    alone: not on names, their order or the number of `workers`. Killed and called again, it goes on where it was; a
+    corpus that is there already is returned at once. Raises DataError, also if the folder holds another corpus and
+    `overwrite` is not set.
+    """
+    return _prepare(_names(inputs), Path(out), CorpusOptions(**options), workers, overwrite, progress)
+
+
+def ensure_corpus(
+    inputs: str | Path | Sequence[str | Path] = (),
+    out: str | Path = "data/tokenized",
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Path:
+    """Return the folder of a corpus, made first if it is not there; several processes may call this at once.
+
+    A corpus that is there is not compared with the files it was made of, which may be gone, only with the options.
+    """
+    names, folder, chosen = _names(inputs), Path(out), CorpusOptions(**options)
+    if not (folder / FACTS).exists():
+        _prepare(names, folder, chosen, workers, overwrite=False, progress=progress, wait=True)
+        return folder
+    compare_options(read_report(folder), _facts(chosen))
+    check_complete(read_report(folder))
+    made_of, wanted = read_inputs(folder).get("inputs", absolute(names)), absolute(names)
+    if made_of != wanted:
+        raise DataError(f"{folder} was made of {', '.join(made_of)}, not of {', '.join(wanted)}; give another folder")
+    return folder
+
+
+def _prepare(
+    inputs: list[str],
+    out: Path,
+    options: CorpusOptions,
+    workers: int | None,
+    overwrite: bool,
+    progress: Progress | None,
+    wait: bool = False,
+) -> CorpusReport:
+    require_tokenizers()
+    if workers is not None and workers < 1:
+        raise DataError(f"workers must be at least 1, got {workers}")
+    facts = _facts(options)
+    found = find_sources(inputs, include=options.include, exclude=options.exclude, out=out)
+    with _in_words(out), _going_on():
+        out.mkdir(parents=True, exist_ok=True)
+        with folder_lock(out, wait=wait):
+            job = Job(inputs, out, options, facts, found, workers or available_cores(), progress or _silent)
+            return job.reuse(overwrite) or job.make(overwrite)
+
+
+def _facts(options: CorpusOptions) -> dict[str, Any]:
+    """Return what decides the output besides the documents: the options, and the tokenizer if one is given."""
+    facts = options.facts()
+    if options.tokenizer is not None:
+        facts["end_id"] = read_vocabulary(options.tokenizer, options.end_token).end
+        facts["tokenizer_sha256"] = checksum(tokenizer_file(options.tokenizer))
+    return facts
+
+
+def _names(inputs: str | Path | Sequence[str | Path]) -> list[str]:
+    return [str(one) for one in ([inputs] if isinstance(inputs, str | Path) else inputs)] or [STDLIB]
+
+
+def _silent(_step: str, _done: int, _total: int) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _in_words(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename and os.fspath(error.filename) != os.fspath(out) else ""
+        raise DataError(f"{out} cannot be written: {error.strerror or error}{where}") from error
+
+
+@contextlib.contextmanager
+def _going_on() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        stop.add_note("run the same command again to go on")
+        raise

@@ -1,0 +1,100 @@
+"""Files known by their SHA-256: taken from a folder or from the cache, and verified whenever they are read."""
+
+import hashlib
+import logging
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from etude.core.errors import DataError
+from etude.core.files import write_bytes
+
+logger = logging.getLogger("etude")
+
+MAX_BYTES = 256 * 2**20
+"""No file read here is larger; guards against archives that unpack without end."""
+
+Found = tuple[dict[str, bytes], str]
+"""The files a source had, by name, and why it did not have the others ("" if it had all)."""
+
+
+def mismatch(raw: bytes, sha256: str) -> str:
+    """Return "" if the bytes have this checksum, else what is wrong, in short.
+
+    >>> mismatch(b"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
+    ''
+    >>> mismatch(b"abd", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
+    'its SHA-256 is a52d159f262b…, expected ba7816bf8f01…'
+    """
+    found = hashlib.sha256(raw).hexdigest()
+    return "" if found == sha256 else f"its SHA-256 is {found[:12]}…, expected {sha256[:12]}…"
+
+
+def gunzip(packed: bytes) -> bytes:
+    """Unpack gzip data, up to MAX_BYTES. Raises DataError if it is damaged, truncated or larger."""
+    unpacker = zlib.decompressobj(wbits=31)
+    try:
+        raw = unpacker.decompress(packed, MAX_BYTES)
+    except zlib.error as error:
+        raise DataError(f"not a readable gzip file ({error})") from error
+    if not unpacker.eof:
+        raise DataError("a truncated or oversized gzip file")
+    return raw
+
+
+def from_folder(folder: Path, files: Mapping[str, str]) -> Found:
+    """Take files, plain or as .gz, from a folder the user named (or its raw/ or MNIST/raw/).
+
+    Raises DataError if a file is there but damaged: the user should know rather than get another one.
+    """
+    if not folder.is_dir():
+        return {}, "no such folder"
+    found = {}
+    for name, sha256 in files.items():
+        for place in (folder, folder / "raw", folder / "MNIST" / "raw"):
+            path = next((p for p in (place / name, place / f"{name}.gz") if p.is_file()), None)
+            if path is not None:
+                found[name] = _read_verified(path, sha256)
+                break
+    return found, _absent(files, found)
+
+
+def from_cache(folder: Path, files: Mapping[str, str]) -> Found:
+    """Take files from the cache; a damaged one is reported and passed over, so that it is fetched again."""
+    found, damaged = {}, []
+    for name, sha256 in files.items():
+        if (folder / name).is_file() or (folder / f"{name}.gz").is_file():
+            try:
+                found.update(from_folder(folder, {name: sha256})[0])
+            except DataError as error:
+                logger.warning("%s; fetching it again", error)
+                damaged.append(name)
+    return found, f"{', '.join(damaged)} damaged" if damaged else _absent(files, found)
+
+
+def store(folder: Path, name: str, raw: bytes) -> None:
+    """Keep a file in the cache; one that cannot be kept is only reported."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_bytes(folder / name, raw)
+        (folder / f"{name}.gz").unlink(missing_ok=True)  # a packed file here was absent or damaged
+    except OSError as error:
+        logger.warning("%s cannot be cached in %s (%s)", name, folder, error.strerror)
+
+
+def _read_verified(path: Path, sha256: str) -> bytes:
+    try:
+        raw = path.read_bytes()
+        problem = mismatch(raw := gunzip(raw) if path.suffix == ".gz" else raw, sha256)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from error
+    except DataError as error:
+        problem = str(error)
+    if problem:
+        raise DataError(f"{path} is damaged: {problem}; replace or delete it")
+    return raw
+
+
+def _absent(files: Mapping[str, str], found: Mapping[str, bytes]) -> str:
+    absent = [name for name in files if name not in found]
+    return f"no {', '.join(absent)}" if absent else ""

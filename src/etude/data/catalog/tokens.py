@@ -1,0 +1,211 @@
+"""Language data for config files: token files and mixtures of them."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Lt
+
+from etude.config.registry import register
+from etude.core.errors import DataError
+from etude.data.parts import LoaderData
+from etude.data.sources.base import BatchSource
+from etude.data.sources.mixture import TokenMixture
+from etude.data.splits import DataSplits
+from etude.data.text import MaskedTokens, PackedDocuments, TokenDocuments
+from etude.data.text.blocks import LABELS, TokenBlocks
+from etude.data.tokens import TokenFile, open_tokens
+from etude.data.tokens.places import exists
+from etude.data.tokens.schema import TokenSchema, find_schema, folder_of, shared_schema, token_fields
+
+logger = logging.getLogger("etude")
+
+Way = Literal["blocks", "documents", "packed"]
+Length = Annotated[int, Ge(2)]
+Share = Annotated[float, Ge(0), Lt(1)]
+
+SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
+"""Names under which the files of a split are looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How samples are made of a token file."""
+
+    way: Way = "blocks"
+    length: int = 1024
+    packing: Literal["split", "fit"] = "split"
+    mask_rate: float = 0.0
+    mask_id: int | None = None
+    bucket_batches: int = 100
+    attention: Literal["ids", "starts", "full"] = "ids"
+    schema: TokenSchema | None = None
+    """Tells the id of padding and those of special tokens, where the files have one."""
+
+    def source(self, file: TokenFile, *, training: bool) -> BatchSource:
+        """Return the samples of a file; blocks move from epoch to epoch in training."""
+        source: BatchSource
+        pad_id = 0 if self.schema is None else self.schema.pad_id
+        # Samples of a schema are there to be predicted token by token, whatever labels they have besides.
+        labels = None if self.schema is None or LABELS in file.streams else "next"
+        if self.way == "blocks":
+            source = TokenBlocks(file, self.length, moving=training and file.num_tokens > 2 * self.length)
+        elif self.way == "packed":
+            causal = self.mask_rate == 0
+            source = PackedDocuments(
+                file,
+                self.length,
+                strategy=self.packing,
+                pad_id=pad_id,
+                labels=labels,
+                attention=self.attention,
+                causal=causal,
+            )
+        else:
+            source = TokenDocuments(file, max_length=self.length, pad_id=pad_id, long="split", labels=labels)
+        return self._masked(source, file) if self.mask_rate else source
+
+    def split(self, file: TokenFile, split: str) -> LoaderData | None:
+        """Return a part of the data; one that is not trained on and too short for a single sample is left out."""
+        try:
+            return self.part(self.source(file, training=split == "train"))
+        except DataError as error:
+            if split == "train":
+                raise
+            logger.warning("there will be no %s: %s", split, error)
+            return None
+
+    def part(self, source: BatchSource) -> LoaderData:
+        """Return what a loader is made of; documents of similar length go together."""
+        return LoaderData(source, {"bucket_batches": self.bucket_batches} if self.way == "documents" else {})
+
+    def _masked(self, source: BatchSource, file: TokenFile) -> BatchSource:
+        if self.schema is None:
+            special, size = file.meta.get("special_ids") or {}, file.vocab_size
+        else:
+            special, size = self.schema.special_ids, self.schema.vocab_size
+        mask_id = self.mask_id if self.mask_id is not None else special.get("mask", special.get("MASK"))
+        if mask_id is None or size is None:
+            lacks = "no mask token" if mask_id is None else "no vocabulary size"
+            raise DataError(
+                f"{file.path} tells {lacks}, which masked language modelling needs: "
+                f"set mask_id, or make the file with `etude tokenize`"
+            )
+        known = [value for value in special.values() if isinstance(value, int)]
+        return MaskedTokens(source, mask_id=mask_id, vocab_size=size, rate=self.mask_rate, special_ids=sorted(known))
+
+
+@register("data", "tokens")
+def load_tokens(
+    root: str = "data/tokenized",
+    read: Way = "blocks",
+    length: Length = 1024,
+    packing: Literal["split", "fit"] = "split",
+    mask_rate: Share = 0.0,
+    mask_id: Annotated[int, Ge(0)] | None = None,
+    bucket_batches: Annotated[int, Ge(0)] = 100,
+    dtype: Literal["uint16", "uint32"] = "uint16",
+    document_end: Annotated[int, Ge(0)] | None = None,
+    vocab_size: Annotated[int, Gt(0)] | None = None,
+    memory_map: bool = True,
+    attention: Literal["ids", "starts", "full"] = "ids",
+) -> DataSplits:
+    """Token files train.bin, validation.bin (or val.bin) and test.bin of a folder or a URL.
+
+    A folder with a vocab.json holds several modalities: what it says of ids comes along as `token_schema`.
+
+    root: folder with the files; `etude tokenize` makes them, and those of nanoGPT, llm.c and Megatron open too.
+    read: `blocks` of `length` tokens cut from the text as it runs; `documents` padded to the longest of the batch; or
+        documents `packed` into full blocks, with masks at their boundaries.
+    length: tokens per block; longer documents are split.
+    packing: `split` fills blocks to the last token and cuts documents; `fit` keeps documents whole.
+    mask_rate: share of tokens hidden for masked language modelling (0.15 in BERT); 0 predicts next tokens.
+    mask_id: the token put in place of hidden ones, if the file does not tell.
+    bucket_batches: with `documents`, batches over which samples of similar length are brought together; 0 does not.
+    dtype: of files without a header.
+    document_end: of files without a header, the token that ends a document.
+    vocab_size: if the file does not tell, or to leave room for more tokens.
+    memory_map: false reads by system calls, so that what was read does not count as memory of the process; slower.
+    attention: with `packed`, `starts` adds where documents begin, with which our transformer needs no mask on a GPU;
+        `full` adds a mask of length x length for models that cannot part documents by `document_ids` or
+        `position_ids`, such as encoders.
+    """
+    schema = find_schema(root)
+    reading = Reading(read, length, packing, mask_rate, mask_id, bucket_batches, attention, schema)
+    files = {split: find_split(root, split) for split in SPLIT_NAMES}
+    if files["train"] is None:
+        raise DataError(f"{root} has no train.bin; make it with `etude tokenize --out {root}`, or set root")
+    opened = {
+        split: open_tokens(path, dtype=dtype, document_end=document_end, memory_map=memory_map)
+        for split, path in files.items()
+        if path is not None
+    }
+    known = token_fields(schema, opened.values(), vocab_size)
+    parts: dict[str, Any] = {split: reading.split(file, split) for split, file in opened.items()}
+    return DataSplits(**parts, tokenizer=_tokenizer(root), **known)
+
+
+@register("data", "token_mixture")
+def load_token_mixture(
+    roots: dict[str, str],
+    weights: dict[str, Annotated[float, Gt(0)]],
+    read: Way = "blocks",
+    length: Length = 1024,
+    packing: Literal["split", "fit"] = "split",
+    mask_rate: Share = 0.0,
+    bucket_batches: Annotated[int, Ge(0)] = 100,
+    epoch_samples: Annotated[int, Ge(1)] | None = None,
+) -> DataSplits:
+    """Several folders of token files, drawn in given proportions for training; validated on all of them.
+
+    roots: a folder or URL for each name.
+    weights: the proportions, by the same names; they need not add up to 1.
+    epoch_samples: samples drawn in an epoch; by default as many as there are.
+    The other arguments are those of the data set `tokens`. All files must be made with the same tokenizer.
+    """
+    schema = shared_schema(roots)
+    reading = Reading(read, length, packing, mask_rate, None, bucket_batches, schema=schema)
+    files = {name: {split: find_split(root, split) for split in SPLIT_NAMES} for name, root in roots.items()}
+    for name, found in files.items():
+        if found["train"] is None:
+            raise DataError(
+                f"{roots[name]} ({name}) has no train.bin; make it with `etude tokenize --out {roots[name]}`"
+            )
+    opened = {
+        split: {name: open_tokens(path) for name, found in files.items() if (path := found[split]) is not None}
+        for split in SPLIT_NAMES
+    }
+    _check_same_tokenizer(opened["train"])
+    known = token_fields(schema, [file for by_name in opened.values() for file in by_name.values()])
+    parts: dict[str, Any] = {}
+    for split, by_name in opened.items():
+        if by_name:
+            sources = {name: reading.source(file, training=split == "train") for name, file in by_name.items()}
+            training = split == "train"
+            mixture = TokenMixture(sources, weights, epoch_samples) if training else TokenMixture(sources)
+            parts[split] = reading.part(mixture)
+    return DataSplits(**parts, tokenizer=_tokenizer(next(iter(roots.values()))), **known)
+
+
+def find_split(root: str, split: str) -> str | None:
+    """Return the path or URL of a split's file below `root`, or None if there is none."""
+    places = [f"{folder_of(root)}/{name}.bin" for name in SPLIT_NAMES[split]]
+    return next((place for place in places if exists(place)), None)
+
+
+def _tokenizer(root: str) -> Path | None:
+    path = Path(root).expanduser() / "tokenizer.json"
+    return path if path.is_file() else None
+
+
+def _check_same_tokenizer(files: Mapping[str, TokenFile]) -> None:
+    """Refuse to mix ids that mean different things."""
+    prints = {name: file.meta.get("tokenizer_sha256") for name, file in files.items()}
+    known = {name: value for name, value in prints.items() if value is not None}
+    if len(set(known.values())) > 1:
+        raise DataError(
+            f"{' and '.join(known)} were made with different tokenizers, so their ids mean different things; "
+            f"tokenize them with the same --tokenizer"
+        )

@@ -1,0 +1,121 @@
+"""Which samples make up a batch: the same batches for any number of ranks."""
+
+from collections.abc import Iterator
+from itertools import chain
+
+from etude.core.arguments import as_whole
+from etude.core.errors import DataError
+from etude.data.order.permutation import Indices, Order, SequentialOrder, ShuffledOrder
+
+
+class BatchSampler:
+    """Batches of sample indices, a new shuffle every epoch.
+
+    `batch_size` is global. A position counts the samples of the epoch consumed over all ranks; the batch at a
+    position covers `batch_size` samples from there on, and rank r takes the r-th of `world_size` even slices. So
+    the ranks together see the same batches however many they are. A ragged last batch may be empty on some rank.
+
+    It also serves as `batch_sampler` of a torch DataLoader, with `set_epoch` to change the shuffle.
+
+    >>> sampler = BatchSampler(10, 4, shuffle=False)
+    >>> list(sampler)
+    [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    >>> [BatchSampler(10, 4, shuffle=False, rank=r, world_size=2).batch(0, 4).tolist() for r in (0, 1)]
+    [[4, 5], [6, 7]]
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        order: Order | None = None,
+    ) -> None:
+        """Set what every epoch has in common; an `order` given replaces the one that `shuffle` and `seed` make."""
+        if order is not None:
+            num_samples = order.size
+        if num_samples < 1:
+            raise DataError("the data is empty: there is no sample to make a batch of")
+        batch_size = as_whole("batch_size", batch_size, least=1, error=DataError)
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise DataError(f"rank {rank} of world_size {world_size}: rank must be in 0 … world_size-1")
+        if drop_last and batch_size > num_samples:
+            raise DataError(
+                f"batch_size {batch_size} is larger than the {num_samples} samples, so drop_last leaves no batch; "
+                f"lower batch_size to {num_samples} or less, or set drop_last to false"
+            )
+        self.num_samples, self.batch_size = num_samples, batch_size
+        self.shuffle, self.drop_last, self.seed = shuffle, drop_last, seed
+        self.rank, self.world_size = rank, world_size
+        self.epoch = 0
+        self.epoch_samples = num_samples - num_samples % batch_size if drop_last else num_samples
+        """Samples that one epoch hands out over all ranks."""
+        self.num_batches = -(-self.epoch_samples // batch_size)
+        if order is None:
+            order = ShuffledOrder(num_samples, seed) if shuffle else SequentialOrder(num_samples)
+        self.order: Order = order
+
+    def batch(self, epoch: int, position: int) -> Indices:
+        """Return this rank's indices of the batch that begins at `position`."""
+        count = min(self.batch_size, self.epoch_samples - position)
+        if position < 0 or count <= 0:
+            raise DataError(
+                f"position {position} is not within the {self.epoch_samples} samples of an epoch; "
+                f"does the checkpoint belong to other data?"
+            )
+        start = position + count * self.rank // self.world_size
+        stop = position + count * (self.rank + 1) // self.world_size
+        return self.order.indices(epoch, start, stop)
+
+    def chunks(self, epoch: int, position: int, count: int) -> Iterator[tuple[Indices, int]]:
+        """Return this rank's indices from `position` on, up to `count` equal batches together, and how many they are.
+
+        >>> sampler = BatchSampler(10, 4, shuffle=False)
+        >>> [(indices.tolist(), number) for indices, number in sampler.chunks(0, 0, 2)]
+        [([0, 1, 2, 3, 4, 5, 6, 7], 2), ([8, 9], 1)]
+        """
+        step = self.batch_size
+        while self.has_batch(position):
+            # A smaller last batch comes by itself. With several ranks the shares of batches do not adjoin.
+            number = max(1, min(count, (self.epoch_samples - position) // step)) if self.world_size == 1 else 1
+            if number == 1:
+                yield self.batch(epoch, position), 1
+                position = self.next_position(position)
+            else:
+                yield self.order.indices(epoch, position, position + number * step), number
+                position += number * step
+
+    def next_position(self, position: int) -> int:
+        """Return the position after the batch that begins at `position`."""
+        return min(position + self.batch_size, self.epoch_samples)
+
+    def positions(self, position: int) -> Iterator[int]:
+        """Return the position after each batch, from the one that begins at `position` on."""
+        step, left = self.batch_size, self.epoch_samples - position
+        number = left // step if self.drop_last else -(-left // step)
+        if number <= 0:
+            return iter(())
+        last = position + number * step
+        return chain(range(position + step, last, step), (min(last, self.epoch_samples),))
+
+    def has_batch(self, position: int) -> bool:
+        """Whether a batch begins at `position`; with `drop_last` only a full one counts."""
+        return position + (self.batch_size if self.drop_last else 1) <= self.epoch_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that iteration runs over."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, position = self.epoch, 0
+        while self.has_batch(position):
+            yield self.batch(epoch, position).tolist()
+            position = self.next_position(position)

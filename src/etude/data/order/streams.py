@@ -1,0 +1,162 @@
+"""Which samples of which stream make up a batch: arithmetic on (epoch, position) and the mixture, nothing stored."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from etude.core.errors import DataError
+from etude.data.order.mixed import MixtureOrder
+from etude.data.order.permutation import Indices, Order
+
+ENDLESS = 2**62
+SMALLEST_SHARE = 2e-6
+"""The smallest part of all samples that a stream can have: counts are exact fractions, and these stay small."""
+_ROOM = 2**40
+"""Batches of a stream that are distinguished; more than any run has."""
+
+
+def stable_number(name: str) -> int:
+    """Return a number for a name, the same in every process.
+
+    >>> stable_number("code") == stable_number("code") != stable_number("text")
+    True
+    """
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+
+
+class EndlessOrder:
+    """Another order, epoch after epoch without end: position p is position p % size of its epoch p // size.
+
+    >>> from etude.data.order.permutation import SequentialOrder
+    >>> EndlessOrder(SequentialOrder(3)).indices(0, 1, 8).tolist()
+    [1, 2, 0, 1, 2, 0, 1]
+    """
+
+    size = ENDLESS
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+
+    def indices(self, epoch: int, start: int, stop: int) -> Indices:  # noqa: ARG002
+        """Return the sample indices at positions start … stop-1."""
+        size = self.order.size
+        turn, place = divmod(start, size)
+        if start < stop <= (turn + 1) * size:
+            return self.order.indices(turn, place, place + stop - start)
+        parts = [np.empty(0, np.int64)]
+        while start < stop:
+            turn, place = divmod(start, size)
+            until = min(size, place + stop - start)
+            parts.append(self.order.indices(turn, place, until))
+            start += until - place
+        return np.concatenate(parts)
+
+
+class Span(NamedTuple):
+    """Positions start … stop-1 of a stream's own order."""
+
+    stream: str
+    start: int
+    stop: int
+
+
+class Plan(Protocol):
+    """The batches of an epoch, as spans of streams."""
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of an epoch over all ranks."""
+        ...
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of an epoch."""
+        ...
+
+    def spans(self, epoch: int, position: int) -> list[Span]:
+        """Return what the batch that begins at sample `position` of `epoch` is made of."""
+        ...
+
+
+class AlternatingPlan:
+    """Every batch is of one stream; after n batches a stream of share w has had w·n of them, to within one or two.
+
+    Streams are dealt out in the order of their names, so it does not matter how a config file lists them.
+    """
+
+    def __init__(self, shares: Mapping[str, float], batch_size: int, num_batches: int, seed: int) -> None:
+        self.batch_size, self.num_batches = batch_size, num_batches
+        self.epoch_samples = batch_size * num_batches
+        self.names = sorted(shares)
+        # Data sets that are longer than any run, in their own order: a draw tells the stream and how often it came.
+        sizes = [_ROOM] * len(self.names)
+        self._order = MixtureOrder(sizes, [shares[name] for name in self.names], seed=seed, shuffle=False)
+
+    def spans(self, epoch: int, position: int) -> list[Span]:
+        """Return the one span of the batch; a position within a batch gives the rest of it."""
+        number, skipped = divmod(position, self.batch_size)
+        number += epoch * self.num_batches
+        which, turn = divmod(int(self._order.indices(0, number, number + 1)[0]), _ROOM)
+        start = turn * self.batch_size
+        return [Span(self.names[which], start + skipped, start + self.batch_size)]
+
+
+class TogetherPlan:
+    """Every batch has the same share of each stream."""
+
+    def __init__(self, shares: Mapping[str, float], batch_size: int, num_batches: int) -> None:
+        self.batch_size, self.num_batches = batch_size, num_batches
+        self.epoch_samples = batch_size * num_batches
+        self.counts = dict(zip(shares, apportioned(list(shares.values()), batch_size), strict=True))
+
+    def spans(self, epoch: int, position: int) -> list[Span]:
+        """Return a span of each stream; a position within a batch gives the rest of it."""
+        number, skipped = divmod(position, self.batch_size)
+        number += epoch * self.num_batches
+        spans = []
+        for name, count in self.counts.items():
+            left_out = min(skipped, count)
+            skipped -= left_out
+            spans.append(Span(name, number * count + left_out, (number + 1) * count))
+        return spans
+
+
+class SequentialPlan:
+    """Every stream once, one after the other; the last batch of each may be smaller."""
+
+    def __init__(self, sizes: Mapping[str, int], batch_size: int) -> None:
+        self.sizes, self.batch_size = dict(sizes), batch_size
+        self.epoch_samples = sum(self.sizes.values())
+        self.num_batches = sum(-(-size // batch_size) for size in self.sizes.values())
+
+    def spans(self, epoch: int, position: int) -> list[Span]:  # noqa: ARG002
+        """Return the one span of the batch."""
+        for name, size in self.sizes.items():
+            if position < size:
+                return [Span(name, position, min(position + self.batch_size, size))]
+            position -= size
+        raise AssertionError("there is no batch behind the last stream")
+
+
+def apportioned(shares: Sequence[float], total: int) -> list[int]:
+    """Return whole numbers that add up to `total`, as near to the shares as can be, and none of them 0.
+
+    >>> apportioned([0.5, 0.3, 0.2], 8), apportioned([0.97, 0.02, 0.01], 10)
+    ([4, 2, 2], [8, 1, 1])
+    """
+    if total < len(shares):
+        raise DataError(
+            f"batch_size is {total}, but every batch has a part of each of {len(shares)} streams; "
+            f"raise batch_size or set draw to alternate"
+        )
+    wanted = [share / sum(shares) * total for share in shares]
+    counts = [max(1, int(value)) for value in wanted]
+    while (missing := total - sum(counts)) != 0:
+        gaps = [value - count for value, count in zip(wanted, counts, strict=True)]
+        if missing > 0:
+            counts[gaps.index(max(gaps))] += 1
+        else:
+            counts[min((i for i, count in enumerate(counts) if count > 1), key=gaps.__getitem__)] -= 1
+    return counts

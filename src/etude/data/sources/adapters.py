@@ -1,0 +1,202 @@
+"""Loaders made elsewhere (torch's DataLoader, a list of batches, a generator function), used as an Etude loader."""
+
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
+from types import MethodType
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import BatchSampler as TorchBatchSampler
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import (
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from etude.core.batch import Batch, num_samples
+from etude.core.errors import DataError
+from etude.core.loader import Loader
+from etude.core.random import mix
+from etude.data.sources.rng import RandomStream, owned_generators
+from etude.data.sources.worker_process import begin_epoch, prepare_workers, starting_workers
+
+TORCH_SAMPLERS = (
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+)
+"""Draw from the global generators before their first index only."""
+
+
+class ForeignLoader:
+    """Any iterable of batches, or a function that returns one, with an order that can be repeated.
+
+    Each epoch draws from a stream of its own, seeded by (seed, epoch): from Python's, NumPy's and torch's global
+    generators, and from those that the loader, its dataset or its samplers keep as attributes. The caller's generators
+    are given back after each batch, so what the model draws and what the data draws do not depend on each other.
+    Resuming in mid-epoch reads the batches already seen once more and drops them; it is exact for anything that is
+    fixed by those generators and by `set_epoch`, with worker processes or without.
+
+    >>> import torch
+    >>> loader = ForeignLoader([torch.zeros(4, 2), torch.ones(3, 2)])
+    >>> batches = loader.iterate(epoch=0, position=4)
+    >>> next(batches).shape, batches.position
+    (torch.Size([3, 2]), 7)
+    """
+
+    def __init__(self, source: Any, seed: int = 0, world_size: int = 1) -> None:
+        self.source, self.seed, self.world_size = source, seed, world_size
+        self._is_used_up = False
+
+    def __len__(self) -> int:
+        if isinstance(self.source, Sized):
+            return len(self.source)
+        raise TypeError(f"a {type(self.source).__name__} does not tell how many batches it has")
+
+    def iterate(self, epoch: int, position: int = 0) -> "ForeignIterator":
+        """Return the batches of `epoch` from sample `position` on.
+
+        Raises DataError if the source is an iterator that has been read before.
+        """
+        if isinstance(self.source, Iterator):
+            if self._is_used_up:
+                raise DataError(
+                    "the data is an iterator, which can be read only once, and another epoch was asked for; "
+                    "give a list, a DataLoader or a function that returns a new iterator"
+                )
+            self._is_used_up = True
+        return ForeignIterator(self.source, mix(self.seed, epoch), epoch, position, self.world_size)
+
+
+class ForeignIterator:
+    """One epoch of a foreign loader; `position` counts samples over all ranks, as if every rank had as many."""
+
+    def __init__(self, source: Any, seed: int, epoch: int, position: int, world_size: int) -> None:
+        self.position = position
+        self._source, self._seed, self._epoch, self._world_size = source, seed, epoch, world_size
+        self._batches: Iterator[Batch] | None = None
+        self._stream: RandomStream | None = None
+        self._is_closed = False
+
+    def __iter__(self) -> "ForeignIterator":
+        return self
+
+    def __next__(self) -> Batch:
+        if self._is_closed:
+            raise StopIteration
+        if self._stream is None or self._batches is None:
+            batch = self._begin()
+        else:
+            with self._stream.drawing():
+                batch = next(self._batches)
+        self.position += num_samples(batch) * self._world_size
+        return batch
+
+    def close(self) -> None:
+        """Let go of the source's iterator (and so of its workers); safe to call twice."""
+        if isinstance(self._batches, Generator) and self._stream is not None:
+            with self._stream.drawing():
+                self._batches.close()
+        self._batches, self._is_closed = None, True
+
+    def _begin(self) -> Batch:
+        """Start the source's iteration and return its batch at the position.
+
+        All it draws, for batches that are skipped and for others, comes from the one stream of the epoch.
+        """
+        source, parts = self._source, _parts(self._source)
+        self._stream = RandomStream(
+            self._seed, owned_generators(*parts), swap_globals=not _draws_only_at_the_start(source)
+        )
+        with self._stream.drawing():
+            begin_epoch(parts, self._epoch)
+            if isinstance(source, TorchLoader):
+                prepare_workers(source, self._epoch, self._seed)
+                with starting_workers(source):
+                    self._batches = iter(source)
+            else:
+                self._batches = iter(source if isinstance(source, Iterable) else source())
+            self._skip(self._batches)
+            try:
+                return next(self._batches)
+            except StopIteration:
+                if self.position == 0:
+                    raise DataError("the data is empty: the loader gave no batch") from None
+                raise
+
+    def _skip(self, batches: Iterator[Batch]) -> None:
+        seen = 0
+        while seen < self.position:
+            batch = next(batches, None)
+            if batch is None:
+                raise DataError(
+                    f"cannot resume at sample {self.position}: the loader ends after {seen}; has the data changed?"
+                )
+            seen += num_samples(batch) * self._world_size
+        if seen > self.position:
+            raise DataError(
+                f"cannot resume at sample {self.position}: a batch of the loader ends at sample {seen}; "
+                f"use the batch size and number of ranks of the run that was saved"
+            )
+
+
+def as_loader(source: Any, *, seed: int = 0, world_size: int = 1) -> Loader:
+    """Return `source` itself if it is a loader, else wrap an iterable of batches or a function that returns one.
+
+    Raises DataError for things that hold single samples rather than batches.
+    """
+    if isinstance(source, Loader):
+        return source
+    is_data = isinstance(source, (Tensor, np.ndarray, Mapping, str, bytes, Dataset)) or (
+        isinstance(source, tuple) and any(isinstance(part, (Tensor, np.ndarray)) for part in source)
+    )
+    if is_data or not (isinstance(source, Iterable) or callable(source)):
+        raise DataError(
+            f"cannot take batches from a {type(source).__name__}; wrap data in etude's "
+            f"DataLoader(data, labels, batch_size) or torch's DataLoader, or give an iterable of batches; "
+            f"what is no data is given by name"
+        )
+    return ForeignLoader(source, seed, world_size)
+
+
+def _parts(source: Any) -> list[Any]:
+    """Return the source and what else may keep a generator or take the epoch: its dataset, its samplers, its owner."""
+    batch_sampler = getattr(source, "batch_sampler", None)
+    parts = (
+        source,
+        getattr(source, "dataset", None),
+        getattr(source, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        source.__self__ if isinstance(source, MethodType) else None,
+    )
+    return list({id(part): part for part in parts if part is not None}.values())
+
+
+def _draws_only_at_the_start(source: Any) -> bool:
+    """Whether the source surely takes nothing from the global generators after its first batch.
+
+    That saves swapping them for each batch (about 0.2 ms, most of it NumPy): for batches in a list, and for torch's own
+    samplers with worker processes or with tensors in memory.
+    """
+    if type(source) in (list, tuple):
+        return True
+    if type(source) is not TorchLoader:
+        return False
+    batches = source.batch_sampler
+    sampler = (
+        batches.sampler if type(batches) is TorchBatchSampler else source.sampler if batches is None else batches
+    )
+    if source.num_workers:
+        return type(sampler) in TORCH_SAMPLERS or isinstance(source.dataset, IterableDataset)
+    plain = type(source.dataset) is TensorDataset and source.collate_fn is default_collate
+    return plain and type(sampler) in TORCH_SAMPLERS

@@ -1,0 +1,165 @@
+"""Worker processes of a torch DataLoader: signals, the end of the program, and random numbers of a new epoch."""
+
+import atexit
+import contextlib
+import multiprocessing.util  # its exit function is registered here, so ours runs before it
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import _DatasetKind
+
+from etude.core.random import mix
+from etude.data.sources.rng import owned_generators, seed_generators, seed_owned
+
+ENDING, EPOCH, SEED, PIDS = 0, 1, 2, 3
+GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
+"""What a terminal or a launcher sends to all processes of a run."""
+GRACE_S = 5.0
+"""How long a worker that does not end when the program does is waited for before it is killed."""
+
+
+class WorkerStart:
+    """The `worker_init_fn` of a DataLoader that a run reads.
+
+    A signal to the whole process group (Ctrl-C, a closed terminal, a launcher's SIGTERM) is left to the run, which
+    still needs its workers to finish a step. A worker ends when the program does, also if that is killed; a second
+    SIGTERM ends it in any case.
+
+    Persistent workers begin each epoch with random numbers of that epoch, and their copy of the dataset learns the
+    epoch: torch does neither. So an epoch does not depend on whether the workers are new.
+    """
+
+    def __init__(
+        self, num_workers: int, *, persistent: bool = False, then: Callable[[int], None] | None = None
+    ) -> None:
+        """`then` is called afterwards: the `worker_init_fn` of the user."""
+        self.persistent, self.then = persistent, then
+        self._shared = torch.zeros(PIDS + num_workers, dtype=torch.int64)
+        self._shared.share_memory_()  # type: ignore[no-untyped-call]
+        _STARTS[self] = os.getpid()
+
+    def begin_epoch(self, epoch: int, seed: int) -> None:
+        """Say which epoch is about to be iterated over."""
+        self._shared[EPOCH], self._shared[SEED] = epoch, seed
+
+    def end(self) -> None:
+        """End the workers that are left: the program is about to end, and waits for its child processes."""
+        self._shared[ENDING] = 1
+        pids = set(self._shared[PIDS:].tolist())
+        workers = [child for child in multiprocessing.active_children() if child.pid in pids]
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            with contextlib.suppress(RuntimeError):  # torch, of a worker that had died before
+                worker.join(GRACE_S)
+            if worker.is_alive():
+                worker.kill()
+
+    def __call__(self, worker: int) -> None:
+        """Run in the worker before its first batch."""
+        self._shared[PIDS + worker] = os.getpid()
+        for number in GROUP_SIGNALS:
+            signal.signal(number, self._on_sigterm if number == signal.SIGTERM else signal.SIG_IGN)
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # held back while this process started
+        threading.Thread(target=_end_with_the_parent, name="etude-parent", daemon=True).start()
+        if self.then is not None:
+            self.then(worker)
+        if self.persistent:
+            _before_each_epoch(partial(self._reseed, worker))
+
+    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+        if self._shared[ENDING]:
+            os._exit(0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _reseed(self, worker: int, dataset: Any, collate: Any) -> None:
+        seed = int(self._shared[SEED])
+        seed_generators(mix(seed, worker))
+        begin_epoch((dataset,), int(self._shared[EPOCH]))
+        seed_owned(owned_generators(dataset, collate), seed)
+
+
+_STARTS: weakref.WeakKeyDictionary[WorkerStart, int] = weakref.WeakKeyDictionary()
+"""Each with the process that made it."""
+
+
+@atexit.register
+def _end_workers() -> None:
+    for start, process in list(_STARTS.items()):
+        if process == os.getpid():
+            start.end()
+
+
+def begin_epoch(parts: Any, epoch: int) -> None:
+    """Tell the epoch to those of the objects that take it."""
+    for part in parts:
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+def prepare_workers(loader: TorchLoader[Any], epoch: int, seed: int) -> None:
+    """Make the workers of somebody's loader behave; call it before each iteration, with the epoch's generators seeded.
+
+    The random numbers drawn from here on are the same whether the workers are there already or start now.
+    """
+    if loader.num_workers == 0:
+        return
+    start = loader.worker_init_fn
+    if not isinstance(start, WorkerStart):
+        loader._iterator = None  # persistent workers that began without us: let them end
+        start = WorkerStart(loader.num_workers, persistent=loader.persistent_workers, then=start)
+        loader.worker_init_fn = start
+    start.begin_epoch(epoch, seed)
+    if loader._iterator is not None:  # what torch draws when workers start
+        iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
+@contextlib.contextmanager
+def starting_workers(loader: TorchLoader[Any]) -> Iterator[None]:
+    """Hold back signals to the group while workers start: they inherit that, until `WorkerStart` has its handlers.
+
+    Not with a fork server, whose other children would inherit it as well.
+    """
+    context: Any = loader.multiprocessing_context or multiprocessing
+    if (
+        loader.num_workers == 0
+        or not hasattr(signal, "pthread_sigmask")
+        or context.get_start_method() == "forkserver"
+    ):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _before_each_epoch(action: Callable[[Any, Any], None]) -> None:
+    """Let this worker call `action` with dataset and collate_fn before each epoch: torch makes a new fetcher then."""
+    create = _DatasetKind.create_fetcher
+
+    def begin(kind: Any, dataset: Any, auto_collation: Any, collate: Any, *others: Any) -> Any:
+        action(dataset, collate)
+        return create(kind, dataset, auto_collation, collate, *others)  # type: ignore[no-untyped-call]
+
+    _DatasetKind.create_fetcher = begin  # type: ignore[method-assign]
+
+
+def _end_with_the_parent() -> None:
+    """End this worker when the program is gone, even if it is computing or waiting to hand over a batch."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(0)

@@ -1,0 +1,163 @@
+"""Map-style datasets: samples fetched in this process or in worker processes, with the same random numbers."""
+
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from etude.core.batch import Batch, map_tensors
+from etude.core.errors import DataError
+from etude.core.random import mix
+from etude.data.order import BatchSampler, Indices
+from etude.data.sources.rng import owned_generators, preserved_rng, seed_generators, seed_owned
+from etude.data.sources.worker_process import WorkerStart, starting_workers
+
+Collate = Callable[[list[Any]], Batch]
+Request = tuple[int, Indices]
+"""What a worker is asked for: the epoch, and the indices of one batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """How samples are fetched. Raises DataError for settings of workers where there are none."""
+
+    num_workers: int = 0
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    prefetch_factor: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefetch_factor is not None and self.prefetch_factor < 1:
+            raise DataError(f"prefetch_factor is {self.prefetch_factor}; a worker loads at least 1 batch ahead")
+        given = {"persistent_workers": self.persistent_workers, "prefetch_factor": self.prefetch_factor}
+        if self.num_workers == 0 and (names := [name for name, value in given.items() if value]):
+            raise DataError(f"{' and '.join(names)} need worker processes; set num_workers, or leave them out")
+
+
+class SeededSamples(Dataset[Batch]):
+    """Whole batches of a map-style dataset, by (epoch, indices).
+
+    Before each sample the global generators of Python, NumPy and torch are seeded from (seed, epoch, index), and so are
+    those that dataset and collate function keep. Random augmentations then depend on nothing else: not on the worker,
+    the rank or what was fetched before.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        self.collate: Collate = default_collate if collate is None else collate
+        self._owned: tuple[int, list[Any]] | None = None
+
+    def __getitem__(self, request: Request) -> Batch:
+        epoch, indices = request
+        if self._owned is None or self._owned[0] != epoch:
+            self._owned = epoch, owned_generators(self.dataset, self.collate)
+        if len(indices) == 0:
+            # This rank's share of a ragged last batch: the form of a batch, with no samples in it.
+            return map_tensors(self.collate([self._sample(epoch, 0)]), lambda tensor: tensor[:0])
+        return self.collate([self._sample(epoch, index) for index in indices.tolist()])
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        seed = mix(self.seed, epoch, index)
+        seed_generators(seed)
+        if self._owned is not None:
+            seed_owned(self._owned[1], seed)
+        return self.dataset[index]
+
+
+def dataset_length(dataset: Any) -> int:
+    """Return the number of samples, or raise DataError if this is no map-style dataset."""
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            "an IterableDataset has no samples to choose from; wrap it in torch's DataLoader and train on that"
+        )
+    if isinstance(dataset, bytes) or not isinstance(dataset, Sized):
+        raise DataError(
+            f"data is a {type(dataset).__name__}; give a tensor, a NumPy array, a mapping of them, "
+            f"the path of a token file, or a dataset with a length and samples by index"
+        )
+    return len(dataset)
+
+
+class DatasetSource:
+    """Batches of a map-style dataset in the sampler's order."""
+
+    def __init__(self, dataset: Any, seed: int, collate: Collate | None, settings: WorkerSettings) -> None:
+        self.samples = SeededSamples(dataset, collate, seed)
+        self.settings = settings
+        self._start = WorkerStart(settings.num_workers) if settings.num_workers else None
+        self._persistent: tuple[_Requests, TorchLoader[Batch]] | None = None
+        self._turn = 0
+
+    def batches(self, sampler: BatchSampler, epoch: int, position: int) -> Iterator[Batch]:
+        """Return the batches of `epoch` from `position` on; workers start at once."""
+        requests = _Requests(sampler, epoch, position)
+        if self.settings.num_workers == 0:
+            return self._fetch(requests)
+        if not self.settings.persistent_workers:
+            return _begin(self._make_loader(requests))
+        if self._persistent is None:
+            self._persistent = requests, self._make_loader(requests)
+        requests, loader = self._persistent
+        requests.sampler, requests.epoch, requests.position = sampler, epoch, position
+        self._turn += 1
+        return self._follow(_begin(loader), self._turn)
+
+    def _fetch(self, requests: "_Requests") -> Iterator[Batch]:
+        pin = self.settings.pin_memory
+        for request in requests:
+            with preserved_rng():
+                batch = self.samples[request]
+            yield map_tensors(batch, torch.Tensor.pin_memory) if pin else batch
+
+    def _follow(self, batches: Iterator[Batch], turn: int) -> Iterator[Batch]:
+        """Persistent workers serve one epoch at a time: an iterator that was overtaken says so."""
+        while turn == self._turn:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+        raise DataError(
+            "a new iteration has begun over the same persistent workers; finish one before the next, "
+            "or set persistent_workers to false"
+        )
+
+    def _make_loader(self, requests: "_Requests") -> "TorchLoader[Batch]":
+        settings = self.settings
+        return TorchLoader(
+            self.samples,
+            batch_size=None,  # a request is a whole batch
+            sampler=requests,
+            collate_fn=_unchanged,
+            num_workers=settings.num_workers,
+            pin_memory=settings.pin_memory,
+            persistent_workers=settings.persistent_workers,
+            prefetch_factor=settings.prefetch_factor,
+            worker_init_fn=self._start,
+            generator=torch.Generator(),  # else torch would draw a seed from the caller's generator
+        )
+
+
+class _Requests:
+    """The requests of an epoch from a position on; torch hands them to the workers in turn."""
+
+    def __init__(self, sampler: BatchSampler, epoch: int, position: int) -> None:
+        self.sampler, self.epoch, self.position = sampler, epoch, position
+
+    def __iter__(self) -> Iterator[Request]:
+        epoch, position = self.epoch, self.position
+        while self.sampler.has_batch(position):
+            yield epoch, self.sampler.batch(epoch, position)
+            position = self.sampler.next_position(position)
+
+
+def _begin(loader: "TorchLoader[Batch]") -> Iterator[Batch]:
+    with starting_workers(loader):
+        return iter(loader)
+
+
+def _unchanged(batch: Batch) -> Batch:
+    return batch

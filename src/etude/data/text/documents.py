@@ -1,0 +1,150 @@
+"""Whole documents of a token file, padded to the longest of the batch."""
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.core.errors import DataError
+from etude.data.order import Indices
+from etude.data.text.columns import LABELS, Columns, opened, sample_label
+from etude.data.text.padding import (
+    IGNORED,
+    Array,
+    check_multiple,
+    constant,
+    filled,
+    largest,
+    padded_width,
+    read_padded,
+)
+from etude.data.tokens import TokenFile
+
+
+class TokenDocuments:
+    """One document a sample: `DataLoader(TokenDocuments("train.bin"), batch_size=32)`.
+
+    A batch is {"input_ids", "attention_mask", "labels"}: ids (B, L) padded on the right to the longest of the batch,
+    the mask 1 for tokens and 0 for padding. Labels are, by what the file has: its label of each sample (named "label"
+    or "labels"), else its stream "labels" of one label per token, else the next token, -100 for the last one of a
+    document and for padding. Other streams and labels of the file come along under their names; streams are padded
+    with 0, or with what the facts of the file say: `TokenWriter(…, meta={"padding": {"roles": -100}})`.
+
+    Arguments:
+        max_length: tokens of a sample at most; all of the document by default.
+        pad_id: what is filled in behind a document. pad_multiple: batches are widened to a multiple of it.
+        long: what happens to documents of more than `max_length` tokens: "cut" drops what is behind, "split" makes
+            several samples of one document. Splitting holds one number per document in memory.
+        labels: "next", "none", or the name of a stream or label of the file, in place of the choice above.
+
+    Next tokens are looked up in the whole document: the last token of a piece is followed by the first of the next.
+    """
+
+    def __init__(
+        self,
+        file: TokenFile | str | Path,
+        max_length: int | None = None,
+        *,
+        pad_id: int = 0,
+        pad_multiple: int = 1,
+        long: Literal["cut", "split"] = "cut",
+        labels: str | None = None,
+    ) -> None:
+        if max_length is not None and max_length < 1:
+            raise DataError(f"max_length is {max_length}; it must be at least 1")
+        if long not in ("cut", "split"):
+            raise DataError(f"long is {long!r}; it is 'cut' or 'split'")
+        if long == "split" and max_length is None:
+            raise DataError("long='split' needs a max_length: the length of the pieces")
+        check_multiple(pad_multiple)
+        self.file = opened(file)
+        if long == "cut" and not self.file.has_documents:
+            raise DataError(
+                f"nothing is known of the documents of {self.file.path}; open it with a document_end, read it as "
+                f"TokenBlocks, or give long='split' and a max_length"
+            )
+        self.max_length, self.pad_id, self.pad_multiple = max_length, pad_id, pad_multiple
+        self.long: Literal["cut", "split"] = long
+        self.columns = Columns.of(self.file, labels, whole=True)
+        self._pieces = self._count_pieces(max_length) if long == "split" and max_length is not None else None
+        self._size = len(self.file) if self._pieces is None else int(self._pieces[-1])
+        if not self._size:
+            raise DataError(f"{self.file.path} has no documents; was everything left out when it was made?")
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of a sample at most; None if documents are never cut."""
+        return self.max_length
+
+    def with_length(self, length: int) -> "TokenDocuments":
+        """Return the same documents, cut or split at another length."""
+        return TokenDocuments(
+            self.file,
+            length,
+            pad_id=self.pad_id,
+            pad_multiple=self.pad_multiple,
+            long=self.long,
+            labels=self.columns.name,
+        )
+
+    def lengths(self, indices: Indices) -> Indices:
+        """Return how many tokens samples have."""
+        return self._spans(indices)[2]
+
+    def gather(self, indices: Indices, *, epoch: int, seed: int) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return the samples at `indices`, padded to the longest of them."""
+        documents, starts, lengths, more = self._spans(indices)
+        mask = filled(lengths, padded_width(largest(lengths), self.pad_multiple))
+        ids = read_padded(self.file, starts, lengths, mask, self.pad_id)
+        batch = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask.astype(np.int64))}
+        columns = self.columns
+        if columns.kind == "next":
+            labels = constant(ids.shape, IGNORED)
+            np.copyto(labels[:, :-1], ids[:, 1:], where=mask[:, 1:])
+            if more is not None and more.any():
+                followed = np.flatnonzero(more)
+                last = lengths[followed] - 1
+                labels[followed, last] = self.file.rows(starts[followed] + last + 1, 1)[:, 0]
+            batch[LABELS] = torch.from_numpy(labels)
+        elif columns.kind == "stream":
+            batch[LABELS] = torch.from_numpy(read_padded(self.file, starts, lengths, mask, IGNORED, columns.name))
+        elif columns.kind == "sample":
+            batch[LABELS] = sample_label(self.file, columns.name, documents)
+        for name in columns.streams:
+            batch[name] = torch.from_numpy(read_padded(self.file, starts, lengths, mask, columns.fill(name), name))
+        for name in columns.sample_labels:
+            batch[name] = sample_label(self.file, name, documents)
+        return batch
+
+    def _spans(self, indices: Indices) -> tuple[Indices, Indices, Indices, Array | None]:
+        """Documents, starts and lengths of samples, and which are followed by more of their document."""
+        if self._pieces is None:
+            starts, lengths = self.file.spans(indices)
+            if self.max_length is None:
+                return indices, starts, lengths, None
+            return indices, starts, np.minimum(lengths, self.max_length), lengths > self.max_length
+        assert self.max_length is not None
+        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < self._size:
+            raise DataError(
+                f"samples {int(indices.min())} to {int(indices.max())} are not within 0 to {self._size - 1}"
+            )
+        documents = np.searchsorted(self._pieces, indices, side="right")
+        starts, lengths = self.file.spans(documents)
+        before = np.where(documents > 0, self._pieces[documents - 1], 0)
+        skipped = (indices - before) * self.max_length
+        rest = lengths - skipped
+        return documents, starts + skipped, np.minimum(rest, self.max_length), rest > self.max_length
+
+    def _count_pieces(self, max_length: int) -> Indices:
+        """How many pieces the documents up to each one have; an empty document is one piece."""
+        pieces = self.file.lengths()
+        pieces += max_length - 1
+        pieces //= max_length
+        np.maximum(pieces, 1, out=pieces)
+        np.cumsum(pieces, out=pieces)
+        return pieces if pieces.size else np.zeros(1, np.int64)

@@ -1,0 +1,144 @@
+"""Which pieces of which documents make up a packed block: by cutting the file, or by fitting whole documents."""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from etude.core.errors import DataError
+from etude.core.random import mix
+from etude.data.order import Indices, KeyedPermutation
+from etude.data.text.fitting import best_fit
+from etude.data.text.padding import Mask, ranges
+from etude.data.tokens import TokenFile
+
+
+class Pieces(NamedTuple):
+    """Spans of the file that blocks are made of, block after block."""
+
+    starts: Indices
+    lengths: Indices
+    counts: Indices
+    """Pieces in each block."""
+    ends: Mask
+    """Which pieces end with their document; the others go on in another block."""
+
+
+class Layout(Protocol):
+    """Blocks by number."""
+
+    num_blocks: int
+    num_padding: int
+    """Places in all blocks together that hold no token."""
+
+    def pieces(self, blocks: Indices) -> Pieces:
+        """Return the pieces of these blocks; none of them is empty."""
+        ...
+
+    def most_pieces(self) -> int:
+        """Return how many pieces a block has at most: no block has more, and none need have so many."""
+        ...
+
+
+class SplitLayout:
+    """All documents one after the other, cut every `length` tokens. Nothing is stored: boundaries are looked up."""
+
+    def __init__(self, file: TokenFile, length: int, *, pad_last: bool) -> None:
+        self._file, self._length = file, length
+        full, rest = divmod(file.num_tokens, length)
+        padded = pad_last and rest > 0
+        self.num_blocks = full + padded
+        self.num_padding = length - rest if padded else 0
+
+    def pieces(self, blocks: Indices) -> Pieces:
+        """Find the documents at both ends of each block, then all boundaries between them."""
+        begin = blocks * self._length
+        end = np.minimum(begin + self._length, self._file.num_tokens)
+        both = self._file.document_at(np.concatenate([begin, end - 1]))
+        first, last = both[: len(blocks)], both[len(blocks) :]
+        counts = last - first + 1
+        starts, lengths = self._file.spans(ranges(first, counts))
+        stops = starts + lengths
+        num_tokens = int((end - begin).sum())
+        begin, end = np.repeat(begin, counts), np.repeat(end, counts)
+        ends = stops <= end
+        np.maximum(starts, begin, out=starts)
+        lengths = np.minimum(stops, end) - starts
+        if int(lengths.sum()) != num_tokens:
+            raise DataError(f"the documents of {self._file.path} do not lie one after the other; use strategy='fit'")
+        if lengths.size and int(lengths.min()) < 1:  # empty documents lie between others
+            real = lengths > 0
+            rows = np.repeat(np.arange(len(blocks)), counts)
+            counts = np.bincount(rows[real], minlength=len(blocks))
+            starts, lengths, ends = starts[real], lengths[real], ends[real]
+        return Pieces(starts, lengths, counts, ends)
+
+    def most_pieces(self) -> int:
+        """Look at all blocks, a million at a time; empty documents count, and so do both ends of a block."""
+        most, step = 0, 2**20
+        for first in range(0, self.num_blocks, step):
+            borders = np.arange(first, min(first + step, self.num_blocks) + 1) * self._length
+            documents = self._file.document_at(np.minimum(borders, self._file.num_tokens - 1))
+            most = max(most, int(np.diff(documents).max()) + 1)
+        return most
+
+
+class FitLayout:
+    """Documents in blocks of `length` with as little padding as possible; only longer ones are cut.
+
+    Holds 13 bytes per document (or piece of one) and 8 per block; making it takes about five times that for a moment.
+    """
+
+    def __init__(self, file: TokenFile, length: int, *, seed: int) -> None:
+        starts, lengths, ends = _cut(file, length)
+        order = _by_length(lengths, seed)
+        counts = np.bincount(lengths, minlength=length + 1)
+        blocks, self.num_blocks = best_fit(counts, length)
+        order = order[np.argsort(blocks, kind="stable")]
+        self._starts, self._ends = starts[order], ends[order]
+        self._lengths = lengths[order].astype(np.int32)
+        self._offsets = np.concatenate([[0], np.cumsum(np.bincount(blocks, minlength=self.num_blocks))])
+        self.num_padding = self.num_blocks * length - int(lengths.sum())
+
+    def pieces(self, blocks: Indices) -> Pieces:
+        """Look the pieces up in the table."""
+        first = self._offsets[blocks]
+        counts = self._offsets[blocks + 1] - first
+        places = ranges(first, counts)
+        return Pieces(self._starts[places], self._lengths[places].astype(np.int64), counts, self._ends[places])
+
+    def most_pieces(self) -> int:
+        """Look at the table."""
+        return int(np.diff(self._offsets).max())
+
+
+def _cut(file: TokenFile, length: int) -> tuple[Indices, Indices, Mask]:
+    """Starts and lengths of all documents, those longer than `length` in pieces, and which pieces are the last."""
+    step = 2**20
+    numbers = [np.arange(first, min(first + step, len(file))) for first in range(0, len(file), step)]
+    spans = [file.spans(part) for part in numbers]
+    starts = np.concatenate([part[0] for part in spans]) if spans else np.empty(0, np.int64)
+    lengths = np.concatenate([part[1] for part in spans]) if spans else np.empty(0, np.int64)
+    del spans
+    pieces = -(-lengths // length)
+    within = ranges(np.zeros_like(pieces), pieces)
+    skipped = within * length
+    rest = np.repeat(lengths, pieces) - skipped
+    return np.repeat(starts, pieces) + skipped, np.minimum(rest, length), rest <= length
+
+
+def _by_length(lengths: Indices, seed: int) -> Indices:
+    """Pieces from the longest to the shortest; those of one length in a keyed order, so that neighbours part."""
+    order = KeyedPermutation(len(lengths), mix(seed, 5)).indices(0, len(lengths))
+    shuffled = lengths[order]
+    longest = int(shuffled.max()) if shuffled.size else 0
+    kind = np.uint16 if longest < 2**16 else np.uint64  # 16-bit numbers are sorted by radix
+    return order[np.argsort((longest - shuffled).astype(kind), kind="stable")]
+
+
+def check_blocks(file: TokenFile, layout: Layout, length: int) -> None:
+    """Refuse a file too small for a single block."""
+    if layout.num_blocks < 1:
+        raise DataError(
+            f"{file.path} has {file.num_tokens:,} tokens, too few for a block of {length:,}; use shorter blocks, or "
+            f"last='pad'"
+        )

@@ -1,0 +1,192 @@
+"""Masked language modelling: which tokens are hidden, decided by a hash of (seed, epoch, sample, place)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.core.errors import DataError
+from etude.core.random import mix
+from etude.data.order import Indices
+from etude.data.sources.base import BatchSource, MeasuredSource, OrderedSource, ResizableSource
+from etude.data.text.padding import IGNORED
+
+Words = NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_SCRAMBLE_1 = np.uint64(0xBF58476D1CE4E5B9)
+_SCRAMBLE_2 = np.uint64(0x94D049BB133111EB)
+_HALF_WORD = np.uint64(32)
+
+
+def sample_keys(indices: Indices, *, epoch: int, seed: int) -> Words:
+    """Return a key for each sample: a hash of (seed, epoch, index).
+
+    >>> a, b = sample_keys(np.array([4, 7]), epoch=1, seed=0), sample_keys(np.array([7]), epoch=1, seed=0)
+    >>> bool(a[1] == b[0]), bool(a[0] == a[1])
+    (True, False)
+    """
+    return _scrambled(indices.astype(np.uint64) * _GOLDEN + np.uint64(mix(seed, epoch, 7)))
+
+
+def mask_tokens(
+    ids: Tensor,
+    *,
+    sample_keys: Words,
+    mask_id: int,
+    vocab_size: int,
+    rate: float = 0.15,
+    special_ids: Sequence[int] = (),
+    attention_mask: Tensor | None = None,
+    mask_share: float = 0.8,
+    random_share: float = 0.1,
+) -> tuple[Tensor, Tensor]:
+    """Return ids with tokens hidden and the labels that belong to them, as BERT is trained.
+
+    Each token is chosen with probability `rate`. Of the chosen ones `mask_share` become `mask_id`, `random_share` any
+    other token of the vocabulary and the rest stay. Labels are the ids that were at the chosen places, -100 elsewhere.
+    `special_ids` and padding (where `attention_mask` is 0) are never chosen, and special ids never put in.
+
+    Chance is a hash of the sample's key and the place in the sample (see `sample_keys`). So what is hidden depends on
+    neither the batch, its padding, the process nor what was drawn before. The arguments are not changed.
+
+    >>> keys = sample_keys(np.array([0, 1]), epoch=0, seed=0)
+    >>> text = torch.arange(20).reshape(2, 10) + 5
+    >>> hidden, labels = mask_tokens(text, sample_keys=keys, mask_id=1, vocab_size=30, special_ids=[0])
+    >>> bool((labels[hidden != text] == text[hidden != text]).all())
+    True
+    """
+    masking = _Masking(mask_id, vocab_size, rate, special_ids, mask_share, random_share)
+    return masking(ids, sample_keys, attention_mask)
+
+
+class MaskedTokens:
+    """Any source of token ids, masked again every epoch: `MaskedTokens(TokenBlocks("train.bin", 512), mask_id=103, …)`.
+
+    Batches are those of the source with `input_ids` masked and `labels` replaced: the ids at the hidden places, -100
+    elsewhere, which is what the loss `masked_language_modeling` takes. See `mask_tokens` for the arguments. The
+    documents of a packed source must see what comes after them: give it `causal=False` if it makes full masks.
+    """
+
+    def __init__(
+        self,
+        source: BatchSource,
+        mask_id: int,
+        vocab_size: int,
+        *,
+        rate: float = 0.15,
+        special_ids: Sequence[int] = (),
+        mask_share: float = 0.8,
+        random_share: float = 0.1,
+    ) -> None:
+        self._attach(source, _Masking(mask_id, vocab_size, rate, special_ids, mask_share, random_share))
+
+    def _attach(self, source: BatchSource, masking: "_Masking") -> None:
+        self.source, self._masking = source, masking
+        # What the source knows of its samples holds for masked ones too, and loaders ask for it by name.
+        if isinstance(source, MeasuredSource):
+            self.lengths = source.lengths
+        if isinstance(source, OrderedSource):
+            self.order = source.order
+        if isinstance(source, ResizableSource):
+            self.longest = source.longest
+            self.with_length = self._with_length
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def _with_length(self, length: int) -> "MaskedTokens":
+        """Return the source with samples of another length, masked in the same way."""
+        assert isinstance(self.source, ResizableSource)
+        masked = MaskedTokens.__new__(MaskedTokens)
+        masked._attach(self.source.with_length(length), self._masking)
+        return masked
+
+    def gather(self, indices: Indices, *, epoch: int, seed: int) -> dict[str, Tensor]:
+        """Return the samples at `indices`, masked."""
+        batch: dict[str, Tensor] = dict(self.source.gather(indices, epoch=epoch, seed=seed))
+        # A mask of four dimensions does not tell padding from text; packed documents number it -1.
+        real = batch["document_ids"] >= 0 if "document_ids" in batch else batch.get("attention_mask")
+        keys = sample_keys(indices, epoch=epoch, seed=seed)
+        batch["input_ids"], batch["labels"] = self._masking(batch["input_ids"], keys, real)
+        return batch
+
+
+class _Masking:
+    """The settings, checked once, and the work."""
+
+    def __init__(
+        self,
+        mask_id: int,
+        vocab_size: int,
+        rate: float,
+        special_ids: Sequence[int],
+        mask_share: float,
+        random_share: float,
+    ) -> None:
+        if not 0 < rate <= 1:
+            raise DataError(f"rate is {rate}; the share of tokens to choose is above 0 and at most 1")
+        if min(mask_share, random_share) < 0 or mask_share + random_share > 1 + 1e-9:
+            raise DataError(
+                f"mask_share is {mask_share} and random_share is {random_share}; they are not negative, and at most 1 "
+                f"together"
+            )
+        special = np.unique(np.array([mask_id, *special_ids], np.int64))
+        if special[0] < 0 or special[-1] >= vocab_size:
+            raise DataError(f"mask_id and special_ids are {special.tolist()}; ids are 0 to {vocab_size - 1}")
+        if len(special) == vocab_size and random_share > 0:
+            raise DataError(f"all {vocab_size} ids are special: there is none to put in place of a token")
+        self.mask_id, self.special, self.num_plain = mask_id, special, vocab_size - len(special)
+        self.threshold = np.uint64(max(round(rate * 2**64) - 1, 0))
+        self.masked = round(mask_share * 2**32)
+        self.replaced = min(round((mask_share + random_share) * 2**32), 2**32)
+        # Plain ids are numbered without the special ones: number n is id n plus the special ids before it.
+        self.before = special - np.arange(len(special))
+
+    def __call__(self, ids: Tensor, keys: Words, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        if ids.dim() != 2 or ids.dtype != torch.int64 or ids.device.type != "cpu":
+            raise DataError(
+                f"ids are {ids.dtype} of shape {tuple(ids.shape)} on {ids.device}; int64 of shape (B, L) on the CPU "
+                f"are masked"
+            )
+        if len(keys) != len(ids):
+            raise DataError(f"there are {len(keys)} keys for {len(ids)} samples; each needs one")
+        words = _grid(keys, ids.shape[1])
+        wanted = words <= self.threshold
+        if real is not None:
+            wanted &= real.numpy() != 0
+        places = np.flatnonzero(wanted)
+        result = ids.numpy().copy()
+        flat, labels = result.reshape(-1), np.full(result.size, IGNORED)
+        originals = flat[places]
+        plain = np.isin(originals, self.special, invert=True)
+        places, originals = places[plain], originals[plain]
+        labels[places] = originals
+        flat[places] = self._instead(originals, _scrambled(words.reshape(-1)[places] + _GOLDEN))
+        return torch.from_numpy(result), torch.from_numpy(labels.reshape(result.shape))
+
+    def _instead(self, originals: NDArray[Any], words: Words) -> NDArray[Any]:
+        """What stands at the chosen places: the upper half of a word decides how, the lower half which id."""
+        how = words >> _HALF_WORD
+        which = (((words & np.uint64(2**32 - 1)) * np.uint64(self.num_plain)) >> _HALF_WORD).view(np.int64)
+        which += np.searchsorted(self.before, which, side="right")
+        return np.where(how < self.masked, self.mask_id, np.where(how < self.replaced, which, originals))
+
+
+def _grid(keys: Words, length: int) -> Words:
+    """A word for every place of every sample."""
+    return _scrambled(keys[:, None] + np.arange(length, dtype=np.uint64) * _GOLDEN)
+
+
+def _scrambled(words: Words) -> Words:
+    """The finalizer of splitmix64, in place: every bit of the result depends on every bit of the word."""
+    spare = np.empty_like(words)
+    for shift, factor in ((30, _SCRAMBLE_1), (27, _SCRAMBLE_2)):
+        np.right_shift(words, np.uint64(shift), out=spare)
+        np.bitwise_xor(words, spare, out=words)
+        np.multiply(words, factor, out=words)
+    np.right_shift(words, np.uint64(31), out=spare)
+    return np.bitwise_xor(words, spare, out=words)

@@ -1,0 +1,199 @@
+"""Documents packed to full blocks, with the boundaries between them."""
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.core.batch import DOCUMENT_STARTS
+from etude.core.errors import DataError
+from etude.data.order import Indices
+from etude.data.text.attention import document_mask
+from etude.data.text.columns import LABELS, Columns, opened
+from etude.data.text.layouts import FitLayout, Layout, Pieces, SplitLayout, check_blocks
+from etude.data.text.padding import IGNORED, Array, Mask, constant, filled, ranges, read_padded, scatter
+from etude.data.tokens import TokenFile
+
+Attention = Literal["ids", "starts", "full"]
+"""How batches say which tokens see each other."""
+
+
+class PackedDocuments:
+    """Blocks of `length` tokens made of several documents: `DataLoader(PackedDocuments("train.bin", 1024))`.
+
+    A batch is {"input_ids", "labels", "position_ids", "document_ids"}, all (B, length). Positions count from 0 in each
+    piece of a document, documents from 0 in each block; padding has position 0 and document -1. Labels are the next
+    token of the same document, -100 where it ends and at padding; a stream "labels" of the file is taken in place of
+    that. Other streams come along under their names; labels of whole samples do not. There is no "attention_mask": one
+    of two dimensions cannot part documents, and makes Hugging Face's causal models overlook that positions do.
+
+    Arguments:
+        strategy: "split" puts documents one after the other as they lie in the file and cuts them every `length`
+            tokens: no padding, nothing stored. "fit" cuts only documents longer than `length` (into pieces of
+            `length` and a rest) and packs whole ones by best fit, longest first; `fill` says how full blocks are. It
+            holds 13 bytes per document in memory. Which documents come together is decided by `seed`, once.
+        last: the last block of "split", if the tokens are not enough for it: "drop" leaves it out, "pad" fills it up.
+        labels: "next", "none", or the name of a stream, in place of the choice above.
+        cross_documents: label the last token of a document with the first token of the one behind it.
+        attention: "ids" leaves the mask to the model, which makes it from `document_ids` or from where `position_ids`
+            begin again. "starts" adds "document_starts", where documents and padding begin in each block: with it
+            attention kernels need no mask. It is (B, places), int32, as many places for all blocks; those left over
+            hold `length`. "full" adds the mask for other models: "attention_mask" is then (B, 1, length, length), bool.
+        causal: whether that mask hides what comes after a token.
+    """
+
+    def __init__(
+        self,
+        file: TokenFile | str | Path,
+        length: int,
+        strategy: Literal["split", "fit"] = "split",
+        *,
+        pad_id: int = 0,
+        last: Literal["drop", "pad"] = "drop",
+        labels: str | None = None,
+        cross_documents: bool = False,
+        attention: Attention = "ids",
+        causal: bool = True,
+        seed: int = 0,
+    ) -> None:
+        _check(length, strategy, last, attention)
+        self.file = opened(file)
+        self.length, self.pad_id, self.seed = length, pad_id, seed
+        self.strategy: Literal["split", "fit"] = strategy
+        self.last: Literal["drop", "pad"] = last
+        self.attention: Attention = attention
+        self.cross_documents, self.causal = cross_documents, causal
+        self.columns = Columns.of(self.file, labels, whole=False)
+        self._layout: Layout
+        if strategy == "split":
+            self._layout = SplitLayout(self.file, length, pad_last=last == "pad")
+        else:
+            self._layout = FitLayout(self.file, length, seed=seed)
+        check_blocks(self.file, self._layout, length)
+        # For documents, padding, and one that stays free: blocks that a mixture pads keep their last document apart.
+        self._places = 1 << (self._layout.most_pieces() + 1).bit_length() if attention == "starts" else 0
+
+    def __len__(self) -> int:
+        return self._layout.num_blocks
+
+    @property
+    def fill(self) -> float:
+        """The fraction of all places that hold a token."""
+        return 1 - self._layout.num_padding / (len(self) * self.length)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a block."""
+        return self.length
+
+    def with_length(self, length: int) -> "PackedDocuments":
+        """Return the same documents packed into blocks of another length."""
+        return PackedDocuments(
+            self.file,
+            length,
+            self.strategy,
+            pad_id=self.pad_id,
+            last=self.last,
+            labels=self.columns.name,
+            cross_documents=self.cross_documents,
+            attention=self.attention,
+            causal=self.causal,
+            seed=self.seed,
+        )
+
+    def gather(self, indices: Indices, *, epoch: int, seed: int) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return the blocks at `indices`."""
+        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
+            raise DataError(
+                f"blocks {int(indices.min())} to {int(indices.max())} are not within 0 to {len(self) - 1}"
+            )
+        pieces = self._layout.pieces(indices)
+        first = _first(pieces)
+        used = np.add.reduceat(pieces.lengths, first)
+        mask = filled(used, self.length)
+        # The pieces of a block that was cut out of the file lie side by side: they are read as one.
+        spans = (pieces.starts[first], used) if self.strategy == "split" else (pieces.starts, pieces.lengths)
+        ids = self._read(spans, mask, None, self.pad_id)
+        batch = {"input_ids": torch.from_numpy(ids)}
+        if self.columns.kind == "next":
+            batch[LABELS] = torch.from_numpy(self._next_tokens(ids, mask, pieces))
+        elif self.columns.kind == "stream":
+            batch[LABELS] = torch.from_numpy(self._read(spans, mask, self.columns.name, IGNORED))
+        positions, documents = _numbered(pieces, mask)
+        batch["position_ids"], batch["document_ids"] = torch.from_numpy(positions), torch.from_numpy(documents)
+        for name in self.columns.streams:
+            batch[name] = torch.from_numpy(self._read(spans, mask, name, self.columns.fill(name)))
+        if self.attention == "starts":
+            batch[DOCUMENT_STARTS] = torch.from_numpy(_starts(pieces, used, self.length, self._places))
+        if self.attention == "full":
+            batch["attention_mask"] = document_mask(batch["document_ids"], causal=self.causal)
+        return batch
+
+    def _read(self, spans: tuple[Indices, Indices], mask: Mask, stream: str | None, fill: int) -> Array:
+        if self.strategy == "split":
+            return read_padded(self.file, *spans, mask, fill, stream)
+        return scatter(self.file.read(*spans, stream), mask, fill)
+
+    def _next_tokens(self, ids: Array, mask: Mask, pieces: Pieces) -> Array:
+        """Next tokens within the block; then the last token of every piece gets what its document says."""
+        labels = constant(ids.shape, IGNORED)
+        np.copyto(labels[:, :-1], ids[:, 1:], where=mask[:, 1:])
+        if not self.cross_documents:
+            ends = _flat_starts(pieces, self.length) + pieces.lengths - 1
+            labels.reshape(-1)[ends] = IGNORED
+        # Only the last piece of a block can go on, and only where the block is full: in the next token of the file.
+        final = np.cumsum(pieces.counts) - 1
+        follows = pieces.starts[final] + pieces.lengths[final]
+        goes_on = ~pieces.ends[final]
+        if self.cross_documents and self.strategy == "split":
+            goes_on = follows < self.file.num_tokens
+        labels[goes_on, -1] = self.file.rows(follows[goes_on], 1)[:, 0]
+        return labels
+
+
+def _starts(pieces: Pieces, used: Indices, length: int, places: int) -> Array:
+    """Where documents begin in their blocks, then the padding, (blocks, places); `length` where there are no more."""
+    starts = np.full((len(pieces.counts), places), length, np.int32)
+    rows = np.repeat(np.arange(len(pieces.counts)), pieces.counts)
+    within = ranges(np.zeros_like(pieces.counts), pieces.counts)
+    starts[rows, within] = _flat_starts(pieces, length) - rows * length
+    starts[np.arange(len(used)), pieces.counts] = used
+    return starts
+
+
+def _flat_starts(pieces: Pieces, length: int) -> Indices:
+    """Where pieces begin in the flattened batch."""
+    rows = np.repeat(np.arange(len(pieces.counts)), pieces.counts)
+    before = np.cumsum(pieces.lengths) - pieces.lengths
+    return before - before[_first(pieces)][rows] + rows * length
+
+
+def _first(pieces: Pieces) -> Indices:
+    """Which piece is the first of each block."""
+    return np.cumsum(pieces.counts) - pieces.counts
+
+
+def _numbered(pieces: Pieces, mask: Mask) -> tuple[Array, Array]:
+    """Positions within pieces, and numbers of pieces within blocks."""
+    before = np.cumsum(pieces.lengths) - pieces.lengths
+    numbers = ranges(np.zeros_like(pieces.counts), pieces.counts)
+    total = int(pieces.lengths.sum())
+    positions = np.arange(total) - np.repeat(before, pieces.lengths)
+    documents = np.repeat(numbers, pieces.lengths)
+    if total == mask.size:
+        return positions.reshape(mask.shape), documents.reshape(mask.shape)
+    return scatter(positions, mask, 0), scatter(documents, mask, -1)
+
+
+def _check(length: int, strategy: str, last: str, attention: str) -> None:
+    if length < 1:
+        raise DataError(f"the length of blocks is {length}; it must be at least 1")
+    for name, value, allowed in (
+        ("strategy", strategy, ("split", "fit")),
+        ("last", last, ("drop", "pad")),
+        ("attention", attention, ("ids", "starts", "full")),
+    ):
+        if value not in allowed:
+            raise DataError(f"{name} is {value!r}; it is {' or '.join(map(repr, allowed))}")
