@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from etude import Trainer
-from etude.core import DataError
-from etude.engine.compiled import CompiledTask, saves_time
+from etude.core import DataError, num_samples
+from etude.engine.compiled import CompiledTask, most_flops, saves_time
+from etude.engine.meter import count_forward
 from etude.losses import ClassificationLoss, LanguageModelingLoss, SupervisedTask
 from etude.models import CausalTransformerLM, LeNet5
 from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
@@ -203,3 +204,33 @@ def test_a_short_run_is_not_worth_compiling_and_a_long_one_is():
     assert decisions == [False, True, True]
     next(model.children()).register_forward_hook(lambda *_: None)
     assert not saves_time(None, 1, run)(model, batch)
+
+
+def tokens(rows, length, width):
+    model = CausalTransformerLM(vocab_size=64, d_model=width, n_layers=2, n_heads=2, max_len=length, dropout=0.0)
+    return model, {"input_ids": torch.randint(64, (rows, length))}
+
+
+def padded_convolutions():
+    layers = [nn.Conv2d(1, 64, 5, padding=4), nn.Conv2d(64, 64, 3, padding=2), nn.AdaptiveAvgPool2d(1)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 10)), pictures()
+
+
+ZOO = {
+    "lenet": lambda: (LeNet5(), pictures()),
+    "convolutions": padded_convolutions,
+    "mlp": lambda: (nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10)), torch.randn(8, 784)),
+    "transformer": lambda: tokens(4, 64, 64),
+    "long and narrow transformer": lambda: tokens(1, 512, 64),
+}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_run_that_is_surely_too_short_is_decided_without_counting(name, monkeypatch):
+    """Counting imports the compiler, which takes longer than a short run."""
+    model, batch = ZOO[name]()
+    run, counted = SupervisedTask().outputs, []
+    assert most_flops(model, batch) >= 3 * count_forward(model, batch, run) * num_samples(batch)
+    monkeypatch.setattr("etude.engine.compiled.count_forward", lambda *_: counted.append(1) or 0)
+    assert not saves_time(100, 1, run)(model, batch)
+    assert not counted

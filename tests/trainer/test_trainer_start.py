@@ -8,6 +8,7 @@ import sys, torch
 from torch import nn
 import etude
 from etude import Trainer
+from etude.engine.compiled import CompiledTask, saves_time
 from etude.losses import BinaryLoss, ClassificationLoss
 from etude.models import MLP
 from etude.multitask import MultiTask, MultiTaskModel, TaskSpec
@@ -60,6 +61,13 @@ for optimizer in (None, torch.optim.Adam):
     given = {"task": tasks.task(), "optimizer": optimizer, "config": {"max_steps": 3}, "progress": False}
     Trainer(tasks.model(), loader, loader, **given).train()
 check("several tasks")
+
+task = etude.losses.SupervisedTask()  # as on a GPU, where it is left open whether to compile
+compiled = CompiledTask(task, mode="auto", notice=print, warn=print)
+compiled.is_worthwhile = saves_time(14_000, 1, task.outputs)
+compiled(etude.LeNet5(), (torch.rand(64, 1, 28, 28), torch.randint(10, (64,))), metrics=None)
+assert compiled.refused
+check("a run that is too short to be compiled")
 print("fine")
 """
 

@@ -16,6 +16,7 @@ from annotated_types import Ge, Lt
 from torch import Tensor, nn
 
 from etude.core import Batch, Task, Terms, num_samples
+from etude.core.batch import map_tensors
 from etude.core.buffers import probing
 from etude.core.task import LossTerm
 from etude.engine.explain import first_line, first_of
@@ -199,11 +200,32 @@ def saves_time(steps: int | None, micro_batches: int, run: Callable[[nn.Module, 
         if steps is None:
             return True
         layers = sum(1 for one in model.modules() if next(one.children(), None) is None)
+
+        def pays(flops: float) -> bool:
+            saved = steps * micro_batches * (SAVED * flops / FLOPS_PER_S + SAVED_LAYER_S * layers)
+            return saved > WORTH * (COMPILE_S + COMPILE_LAYER_S * layers)
+
+        if not pays(most_flops(model, batch)):
+            return False  # without counting, which imports the compiler and takes seconds
         try:
-            flops = 3.0 * count_forward(model, batch, run) * num_samples(batch)
+            return pays(3.0 * count_forward(model, batch, run) * num_samples(batch))
         except Exception:  # code of any kind, on tensors it was not written for
-            flops = 6.0 * matrix_parameters(model) * num_samples(batch)
-        saved = steps * micro_batches * (SAVED * flops / FLOPS_PER_S + SAVED_LAYER_S * layers)
-        return saved > WORTH * (COMPILE_S + COMPILE_LAYER_S * layers)
+            return pays(6.0 * matrix_parameters(model) * num_samples(batch))
 
     return decide
+
+
+def most_flops(model: nn.Module, batch: Batch) -> float:
+    """Return more FLOPs than a step has: ten times those of a model that uses every weight for every number of a batch.
+
+    The factor is for products of activations: attention exceeds it in rows that are 50 times as long as they are wide.
+    """
+    numbers = 0
+
+    def add(tensor: Tensor) -> Tensor:
+        nonlocal numbers
+        numbers += tensor.numel()
+        return tensor
+
+    map_tensors(batch, add)
+    return 10 * 6.0 * matrix_parameters(model) * numbers
