@@ -63,3 +63,15 @@ def test_files_are_read_by_path(tmp_path):
     assert read_idx(path).tolist() == [3, 1]
     with pytest.raises(DataError, match=r"absent: cannot be read \(No such file"):
         read_idx(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("make", [bytes, bytearray, lambda raw: memoryview(bytearray(raw))])
+@pytest.mark.parametrize(("kind", "dtype"), [(0x08, "u1"), (0x0B, ">i2"), (0x0D, ">f4")])
+def test_an_array_can_be_written_whatever_it_was_read_from(make, kind, dtype):
+    values = np.array([[1, 2, 3], [4, 5, 6]], dtype)
+    raw = bytes([0, 0, kind, 2, 0, 0, 0, 2, 0, 0, 0, 3]) + values.tobytes()
+    found = parse_idx(make(raw), "example")
+    assert found.dtype.isnative
+    assert found.tolist() == values.tolist()
+    found[:] = 0
+    assert raw.endswith(values.tobytes())

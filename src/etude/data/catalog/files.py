@@ -6,6 +6,8 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
 from etude.core.errors import DataError
 from etude.core.files import write_bytes
 
@@ -14,11 +16,12 @@ logger = logging.getLogger("etude")
 MAX_BYTES = 256 * 2**20
 """No file read here is larger; guards against archives that unpack without end."""
 
-Found = tuple[dict[str, bytes], str]
+Content = bytes | memoryview
+Found = tuple[Mapping[str, Content], str]
 """The files a source had, by name, and why it did not have the others ("" if it had all)."""
 
 
-def mismatch(raw: bytes, sha256: str) -> str:
+def mismatch(raw: Content, sha256: str) -> str:
     """Return "" if the bytes have this checksum, else what is wrong, in short.
 
     >>> mismatch(b"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
@@ -30,7 +33,7 @@ def mismatch(raw: bytes, sha256: str) -> str:
     return "" if found == sha256 else f"its SHA-256 is {found[:12]}…, expected {sha256[:12]}…"
 
 
-def gunzip(packed: bytes) -> bytes:
+def gunzip(packed: Content) -> bytes:
     """Unpack gzip data, up to MAX_BYTES. Raises DataError if it is damaged, truncated or larger."""
     unpacker = zlib.decompressobj(wbits=31)
     try:
@@ -49,7 +52,7 @@ def from_folder(folder: Path, files: Mapping[str, str]) -> Found:
     """
     if not folder.is_dir():
         return {}, "no such folder"
-    found = {}
+    found: dict[str, Content] = {}
     for name, sha256 in files.items():
         for place in (folder, folder / "raw", folder / "MNIST" / "raw"):
             path = next((p for p in (place / name, place / f"{name}.gz") if p.is_file()), None)
@@ -61,7 +64,8 @@ def from_folder(folder: Path, files: Mapping[str, str]) -> Found:
 
 def from_cache(folder: Path, files: Mapping[str, str]) -> Found:
     """Take files from the cache; a damaged one is reported and passed over, so that it is fetched again."""
-    found, damaged = {}, []
+    found: dict[str, Content] = {}
+    damaged = []
     for name, sha256 in files.items():
         if (folder / name).is_file() or (folder / f"{name}.gz").is_file():
             try:
@@ -72,19 +76,19 @@ def from_cache(folder: Path, files: Mapping[str, str]) -> Found:
     return found, f"{', '.join(damaged)} damaged" if damaged else _absent(files, found)
 
 
-def store(folder: Path, name: str, raw: bytes) -> None:
+def store(folder: Path, name: str, raw: Content) -> None:
     """Keep a file in the cache; one that cannot be kept is only reported."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_bytes(folder / name, raw)
+        write_bytes(folder / name, bytes(raw))
         (folder / f"{name}.gz").unlink(missing_ok=True)  # a packed file here was absent or damaged
     except OSError as error:
         logger.warning("%s cannot be cached in %s (%s)", name, folder, error.strerror)
 
 
-def _read_verified(path: Path, sha256: str) -> bytes:
+def _read_verified(path: Path, sha256: str) -> Content:
     try:
-        raw = path.read_bytes()
+        raw: Content = np.fromfile(path, np.uint8).data  # which can be written, so that an array of it needs no copy
         problem = mismatch(raw := gunzip(raw) if path.suffix == ".gz" else raw, sha256)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})") from error
@@ -95,6 +99,6 @@ def _read_verified(path: Path, sha256: str) -> bytes:
     return raw
 
 
-def _absent(files: Mapping[str, str], found: Mapping[str, bytes]) -> str:
+def _absent(files: Mapping[str, str], found: Mapping[str, Content]) -> str:
     absent = [name for name in files if name not in found]
     return f"no {', '.join(absent)}" if absent else ""

