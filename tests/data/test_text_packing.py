@@ -131,7 +131,7 @@ def test_mixtures_of_lengths_keep_starts_in_order(lengths, one, two):
 @settings(max_examples=40, deadline=None)
 def test_mixtures_of_lengths_pad_as_by_hand_and_keep_padding_out_of_documents(lengths, one, two):
     file = opened_documents(numbered(lengths))
-    sources = [PackedDocuments(file, n, last="pad") for n in sorted({one, two})]
+    sources = [PackedDocuments(file, n, last="pad", attention="ids") for n in sorted({one, two})]
     mixture = TokenMixture({str(source.length): source for source in sources})
     batch = mixture.gather(np.arange(len(mixture)), epoch=0, seed=0)
     fills = {"input_ids": 0, "labels": -100, "position_ids": 0, "document_ids": -1}

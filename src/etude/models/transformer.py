@@ -112,7 +112,7 @@ class CausalTransformerLM(nn.Module):
 
         Positions where `attn_mask` is 0 are padding: no other position sees them. With `document_ids` a position sees
         those of its own document only. `document_starts` (B, places) may say too where documents begin in their rows
-        (`PackedDocuments` with `attention="starts"`): a GPU in half precision without dropout then needs no mask.
+        (`PackedDocuments`): a GPU in half precision without dropout then needs no mask.
         `position_ids` count from 0 if not given; only their differences matter. With `causal=False` a position also
         sees what comes after it, as for predicting masked tokens.
         """

@@ -40,7 +40,7 @@ class Reading:
     mask_rate: float = 0.0
     mask_id: int | None = None
     bucket_batches: int = 100
-    attention: Literal["ids", "starts", "full"] = "ids"
+    attention: Literal["ids", "starts", "full"] = "starts"
     schema: TokenSchema | None = None
     """Tells the id of padding and those of special tokens, where the files have one."""
 
@@ -110,7 +110,7 @@ def load_tokens(
     document_end: Annotated[int, Ge(0)] | None = None,
     vocab_size: Annotated[int, Gt(0)] | None = None,
     memory_map: bool = True,
-    attention: Literal["ids", "starts", "full"] = "ids",
+    attention: Literal["ids", "starts", "full"] = "starts",
 ) -> DataSplits:
     """Token files train.bin, validation.bin (or val.bin) and test.bin of a folder or a URL.
 
@@ -128,8 +128,8 @@ def load_tokens(
     document_end: of files without a header, the token that ends a document.
     vocab_size: if the file does not tell, or to leave room for more tokens.
     memory_map: false reads by system calls, so that what was read does not count as memory of the process; slower.
-    attention: with `packed`, `starts` adds where documents begin, with which our transformer needs no mask on a GPU;
-        `full` adds a mask of length x length for models that cannot part documents by `document_ids` or
+    attention: with `packed`, `starts` says where documents begin, with which our transformer needs no mask on a GPU;
+        `ids` leaves that out; `full` adds a mask of length x length for models that cannot part documents by `document_ids` or
         `position_ids`, such as encoders.
     """
     schema = find_schema(root)

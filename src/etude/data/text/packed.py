@@ -23,7 +23,7 @@ Attention = Literal["ids", "starts", "full"]
 class PackedDocuments:
     """Blocks of `length` tokens made of several documents: `DataLoader(PackedDocuments("train.bin", 1024))`.
 
-    A batch is {"input_ids", "labels", "position_ids", "document_ids"}, all (B, length). Positions count from 0 in each
+    A batch is {"input_ids", "labels", "position_ids", "document_ids"}, all (B, length), and "document_starts". Positions count from 0 in each
     piece of a document, documents from 0 in each block; padding has position 0 and document -1. Labels are the next
     token of the same document, -100 where it ends and at padding; a stream "labels" of the file is taken in place of
     that. Other streams come along under their names; labels of whole samples do not. There is no "attention_mask": one
@@ -37,10 +37,10 @@ class PackedDocuments:
         last: the last block of "split", if the tokens are not enough for it: "drop" leaves it out, "pad" fills it up.
         labels: "next", "none", or the name of a stream, in place of the choice above.
         cross_documents: label the last token of a document with the first token of the one behind it.
-        attention: "ids" leaves the mask to the model, which makes it from `document_ids` or from where `position_ids`
-            begin again. "starts" adds "document_starts", where documents and padding begin in each block: with it
+        attention: "starts" says where documents and padding begin in each block, as "document_starts": with it
             attention kernels need no mask. It is (B, places), int32, as many places for all blocks; those left over
-            hold `length`. "full" adds the mask for other models: "attention_mask" is then (B, 1, length, length), bool.
+            hold `length`. "ids" leaves it out: a model makes the mask from `document_ids` or from where `position_ids`
+            begin again. "full" adds the mask for other models: "attention_mask" is then (B, 1, length, length), bool.
         causal: whether that mask hides what comes after a token.
     """
 
@@ -54,7 +54,7 @@ class PackedDocuments:
         last: Literal["drop", "pad"] = "drop",
         labels: str | None = None,
         cross_documents: bool = False,
-        attention: Attention = "ids",
+        attention: Attention = "starts",
         causal: bool = True,
         seed: int = 0,
     ) -> None:
