@@ -129,8 +129,8 @@ def load_tokens(
     vocab_size: if the file does not tell, or to leave room for more tokens.
     memory_map: false reads by system calls, so that what was read does not count as memory of the process; slower.
     attention: with `packed`, `starts` says where documents begin, with which our transformer needs no mask on a GPU;
-        `ids` leaves that out; `full` adds a mask of length x length for models that cannot part documents by `document_ids` or
-        `position_ids`, such as encoders.
+        `ids` leaves that out; `full` adds a mask of length x length for models that cannot part documents by
+        `document_ids` or `position_ids`, such as encoders.
     """
     schema = find_schema(root)
     reading = Reading(read, length, packing, mask_rate, mask_id, bucket_batches, attention, schema)

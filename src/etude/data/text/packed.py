@@ -23,11 +23,12 @@ Attention = Literal["ids", "starts", "full"]
 class PackedDocuments:
     """Blocks of `length` tokens made of several documents: `DataLoader(PackedDocuments("train.bin", 1024))`.
 
-    A batch is {"input_ids", "labels", "position_ids", "document_ids"}, all (B, length), and "document_starts". Positions count from 0 in each
-    piece of a document, documents from 0 in each block; padding has position 0 and document -1. Labels are the next
-    token of the same document, -100 where it ends and at padding; a stream "labels" of the file is taken in place of
-    that. Other streams come along under their names; labels of whole samples do not. There is no "attention_mask": one
-    of two dimensions cannot part documents, and makes Hugging Face's causal models overlook that positions do.
+    A batch is {"input_ids", "labels", "position_ids", "document_ids"}, all (B, length), and "document_starts".
+    Positions count from 0 in each piece of a document, documents from 0 in each block; padding has position 0 and
+    document -1. Labels are the next token of the same document, -100 where it ends and at padding; a stream "labels"
+    of the file is taken in place of that. Other streams come along under their names; labels of whole samples do not.
+    There is no "attention_mask": one of two dimensions cannot part documents, and makes Hugging Face's causal models
+    overlook that positions do.
 
     Arguments:
         strategy: "split" puts documents one after the other as they lie in the file and cuts them every `length`
