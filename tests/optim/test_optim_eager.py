@@ -115,6 +115,17 @@ def test_hooks_are_run_also_those_that_come_later(scope, when):
     assert calls == [optimizer]
 
 
+class Unhashable:
+    hooked = True  # so that torch leaves it as it is
+    __hash__ = None
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self):
+        self.calls.append("object")
+
+
 def test_a_step_of_the_instance_the_class_or_a_subclass_is_used(monkeypatch):
     calls: list[str] = []
 
@@ -129,7 +140,9 @@ def test_a_step_of_the_instance_the_class_or_a_subclass_is_used(monkeypatch):
     take_step(optimizer)
     monkeypatch.setattr(torch.optim.SGD, "step", lambda _self: calls.append("class"))
     take_step(torch.optim.SGD(parameters(), lr=0.1))
-    assert calls == ["subclass", "instance", "class"]
+    monkeypatch.setattr(torch.optim.SGD, "step", Unhashable(calls))
+    take_step(torch.optim.SGD(parameters(), lr=0.1))
+    assert calls == ["subclass", "instance", "class", "object"]
 
 
 def test_a_wrapper_that_names_what_it_wraps_is_not_skipped(monkeypatch):

@@ -59,7 +59,8 @@ def take_step(optimizer: Optimizer) -> None:
     >>> take_step(torch.optim.SGD([weight], lr=0.5)); weight.tolist()
     [0.5, 0.5]
     """
-    inner = _inner_step(type(optimizer).step)
+    method = type(optimizer).step
+    inner = _inner_step(method) if isinstance(method, FunctionType) else None
     if inner is None or _is_watched(optimizer):
         optimizer.step()
     else:
