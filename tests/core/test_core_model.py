@@ -5,7 +5,9 @@ from collections import UserDict, namedtuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 
+from batch_classes import Plain, graphs
 from etude.core.batch import DataBatch, inputs_of, padding_mask_of, targets_of
 from etude.core.errors import TrainingError
 from etude.core.model import ModelCall, unwrap
@@ -159,6 +161,11 @@ def test_a_mapping_that_does_not_fit_names_arguments_and_keys():
 def test_what_is_no_batch_is_named(batch, found):
     with pytest.raises(TrainingError, match=f"found {found}$"):
         call(nn.Linear(3, 2), batch)
+
+
+@pytest.mark.parametrize("batch", [graphs([2, 3]), Plain(X, Y), pack_sequence([X])])
+def test_objects_are_given_to_the_model_whole(batch):
+    assert call(module(lambda self, batch: batch), batch) is batch
 
 
 def test_the_signature_is_read_through_wrappers():

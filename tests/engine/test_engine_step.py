@@ -133,7 +133,7 @@ def test_tokens_are_counted_in_whole_numbers():
     masked = meter([batch, batch]).tokens
     assert masked.dtype == torch.int64  # float32 would lose tokens of steps beyond 2**24
     assert masked == 2 * batch["attention_mask"].sum()
-    assert meter([plain, plain]) == (2 * 64, 2 * 64 * 11, 0.0)
+    assert meter([plain, plain])[:3] == (2 * 64, 2 * 64 * 11, 0.0)
 
 
 class CountHostReads(TorchDispatchMode):

@@ -228,3 +228,19 @@ def test_weights_are_moved_to_the_model_once():
 def test_regressions_by_name(name, options, function):
     strategy = lookup("loss", name).factory(**options)
     torch.testing.assert_close(strategy.compute_loss(LOGITS, (None, REAL)), function(LOGITS, REAL))
+
+
+def test_a_function_of_the_batch_is_given_it_whole_with_the_output_as_it_is():
+    seen = []
+
+    def distance(output, batch):
+        seen.append((output, batch))
+        return (output["mean"] - batch["x"]).square().mean()
+
+    batch = {"x": torch.tensor([1.0, 3.0])}
+    output = {"mean": torch.zeros(2)}
+    term = FunctionLoss(distance).terms(output, batch, metrics=True)["loss"]
+    assert seen[0][0] is output
+    assert seen[0][1] is batch
+    assert (float(term.sum), term.count) == (10.0, 2)
+    assert FunctionLoss(distance).counts(batch) is None

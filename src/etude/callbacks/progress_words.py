@@ -120,8 +120,9 @@ def numbers(record: Mapping[str, float | None]) -> list[tuple[str, str]]:
         spans.append(("grad norm", number(record["grad_norm"])))
     if record.get("tokens_per_s"):
         spans += speed(record)
-    elif samples := record.get("samples_per_s"):
-        spans.append(("", f"{samples:,.0f} samples/s" if samples >= 10 else f"{samples:.2f} samples/s"))
+    elif name := next((name for name in ("samples_per_s", "batches_per_s") if record.get(name)), None):
+        per_s, unit = record[name] or 0.0, name.replace("_per_", "/")
+        spans.append(("", f"{per_s:,.0f} {unit}" if per_s >= 10 else f"{per_s:.2f} {unit}"))
         if (wait := record.get("data_wait")) and wait >= _LEAST_WAIT_OF_SAMPLES:
             spans.append(("waiting for data", f"{wait:.0%}"))
     if skipped := record.get("skipped"):

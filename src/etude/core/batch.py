@@ -1,21 +1,30 @@
-"""Batches in every form users bring: a tensor, a tuple, a mapping, a `DataBatch`; and where each keeps what.
+"""Batches in every form users bring, and where each keeps what.
+
+A batch is a tensor, a tuple or list (inputs …, labels), a mapping, a dataclass, or any object that knows its own way to
+a device (`.to`): a PyTorch Geometric `Batch`, a `PackedSequence`, a tensordict. All of them may be nested. What moves,
+pins, counts or copies batches goes through the one traversal here, `map_tensors`.
 
 A mapping with `tokens` and no labels is a next-token batch, whose targets are `tokens[:, 1:]`; with labels it is a
 mapping like any other.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from etude.core.forms import class_form, kind_of
 
 Batch = Any
-"""Tensor · (input,) · (input, …, labels) · DataBatch · mapping with `input_ids`, `tokens` or other inputs."""
+"""Tensor · (input,) · (input, …, labels) · DataBatch · mapping with `input_ids`, `tokens` or other inputs · object."""
 STREAM = "stream"
 """The key under which a batch that comes from a named stream of data keeps the stream's name."""
 LABEL_KEYS = ("labels", "label", "targets", "target")
 """Keys under which a mapping holds its labels; the first one present is taken."""
+LABEL_ATTRIBUTES = ("y", *LABEL_KEYS)
+"""Attributes under which an object holds its labels; the first one present is taken."""
 DOCUMENT_STARTS = "document_starts"
 """The key under which packed documents (B, L) keep where each of them begins in its row, (B, places)."""
 SETTING_KEYS = (STREAM, "causal", DOCUMENT_STARTS)
@@ -29,6 +38,10 @@ class DataBatch(NamedTuple):
     labels: Tensor | None
 
 
+_PAIRS = frozenset({tuple, list, DataBatch})
+"""What nearly all batches are: known without asking for their form."""
+
+
 class JointBatch(list[Batch]):
     """Batches of several streams that make one step together, each of them a mapping with its stream's name.
 
@@ -39,18 +52,22 @@ class JointBatch(list[Batch]):
 
 
 def batch_labels(batch: Batch) -> Any:
-    """Return the labels of a batch, or None if it has none.
+    """Return the labels of a batch, or None if it has none; of an object, what it has as `y` or `labels`.
 
     >>> batch_labels((torch.zeros(2, 3), torch.tensor([1, 0])))
     tensor([1, 0])
     >>> batch_labels({"input_ids": torch.zeros(2, 3)}) is None
     True
     """
+    kind = kind_of(batch)
+    if kind == "tuple":
+        return batch[-1] if len(batch) > 1 else None
+    if kind == "mapping":
+        return next((batch[key] for key in LABEL_KEYS if key in batch), None)
     if isinstance(batch, Tensor):
         return None
-    if isinstance(batch, Mapping):
-        return next((batch[key] for key in LABEL_KEYS if key in batch), None)
-    return batch[-1] if len(batch) > 1 else None
+    found = (getattr(batch, name, None) for name in LABEL_ATTRIBUTES)
+    return next((labels for labels in found if labels is not None), None)
 
 
 def targets_of(batch: Batch) -> tuple[Any, bool]:
@@ -62,22 +79,26 @@ def targets_of(batch: Batch) -> tuple[Any, bool]:
     >>> targets_of((torch.zeros(1, 3), torch.tensor([2])))
     (tensor([2]), False)
     """
-    if isinstance(batch, (tuple, list)):
+    if type(batch) in _PAIRS:
         return (batch[-1] if len(batch) > 1 else None), False
-    if isinstance(batch, Mapping) and is_next_token(batch):
+    if kind_of(batch) == "mapping" and is_next_token(batch):
         return batch["tokens"][:, 1:], True
     return batch_labels(batch), False
 
 
 def inputs_of(batch: Batch) -> Any:
-    """Return the main input of a batch: the first of a tuple, `input_ids` or the first non-label of a mapping."""
-    if isinstance(batch, Tensor):
-        return batch
-    if isinstance(batch, Mapping):
+    """Return the main input of a batch: the first of a tuple, `input_ids` or the first non-label of a mapping.
+
+    Of an object that is the object itself, as models are given it.
+    """
+    kind = kind_of(batch)
+    if kind == "tuple":
+        return batch[0] if batch else None
+    if kind == "mapping":
         if "input_ids" in batch:
             return batch["input_ids"]
         return next((batch[key] for key in batch if key not in LABEL_KEYS and key not in SETTING_KEYS), None)
-    return batch[0]
+    return batch
 
 
 def padding_mask_of(batch: Batch) -> Tensor | None:
@@ -85,7 +106,7 @@ def padding_mask_of(batch: Batch) -> Tensor | None:
 
     Attention masks of other shapes, (B, 1, L, L) for one, say who sees whom and not what is padding.
     """
-    if not isinstance(batch, Mapping):
+    if kind_of(batch) != "mapping":
         return None
     mask = next((batch[key] for key in ("attention_mask", "attn_mask") if key in batch), None)
     if not isinstance(mask, Tensor) or mask.dim() != 2:
@@ -98,26 +119,52 @@ def is_next_token(keys: Collection[str]) -> bool:
     return "tokens" in keys and "input_ids" not in keys and not any(key in keys for key in LABEL_KEYS)
 
 
-def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+# ------------------------------------------------------------------------------------------------ traversal
+
+
+Own = tuple[str, Callable[[Any], Any]]
+"""The name of a method, and what is done to an object that has it."""
+
+
+def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor], own: Own | None = None) -> Batch:
     """Apply `function` to every tensor of a batch and keep its form.
+
+    Objects with the method named by `own` are given to the function of `own` instead; other objects are left alone.
+    A mapping that is no dict and cannot be written to becomes a dict.
 
     >>> map_tensors({"x": torch.ones(2)}, lambda t: t + 1)
     {'x': tensor([2., 2.])}
     """
     if isinstance(batch, Tensor):
         return function(batch)
-    if isinstance(batch, Mapping):
-        return {key: map_tensors(value, function) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, function) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(map_tensors(value, function) for value in batch)
-    return batch
+    if type(batch) is dict:
+        return {key: map_tensors(value, function, own) for key, value in batch.items()}
+    form = class_form(type(batch))
+    if own is not None and own[0] in form.methods:
+        return own[1](batch)
+    if form.parts is None or form.rebuild is None:
+        return batch
+    return form.rebuild(batch, [map_tensors(value, function, own) for value in form.parts(batch)])
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move every tensor to `device`; from pinned memory the copy does not wait."""
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
+    """Move every tensor to `device`; from pinned memory the copy does not wait. Objects with `.to` move themselves."""
+
+    def move(batch: Any) -> Any:
+        if class_form(type(batch)).methods["to"]:
+            return batch.to(device, non_blocking=device.type == "cuda")
+        return batch.to(device)
+
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()), ("to", move))
+
+
+def in_pinned_memory(batch: Batch) -> Batch:
+    """Copy every tensor that lies in CPU memory to pinned memory. Objects with `.pin_memory` do it themselves."""
+    return map_tensors(
+        batch,
+        lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor,
+        ("pin_memory", lambda batch: batch.pin_memory()),
+    )
 
 
 def hand_out_parts(whole: Tensor) -> Tensor:
@@ -135,26 +182,102 @@ def came_together(part: Tensor) -> bool:
     return getattr(part._base, "has_batches", False)
 
 
-def first_tensor(batch: Batch) -> Tensor | None:
-    """Return the first tensor of a batch in its own order, or None."""
+def tensors_in(batch: Batch) -> Iterator[Tensor]:
+    """Yield the tensors of a batch in its own order; of an object with `.to`, those among its attributes."""
+    return _tensors_in(batch, set())
+
+
+def _tensors_in(batch: Any, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
-        return batch
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    return next((found for value in values if (found := first_tensor(value)) is not None), None)
+        yield batch
+        return
+    form = class_form(type(batch))
+    values: Iterable[Any] = ()
+    if form.parts is not None:
+        values = form.parts(batch)
+    elif form.kind == "object" and id(batch) not in seen:
+        seen.add(id(batch))  # objects may refer to each other
+        values = batch if isinstance(batch, tuple) else getattr(batch, "__dict__", {}).values()
+    for value in values:
+        yield from _tensors_in(value, seen)
+
+
+# ------------------------------------------------------------------------------------------------ counting
 
 
 def num_samples(batch: Batch) -> int:
-    """Return the length of the first dimension: how many samples the batch holds.
+    """Return how many samples a batch holds; 1 if it does not tell, so that it counts as one batch.
 
     >>> num_samples({"input_ids": torch.zeros(4, 7)})
     4
     """
+    count = count_samples(batch)
+    return 1 if count is None else count
+
+
+def count_samples(batch: Batch) -> int | None:
+    """Return how many samples a batch holds, or None if it does not tell.
+
+    That is the length of its first tensor. An object tells it by `num_graphs` or `batch_size`. A list inside a batch,
+    such as images of different sizes, has one sample in each entry, unless the labels say otherwise.
+
+    >>> images = [torch.zeros(3, 8, 8), torch.zeros(3, 9, 7)]
+    >>> count_samples((images, [{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(1, 4)}]))
+    2
+    >>> count_samples("words") is None
+    True
+    """
+    if type(batch) in _PAIRS and batch and isinstance(batch[0], Tensor):
+        batch = batch[0]
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    form = class_form(type(batch))
+    if form.kind in ("object", "dataclass") and (count := _own_count(batch)) is not None:
+        return count
+    if form.parts is None:
+        return None
     if isinstance(batch, JointBatch):
         return sum(num_samples(part) for part in batch)
-    tensor = first_tensor(batch)
-    if tensor is None:
-        return 0
-    return tensor.shape[0] if tensor.dim() else 1
+    if form.kind == "tuple" and _are_samples(batch):
+        return len(batch)
+    for value in form.parts(batch):
+        is_list = not isinstance(value, Tensor) and kind_of(value) == "tuple"
+        count = _count_list(value, batch_labels(batch)) if is_list else count_samples(value)
+        if count is not None:
+            return count
+    return None
+
+
+def _own_count(batch: Any) -> int | None:
+    """Return what an object says itself."""
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])  # these always lie in CPU memory
+    for name in ("num_graphs", "batch_size"):
+        count = getattr(batch, name, None)
+        if isinstance(count, tuple) and count:  # of a tensordict: its first dimensions
+            count = count[0]
+        if isinstance(count, int):
+            return count
+    return None
+
+
+def _are_samples(values: Sequence[Any]) -> bool:
+    """Whether these are several mappings with the same keys: one for each sample."""
+    if len(values) < 2 or any(isinstance(one, Tensor) or kind_of(one) != "mapping" for one in values):
+        return False
+    return all(one.keys() == values[0].keys() for one in values)
+
+
+def _count_list(values: Sequence[Any], labels: Any) -> int | None:
+    """Return the samples of a list inside a batch: its length, or that of inputs that stand side by side in it."""
+    if isinstance(labels, Tensor) and labels.dim():
+        return labels.shape[0]
+    if not values or not all(isinstance(value, Tensor) for value in values):
+        return count_samples(values)
+    others = labels if isinstance(labels, (tuple, list)) and labels is not values else ()
+    is_list = isinstance(values, list) if not others else not all(isinstance(one, Tensor) for one in others)
+    lengths = {len(one) if one.dim() else 1 for one in (*values, *others) if isinstance(one, Tensor)}
+    return len(values) if is_list or len(lengths) > 1 else lengths.pop()
 
 
 def is_empty(batch: Batch) -> bool:
@@ -164,11 +287,15 @@ def is_empty(batch: Batch) -> bool:
     >>> is_empty({"x": torch.zeros(0, 3)}), is_empty({"x": torch.zeros(2, 3)}), is_empty(["words"])
     (True, False, False)
     """
-    lengths: list[int] = []
+    lengths = _lengths(batch)
+    return next(lengths, 1) == 0 and not any(lengths)
 
-    def note(tensor: Tensor) -> Tensor:
-        lengths.append(tensor.shape[0] if tensor.dim() else 1)
-        return tensor
 
-    map_tensors(batch, note)
-    return bool(lengths) and not any(lengths)
+def _lengths(batch: Batch) -> Iterator[int]:
+    if isinstance(batch, Tensor):
+        yield batch.shape[0] if batch.dim() else 1
+    elif (form := class_form(type(batch))).kind == "object":
+        yield num_samples(batch)
+    elif form.parts is not None:
+        for value in form.parts(batch):
+            yield from _lengths(value)

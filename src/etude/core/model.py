@@ -6,6 +6,7 @@ x                                  model(x)
 {"tokens", "types", "attn_mask"}   model(tokens[:, :-1], types[:, :-1], attn_mask[:, :-1])
 {"input_ids", …} · any mapping     model(**inputs), by the names of `forward`, without the labels;
                                    attention_mask and attn_mask are the same thing
+any other object                   model(batch): a dataclass, a graph, a PackedSequence …
 """
 
 import inspect
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from etude.core.batch import LABEL_KEYS, SETTING_KEYS, Batch, is_next_token
 from etude.core.errors import TrainingError
+from etude.core.forms import kind_of
 
 OTHER_NAMES = (("attn_mask", "attention_mask"), ("attention_mask", "attn_mask"))
 """(parameter, key): a mask that the batch has under one name is given to a model that knows it by the other."""
@@ -32,6 +34,8 @@ WRAPPED_MODULES = ("_orig_mod", "_fsdp_wrapped_module")
 """Names under which torch.compile and FSDP hold the module they wrap."""
 _WRAPPER_PARTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Name parts that torch reserves for its wrappers (compile, activation checkpointing, FSDP)."""
+_NO_BATCHES = ("builtins", "numpy")
+"""Modules of numbers, strings and arrays: no model takes them as a batch."""
 
 
 class ModelCall:
@@ -52,22 +56,23 @@ class ModelCall:
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Run `model` (the one given at the start, or a wrapper of it) on the inputs of `batch`."""
-        if isinstance(batch, (tuple, list)):
+        kind = kind_of(batch)
+        if kind == "tuple":
             if 1 <= len(batch) <= 2:
                 return model(batch[0])
             if batch:
                 return model(*batch[:-1])
-        elif isinstance(batch, Tensor):
-            return model(batch)
-        elif isinstance(batch, Mapping):
+        elif kind == "mapping":
             keys = tuple(batch)
             plan = self._plans.get(keys)
             if plan is None:
                 plan = self._plans[keys] = self._forward.plan(keys)
             return plan.run(model, batch)
+        elif kind != "value" or type(batch).__module__ not in _NO_BATCHES:
+            return model(batch)
         raise TrainingError(
-            f"a batch is a tensor, a tuple such as (input, labels) or a mapping; "
-            f"found {'an empty ' if isinstance(batch, (tuple, list)) else ''}{type(batch).__name__}"
+            f"a batch is a tensor, a tuple such as (input, labels), a mapping, a dataclass or an object with `.to`; "
+            f"found {'an empty ' if kind == 'tuple' else ''}{type(batch).__name__}"
         )
 
 

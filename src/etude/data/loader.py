@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from etude.core.arguments import as_device
-from etude.core.batch import Batch, DataBatch, first_tensor, map_tensors, to_device
+from etude.core.batch import Batch, DataBatch, in_pinned_memory, tensors_in, to_device
 from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data.order import BatchSampler, Order, SequentialOrder, ShuffledOrder
@@ -176,7 +175,7 @@ class DataLoader:
             if self._transform is not None:
                 batch = self._transform(batch, self.sampler.seed, epoch, position, self.sampler.rank)
                 position = next_position(position)
-            yield map_tensors(batch, Tensor.pin_memory) if self._pin_last else batch
+            yield in_pinned_memory(batch) if self._pin_last else batch
 
     # One epoch after the other, by plain iteration.
 
@@ -313,7 +312,7 @@ class BatchTransform:
         """Apply it to the `data` of a DataBatch, or to the whole batch; `place` are the numbers of the seed."""
         inputs = batch.data if isinstance(batch, DataBatch) else batch
         if self._random:
-            tensor = first_tensor(inputs)
+            tensor = next(tensors_in(inputs), None)
             generator = torch.Generator("cpu" if tensor is None else tensor.device)
             generator.manual_seed(mix(*place))
             inputs = self.transform(inputs, generator=generator)

@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from etude.core import Batch, Task, Terms, num_samples
 from etude.core.batch import map_tensors
 from etude.core.buffers import probing
+from etude.core.forms import class_form
 from etude.core.task import LossTerm
 from etude.engine.explain import first_line, first_of
 from etude.engine.meter import count_forward, matrix_parameters
+from etude.engine.recorder import Unfit
+from etude.engine.recorder import form_of as batch_form
 
 CompileMode = Literal["auto", "off", "model", "step"]
 Way = Literal["usual", "model", "step"]
@@ -145,13 +148,21 @@ class CompiledTask:
         self._known.add(form)
         return True
 
+    def _is_of_no_use(self, model: nn.Module, batch: Batch) -> str:
+        """Return why nothing is compiled unless asked for; nothing if it is worthwhile."""
+        try:
+            batch_form(batch, [])
+        except Unfit as why:  # code is made for shapes, and of these nobody knows the shapes
+            return str(why)
+        return "" if self.is_worthwhile(model, batch) else "the run is too short"
+
     def _refuse(self, why: str) -> None:
         self.refused, self._way = why, "usual"
 
     def _begin(self, model: nn.Module, batch: Batch, metrics: bool | None) -> None:
         """Compile, unless that is not worthwhile; say so, as it takes a while."""
-        if self._way is None and self.mode == "auto" and not self.is_worthwhile(model, batch):
-            self._refuse("the run is too short")
+        if self._way is None and self.mode == "auto" and (why := self._is_of_no_use(model, batch)):
+            self._refuse(why)
             return
         with probing(model, training=True):
             self.task(model, batch, metrics=metrics)  # what the first batch decides is no part of compiled code
@@ -171,10 +182,10 @@ def form_of(batch: Batch) -> Hashable:
     """
     if isinstance(batch, Tensor):
         return batch.shape, batch.dtype
-    if isinstance(batch, (tuple, list)):
-        return tuple([form_of(value) for value in batch])
-    if isinstance(batch, Mapping):
-        return tuple([(key, form_of(value)) for key, value in batch.items()])
+    form = class_form(type(batch))
+    if form.parts is not None:
+        forms = [form_of(value) for value in form.parts(batch)]
+        return tuple(forms if form.kind == "tuple" else zip(form.names(batch), forms, strict=True))
     return batch if isinstance(batch, (bool, int, float, str)) else type(batch).__name__
 
 

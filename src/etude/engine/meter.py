@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from etude.core import HeadOutput, Task, num_samples
+from etude.core import HeadOutput, Task
 from etude.core.batch import (
     DOCUMENT_STARTS,
     STREAM,
     Batch,
     JointBatch,
+    count_samples,
     inputs_of,
     is_next_token,
     map_tensors,
@@ -214,11 +215,10 @@ def token_ids(batch: Batch) -> Tensor | None:
     >>> token_ids((torch.zeros(2, 3), torch.tensor([0, 1]))) is None
     True
     """
-    is_tuple = isinstance(batch, (tuple, list))
-    ids = (batch[0] if batch else None) if is_tuple else inputs_of(batch)
+    ids = inputs_of(batch)
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in ID_TYPES:
         return None
-    return ids[:, :-1] if not is_tuple and isinstance(batch, Mapping) and is_next_token(batch) else ids
+    return ids[:, :-1] if isinstance(batch, Mapping) and is_next_token(batch) else ids
 
 
 def count_tokens(batch: Batch, ids: Tensor) -> Tensor | int:
@@ -242,6 +242,8 @@ class Amounts(NamedTuple):
     """Padding left out; 0 where batches have none."""
     forward_flops: float = 0.0
     """FLOPs of the forward passes, as far as they are counted: for batches of tokens."""
+    uncounted: int = 0
+    """Batches that do not tell their samples; those of all others are in `samples`."""
 
 
 NO_AMOUNTS = Amounts()
@@ -261,13 +263,17 @@ class Meter:
         if self._flops is not None and self._version != self._task.version:
             self._flops.forget()
             self._version = self._task.version
-        samples, flops = 0, 0.0
+        samples, uncounted, flops = 0, 0, 0.0
         tokens: Tensor | int = 0
         for batch in micro_batches:
-            samples += num_samples(batch)
+            count = count_samples(batch)
+            if count is None:
+                uncounted += 1
+            else:
+                samples += count
             for part in batch if isinstance(batch, JointBatch) else (batch,):
                 if (ids := token_ids(part)) is not None:
                     tokens = tokens + count_tokens(part, ids)
                     if self._flops is not None:
                         flops += self._flops(part, rows=ids.shape[0], length=ids.shape[1])
-        return Amounts(samples, tokens, flops)
+        return Amounts(samples, tokens, flops, uncounted)

@@ -1,12 +1,14 @@
 """Recording what a function does on the device as a CUDA graph, and what a recording must know of its batches."""
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
+from etude.core.forms import class_form
 from etude.engine.host_state import PLAIN
 
 T = TypeVar("T")
@@ -80,10 +82,11 @@ def form_of(value: Any, tensors: list[Tensor]) -> Hashable:
     if isinstance(value, Tensor):
         tensors.append(value)
         return value.shape, value.dtype
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
         return type(value), *[form_of(one, tensors) for one in value]
-    if isinstance(value, Mapping):
-        return tuple([(key, form_of(one, tensors)) for key, one in value.items()])
+    form = class_form(type(value))
+    if form.parts is not None:
+        return type(value), *form.names(value), *[form_of(one, tensors) for one in form.parts(value)]
     if not isinstance(value, PLAIN):
         raise Unfit(f"batches hold a {type(value).__name__}, which may have tensors in it")
     return value

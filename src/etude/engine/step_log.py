@@ -29,6 +29,8 @@ class Tally:
     counts: dict[str, float] = field(default_factory=dict)
     steps: int = 0
     samples: float = 0.0
+    uncounted: float = 0.0
+    """Batches that do not tell their samples."""
     tokens: float = 0.0
     forward_flops: float = 0.0
     skipped: int = 0
@@ -61,7 +63,10 @@ class Tally:
             logs |= {"grad_norm_min": self.norm_min, "grad_norm_max": self.norm_max}
         logs["skipped"] = self.skipped
         if self.seconds > 0:
-            logs["samples_per_s"] = self.samples / self.seconds
+            if self.uncounted:
+                logs["batches_per_s"] = self.uncounted / self.seconds
+            if self.samples or not self.uncounted:
+                logs["samples_per_s"] = self.samples / self.seconds
             if self.tokens:
                 logs["tokens_per_s"] = self.tokens / self.seconds
             logs["data_wait"] = self.waited / self.seconds
@@ -194,6 +199,7 @@ class StepLog:
             columns += [_column([r.sums.get(name, 0.0) for r in reports])]
             columns += [_column([r.counts.get(name, 0.0) for r in reports])]
         columns.append(_column([float(entry.amounts.samples) for entry in entries]))
+        columns.append(_column([float(entry.amounts.uncounted) for entry in entries]))
         columns.append(_column([entry.amounts.tokens for entry in entries]))
         columns.append(_column([entry.amounts.forward_flops for entry in entries]))
         device = reports[0].norm.device
@@ -208,10 +214,9 @@ class StepLog:
         self, names: list[str], optional: set[str], rows: Tensor, places: list[tuple[int, int, int]]
     ) -> "tuple[Tally, Series]":
         norms, divisors, skipped = rows[-3:]
-        samples, tokens, flops = rows[-6:-3].sum(dim=1).tolist()
-        tally = Tally(
-            steps=rows.shape[1], samples=samples, tokens=tokens, forward_flops=flops, skipped=int(skipped.sum())
-        )
+        samples, uncounted, tokens, flops = rows[-7:-3].sum(dim=1).tolist()
+        tally = Tally(steps=rows.shape[1], samples=samples, uncounted=uncounted, tokens=tokens, forward_flops=flops)
+        tally.skipped = int(skipped.sum())
         tally.bad_losses = int((~rows[: 2 * len(names) : 2].isfinite()).any(dim=0).sum())
         if tally.skipped:
             tally.first_skipped = list(places[int(skipped.argmax())])
@@ -260,7 +265,7 @@ def _column(values: list[Any]) -> Tensor:
 
 def _merge(total: Tally, fresh: Tally) -> None:
     """Add the numbers whose sums are exact."""
-    counters = ("steps", "samples", "tokens", "forward_flops", "skipped", "bad_losses", "norm_count")
+    counters = ("steps", "samples", "uncounted", "tokens", "forward_flops", "skipped", "bad_losses", "norm_count")
     for key in (*counters, "seconds", "waited"):
         setattr(total, key, getattr(total, key) + getattr(fresh, key))
     total.first_skipped = total.first_skipped or fresh.first_skipped

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from etude.core.batch import Batch, map_tensors
+from etude.core.batch import Batch, map_tensors, tensors_in
 from etude.core.buffers import probing
 from etude.core.errors import TrainingError
 from etude.core.model import HeadOutput, ModelCall, linked, unwrap
@@ -158,13 +158,7 @@ def few_positions(batch: Batch) -> Batch:
     >>> few_positions((torch.zeros(8, 512), torch.zeros(8)))[0].shape
     torch.Size([1, 512])
     """
-    shapes: set[torch.Size] = set()
-
-    def note(tensor: Tensor) -> Tensor:
-        shapes.add(tensor.shape)
-        return tensor
-
-    map_tensors(batch, note)
+    shapes = {tensor.shape for tensor in tensors_in(batch)}
     whole = len(shapes) != 1 or any(len(shape) != 2 for shape in shapes)
 
     def cut(tensor: Tensor) -> Tensor:

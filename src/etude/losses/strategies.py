@@ -232,5 +232,6 @@ def required_labels(batch: Batch, who: str) -> Tensor:
         return labels.long()  # small integers cannot even be compared with -100
     found = "none" if labels is None else f"a {type(labels).__name__}"
     raise TrainingError(
-        f"{who} needs a tensor of labels, the batch has {found}: give (input, labels) or a mapping with 'labels'"
+        f"{who} needs a tensor of labels, the batch has {found} (it is a {type(batch).__name__}): give (input, "
+        f"labels), a mapping with 'labels', an object with .y or .labels, or a loss function of (output, batch)"
     )

@@ -22,7 +22,7 @@ from etude.core.task import LossTerm, Terms, settings_of
 from etude.losses.functional import IGNORE_INDEX, count_labels, cross_entropy_term, label_weights, nll_term
 from etude.losses.strategies import LossStrategy, add_accuracy, logits_of, required_labels
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Any, Any], Tensor]
 
 TORCH_FUNCTIONS: Mapping[Callable[..., Tensor], tuple[str, ...]] = {
     F.cross_entropy: ("weight", "ignore_index", "label_smoothing"),
@@ -56,6 +56,7 @@ class FunctionLoss(LossStrategy):
       elements for `mse_loss` and its like, over labels for `cross_entropy`, with its weights and `ignore_index`.
       reduction="none" leaves the mean to the step, which is the same; reduction="sum" is refused.
     - Any other function that returns a scalar is taken as a mean over the samples of the batch.
+    - A function whose second argument is called `batch` is given the whole batch, and the model's output as it is.
     - One that returns more than one value is averaged over these.
 
     >>> batch = (torch.zeros(2, 3), torch.tensor([[1.0], [3.0]]))
@@ -77,6 +78,8 @@ class FunctionLoss(LossStrategy):
             )
         self._torch_function, self._options = _recognise(function)
         self._options.pop("reduction", None)
+        signature = _signature(function)
+        self._takes_batch = signature is not None and list(signature.parameters)[1:2] == ["batch"]
 
     @property
     def name(self) -> str:
@@ -86,6 +89,8 @@ class FunctionLoss(LossStrategy):
 
     def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
         """Return "loss", and "accuracy" with `metrics` if the function is torch's cross entropy or nll_loss."""
+        if self._takes_batch:
+            return {"loss": self._mean_term(output, batch)}
         predictions, labels = logits_of(output), required_labels(batch, "the loss function")
         options = self._options
         for name, value in options.items():
@@ -141,7 +146,7 @@ class FunctionLoss(LossStrategy):
         labels = labels.to(predictions.dtype)
         return LossTerm(function(predictions, labels, reduction="sum", **self._options), labels.numel())
 
-    def _mean_term(self, predictions: Tensor, labels: Tensor) -> LossTerm:
+    def _mean_term(self, predictions: Any, labels: Any) -> LossTerm:
         value = self.function(predictions, labels)
         if not isinstance(value, Tensor):
             raise TrainingError(
@@ -158,10 +163,8 @@ def check_loss_arguments(function: Callable[..., Any]) -> None:
 
     >>> check_loss_arguments(nn.CrossEntropyLoss())
     """
-    called = function.forward if isinstance(function, nn.Module) else function
-    try:
-        signature = inspect.signature(called)
-    except (TypeError, ValueError):  # built in, and silent about its arguments
+    signature = _signature(function)
+    if signature is None:
         return
     try:
         signature.bind(None, None)
@@ -171,6 +174,13 @@ def check_loss_arguments(function: Callable[..., Any]) -> None:
             f"the loss {name}{signature} cannot be called with (predictions, labels): {error}; wrap it in a function "
             f"of these two, or write a LossStrategy"
         ) from error
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):  # built in, and silent about its arguments
+        return None
 
 
 @register("loss", "mse")

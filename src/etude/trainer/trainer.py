@@ -81,8 +81,8 @@ class Trainer:
             scheduler: a function of the step that gives a factor of the learning rate, or a torch scheduler
                 (stepped once per optimizer step; use the `LRSchedule` callback to step it per epoch). Without one,
                 `warmup_steps`, `scheduler_type` and `use_scheduler` of the config make one as long as the run.
-            loss: a `LossStrategy`, a torch loss or a function of (predictions, labels); found from the shapes of
-                the first batch if left out.
+            loss: a `LossStrategy`, a torch loss or a function of (predictions, labels), or of (output, batch) under
+                that name; found from the shapes of the first batch if left out.
             task: replaces `loss` by full control over how model and batch become loss terms.
             curriculum: phases that switch the tasks of `task`, a `MultiTask`, on and off as the run goes on: short for
                 a `CurriculumCallback` that stands first.

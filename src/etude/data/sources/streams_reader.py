@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.core.batch import STREAM, Batch, map_tensors, to_device
+from etude.core.batch import STREAM, Batch, in_pinned_memory, map_tensors, to_device
 from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data.loader import BatchTransform
@@ -181,7 +181,7 @@ class StreamReader:
         if stream.transform is not None:
             batch = stream.transform(batch, stream.seed, epoch, span.start, delivery.rank)
         if delivery.pin_memory and delivery.device is None:
-            batch = map_tensors(batch, _pinned)
+            batch = in_pinned_memory(batch)
         return named(batch, stream.name)
 
     def _gather(self, indices: Indices, epoch: int) -> Batch:
@@ -197,12 +197,8 @@ class StreamReader:
         assert device is not None
         source = self.stream.source
         if isinstance(source, (InMemory, Fetched)):
-            return to_device(map_tensors(batch, _pinned) if pin else batch, device)
+            return to_device(in_pinned_memory(batch) if pin else batch, device)
         return batch if device.type == "cpu" else send(batch, device, pin_memory=pin)
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
 
 def named(batch: Batch, name: str) -> dict[str, Any]:

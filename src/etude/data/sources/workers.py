@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from etude.core.batch import Batch, map_tensors
+from etude.core.batch import Batch, in_pinned_memory, is_empty, map_tensors
 from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data.order import BatchSampler, Indices
@@ -55,8 +55,7 @@ class SeededSamples(Dataset[Batch]):
         if self._owned is None or self._owned[0] != epoch:
             self._owned = epoch, owned_generators(self.dataset, self.collate)
         if len(indices) == 0:
-            # This rank's share of a ragged last batch: the form of a batch, with no samples in it.
-            return map_tensors(self.collate([self._sample(epoch, 0)]), lambda tensor: tensor[:0])
+            return _without_samples(self.collate([self._sample(epoch, 0)]))
         return self.collate([self._sample(epoch, index) for index in indices.tolist()])
 
     def _sample(self, epoch: int, index: int) -> Any:
@@ -65,6 +64,17 @@ class SeededSamples(Dataset[Batch]):
         if self._owned is not None:
             seed_owned(self._owned[1], seed)
         return self.dataset[index]
+
+
+def _without_samples(batch: Batch) -> Batch:
+    """Return a rank's share of a ragged last batch: the form of a batch, with no samples in it."""
+    nothing = map_tensors(batch, lambda tensor: tensor[:0])
+    if not is_empty(nothing):
+        raise DataError(
+            f"the last batch of the epoch has fewer samples than there are processes, and a {type(batch).__name__} "
+            f"cannot be cut to none; set drop_last to true or choose another batch_size"
+        )
+    return nothing
 
 
 def dataset_length(dataset: Any) -> int:
@@ -110,7 +120,7 @@ class DatasetSource:
         for request in requests:
             with preserved_rng():
                 batch = self.samples[request]
-            yield map_tensors(batch, torch.Tensor.pin_memory) if pin else batch
+            yield in_pinned_memory(batch) if pin else batch
 
     def _follow(self, batches: Iterator[Batch], turn: int) -> Iterator[Batch]:
         """Persistent workers serve one epoch at a time: an iterator that was overtaken says so."""

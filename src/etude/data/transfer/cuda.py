@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from etude.core.batch import Batch, map_tensors
+from etude.core.batch import Batch, tensors_in
 
 Item = tuple[int, Batch]
 Staged = tuple[Item, torch.cuda.Event]
@@ -61,10 +61,6 @@ def ahead(items: Iterator[Any], count: int) -> Generator[Any, None, None]:
 
 def _keep_for(batch: Batch, stream: torch.cuda.Stream) -> None:
     """Tell the allocator that `stream` reads the batch, so its memory is not given away before that is done."""
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    for tensor in tensors_in(batch):
         if tensor.is_cuda:
             tensor.record_stream(stream)
-        return tensor
-
-    map_tensors(batch, keep)
