@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from etude.corpus.dataset import load_text_corpus
     from etude.data.catalog.mnist import Normalize, fetch_mnist, load_mnist, read_idx
     from etude.data.catalog.streams import combine_streams, load_streams
+    from etude.data.catalog.tabular import load_csv, load_parquet
     from etude.data.catalog.tokens import load_token_mixture, load_tokens
     from etude.data.loader import DataLoader, EpochIterator
     from etude.data.order import BatchSampler, KeyedPermutation
@@ -71,7 +72,9 @@ __all__ = [
     "document_mask",
     "fetch_mnist",
     "find_split",
+    "load_csv",
     "load_mnist",
+    "load_parquet",
     "load_streams",
     "load_text_corpus",
     "load_token_mixture",

@@ -1,7 +1,8 @@
 """The parts of a data set, for training, validation and test, and loaders over them, made with shared settings."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +33,9 @@ class DataSplits:
     validation: Any = None
     test: Any = None
     num_classes: int | None = None
+    """A model whose config leaves out `num_classes` or `out_features` is given it."""
     input_shape: tuple[int, ...] | None = None
-    """The shape of one sample's input."""
+    """The shape of one sample's input. A model that leaves out `input_shape` or `in_features` is given it."""
     vocab_size: int | None = None
     """Of token data: ids are below this number. A model whose config leaves out `vocab_size` is given it."""
     tokenizer: Path | None = None
@@ -43,11 +45,33 @@ class DataSplits:
     num_types: int | None = None
     """Of token data with a stream `types`: types are below this number. A model that leaves out `n_types` is given
     it."""
+    num_targets: int | None = None
+    """Where numbers are predicted and no classes: how many per sample. A model that leaves out `out_features` is given
+    it."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Plain data that checkpoints keep, such as names of classes and the numbers of a normalisation. A run is resumed
+    only with the same `fingerprint`."""
 
     def __post_init__(self) -> None:
         for part in (self.train, self.validation, self.test):
             if isinstance(part, TensorData) and part.labels is not None and self.num_classes is not None:
                 check_labels(part.labels, self.num_classes)
+
+    def model_sizes(self) -> dict[str, Any]:
+        """Return what a model is given where its config does not say it, by argument.
+
+        >>> DataSplits(None, num_classes=10, input_shape=(1, 28, 28)).model_sizes()
+        {'num_classes': 10, 'input_shape': (1, 28, 28), 'in_features': 784, 'out_features': 10}
+        """
+        found = {
+            "vocab_size": self.vocab_size,
+            "n_types": self.num_types,
+            "num_classes": self.num_classes,
+            "input_shape": self.input_shape,
+            "in_features": None if self.input_shape is None else prod(self.input_shape),
+            "out_features": self.num_targets if self.num_classes is None else self.num_classes,
+        }
+        return {name: size for name, size in found.items() if size is not None}
 
     def make_loader(
         self, split: SplitName, batch_size: int, *, shuffle: bool | None = None, **options: Any

@@ -1,19 +1,23 @@
 """From a validated config to a `Trainer`: data, model, loss, optimizer, schedule and callbacks, in that order."""
 
 import inspect
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
 
 from etude.config import Feature, RunDraft, Selection, build_selection
-from etude.core import ConfigError, DataError
+from etude.core import CheckpointError, ConfigError, DataError
 from etude.core.random import set_seed
+from etude.core.spelling import shorten
 from etude.data import DataLoader, DataLoaderFactory, DataSplits, StreamLoader
 from etude.data.splits import SplitName
 from etude.distributed import World
+from etude.engine.callback import Callback
 from etude.engine.explain import explain_out_of_memory_of_model
-from etude.experiment.config import ExperimentConfig
+from etude.experiment.config import MODEL_SIZES, ExperimentConfig
 from etude.experiment.features import features_for
 from etude.monitor import RunFolder
 from etude.optim import AdamW
@@ -125,13 +129,13 @@ def build_trainer(
     )
     for feature in data.features:
         feature.before_model(draft)
-    _check_vocabulary(config, selection, draft.vocab_size)
-    sizes = {"vocab_size": draft.vocab_size, "n_types": data.splits.num_types}
+    sizes = data.splits.model_sizes()
+    if draft.vocab_size is not None:
+        sizes["vocab_size"] = draft.vocab_size
+    _check_sizes(config, selection, sizes)
     set_seed(training.seed)
     with explain_out_of_memory_of_model(torch.device("cpu")):
-        draft.model = _build(
-            config, "model", selection, **{key: value for key, value in sizes.items() if value is not None}
-        )
+        draft.model = _build(config, "model", selection, **sizes)
     train_loader = data.loader("train")
     if train_loader is None:
         raise DataError(f"{data.place}: there is no train split (there are: {', '.join(data.names) or 'none'})")
@@ -139,6 +143,8 @@ def build_trainer(
     sections = config.sections.get("callbacks") or []
     known = {} if data.splits.tokenizer is None else {"tokenizer": str(data.splits.tokenizer)}
     draft.callbacks += [_build(config, f"callbacks.{place}", one, **known) for place, one in enumerate(sections)]
+    if data.splits.facts:
+        draft.callbacks.append(DataFacts(data.splits.facts))
     for feature in data.features:
         feature.after_model(draft)
     return Trainer(
@@ -164,16 +170,43 @@ def build_trainer(
     )
 
 
-def _check_vocabulary(config: ExperimentConfig, model: Selection, vocab_size: int | None) -> None:
-    """Refuse a model without a vocabulary, or with a smaller one than its data: it would break at a rare token."""
-    given = model.arguments.get("vocab_size")
-    if vocab_size is None and given is None:
-        parameter = inspect.signature(model.component.factory).parameters.get("vocab_size")
-        if parameter is not None and parameter.default is parameter.empty:
-            raise ConfigError(
-                f"{config.document.place('model')}: {model.component.name} needs a vocab_size, and the data does not "
-                f"tell one, as files without a header do not; set model.vocab_size"
+class DataFacts(Callback):
+    """Keeps the facts about the data in every checkpoint, and refuses to go on with other data."""
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self._facts = dict(facts)
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the facts under the key `data`."""
+        return {"data": self._facts}
+
+    def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
+        """Raise CheckpointError if a fact is another one now."""
+        before = saved.get("data")
+        if not isinstance(before, Mapping):
+            return
+        now = json.loads(json.dumps(self._facts))
+        if different := [key for key in {**before, **now} if before.get(key) != now.get(key)]:
+            changes = [
+                f"{key} {shorten(str(before.get(key)), 60)} → {shorten(str(now.get(key)), 60)}" for key in different
+            ]
+            raise CheckpointError(
+                f"{place}: the data has changed since this checkpoint was written ({'; '.join(changes[:3])}); "
+                f"restore the files, or start a new run"
             )
+
+
+def _check_sizes(config: ExperimentConfig, model: Selection, sizes: Mapping[str, Any]) -> None:
+    """Refuse a model without a size that it needs, or with a vocabulary smaller than its data's."""
+    parameters = inspect.signature(model.component.factory).parameters
+    for name in MODEL_SIZES:
+        needed = name in parameters and parameters[name].default is inspect.Parameter.empty
+        if needed and model.arguments.get(name) is None and name not in sizes:
+            raise ConfigError(
+                f"{config.document.place('model')}: {model.component.name} needs {name}, and the data does not tell "
+                f"it; set model.{name}"
+            )
+    given, vocab_size = model.arguments.get("vocab_size"), sizes.get("vocab_size")
     if vocab_size is not None and isinstance(given, int) and given < vocab_size:
         raise ConfigError(
             f"{config.document.place('model.vocab_size')}: the data has {vocab_size} tokens, the model only {given}; "

@@ -20,7 +20,14 @@ from etude.optim import AdamW
 from etude.trainer import resolve_device
 from etude.trainer.optimization import make_optimizer
 
-_ANY = {"vocab_size": 1000, "n_types": 4, "steps_per_epoch": 10**6}
+_ANY: dict[str, Any] = {
+    **dict.fromkeys(("num_classes", "out_features"), 10),
+    "vocab_size": 1000,
+    "n_types": 4,
+    "input_shape": (3, 64, 64),
+    "in_features": 3 * 64 * 64,
+    "steps_per_epoch": 10**6,
+}
 """Stand for what the data tells: no mistake of a config depends on them."""
 _MANY_STEPS = 10**12
 

@@ -27,12 +27,14 @@ from etude.experiment.features import ROOM_OF, all_features, features_for, with_
 from etude.experiment.settle import DEFAULT_NAMES, LEGACY_KEYS, move_legacy_keys, settle_data, settle_outputs
 from etude.trainer import TrainerConfig
 
+MODEL_SIZES = ("vocab_size", "n_types", "num_classes", "input_shape", "in_features", "out_features")
+"""What the data tells a model that leaves it out."""
 _SECTIONS: dict[str, SectionSpec | None] = {
     "name": SectionSpec(model=str, description="Name of the experiment; found from the file's place if left out."),
     "description": SectionSpec(model=str, description="What the experiment is about, in a sentence."),
     "imports": SectionSpec(model=list[str], description="Modules or files that register your own components."),
     "model": SectionSpec(
-        kind="model", provided=("vocab_size", "n_types"), description="The model and its arguments."
+        kind="model", provided=MODEL_SIZES, description="The model and its arguments; sizes are taken from the data."
     ),
     "data": SectionSpec(kind="data", description="The data set and its arguments."),
     "vocab": None,

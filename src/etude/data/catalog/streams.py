@@ -76,6 +76,8 @@ def combine_streams(
         tokenizer=next((data.tokenizer for data in splits.values() if data.tokenizer is not None), None),
         token_schema=next(iter(schemas.values()), None),
         num_types=max((data.num_types for data in splits.values() if data.num_types is not None), default=None),
+        num_targets=_common(data.num_targets for data in splits.values()),
+        facts={name: data.facts for name, data in splits.items() if data.facts},
     )
 
 

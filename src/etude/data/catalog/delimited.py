@@ -1,0 +1,315 @@
+"""Rows of a delimited text file, in blocks: plain ones as arrays, those with quotes by Python's csv module."""
+
+import codecs
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from etude.core.errors import DataError
+from etude.core.spelling import shorten
+from etude.data.catalog.decimals import PADDING, DecimalParser, Numbers, Places
+
+BLOCK_BYTES = 2**18
+QUOTED_ROWS = 4096
+"""Rows of a block that has quotes."""
+MISSING = frozenset(("", "na", "n/a", "nan", "null", "none"))
+"""Texts that stand for a missing value, in small or capital letters."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumberForm:
+    """How numbers are written."""
+
+    decimal: str = "."
+    thousands: str | None = None
+
+    def plain(self, text: str) -> str:
+        """Return the text as Python writes numbers.
+
+        >>> NumberForm(decimal=",", thousands=".").plain("1.234,5")
+        '1234.5'
+        """
+        text = text.replace(self.thousands, "") if self.thousands else text
+        return text if self.decimal == "." else text.replace(self.decimal, ".")
+
+
+PLAIN = NumberForm()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A file and how it is written."""
+
+    path: Path
+    delimiter: str
+    form: NumberForm
+    columns: int
+
+
+class Block:
+    """Some rows of a file."""
+
+    def __init__(self, layout: Layout, lines: npt.NDArray[np.int64]) -> None:
+        """`lines` are those of the rows in the file, from 1."""
+        self.layout, self.lines = layout, lines
+
+    def texts(self, column: int) -> list[str]:
+        """Return a column as text, without spaces around."""
+        raise NotImplementedError
+
+    def numbers(self, columns: Sequence[int]) -> Numbers:
+        """Return columns as numbers (columns, rows), NaN where there is none. Raises NotANumber for other text."""
+        return np.array([self._read(column) for column in columns]).reshape(len(columns), len(self.lines))
+
+    def _read(self, column: int) -> Numbers:
+        texts = self.texts(column)
+        if self.layout.form == PLAIN and not any(
+            "_" in text for text in texts
+        ):  # Python would read 1_000 as a number
+            try:
+                return np.fromiter(map(float, texts), np.float64, len(texts))
+            except ValueError:
+                pass
+        return np.array([self._number(text, row, column) for row, text in enumerate(texts)])
+
+    def _number(self, text: str, row: int, column: int) -> float:
+        if text.lower() in MISSING:
+            return float("nan")
+        try:
+            if "_" in text:
+                raise ValueError
+            return float(self.layout.form.plain(text))
+        except ValueError:
+            raise NotANumber(row, column, text) from None
+
+
+class NotANumber(Exception):
+    """A text where a number was expected: row of the block, column, and the text."""
+
+    def __init__(self, row: int, column: int, text: str) -> None:
+        super().__init__(text)
+        self.row, self.column, self.text = row, column, text
+
+
+class PlainBlock(Block):
+    """Rows without quotes: where each cell begins and ends."""
+
+    def __init__(self, layout: Layout, buffer: bytes, first_line: int, cells: "Cells", parser: DecimalParser) -> None:
+        self.buffer, self._cells, self._parser = buffer, cells, parser
+        super().__init__(layout, first_line + np.arange(len(cells[0])))
+
+    def texts(self, column: int) -> list[str]:
+        """Return a column as text."""
+        return [self._cell(column, row) for row in range(len(self.lines))]
+
+    def numbers(self, columns: Sequence[int]) -> Numbers:
+        """Return columns as numbers: all at once, but those of another form."""
+        chosen = slice(None) if len(columns) == self.layout.columns else list(columns)
+        starts, ends, decimals = (places[:, chosen].reshape(-1) for places in self._cells)
+        values, bad = self._parser.parse(np.frombuffer(self.buffer, np.uint8), starts, ends, decimals)
+        shape = len(self.lines), len(columns)
+        values, bad = values.reshape(shape).T, bad.reshape(shape).T
+        for place, count in enumerate(bad.sum(1) if bad.any() else ()):
+            if 8 * count > bad.shape[1]:
+                values[place] = self._read(columns[place])
+                continue
+            for row in np.flatnonzero(bad[place]).tolist():
+                values[place, row] = self._number(self._cell(columns[place], row), row, columns[place])
+        return values
+
+    def _cell(self, column: int, row: int) -> str:
+        starts, ends, _ = self._cells
+        return self.buffer[starts[row, column] : ends[row, column]].decode().strip()
+
+
+Cells = tuple[Places, Places, Places]
+"""Of every cell (rows, columns): where it begins, where it ends, how many characters follow its decimal point."""
+
+
+def find_cells(layout: Layout, buffer: bytes) -> Cells | None:
+    """Return the cells of text after PADDING bytes; None unless every line has all columns and no other."""
+    text, newline, point = np.frombuffer(buffer, np.uint8), ord("\n"), ord(layout.form.decimal)
+    is_mark = (text == ord(layout.delimiter)) | (text == newline) | (text == point)
+    is_mark[:PADDING] = False
+    marks = np.flatnonzero(is_mark)
+    kinds = text[marks]
+    at = np.flatnonzero(kinds != point)
+    ends, is_line_end = marks[at], kinds[at] == newline
+    rows, rest = divmod(len(ends), layout.columns)
+    if rest or not is_line_end[layout.columns - 1 :: layout.columns].all() or np.count_nonzero(is_line_end) != rows:
+        return None
+    starts = np.empty_like(ends)
+    starts[0], starts[1:] = PADDING, ends[:-1] + 1
+    before = marks[np.maximum(at - 1, 0)]
+    decimals = ends - before - 1
+    decimals[before < starts] = -1
+    shape = rows, layout.columns
+    return starts.reshape(shape), ends.reshape(shape), decimals.reshape(shape)
+
+
+class QuotedBlock(Block):
+    """Rows that the csv module has read, with the line of each."""
+
+    def __init__(self, layout: Layout, rows: Sequence[Sequence[str]], lines: Sequence[int]) -> None:
+        super().__init__(layout, np.array(lines, dtype=np.int64))
+        self.rows = rows
+
+    def texts(self, column: int) -> list[str]:
+        """Return a column as text."""
+        return [row[column].strip() for row in self.rows]
+
+
+def read_blocks(
+    path: Path, delimiter: str, encoding: str = "utf-8", form: NumberForm = PLAIN
+) -> tuple[list[str], Iterator[Block]]:
+    """Return the names in the first line, and the rows below it in blocks; raise DataError for a file that is none."""
+    pieces = _pieces(path, encoding)
+    head = _head(path, pieces)
+    line, _, rest = head.partition(b"\n")
+    if b'"' in line:
+        names, count, rest = _quoted_header(path, head, delimiter)
+    else:
+        names, count = line.decode().split(delimiter), 1
+    names = [name.strip() or f"column_{place}" for place, name in enumerate(names, start=1)]
+    if len(names) == 1 and any(other in names[0] for other in ",;\t|" if other != delimiter):
+        raise DataError(
+            f"{path}:1: one column, {shorten(names[0])!r}, with the delimiter {delimiter!r}; set another delimiter"
+        )
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"{path}:1: two columns are called {twice[0]!r}; rename one")
+    return names, _blocks(Layout(path, delimiter, form, len(names)), rest, pieces, count + 1)
+
+
+def _head(path: Path, pieces: Iterator[bytes]) -> bytes:
+    """Return pieces up to the end of the first line, and one that quotes have an end in."""
+    head = b""
+    for piece in pieces:
+        head += piece
+        if head.strip() and b"\n" in head.lstrip(b"\n"):
+            break
+    head = head.lstrip(b"\n")
+    if not head.strip():
+        raise DataError(f"{path}: the file is empty; it must begin with a line of column names")
+    return head
+
+
+def _quoted_header(path: Path, head: bytes, delimiter: str) -> tuple[list[str], int, bytes]:
+    lines = io.StringIO(head.decode(), newline="")
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    try:
+        names = next(reader)
+    except csv.Error as error:
+        raise DataError(f"{path}:1: {error}; fix the quotes") from error
+    rest = b"\n".join(head.split(b"\n")[reader.line_num :])
+    return names, reader.line_num, rest
+
+
+def _blocks(layout: Layout, rest: bytes, pieces: Iterator[bytes], line: int) -> Iterator[Block]:
+    parser = DecimalParser()
+    while True:
+        if b'"' in rest:
+            yield from _quoted(layout, _lines(rest, pieces), line)
+            return
+        cut = rest.rfind(b"\n") + 1
+        whole, rest = b" " * PADDING + rest[:cut], rest[cut:]
+        if cut:
+            cells = find_cells(layout, whole)
+            if cells is None or (layout.columns == 1 and b"\n\n" in whole):  # empty lines, or lines too long or short
+                yield from _quoted(layout, _lines(b"", iter([whole[PADDING:]])), line)
+                line += whole.count(b"\n")
+            else:
+                yield PlainBlock(layout, whole, line, cells, parser)
+                line += len(cells[0])
+        piece = next(pieces, None)
+        if piece is None and not rest:
+            return
+        rest = rest + piece if piece is not None else rest + b"\n"
+
+
+def _lines(rest: bytes, pieces: Iterator[bytes]) -> Iterator[str]:
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield f"{line.decode()}\n"
+    for line in rest.split(b"\n"):
+        yield f"{line.decode()}\n"
+
+
+def _quoted(layout: Layout, lines: Iterator[str], first: int) -> Iterator[QuotedBlock]:
+    """Read by the csv module, which knows quotes, and passes over empty lines."""
+    reader = csv.reader(lines, delimiter=layout.delimiter, strict=True)
+    rows: list[list[str]] = []
+    places: list[int] = []
+    start = first
+    try:
+        for row in reader:
+            if row:
+                if len(row) != layout.columns:
+                    raise DataError(
+                        f"{layout.path}:{start}: {len(row)} values, but the first line names {layout.columns} columns; "
+                        f"fix this line"
+                    )
+                rows.append(row)
+                places.append(start)
+            start = first + reader.line_num
+            if len(rows) == QUOTED_ROWS:
+                yield QuotedBlock(layout, rows, places)
+                rows, places = [], []
+    except csv.Error as error:
+        raise DataError(f"{layout.path}:{start}: {error}; does a quote that begins here have its end?") from error
+    if rows:
+        yield QuotedBlock(layout, rows, places)
+
+
+def _pieces(path: Path, encoding: str) -> Iterator[bytes]:
+    """Yield the file as UTF-8 with `\\n` at the ends of lines, whatever its encoding, without a byte-order mark."""
+    try:
+        name = codecs.lookup(encoding).name
+    except LookupError:
+        raise DataError(f"encoding: {encoding!r} is not known; use utf-8, latin-1, cp1252, utf-16 …") from None
+    decoder = codecs.getincrementaldecoder("utf-8-sig" if name == "utf-8" else name)()
+    newlines = io.IncrementalNewlineDecoder(None, translate=True)
+    try:
+        with path.open("rb") as file:
+            yield from _decoded(path, file, decoder, newlines, is_utf8=name == "utf-8")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from error
+
+
+def _decoded(
+    path: Path,
+    file: BinaryIO,
+    decoder: codecs.IncrementalDecoder,
+    newlines: io.IncrementalNewlineDecoder,
+    *,
+    is_utf8: bool,
+) -> Iterator[bytes]:
+    begun = False
+    while True:
+        raw = file.read(BLOCK_BYTES)
+        # Plain ASCII without carriage returns is what most files are: there is nothing to convert.
+        is_plain = is_utf8 and begun and raw.isascii() and b"\r" not in raw
+        waiting = decoder.getstate()[0] or newlines.getstate()[1] & 1  # half a character, or of the end of a line
+        if is_plain and raw and not waiting:
+            yield raw
+            continue
+        begun = True
+        try:
+            text = decoder.decode(raw, final=not raw)
+        except UnicodeDecodeError as error:
+            offset = file.tell() - len(error.object) + error.start
+            raise DataError(
+                f"{path}: byte {error.object[error.start]:#04x} at offset {offset} is not {error.encoding}; "
+                f"set encoding (such as latin-1, cp1252 or utf-16), or save the file as UTF-8"
+            ) from error
+        text = newlines.decode(text, final=not raw)
+        if text:
+            yield text.encode()
+        if not raw:
+            return

@@ -1,0 +1,60 @@
+"""Parts of a data set: which samples are held out, and a fingerprint that tells whether data is still the same."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+from annotated_types import Ge, Lt
+
+from etude.core.errors import DataError
+
+Share = Annotated[float, Ge(0), Lt(1)]
+Rows = npt.NDArray[np.intp]
+
+
+def hold_out(keys: npt.NDArray[np.uint64], validation: float, test: float) -> dict[str, Rows]:
+    """Return the samples of each part, in order: those with the smallest keys are held out, as many as asked for.
+
+    Keys that depend on a sample's content alone make parts that do not change with the order of samples.
+
+    >>> hold_out(np.array([5, 1, 9, 3], dtype=np.uint64), validation=0.25, test=0.25)
+    {'train': array([0, 2]), 'validation': array([3]), 'test': array([1])}
+
+    Raises DataError if a part that is asked for would be empty.
+    """
+    total = len(keys)
+    sizes = {"test": round(test * total), "validation": round(validation * total)}
+    for part, share in (("validation", validation), ("test", test)):
+        if share and not sizes[part]:
+            raise DataError(f"{part} is {share} of {total} samples, which is none; give a larger share, 0, or a file")
+    if sum(sizes.values()) >= total:
+        raise DataError(f"validation {validation} and test {test} leave none of {total} samples to train on")
+    order = np.argsort(keys, kind="stable")
+    bounds = np.cumsum([sizes["test"], sizes["validation"]])
+    held_test, held_validation, rest = np.split(order, bounds)
+    found = {"train": rest, "validation": held_validation, "test": held_test}
+    return {part: np.sort(rows) for part, rows in found.items() if len(rows)}
+
+
+def shares(validation: float | str | None, test: float | str | None) -> tuple[float, float]:
+    """Return the shares to hold out: 0 for a part that is a file of its own."""
+    return validation if isinstance(validation, float) else 0.0, test if isinstance(test, float) else 0.0
+
+
+def fingerprint(parts: Iterable[Any], facts: Mapping[str, Any] | None = None) -> str:
+    """Return a digest of arrays, texts and facts.
+
+    >>> fingerprint([np.arange(3)]) == fingerprint([np.arange(3)]) != fingerprint([np.arange(4)])
+    True
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            digest.update(f"{part.dtype.str}{part.shape}".encode())
+            digest.update(np.ascontiguousarray(part).data)
+        else:
+            digest.update(f"{len(part)}:".encode() + (part.encode() if isinstance(part, str) else part))
+    digest.update(repr(sorted((facts or {}).items())).encode())
+    return digest.hexdigest()

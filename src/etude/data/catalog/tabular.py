@@ -1,0 +1,126 @@
+"""Tables for config files: `csv` and `parquet`. A column is the target, the others are features."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Len
+
+from etude.config.registry import register
+from etude.core.errors import ConfigError, DataError
+from etude.data.catalog.delimited import NumberForm
+from etude.data.catalog.features import FeatureOptions, Missing, Part, Task, make_splits
+from etude.data.catalog.holdout import Share, hold_out, shares
+from etude.data.catalog.table import TableFormat
+from etude.data.splits import DataSplits
+
+Character = Annotated[str, Len(1, 1)]
+Names = list[str]
+
+
+@register("data", "csv")
+def load_csv(
+    path: str,
+    target: str,
+    columns: Names | None = None,
+    exclude: Names | None = None,
+    categorical: Names | None = None,
+    task: Task | None = None,
+    missing: Missing = "error",
+    unseen: Literal["error", "zeros"] = "error",
+    standardize: bool = True,
+    standardize_target: bool = False,
+    validation: Share | str = 0.1,
+    test: Share | str = 0.1,
+    seed: Annotated[int, Ge(0)] = 0,
+    delimiter: Character | None = None,
+    decimal: Literal[".", ","] = ".",
+    thousands: Character | None = None,
+    encoding: str = "utf-8",
+) -> DataSplits:
+    """A delimited text file whose first line names its columns.
+
+    path: the file to train on.
+    target: the column to predict: texts are classes, numbers are predicted as numbers.
+    columns: the columns to learn from; all but the target by default.
+    exclude: instead, columns to leave out.
+    categorical: columns of numbers that are categories. Columns of text always are: one feature of 0 and 1 for each
+        of up to 32 values.
+    task: `classification` for numbers that are classes.
+    missing: values that are empty, NA, N/A, NaN, null or none: an `error`; `mean` takes the training part's mean, and
+        no category; `indicator` adds a feature that says where values were missing.
+    unseen: a category of a validation or test file that the training file does not have: an `error`, or `zeros`.
+    standardize: numbers to mean 0 and standard deviation 1 over the training part.
+    standardize_target: the same for a target of numbers; losses are then in units of its standard deviation.
+    validation, test: a file, or the share of rows held out. Which rows depends on their content and `seed` only.
+    delimiter: a comma by default, a tab in .tsv files.
+    decimal, thousands: how numbers are written.
+    encoding: of the text, such as latin-1 or utf-16.
+    """
+    _check_characters(delimiter, decimal, thousands)
+    texts = frozenset([*(categorical or ()), *([target] if task == "classification" else ())])
+    form = TableFormat(delimiter, encoding, NumberForm(decimal, thousands), texts, tuple(exclude or ()))
+    options = FeatureOptions(target, task, missing, unseen, standardize, standardize_target)
+    return _load(path, columns, validation, test, seed, form, options)
+
+
+@register("data", "parquet")
+def load_parquet(
+    path: str,
+    target: str,
+    columns: Names | None = None,
+    exclude: Names | None = None,
+    categorical: Names | None = None,
+    task: Task | None = None,
+    missing: Missing = "error",
+    unseen: Literal["error", "zeros"] = "error",
+    standardize: bool = True,
+    standardize_target: bool = False,
+    validation: Share | str = 0.1,
+    test: Share | str = 0.1,
+    seed: Annotated[int, Ge(0)] = 0,
+) -> DataSplits:
+    """A Parquet file; the arguments are those of the data set `csv`."""
+    texts = frozenset([*(categorical or ()), *([target] if task == "classification" else ())])
+    options = FeatureOptions(target, task, missing, unseen, standardize, standardize_target)
+    form = TableFormat(texts=texts, exclude=tuple(exclude or ()), parquet=True)
+    return _load(path, columns, validation, test, seed, form, options)
+
+
+def _load(
+    path: str,
+    columns: Names | None,
+    validation: float | str,
+    test: float | str,
+    seed: int,
+    form: TableFormat,
+    options: FeatureOptions,
+) -> DataSplits:
+    if columns is not None and form.exclude:
+        raise ConfigError("give columns or exclude, not both")
+    if columns is not None and options.target in columns:
+        raise ConfigError(
+            f"the target {options.target!r} is one of the columns to learn from; take it out of columns"
+        )
+    names = None if columns is None else [*columns, options.target]
+    main = form.read(Path(path).expanduser(), names)
+    if options.target not in main.columns:
+        form.wanted(main.path, list(main.columns), [options.target])
+    kinds = main.kinds()
+    if options.task == "regression" and kinds[options.target] == "text":
+        raise DataError(f"{main.path}: task is regression, but the target {options.target!r} holds text")
+    rows = hold_out(main.row_keys(seed), *shares(validation, test))
+    parts = {part: Part(main, found if len(rows) > 1 else slice(None)) for part, found in rows.items()}
+    for part, place in (("validation", validation), ("test", test)):
+        if isinstance(place, str):
+            parts[part] = Part(form.read(Path(place).expanduser(), list(main.columns), kinds), slice(None))
+    return make_splits(parts, options)
+
+
+def _check_characters(delimiter: str | None, decimal: str, thousands: str | None) -> None:
+    given = {"delimiter": delimiter or ",", "decimal": decimal, "thousands": thousands}
+    for name, character in given.items():
+        if character is not None and (not character.isascii() or character in '"\n\r' or character.isalnum()):
+            raise ConfigError(f"{name} is {character!r}; give one ASCII character such as , ; | or a tab")
+    if decimal == thousands or decimal == (delimiter or ","):
+        other = "thousands" if decimal == thousands else "delimiter"
+        raise ConfigError(f"decimal and {other} are both {decimal!r}; set the other one")

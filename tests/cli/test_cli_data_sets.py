@@ -1,0 +1,78 @@
+"""Data sets of files, trained from the command line: stopped and resumed exactly, refused if the files have changed."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+
+def write_csv(classes=True):
+    source = random.Random(0)
+    lines = ["a,b,color,y"]
+    for _ in range(200):
+        a, b = source.gauss(3, 2), source.gauss(0, 1)
+        y = ("yes" if a + b > 3 else "no") if classes else f"{a + b:.4f}"
+        lines.append(f"{a:.4f},{b:.5f},{source.choice(['red', 'green'])},{y}")
+    Path("d.csv").write_text("\n".join(lines))
+
+
+def touch_csv():
+    path = Path("d.csv")
+    path.write_text(path.read_text().replace("red", "green", 1))
+
+
+CASES = {
+    "csv": (write_csv, touch_csv, {"name": "mlp", "hidden": [8]}, {"name": "csv", "path": "d.csv", "target": "y"}),
+    "csv of numbers": (
+        lambda: write_csv(classes=False),
+        touch_csv,
+        {"name": "mlp", "hidden": [8]},
+        {"name": "csv", "path": "d.csv", "target": "y", "standardize_target": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stopped_and_resumed_exactly_and_not_with_other_data(etude, case):
+    make, change, model, data = CASES[case]
+    make()
+    training = {"epochs": 3, "batch_size": 16, "device": "cpu", "save_every_steps": 3}
+    Path("x.yaml").write_text(yaml.safe_dump({"model": model, "data": data, "training": training}))
+    outcome = etude("train", "x.yaml", "--run-dir", "whole", "-q")
+    assert outcome.code == 0, outcome.err
+    assert etude("train", "x.yaml", "training.max_steps=7", "--run-dir", "parts", "-q").code == 0
+    assert etude("resume", "parts", "training.max_steps=null", "-q").code == 0
+    last = [Path(run) / "checkpoints" / "last" for run in ("whole", "parts")]
+    assert last[0].joinpath("model.safetensors").read_bytes() == last[1].joinpath("model.safetensors").read_bytes()
+    assert "loss" in etude("evaluate", "whole").out
+    facts = json.loads(last[0].joinpath("meta.json").read_text())["data"]
+    assert facts["fingerprint"]
+    change()
+    for command in (("resume", "whole", "training.epochs=4", "-q"), ("evaluate", "whole")):
+        refused = etude(*command)
+        assert refused.code == 2
+        assert "data has changed" in refused.err
+        assert facts["fingerprint"][:8] in refused.err
+
+
+def test_a_size_that_the_data_does_not_have_must_be_set(etude):
+    write_csv()
+    model = {"name": "causal_transformer_lm", "d_model": 8, "n_heads": 2, "n_layers": 1}
+    Path("x.yaml").write_text(
+        yaml.safe_dump({"model": model, "data": {"name": "csv", "path": "d.csv", "target": "y"}})
+    )
+    refused = etude("train", "x.yaml", "-q")
+    assert refused.code == 2
+    assert "model.vocab_size" in refused.err
+
+
+def test_a_mistake_in_a_file_is_one_line(etude):
+    Path("d.csv").write_text("a,y\n1,2\n3\n")
+    data = {"name": "csv", "path": "d.csv", "target": "y"}
+    Path("x.yaml").write_text(yaml.safe_dump({"model": {"name": "mlp", "hidden": [8]}, "data": data}))
+    refused = etude("train", "x.yaml", "-q")
+    assert refused.code == 2
+    assert len(refused.err.splitlines()) == 1
+    assert "d.csv:3" in refused.err
