@@ -127,3 +127,12 @@ def test_another_device_keeps_the_loss_scale():
     moved = machine.at(torch.device("cpu", 0))
     assert moved is not machine
     assert torch.equal(moved.precision.scaler.scale, machine.precision.scaler.scale)
+
+
+def test_other_libraries_can_still_ask_for_the_precision_of_products():
+    code = (
+        "import torch; from etude.trainer.machine import configure_cuda_performance; configure_cuda_performance(); "
+        "print(torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision)"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["high", "tf32"]

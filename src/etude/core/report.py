@@ -78,8 +78,10 @@ class RecordedReport(StepReport):
         return fields[name]
 
 
-def joined(reports: Sequence[StepReport]) -> list[StepReport]:
+def joined(reports: Sequence[StepReport], *, on_host: bool = False) -> list[StepReport]:
     """Return one report in place of all, each number a vector over the steps, if all are replays of one recording.
+
+    With `on_host` it is read from the device, which takes a single transfer.
 
     >>> first = StepReport({"loss": torch.tensor(1.0)}, {"loss": 2}, torch.tensor(3.0), 2, torch.tensor(0.0), 0.1)
     >>> page = Page(torch.stack([first.pack(), first.pack() + 1]))
@@ -96,7 +98,8 @@ def joined(reports: Sequence[StepReport]) -> list[StepReport]:
             runs[-1] = (one.page, runs[-1][1], one.row + 1)
         else:
             runs.append((one.page, one.row, one.row + 1))
-    block = torch.cat([page.tensor[start:stop] for page, start, stop in runs]).t()
+    block = torch.cat([page.tensor[start:stop] for page, start, stop in runs])
+    block = (block.cpu() if on_host else block).t()
     fields = layout.unpack(block)
     for key in ("sums", "counts"):
         fields[key] = {name: _vector(value, block) for name, value in fields[key].items()}

@@ -8,6 +8,8 @@ from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from etude.engine.meter import NO_AMOUNTS, STEP_PER_FORWARD, Amounts
 from etude.engine.peak import peak_flops
 from etude.engine.step import Step
 
+Rows = npt.NDArray[np.float64]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -190,7 +193,8 @@ class StepLog:
         return self._peak
 
     def _read(self, entries: list[_Entry]) -> "tuple[Tally, Series]":
-        reports = joined([entry.report for entry in entries])
+        # A process by itself reads replayed steps as they lie on the device: everything else is the host's work.
+        reports = joined([entry.report for entry in entries], on_host=self.world.size == 1)
         # Steps may differ in their terms; and of ranks, one without samples knows few.
         names = self.world.union(list(dict.fromkeys(name for report in reports for name in report.sums)))
         optional = set(self.world.union(sorted(set().union(*(report.optional for report in reports)))))
@@ -198,8 +202,8 @@ class StepLog:
         for name in names:
             columns += [_column([r.sums.get(name, 0.0) for r in reports])]
             columns += [_column([r.counts.get(name, 0.0) for r in reports])]
-        columns.append(_column([float(entry.amounts.samples) for entry in entries]))
-        columns.append(_column([float(entry.amounts.uncounted) for entry in entries]))
+        columns.append(_column([entry.amounts.samples for entry in entries]))
+        columns.append(_column([entry.amounts.uncounted for entry in entries]))
         columns.append(_column([entry.amounts.tokens for entry in entries]))
         columns.append(_column([entry.amounts.forward_flops for entry in entries]))
         device = reports[0].norm.device
@@ -208,16 +212,17 @@ class StepLog:
             [_column([getattr(r, key) for r in reports]).to(device) for key in ("norm", "divisor", "skipped")]
         )
         rows = torch.cat([per_rank, shared]).cpu()  # the one transfer
-        return self._summarise(names, optional, rows, [entry.place for entry in entries])
+        return self._summarise(names, optional, rows.numpy(), [entry.place for entry in entries])
 
     def _summarise(
-        self, names: list[str], optional: set[str], rows: Tensor, places: list[tuple[int, int, int]]
+        self, names: list[str], optional: set[str], rows: Rows, places: list[tuple[int, int, int]]
     ) -> "tuple[Tally, Series]":
         norms, divisors, skipped = rows[-3:]
-        samples, uncounted, tokens, flops = rows[-7:-3].sum(dim=1).tolist()
+        samples, uncounted, tokens, flops = rows[-7:-3].sum(axis=1).tolist()
         tally = Tally(steps=rows.shape[1], samples=samples, uncounted=uncounted, tokens=tokens, forward_flops=flops)
         tally.skipped = int(skipped.sum())
-        tally.bad_losses = int((~rows[: 2 * len(names) : 2].isfinite()).any(dim=0).sum())
+        finite = np.isfinite(rows[: 2 * len(names) : 2])
+        tally.bad_losses = int((~finite).any(axis=0).sum())
         if tally.skipped:
             tally.first_skipped = list(places[int(skipped.argmax())])
         series = Series()
@@ -225,12 +230,12 @@ class StepLog:
             sums, counts = rows[2 * index], rows[2 * index + 1]
             if name in optional and not counts.any():
                 continue
-            finite = torch.isfinite(sums)
-            series.terms[name] = sums[finite].tolist(), counts[finite].tolist()
-        good = (norms / divisors)[skipped == 0]
+            series.terms[name] = sums[finite[index]].tolist(), counts[finite[index]].tolist()
+        with np.errstate(all="ignore"):
+            good = (norms / divisors)[skipped == 0]
         series.norms = good.tolist()
-        if good.numel():
-            tally.norm_count = good.numel()
+        if good.size:
+            tally.norm_count = good.size
             tally.norm_min, tally.norm_max = float(good.min()), float(good.max())
         for bad in skipped.tolist():
             self.bad_streak = self.bad_streak + 1 if bad else 0
@@ -254,13 +259,15 @@ class Series:
 
 
 def _column(values: list[Any]) -> Tensor:
-    """Return numbers and 0-dim tensors as one float64 vector, on the device of the tensors."""
+    """Return numbers and tensors as one float64 vector, on the device of the tensors."""
     tensor = next((value for value in values if isinstance(value, Tensor)), None)
     if tensor is None:
-        return torch.tensor(values, dtype=torch.float64)
+        return torch.from_numpy(np.array(values, dtype=np.float64))
+    if len(values) == 1:  # one of all steps
+        return tensor.reshape(-1).double()
     # A count can be a number in one step and a tensor in another: where terms take turns, most have the number 0.
     numbers = {v: tensor.new_full((), v) for v in values if not isinstance(v, Tensor)}
-    return torch.stack([v if isinstance(v, Tensor) else numbers[v] for v in values]).flatten().double()
+    return torch.stack([v if isinstance(v, Tensor) else numbers[v] for v in values]).double()
 
 
 def _merge(total: Tally, fresh: Tally) -> None:

@@ -189,8 +189,9 @@ def resolve_device(name: str | torch.device = "auto", local_rank: int = 0) -> to
 
 def configure_cuda_performance() -> None:
     """Allow TF32 matrix products and cuDNN's, and flash and memory-efficient attention; harmless without CUDA."""
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
+    # Not torch.backends.cuda.matmul.fp32_precision: after it torch.get_float32_matmul_precision, which others call,
+    # is an error. cuDNN's convolutions take TF32 unless they are forbidden to.
+    torch.set_float32_matmul_precision("high")
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.enable_mem_efficient_sdp(True)
     torch.backends.cudnn.benchmark = True
