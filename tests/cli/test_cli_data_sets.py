@@ -4,6 +4,7 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -23,7 +24,19 @@ def touch_csv():
     path.write_text(path.read_text().replace("red", "green", 1))
 
 
+def write_arrays(offset=0.0):
+    source = np.random.default_rng(0)
+    y = source.integers(0, 3, 200)
+    np.savez("d.npz", x=source.normal(y[:, None], 1.0, (200, 4)) + offset, y=y)
+
+
 CASES = {
+    "arrays": (
+        write_arrays,
+        lambda: write_arrays(1.0),
+        {"name": "mlp", "hidden": [8], "dropout": 0.1},
+        {"name": "arrays", "path": "d.npz"},
+    ),
     "csv": (write_csv, touch_csv, {"name": "mlp", "hidden": [8]}, {"name": "csv", "path": "d.csv", "target": "y"}),
     "csv of numbers": (
         lambda: write_csv(classes=False),

@@ -11,6 +11,7 @@ MODULES: dict[str, dict[str, str]] = {
         "text_samples": "callbacks.text_samples",
     },
     "data": {
+        "arrays": "data.catalog.arrays",
         **dict.fromkeys(("csv", "parquet"), "data.catalog.tabular"),
         "mnist": "data.catalog.mnist",
         "streams": "data.catalog.streams",

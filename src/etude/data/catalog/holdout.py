@@ -38,6 +38,14 @@ def hold_out(keys: npt.NDArray[np.uint64], validation: float, test: float) -> di
     return {part: np.sort(rows) for part, rows in found.items() if len(rows)}
 
 
+def mix_keys(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Spread the bits of 64-bit numbers (the finalizer of SplitMix64)."""
+    keys = keys + np.uint64(0x9E3779B97F4A7C15)
+    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return keys ^ (keys >> np.uint64(31))
+
+
 def shares(validation: float | str | None, test: float | str | None) -> tuple[float, float]:
     """Return the shares to hold out: 0 for a part that is a file of its own."""
     return validation if isinstance(validation, float) else 0.0, test if isinstance(test, float) else 0.0

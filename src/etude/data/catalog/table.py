@@ -13,6 +13,7 @@ import numpy.typing as npt
 from etude.core.errors import DataError
 from etude.core.spelling import did_you_mean, shorten
 from etude.data.catalog.delimited import BLOCK_BYTES, MISSING, PLAIN, Block, NotANumber, NumberForm, read_blocks
+from etude.data.catalog.holdout import mix_keys
 
 Floats = npt.NDArray[np.floating[Any]]
 Kind = Literal["number", "text"]
@@ -61,14 +62,6 @@ class Table:
             part = column.keys() if isinstance(column, TextColumn) else column.astype(np.float64).view(np.uint64)
             keys = mix_keys(keys ^ part)
         return keys
-
-
-def mix_keys(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Spread the bits of 64-bit numbers (the finalizer of SplitMix64)."""
-    keys = keys + np.uint64(0x9E3779B97F4A7C15)
-    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return keys ^ (keys >> np.uint64(31))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,214 @@
+"""Arrays for config files: .npz, .safetensors, or a folder of .npy files. Nothing that is read can run code."""
+
+import json
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from annotated_types import Ge
+
+from etude.config.registry import register
+from etude.core.errors import DataError
+from etude.core.spelling import did_you_mean, listed
+from etude.data.catalog.holdout import Share, fingerprint, hold_out, mix_keys, shares
+from etude.data.catalog.rows import Array, ArrayRows, Scaling, digest_blocks
+from etude.data.splits import DataSplits, check_labels
+
+INPUTS = ("inputs", "x", "X", "data", "images", "features")
+LABELS = ("labels", "y", "Y", "targets", "target")
+"""Names under which inputs and labels are looked for."""
+_DTYPES = {
+    "F64": "f8",
+    "F32": "f4",
+    "F16": "f2",
+    "I64": "i8",
+    "I32": "i4",
+    "I16": "i2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "?",
+}
+"""Types of safetensors that NumPy has."""
+
+
+@register("data", "arrays")
+def load_arrays(
+    path: str,
+    inputs: str | None = None,
+    labels: str | None = None,
+    standardize: bool = True,
+    validation: Share | str = 0.1,
+    test: Share | str = 0.1,
+    seed: Annotated[int, Ge(0)] = 0,
+) -> DataSplits:
+    """Arrays of inputs and labels, with a sample in each row.
+
+    Whole numbers as labels are classes, other numbers are predicted as numbers. Files are mapped into memory and read
+    as they are needed, but for .npz, which are read at once.
+
+    path: a .npz or .safetensors file, or a folder with .npy files.
+    inputs, labels: the names of the arrays (of the files, without .npy); usual names are found.
+    standardize: inputs to mean 0 and standard deviation 1 over the training part: per feature of (N, F), per channel of
+        (N, C, H, W), else by one number. Without it bytes are scaled to 0 … 1 and other whole numbers stay as they are.
+    validation, test: another file or folder with the same names, or the share of samples held out, chosen by `seed`.
+    """
+    main = _read(Path(path).expanduser(), inputs, labels)
+    keys = mix_keys(mix_keys(np.array([seed], dtype=np.uint64)) ^ np.arange(len(main["inputs"]), dtype=np.uint64))
+    rows = hold_out(keys, *shares(validation, test))
+    found = {part: (main, one if len(rows) > 1 else None) for part, one in rows.items()}
+    for part, place in (("validation", validation), ("test", test)):
+        if isinstance(place, str):
+            found[part] = _read(Path(place).expanduser(), inputs, labels, like=main), None
+    num_classes = _num_classes([arrays["labels"] for arrays, _ in found.values()])
+    scaling = Scaling.of(main["inputs"], rows["train"]) if standardize else None
+    parts: dict[str, Any] = {
+        part: ArrayRows(arrays["inputs"], arrays["labels"], one, scaling=scaling)
+        for part, (arrays, one) in found.items()
+    }
+    facts = {"rows": {part: len(one) for part, one in parts.items()}}
+    facts |= {} if scaling is None else scaling.facts()
+    files = {id(arrays): arrays for arrays, _ in found.values()}.values()
+    sample = main["labels"].shape[1:]
+    return DataSplits(
+        **parts,
+        num_classes=num_classes,
+        num_targets=int(np.prod(sample)) if num_classes is None else None,
+        input_shape=main["inputs"].shape[1:],
+        facts={"fingerprint": fingerprint((block for one in files for block in digest_blocks(one)), facts), **facts},
+    )
+
+
+def _num_classes(labels: list[Array]) -> int | None:
+    """Return the number of classes if labels are classes. Raises DataError for one that cannot be."""
+    if labels[0].ndim > 1 or labels[0].dtype.kind not in "iu":
+        return None
+    number = max(int(one.max()) for one in labels) + 1
+    for one in labels:
+        check_labels(torch.from_numpy(one), max(number, 1))
+    if number < 2:
+        raise DataError("labels has one class, 0; there is nothing to learn")
+    return number
+
+
+def _read(
+    path: Path, inputs: str | None, labels: str | None, like: Mapping[str, Array] | None = None
+) -> dict[str, Array]:
+    """Return the arrays `inputs` and `labels` of a file or folder."""
+    there = _open(path)
+    found = {
+        "inputs": there[_name(path, there, inputs, INPUTS, "inputs")],
+        "labels": there[_name(path, there, labels, LABELS, "labels")],
+    }
+    for name, array in found.items():
+        if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
+            raise DataError(f"{path}: {name} is of type {array.dtype}; save numbers")
+        if array.ndim == 0 or not len(array):
+            raise DataError(f"{path}: {name} has no samples")
+        if like is not None and array.shape[1:] != like[name].shape[1:]:
+            raise DataError(
+                f"{path}: {name} has the shape {array.shape}, in the training file {like[name].shape}; make them alike"
+            )
+    lengths = {name: len(array) for name, array in found.items()}
+    if lengths["inputs"] != lengths["labels"]:
+        raise DataError(
+            f"{path}: {lengths['inputs']} inputs and {lengths['labels']} labels; there must be one for each"
+        )
+    found["labels"] = _as_labels(path, found["labels"])
+    return found
+
+
+def _as_labels(path: Path, labels: Array) -> Array:
+    """Return classes as int64 (N,), numbers as float32 (N, K)."""
+    if labels.dtype.kind in "iub":
+        labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+        return np.array(labels, dtype=np.int64)
+    numbers: Array = np.array(labels, dtype=np.float32)
+    if not np.isfinite(numbers).all():
+        bad = int(np.flatnonzero(~np.isfinite(numbers).reshape(len(numbers), -1).all(1))[0])
+        raise DataError(f"{path}: label {bad} is not finite; fix it")
+    return numbers[:, None] if numbers.ndim == 1 else numbers
+
+
+def _name(path: Path, there: Mapping[str, Any], given: str | None, usual: tuple[str, ...], what: str) -> str:
+    if given is not None:
+        if given not in there:
+            raise DataError(f"{path} has no array {given!r}{did_you_mean(given, there)} (there are: {listed(there)})")
+        return given
+    name = next((one for one in usual if one in there), None)
+    if name is None:
+        raise DataError(f"{path} has no array called {' or '.join(usual)} (there are: {listed(there)}); set {what}")
+    return name
+
+
+class ArrayFiles(Mapping[str, Array]):
+    """Arrays by name, opened when they are asked for."""
+
+    def __init__(self, path: Path, openers: Mapping[str, Any]) -> None:
+        self.path, self._openers = path, openers
+
+    def __getitem__(self, name: str) -> Array:
+        try:
+            array: Array = self._openers[name]()
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            reason = "it holds Python objects" if "allow_pickle" in str(error) else " ".join(str(error).split())
+            raise DataError(f"{self.path}: array {name!r} cannot be read ({reason})") from error
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._openers)
+
+    def __len__(self) -> int:
+        return len(self._openers)
+
+
+def _open(path: Path) -> ArrayFiles:
+    """Return the arrays of a file or folder by name. Raises DataError for what is neither."""
+    try:
+        if path.is_dir():
+            files = sorted(path.glob("*.npy"))
+            return ArrayFiles(path, {file.stem: lambda file=file: np.load(file, mmap_mode="r") for file in files})
+        if path.suffix == ".safetensors":
+            return _open_safetensors(path)
+        if path.suffix == ".npz":
+            with zipfile.ZipFile(path) as archive:
+                names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
+            return ArrayFiles(path, {name: lambda name=name: _unpacked(path, name) for name in names})
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} cannot be read ({' '.join(str(error).split())})") from error
+    raise DataError(f"{path} is no file of arrays; give a .npz or .safetensors file, or a folder of .npy files")
+
+
+def _unpacked(path: Path, name: str) -> Array:
+    with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as file:
+        array: Array = np.lib.format.read_array(file, allow_pickle=False)
+    return array
+
+
+def _open_safetensors(path: Path) -> ArrayFiles:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > path.stat().st_size:
+            raise ValueError("it is truncated, or no safetensors file")
+        header = json.loads(file.read(size))
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    return ArrayFiles(
+        path, {name: lambda entry=entry: _mapped(path, entry, 8 + size) for name, entry in entries.items()}
+    )
+
+
+def _mapped(path: Path, entry: Mapping[str, Any], start: int) -> npt.NDArray[Any]:
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"type {entry['dtype']}; save it as F32")
+    begin, end = entry["data_offsets"]
+    dtype, shape = np.dtype(f"<{_DTYPES[entry['dtype']]}"), tuple(entry["shape"])
+    if end - begin != dtype.itemsize * int(np.prod(shape)) or start + end > path.stat().st_size:
+        raise ValueError("it is truncated, or its header is wrong")
+    if end == begin:
+        return np.zeros(shape, dtype)
+    return np.memmap(path, dtype, mode="r", offset=start + begin, shape=shape)
