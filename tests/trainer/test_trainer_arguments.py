@@ -61,6 +61,8 @@ SAME = [
     ({"callbacks": None}, {}),
     ({"train_loader": (X.double().numpy(), Y.int().numpy())}, {}),
     ({"train_loader": (X.numpy(), Y)}, {}),
+    ({"train_loader": (X.tolist(), Y.tolist())}, {}),
+    ({"train_loader": (X.double().numpy()[::-1][::-1], Y.tolist())}, {}),
 ]
 
 
@@ -262,3 +264,22 @@ def test_a_run_stopped_by_a_callback_is_not_interrupted():
 
     one = Trainer(net(), (X, Y), config={"epochs": 2, "device": "cpu"}, callbacks=[Stop()], progress=False)
     assert "interrupted" not in one.train()
+
+
+def test_whatever_gives_itself_as_an_array_is_data_for_training_validation_and_evaluation():
+    class Table:
+        def __init__(self, array):
+            self.array = array
+
+        def __len__(self):
+            return len(self.array)
+
+        def __array__(self, dtype=None, copy=None):
+            return self.array
+
+    table, labels = Table(X.double().numpy()), Table(Y.numpy())
+    config = {"epochs": 1, "device": "cpu"}
+    one = Trainer(net(), (table, labels), (table, labels), config=config, progress=False)
+    other = Trainer(net(), (X, Y), (X, Y), config=config, progress=False)
+    assert one.train()["val_loss"] == other.train()["val_loss"]
+    assert one.evaluate((table, labels)) == other.evaluate((X, Y))

@@ -30,10 +30,10 @@ from etude.data.transfer.prefetch import prefetch_stream
 class DataLoader:
     """Batches in an order that is a pure function of (seed, epoch, position).
 
-    `data` is a tensor, a NumPy array, a pair (data, labels), a mapping or a `TensorData` of them, held in memory and
-    gathered by one vectorised copy per batch; a source that gathers batches itself, such as `TokenBlocks`; the path of
-    a token file, read as padded documents; or a map-style dataset whose samples are fetched one by one, in worker
-    processes if asked for.
+    `data` is a tensor, a NumPy array, a table of pandas, a pair (data, labels), a mapping or a `TensorData` of them,
+    held in memory and gathered by one vectorised copy per batch; a source that gathers batches itself, such as
+    `TokenBlocks`; the path of a token file, read as padded documents; or a map-style dataset whose samples are fetched
+    one by one, in worker processes if asked for. Arrays and tables of float64 become torch's default type, float32.
     Tensors give a `DataBatch(data, labels)`, a mapping or a token file gives dicts, a dataset what `collate_fn` makes.
 
     >>> loader = DataLoader(torch.arange(5), torch.arange(5) % 2, batch_size=2, shuffle=False)
@@ -236,7 +236,7 @@ def _refuse_labels(labels: Any) -> None:
     if isinstance(labels, int):
         raise DataError(f"labels is the number {labels}; give the batch size by name: batch_size={labels}")
     if labels is not None:
-        raise DataError("labels go with tensors; the samples of a dataset carry their own")
+        raise DataError("labels go with tensors, arrays and tables; the samples of a dataset carry their own")
 
 
 class EpochIterator:

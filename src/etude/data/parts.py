@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-import numpy as np
-from torch import Tensor
-
 from etude.core.errors import DataError
 from etude.core.spelling import listed, suggest
+from etude.data.sources.arrays import as_tensor, is_column, is_pair
 
 Draw = Literal["alternate", "together"]
 RESERVED = ("all", "default", "none")
@@ -22,8 +20,8 @@ class TensorData:
     """Samples in memory, with the function that prepares a batch of them."""
 
     data: Any
-    """A tensor, a NumPy array or a mapping of them."""
-    labels: Tensor | None = None
+    """A tensor, a NumPy array, a table of pandas, or a mapping of them."""
+    labels: Any = None
     transform: Callable[..., Any] | None = None
 
     def __len__(self) -> int:
@@ -90,8 +88,9 @@ def tensors_of(
 ) -> tuple[Any, Any, Callable[..., Any] | None]:
     """Return data, labels and transform of a `TensorData` or a pair of tensors or arrays; all else as it is given.
 
-    >>> tensors_of(TensorData([1, 2], [0, 1]), None, None)
-    ([1, 2], [0, 1], None)
+    >>> import numpy as np
+    >>> tensors_of((np.arange(2), [0, 1]), None, None)
+    (array([0, 1]), [0, 1], None)
 
     Raises DataError for labels that are given twice, and for parts of a data set that have settings of a loader.
     """
@@ -99,16 +98,22 @@ def tensors_of(
         raise DataError(
             f"a {type(data).__name__} has settings of its own: DataLoaderFactory().create(data) makes the loader"
         )
-    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(one, (Tensor, np.ndarray)) for one in data):
+    if is_pair(data):
         data = TensorData(*data)
     if not isinstance(data, TensorData):
-        return data, labels, transform
+        return _samples(data, labels), labels, transform
     if labels is not None and data.labels is not None:
         raise DataError(
             "labels are given twice, with the data and by themselves; a batch size has a name: batch_size=8"
         )
     found = labels if data.labels is None else data.labels
-    return data.data, found, data.transform if transform is None else transform
+    return _samples(data.data, found), found, data.transform if transform is None else transform
+
+
+def _samples(data: Any, labels: Any) -> Any:
+    """Return data; a list of numbers that has labels beside it is no data set, but an array."""
+    is_array = isinstance(data, list) and is_column(data) and is_column(labels)
+    return as_tensor(data, "data") if is_array else data
 
 
 def check_stream_name(name: object) -> None:

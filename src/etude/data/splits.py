@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from etude.core.errors import ConfigError, DataError
 from etude.data.loader import DataLoader
 from etude.data.parts import LoaderData, Streams, TensorData
+from etude.data.sources.arrays import as_tensor
 from etude.data.sources.streams_loader import StreamLoader
 from etude.data.tokens.schema import TokenSchema
 
@@ -172,13 +172,14 @@ class DataLoaderFactory:
         return make_loader(data, **settings)
 
 
-def check_labels(labels: Tensor, num_classes: int, ignore_index: int = -100) -> None:
+def check_labels(labels: Any, num_classes: int, ignore_index: int = -100) -> None:
     """Raise DataError unless every label is a class, 0 … num_classes-1, or `ignore_index`.
 
     Floating-point labels are not classes and pass unchecked.
 
     >>> check_labels(torch.tensor([0, 9, -100]), num_classes=10)
     """
+    labels = as_tensor(labels, "labels")
     if labels.is_floating_point() or labels.numel() == 0:
         return
     lowest, highest = (int(value) for value in labels.aminmax())

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler as TorchBatchSampler
@@ -24,6 +23,7 @@ from etude.data import (
     TensorData,
     as_loader,
 )
+from etude.data.sources.arrays import as_tensor, is_array, is_pair
 from etude.distributed import World
 from etude.engine.step import GradientAccumulator
 from etude.trainer.config import TrainerConfig
@@ -61,7 +61,7 @@ class Loaders:
     ) -> None:
         """Make both loaders; either may be None.
 
-        NumPy arrays get the number format of `model`; `names` are the arguments that errors speak of.
+        Arrays get the number format of `model`; `names` are the arguments that errors speak of.
         """
         self.accumulator = GradientAccumulator(accumulation_steps=config.grad_accum_steps)
         """How many of the training batches make a step."""
@@ -76,7 +76,7 @@ class Loaders:
                 _warn_of_no_validation(config)
 
     def make(self, source: Any, *, training: bool) -> Loader:
-        """Return a loader over another loader, a Dataset, a source of batches, streams, tensors or NumPy arrays.
+        """Return a loader over another loader, a Dataset, a source of batches, streams, tensors or arrays.
 
         Data that is no loader yet is shuffled in training, in the order that seed, epoch and position alone decide.
         With several processes each gets its share.
@@ -84,7 +84,7 @@ class Loaders:
         device, world = self._machine.device, self._machine.world
         source = _as_tensors(source, self._model)
         known = (Tensor, Dataset, BatchSource, TensorData, LoaderData, Streams)
-        if isinstance(source, known) or _is_tensor_pair(source):
+        if isinstance(source, known) or is_pair(source):
             source = DataLoaderFactory.from_config(self._config, device=device).create(source, training=training)
         loader = _share(source, world, training=training)
         if not isinstance(loader, Loader):
@@ -189,31 +189,22 @@ def _inner(loader: Loader | None) -> Loader | None:
 
 
 def _as_tensors(source: Any, model: nn.Module | None) -> Any:
-    """Return NumPy arrays, alone or in a tuple, as tensors; anything else as it is.
+    """Return arrays, tables and, in a pair, lists of numbers as tensors; anything else as it is.
 
     Floating numbers get the format of the model: that of NumPy is float64 unless asked otherwise.
     """
-    if isinstance(source, np.ndarray):
-        return _as_tensor(source, model)
-    if isinstance(source, tuple) and source and all(isinstance(one, (np.ndarray, Tensor)) for one in source):
-        return tuple(_as_tensor(one, model) if isinstance(one, np.ndarray) else one for one in source)
-    return source
+    if is_pair(source):
+        return tuple(_as_tensor(one, name, model) for one, name in zip(source, ("data", "labels"), strict=True))
+    return _as_tensor(source, "data", model) if is_array(source) else source
 
 
-def _as_tensor(array: np.ndarray[Any, Any], model: nn.Module | None) -> Tensor:
-    try:
-        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-    except (TypeError, ValueError) as error:
-        raise DataError(f"a NumPy array of {array.dtype} cannot become a tensor; give numbers") from error
-    if tensor.is_floating_point():
-        params = () if model is None else model.parameters()
-        formats = (param.dtype for param in params if param.is_floating_point())
-        return tensor.to(next(formats, torch.get_default_dtype()))
-    return tensor if tensor.dtype in (torch.bool, torch.uint8) else tensor.long()
-
-
-def _is_tensor_pair(source: Any) -> bool:
-    return isinstance(source, tuple) and len(source) == 2 and all(isinstance(one, Tensor) for one in source)
+def _as_tensor(array: Any, name: str, model: nn.Module | None) -> Tensor:
+    if isinstance(array, Tensor):
+        return array
+    params = () if model is None else model.parameters()
+    formats = (param.dtype for param in params if param.is_floating_point())
+    tensor = as_tensor(array, name, next(formats, torch.get_default_dtype()))
+    return tensor if tensor.is_floating_point() or tensor.dtype in (torch.bool, torch.uint8) else tensor.long()
 
 
 def _warn_of_kept(source: Any, config: TrainerConfig, world: World) -> None:

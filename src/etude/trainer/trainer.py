@@ -72,8 +72,8 @@ class Trainer:
 
         Args:
             model: any module; it is moved to the device.
-            train_loader: an etude or torch DataLoader, a Dataset, a tensor or pair of tensors or NumPy arrays, or any
-                iterable of batches.
+            train_loader: an etude or torch DataLoader, a Dataset, data or a pair of data and labels (tensors, NumPy
+                arrays, tables of pandas), or any iterable of batches.
             val_loader: the same, for validation.
             config: a `TrainerConfig`, or its keys as a mapping.
             optimizer: an optimizer, a function of the parameters, or the name of one; AdamW by default. Optimizer,

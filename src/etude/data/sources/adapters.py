@@ -4,8 +4,6 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from types import MethodType
 from typing import Any
 
-import numpy as np
-from torch import Tensor
 from torch.utils.data import BatchSampler as TorchBatchSampler
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import (
@@ -24,6 +22,7 @@ from etude.core.batch import Batch, num_samples
 from etude.core.errors import DataError
 from etude.core.loader import Loader
 from etude.core.random import mix
+from etude.data.sources.arrays import is_column
 from etude.data.sources.rng import RandomStream, owned_generators
 from etude.data.sources.worker_process import begin_epoch, prepare_workers, starting_workers
 
@@ -156,9 +155,8 @@ def as_loader(source: Any, *, seed: int = 0, world_size: int = 1) -> Loader:
     """
     if isinstance(source, Loader):
         return source
-    is_data = isinstance(source, (Tensor, np.ndarray, Mapping, str, bytes, Dataset)) or (
-        isinstance(source, tuple) and any(isinstance(part, (Tensor, np.ndarray)) for part in source)
-    )
+    is_pair = isinstance(source, tuple) and any(map(is_column, source))
+    is_data = is_pair or is_column(source) or isinstance(source, (Mapping, str, bytes, Dataset))
     if is_data or not (isinstance(source, Iterable) or callable(source)):
         raise DataError(
             f"cannot take batches from a {type(source).__name__}; wrap data in etude's "

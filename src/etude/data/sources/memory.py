@@ -4,7 +4,6 @@ Batches for a CUDA device travel several at once: a model that needs 0.2 ms for 
 copy and a normalisation of each.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from etude.core.batch import Batch, DataBatch, hand_out_parts
 from etude.core.errors import DataError
 from etude.data.order import BatchSampler, Indices
+from etude.data.sources.arrays import as_tensor, is_array
 
 LABELS = "labels"
 CHUNK_BYTES = 4 * 2**20
@@ -26,8 +26,8 @@ ALIGNED = 256
 
 
 def is_in_memory(data: object) -> bool:
-    """Whether `data` is a tensor, an array or a mapping, to be held and gathered as a whole."""
-    return isinstance(data, (Tensor, np.ndarray, Mapping))
+    """Whether `data` is a tensor, an array, a table or a mapping, to be held and gathered as a whole."""
+    return isinstance(data, Mapping) or is_array(data)
 
 
 class TensorSource:
@@ -54,11 +54,11 @@ class TensorSource:
         if isinstance(data, Mapping):
             if labels is not None and LABELS in data:
                 raise DataError("labels are given twice: in the mapping and as an argument of their own; give one")
-            columns = {str(key): _as_tensor(value, str(key)) for key, value in data.items()}
+            columns = {str(key): as_tensor(value, str(key)) for key, value in data.items()}
         else:
-            columns = {"data": _as_tensor(data, "data")}
+            columns = {"data": as_tensor(data, "data")}
         if labels is not None:
-            columns[LABELS] = _as_tensor(labels, LABELS)
+            columns[LABELS] = as_tensor(labels, LABELS)
         self.columns = columns
         self.num_samples = _common_length(columns)
         self._held = next(iter(columns.values())).device
@@ -125,22 +125,6 @@ def _split(column: Tensor, size: int) -> list[Tensor]:
     parts = [hand_out_parts(column)[start : start + size] for start in range(0, len(column), size)]
     is_aligned = size * column.stride(0) * column.element_size() % ALIGNED == 0
     return parts if is_aligned else [part.clone() for part in parts]
-
-
-def _as_tensor(value: Any, name: str) -> Tensor:
-    if isinstance(value, np.ndarray):
-        try:
-            with warnings.catch_warnings():
-                # A read-only array (a memory-mapped file) is fine: it is only ever read.
-                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-                value = torch.from_numpy(value)
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{name}: an array of {value.dtype} cannot become a tensor; convert it first") from error
-    if not isinstance(value, Tensor):
-        raise DataError(f"{name} is a {type(value).__name__}; give a tensor or a NumPy array")
-    if value.dim() == 0:
-        raise DataError(f"{name} is a single number; its first dimension must run over the samples")
-    return value.detach()
 
 
 def _common_length(columns: Mapping[str, Tensor]) -> int:
