@@ -5,10 +5,14 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
 from etude.core.errors import DataError
+from etude.core.random import mix
 from etude.data import DataLoader
+from etude.data.sources.workers import collate_samples
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on a machine with few cores
@@ -29,6 +33,128 @@ def assert_equal(got, expected):
 
 def generators():
     return random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2], torch.get_rng_state()
+
+
+class Drawing(Dataset):
+    """Sample i is (i, what `draw` makes of it)."""
+
+    def __init__(self, draw, length=22):
+        self.draw, self.length = draw, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return float(index), float(self.draw(index) or 0)
+
+
+class Whole(Drawing):
+    """Hands out whole batches, and counts what it is asked for."""
+
+    batches = singles = 0
+
+    def __getitem__(self, index):
+        self.singles += 1
+        return super().__getitem__(index)
+
+    def __getitems__(self, indices):
+        self.batches += 1
+        return [Drawing.__getitem__(self, index) for index in indices]
+
+
+def inherited(_):
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(())
+
+
+def collate_with_noise(samples):
+    x, y = default_collate(samples)
+    return x, y + np.random.rand() + torch.rand(())
+
+
+DRAWS = {
+    "nothing": lambda _: 0,
+    "python": lambda _: random.random(),
+    "numpy": lambda _: np.random.rand(),
+    "torch": lambda _: torch.rand(()),
+    "all": lambda _: random.random() + np.random.rand() + torch.rand(()),
+    "sometimes": lambda i: random.random() if i % 7 == 3 else 0,
+    "one after the other": lambda i: torch.rand(()) + (np.random.rand() if i % 5 == 2 else 0),
+    "normal": lambda _: random.gauss(0, 1) + np.random.randn() + torch.randn(()),
+    "its seed": lambda i: (torch.initial_seed() + i) % 1009,
+    "inherited": inherited,
+    "seeds itself": lambda i: torch.manual_seed(i) and torch.rand(()),
+}
+
+
+def seeded_each_time(dataset, loader, epoch, collate):
+    """The definition: all generators are seeded before each sample."""
+    for position in range(0, loader.sampler.epoch_samples, loader.batch_size):
+        samples = []
+        for index in loader.sampler.batch(epoch, position).tolist():
+            seed = mix(loader.sampler.seed, epoch, index)
+            random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
+            samples.append(dataset[index])
+        yield collate(samples)
+
+
+@pytest.mark.parametrize("collate", [default_collate, collate_with_noise])
+@pytest.mark.parametrize("kind", DRAWS)
+def test_a_sample_draws_as_if_all_generators_were_seeded_for_it(kind, collate):
+    for make, options in ((Drawing, {}), (Whole, {}), (lambda draw: Subset(Drawing(draw), range(22)), {})):
+        for size in (1, 5):
+            dataset = make(DRAWS[kind])
+            loader = DataLoader(dataset, batch_size=size, seed=3, collate_fn=collate, **options)
+            for epoch in (0, 1):
+                assert_equal(list(loader.iterate(epoch)), list(seeded_each_time(dataset, loader, epoch, collate)))
+
+
+def test_so_it_does_in_a_worker():
+    for kind in ("sometimes", "one after the other", "its seed"):
+        dataset = Drawing(DRAWS[kind])
+        loader = DataLoader(dataset, batch_size=5, seed=3, collate_fn=collate_with_noise, num_workers=1)
+        expected = list(seeded_each_time(dataset, loader, 1, collate_with_noise))
+        assert_equal(list(loader.iterate(1)), expected)
+
+
+def test_only_generators_that_are_drawn_from_are_seeded(monkeypatch):
+    seeds, seed = [], np.random.seed
+    monkeypatch.setattr(np.random, "seed", lambda value: (seeds.append(value), seed(value)))
+    for kind, expected in (("nothing", 1), ("torch", 1), ("numpy", 22)):
+        seeds.clear()
+        batches(Drawing(DRAWS[kind]))
+        assert len(seeds) == expected
+
+
+def test_each_sample_is_asked_for_once_if_the_first_shows_what_is_drawn():
+    for kind in ("nothing", "all"):
+        asked = []
+        batches(Drawing(lambda i: asked.append(i) or DRAWS[kind](i)))
+        assert sorted(asked) == list(range(22))
+
+
+def test_whole_batches_are_fetched_at_once_unless_they_draw():
+    plain, drawing = Whole(DRAWS["nothing"]), Whole(DRAWS["torch"])
+    batches(plain)
+    batches(drawing)
+    assert (plain.batches, plain.singles) == (5, 0)
+    assert (drawing.batches, drawing.singles) == (1, 22)
+
+
+NUMBERS = st.one_of(st.integers(-5, 5), st.integers(), st.floats(width=16), st.booleans())
+
+
+@settings(max_examples=200)
+@given(st.lists(NUMBERS, min_size=1, max_size=6))
+def test_numbers_are_collated_as_torch_does(samples):
+    try:
+        expected = default_collate([{"x": (value, [value])} for value in samples])
+    except (OverflowError, RuntimeError, ValueError) as error:
+        with pytest.raises(type(error)):
+            collate_samples([{"x": (value, [value])} for value in samples])
+        return
+    got = collate_samples([{"x": (value, [value])} for value in samples])
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_samples_come_in_the_samplers_order(random_dataset):

@@ -1,4 +1,4 @@
-"""The global generators: seeded for a moment, preserved for the caller, or swapped for a stream of their own."""
+"""Random numbers of data: a stream of their own in the global generators, and generators that objects keep."""
 
 import random
 from collections import Counter
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from etude.core.random import mix
+from etude.data.sources.global_rng import GLOBALS, seed_generators
 
 Accessors = tuple[Callable[[], Any], Callable[[Any], Any]]
 """How the state of one generator is read and written."""
@@ -21,32 +22,6 @@ CLOSED = (*GENERATORS, torch.Tensor, np.ndarray, str, bytes, type, ModuleType, _
 """What is not looked into for generators."""
 DEPTH, SHORT = 8, 100
 """How deep they are looked for, and in lists of which length: not among the samples of a dataset."""
-
-
-def seed_generators(seed: int) -> None:
-    """Seed Python, NumPy and torch's CPU generator (about 10 µs: cheap enough for every sample)."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
-
-
-@contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Whatever is drawn inside leaves Python's, NumPy's and torch's CPU generator as they were.
-
-    >>> _ = torch.manual_seed(1); expected = torch.rand(1); _ = torch.manual_seed(1)
-    >>> with preserved_rng():
-    ...     seed_generators(5); _ = torch.rand(1)
-    >>> bool(torch.rand(1) == expected)
-    True
-    """
-    python, numpy, tensor = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.default_generator.set_state(tensor)
 
 
 class RandomStream:
@@ -142,11 +117,7 @@ def seed_owned(generators: Sequence[Any], seed: int) -> None:
 
 
 def _globals() -> list[Accessors]:
-    found: list[Accessors] = [
-        (random.getstate, random.setstate),
-        (np.random.get_state, np.random.set_state),
-        (torch.default_generator.get_state, torch.default_generator.set_state),
-    ]
+    found: list[Accessors] = [(generator.read, generator.write) for generator in GLOBALS.values()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found.append(_accessors(torch.cuda.default_generators[torch.cuda.current_device()]))
     return found

@@ -19,7 +19,6 @@ from etude.data.order.streams import EndlessOrder, Span, stable_number
 from etude.data.parts import LoaderData, TensorData
 from etude.data.sources.base import BatchSource, MeasuredSource, OrderedSource, ResizableSource, send
 from etude.data.sources.memory import TensorSource, is_in_memory
-from etude.data.sources.rng import preserved_rng
 from etude.data.sources.workers import Collate, SeededSamples, dataset_length
 from etude.data.text import TokenDocuments
 from etude.data.tokens import open_tokens
@@ -48,14 +47,16 @@ class Fetched:
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
         self.dataset, self.collate = dataset, collate
         self.size = dataset_length(dataset)
+        self._samples: SeededSamples | None = None
 
     def __len__(self) -> int:
         return self.size
 
     def gather(self, indices: Indices, *, epoch: int, seed: int) -> Batch:
         """Return the samples at `indices`; the caller's generators are left as they were."""
-        with preserved_rng():
-            return SeededSamples(self.dataset, self.collate, seed)[epoch, indices]
+        if self._samples is None or self._samples.seed != seed:
+            self._samples = SeededSamples(self.dataset, self.collate, seed)
+        return self._samples[epoch, indices.tolist()]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import _DatasetKind
 
 from etude.core.random import mix
-from etude.data.sources.rng import owned_generators, seed_generators, seed_owned
+from etude.data.sources.global_rng import seed_generators
+from etude.data.sources.rng import owned_generators, seed_owned
 
 ENDING, EPOCH, SEED, PIDS = 0, 1, 2, 3
 GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}

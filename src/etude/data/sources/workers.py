@@ -2,21 +2,26 @@
 
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data._utils.collate import collate as collate_by
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from etude.core.batch import Batch, in_pinned_memory, is_empty, map_tensors
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data.order import BatchSampler, Indices
-from etude.data.sources.rng import owned_generators, preserved_rng, seed_generators, seed_owned
+from etude.data.order import BatchSampler
+from etude.data.sources.global_rng import GLOBALS, Preserved, seed_generators
+from etude.data.sources.rng import owned_generators, seed_owned
 from etude.data.sources.worker_process import WorkerStart, starting_workers
 
 Collate = Callable[[list[Any]], Batch]
-Request = tuple[int, Indices]
+Request = tuple[int, list[int]]
 """What a worker is asked for: the epoch, and the indices of one batch."""
 
 
@@ -37,32 +42,88 @@ class WorkerSettings:
             raise DataError(f"{' and '.join(names)} need worker processes; set num_workers, or leave them out")
 
 
+def collate_samples(samples: list[Any]) -> Batch:
+    """Return what torch's `default_collate` returns, in less time if there are plain numbers."""
+    return collate_by(samples, collate_fn_map=_COLLATE)
+
+
+def _collate_numbers(kind: type, samples: Any, *, collate_fn_map: Any = None) -> Any:
+    array = np.array(samples)
+    if array.dtype == (np.int64 if kind is int else np.float64):
+        return torch.from_numpy(array)
+    return default_collate_fn_map[kind](samples, collate_fn_map=collate_fn_map)
+
+
+_COLLATE: dict[Any, Any] = dict(default_collate_fn_map)
+_COLLATE |= {kind: partial(_collate_numbers, kind) for kind in (int, float)}
+
+
 class SeededSamples(Dataset[Batch]):
     """Whole batches of a map-style dataset, by (epoch, indices).
 
-    Before each sample the global generators of Python, NumPy and torch are seeded from (seed, epoch, index), and so are
-    those that dataset and collate function keep. Random augmentations then depend on nothing else: not on the worker,
-    the rank or what was fetched before.
+    What a sample draws from the global generators of Python, NumPy and torch is a function of (seed, epoch, index): of
+    nothing else, such as the worker, the rank or what was fetched before. So it is with generators that dataset and
+    collate function keep.
+
+    Seeding takes longer than fetching a small sample, so only generators that are drawn from are seeded, before each
+    sample. The first sample shows which. If one of the others is drawn from later, that batch is fetched again, this
+    time with it seeded as well: a sample may be asked for twice. A dataset with `__getitems__` is asked for a whole
+    batch as long as nothing is drawn, from then on for its samples one by one.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
-        self.collate: Collate = default_collate if collate is None else collate
-        self._owned: tuple[int, list[Any]] | None = None
+        self.collate: Collate = collate_samples if collate is None else collate
+        self._whole: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
+        self._epoch: int | None = None
+        self._owned: list[Any] = []
+        """Generators that the dataset and the collate function kept when the epoch began."""
+        self._unseeded = frozenset(GLOBALS)
+        """Global generators that nothing has been drawn from so far."""
+        self._is_first = self._whole is None
 
     def __getitem__(self, request: Request) -> Batch:
         epoch, indices = request
-        if self._owned is None or self._owned[0] != epoch:
-            self._owned = epoch, owned_generators(self.dataset, self.collate)
-        if len(indices) == 0:
-            return _without_samples(self.collate([self._sample(epoch, 0)]))
-        return self.collate([self._sample(epoch, index) for index in indices.tolist()])
+        if self._epoch != epoch:
+            self._epoch, self._owned = epoch, owned_generators(self.dataset, self.collate)
+        if indices:
+            return self._batch(epoch, indices)
+        return _without_samples(self._batch(epoch, [0]))
+
+    def _batch(self, epoch: int, indices: list[int]) -> Batch:
+        known = [self._first(epoch, indices[0])] if self._is_first else []
+        if len(indices) == 1:
+            known = []  # collate draws from where the last sample left the generators
+        while True:
+            with Preserved(self._unseeded) as generators:
+                samples = self._samples(epoch, indices[len(known) :] if known else indices)
+                batch = self.collate([*known, *samples] if known else samples)
+            if not generators.drawn:
+                return batch
+            self._unseeded, known = self._unseeded.difference(generators.drawn), []
+
+    def _first(self, epoch: int, index: int) -> Any:
+        """Return the first sample, fetched with all generators seeded, and see which it draws from."""
+        with Preserved():
+            seed_generators(mix(self.seed, epoch, index))
+            with Preserved(GLOBALS) as generators:
+                sample = self._sample(epoch, index)
+        self._unseeded, self._is_first = self._unseeded.difference(generators.drawn), False
+        return sample
+
+    def _samples(self, epoch: int, indices: list[int]) -> Any:
+        if self._owned or len(self._unseeded) < len(GLOBALS):
+            return [self._sample(epoch, index) for index in indices]
+        dataset, whole = self.dataset, self._whole
+        return [dataset[index] for index in indices] if whole is None else whole(indices)
 
     def _sample(self, epoch: int, index: int) -> Any:
         seed = mix(self.seed, epoch, index)
-        seed_generators(seed)
-        if self._owned is not None:
-            seed_owned(self._owned[1], seed)
+        for name, generator in GLOBALS.items():
+            if name not in self._unseeded:
+                generator.seed(seed)
+        if self._owned:
+            seed_owned(self._owned, seed)
         return self.dataset[index]
 
 
@@ -118,8 +179,7 @@ class DatasetSource:
     def _fetch(self, requests: "_Requests") -> Iterator[Batch]:
         pin = self.settings.pin_memory
         for request in requests:
-            with preserved_rng():
-                batch = self.samples[request]
+            batch = self.samples[request]
             yield in_pinned_memory(batch) if pin else batch
 
     def _follow(self, batches: Iterator[Batch], turn: int) -> Iterator[Batch]:
@@ -160,7 +220,7 @@ class _Requests:
     def __iter__(self) -> Iterator[Request]:
         epoch, position = self.epoch, self.position
         while self.sampler.has_batch(position):
-            yield epoch, self.sampler.batch(epoch, position)
+            yield epoch, self.sampler.batch(epoch, position).tolist()
             position = self.sampler.next_position(position)
 
 
