@@ -30,7 +30,31 @@ def write_arrays(offset=0.0):
     np.savez("d.npz", x=source.normal(y[:, None], 1.0, (200, 4)) + offset, y=y)
 
 
+def write_images():
+    image = pytest.importorskip("PIL.Image")
+    source = np.random.default_rng(0)
+    for name, light in (("dark", 60), ("light", 200)):
+        Path("pictures", name).mkdir(parents=True)
+        for place in range(40):
+            pixels = np.clip(source.normal(light, 40, (16, 16, 3)), 0, 255).astype(np.uint8)
+            image.fromarray(pixels).save(f"pictures/{name}/{place}.png")
+
+
+def swap_images():
+    Path("pictures/dark/0.png").write_bytes(Path("pictures/light/0.png").read_bytes())
+
+
 CASES = {
+    "image_folder": (
+        write_images,
+        swap_images,
+        {"name": "lenet5", "dropout": 0.1},
+        {
+            "name": "image_folder",
+            "path": "pictures",
+            "augment": ["horizontal_flip", {"name": "random_crop", "padding": 2}, "color_jitter"],
+        },
+    ),
     "arrays": (
         write_arrays,
         lambda: write_arrays(1.0),

@@ -1,6 +1,9 @@
 """Where our own components are, so that a config imports only what it names: kind → name → module, below `etude`."""
 
 MODULES: dict[str, dict[str, str]] = {
+    "augmentation": dict.fromkeys(
+        ("color_jitter", "horizontal_flip", "random_crop", "vertical_flip"), "data.catalog.augment"
+    ),
     "callback": {
         "csv_logger": "callbacks.csv_logger",
         "early_stopping": "callbacks.early_stopping",
@@ -12,6 +15,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "data": {
         "arrays": "data.catalog.arrays",
+        "image_folder": "data.catalog.images",
         **dict.fromkeys(("csv", "parquet"), "data.catalog.tabular"),
         "mnist": "data.catalog.mnist",
         "streams": "data.catalog.streams",

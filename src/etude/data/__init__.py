@@ -7,6 +7,7 @@ from etude.lazy import load_late
 if TYPE_CHECKING:
     from etude.corpus.dataset import load_text_corpus
     from etude.data.catalog.arrays import load_arrays
+    from etude.data.catalog.images import load_image_folder
     from etude.data.catalog.mnist import Normalize, fetch_mnist, load_mnist, read_idx
     from etude.data.catalog.streams import combine_streams, load_streams
     from etude.data.catalog.tabular import load_csv, load_parquet
@@ -75,6 +76,7 @@ __all__ = [
     "find_split",
     "load_arrays",
     "load_csv",
+    "load_image_folder",
     "load_mnist",
     "load_parquet",
     "load_streams",

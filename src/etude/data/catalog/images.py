@@ -1,0 +1,299 @@
+"""Folders of images for config files: a class per folder, decoded by Pillow, in memory where they fit."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from annotated_types import Ge, Gt
+
+from etude.config.registry import Section, register
+from etude.core.errors import ConfigError, DataError
+from etude.core.spelling import listed
+from etude.data.catalog.augment import Augmentations
+from etude.data.catalog.files import logger
+from etude.data.catalog.holdout import Rows, Share, fingerprint, hold_out, shares
+from etude.data.catalog.rows import Array, ArrayRows, Scaling, digest_blocks
+from etude.data.splits import DataSplits
+
+SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".pbm", ".tif", ".tiff"))
+SPLIT_FOLDERS = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
+IN_MEMORY_BYTES = 2**30
+"""Decoded images up to this size are kept in memory."""
+SAMPLED_IMAGES = 2000
+"""Of so many training images mean and standard deviation are computed."""
+_THREADS = min(8, os.cpu_count() or 1)
+
+Size = Annotated[int, Gt(0)]
+Fit = Literal["crop", "stretch"]
+
+
+@register("data", "image_folder")
+def load_image_folder(
+    path: str,
+    size: Size | tuple[Size, Size] | None = None,
+    channels: Literal[1, 3] = 3,
+    fit: Fit = "crop",
+    mean: list[float] | None = None,
+    std: list[Annotated[float, Gt(0)]] | None = None,
+    augment: list[Annotated[Any, Section("augmentation")]] | None = None,
+    validation: Share | str = 0.1,
+    test: Share | str = 0.1,
+    seed: Annotated[int, Ge(0)] = 0,
+    skip_broken: bool = False,
+    in_memory: bool | None = None,
+) -> DataSplits:
+    """Images in one folder per class: path/cat/*.jpg, or path/train/cat/*.jpg.
+
+    path: the folder. Folders train, validation (or val) and test in it are the parts, if there is a train.
+    size: height and width, or one number for both; that of the first image by default.
+    channels: 3 for color, 1 for gray.
+    fit: images of another shape are cut to the middle by `crop`, or distorted by `stretch`.
+    mean, std: per channel, in units of 0 … 1; computed from up to 2,000 training images by default.
+    augment: random changes of training images, by name: horizontal_flip, vertical_flip, random_crop, color_jitter.
+    validation, test: a folder, or the share of training images held out where there is no folder of that name. Which
+        images depends on their paths and `seed`.
+    skip_broken: leave out images that cannot be decoded, and say how many; otherwise they are an error.
+    in_memory: keep decoded images; by default where they take at most 1 GiB. Others are decoded batch by batch, in
+        threads.
+    """
+    folder = Path(path).expanduser()
+    found = find_images(folder, validation, test, seed)
+    files = [file for part in found.parts.values() for file in part]
+    shape = (channels, *_size(files, size))
+    images = DecodedImages(files, shape, fit)
+    fits = len(images) * int(np.prod(shape)) <= IN_MEMORY_BYTES
+    arrays, kept = _decode_all(images, keep=fits if in_memory is None else in_memory, skip_broken=skip_broken)
+    rows = found.rows(kept)
+    labels = found.labels()[kept]
+    counts = np.bincount(labels[rows["train"]], minlength=len(found.classes)) if "train" in rows else np.zeros(1)
+    if not counts.all():
+        raise DataError(f"{folder}: class {found.classes[int(np.argmin(counts))]!r} has no image to train on")
+    scaling = _scaling(arrays, rows["train"], channels, mean, std)
+    change = Augmentations(augment) if augment else None
+    parts: dict[str, Any] = {
+        part: ArrayRows(arrays, labels, one, scaling=scaling, augment=change if part == "train" else None)
+        for part, one in rows.items()
+    }
+    numbers = {"mean": (scaling.mean / 255).tolist(), "std": (scaling.std / 255).tolist()}
+    facts = {"classes": found.classes, "rows": {part: len(one) for part, one in parts.items()}, **numbers}
+    content = digest_blocks({"images": arrays}) if isinstance(arrays, np.ndarray) else found.listing(kept)
+    return DataSplits(
+        **parts,
+        num_classes=len(found.classes),
+        input_shape=shape,
+        facts={"fingerprint": fingerprint([*content, labels], facts), **facts},
+    )
+
+
+# ------------------------------------------------------------------------------------------------ finding
+
+
+@dataclass(frozen=True, slots=True)
+class FoundImages:
+    """The images of each part, in the order of their paths."""
+
+    classes: list[str]
+    parts: dict[str, list[Path]]
+    roots: dict[str, Path]
+    """The folder that holds the folders of the classes, for each part."""
+
+    def labels(self) -> npt.NDArray[np.int64]:
+        """Return the class of every image."""
+        place = {name: number for number, name in enumerate(self.classes)}
+        found = [place[_class_of(file, self.roots[part])] for part, files in self.parts.items() for file in files]
+        return np.array(found, dtype=np.int64)
+
+    def rows(self, kept: Rows) -> dict[str, Rows]:
+        """Return the places among the `kept` images that are of each part."""
+        bounds = np.cumsum([0, *(len(files) for files in self.parts.values())])
+        edges = np.searchsorted(kept, bounds)
+        return {
+            part: np.arange(edges[place], edges[place + 1])
+            for place, part in enumerate(self.parts)
+            if edges[place] < edges[place + 1]
+        }
+
+    def listing(self, kept: Rows) -> list[str]:
+        """Return path and size of every kept image."""
+        files = [(file, self.roots[part]) for part, one in self.parts.items() for file in one]
+        return [f"{files[row][0].relative_to(files[row][1])} {files[row][0].stat().st_size}" for row in kept]
+
+
+def _class_of(file: Path, root: Path) -> str:
+    return file.relative_to(root).parts[0]
+
+
+def find_images(folder: Path, validation: float | str, test: float | str, seed: int) -> FoundImages:
+    """Return the images of a folder by part. Raises DataError where there are none, and for classes only a test has."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder; give one with a folder of images for each class")
+    roots = {"train": folder / "train" if (folder / "train").is_dir() else folder}
+    for part, given in (("validation", validation), ("test", test)):
+        if isinstance(given, str):
+            roots[part] = Path(given).expanduser()
+        elif roots["train"] != folder:
+            own = next((folder / name for name in SPLIT_FOLDERS[part] if (folder / name).is_dir()), None)
+            roots |= {} if own is None else {part: own}
+    parts = {part: _images_in(root) for part, root in roots.items()}
+    classes = sorted({_class_of(file, roots["train"]) for file in parts["train"]})
+    if len(classes) < 2:
+        raise DataError(
+            f"{roots['train']} has images of {len(classes)} classes; put them into one folder per class, such as "
+            f"{roots['train']}/cat/1.jpg and {roots['train']}/dog/1.jpg"
+        )
+    for part, files in parts.items():
+        if unknown := sorted({_class_of(file, roots[part]) for file in files} - set(classes)):
+            raise DataError(f"{roots[part]}/{unknown[0]}: there is no such class to train on ({listed(classes)})")
+    of_validation, of_test = shares(validation, test)
+    held = hold_out(
+        _keys(parts["train"], roots["train"], seed),
+        0.0 if "validation" in roots else of_validation,
+        0.0 if "test" in roots else of_test,
+    )
+    train = parts.pop("train")
+    split = {part: [train[row] for row in rows] for part, rows in held.items()}
+    return FoundImages(classes, {**split, **parts}, {**dict.fromkeys(split, roots["train"]), **roots})
+
+
+def _images_in(root: Path) -> list[Path]:
+    """Return the images in the folders of a folder, sorted by path."""
+    if not root.is_dir():
+        raise DataError(f"{root} is no folder")
+    found = [
+        file
+        for place in root.iterdir()
+        if place.is_dir() and not place.name.startswith(".")
+        for file in place.rglob("*")
+        if file.suffix.lower() in SUFFIXES and not file.name.startswith(".") and file.is_file()
+    ]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _keys(files: Sequence[Path], root: Path, seed: int) -> npt.NDArray[np.uint64]:
+    names = (f"{seed}/{file.relative_to(root).as_posix()}".encode() for file in files)
+    digests = b"".join(hashlib.blake2b(name, digest_size=8).digest() for name in names)
+    return np.frombuffer(digests, dtype="<u8").astype(np.uint64)
+
+
+# ------------------------------------------------------------------------------------------------ decoding
+
+
+class DecodedImages:
+    """Images that are decoded when they are asked for: like an array (N, C, H, W) of bytes."""
+
+    dtype = np.dtype(np.uint8)
+    ndim = 4
+
+    def __init__(self, files: Sequence[Path], shape: tuple[int, int, int], fit: Fit) -> None:
+        self.files, self.shape = files, (len(files), *shape)
+        self._decode = partial(decode_image, shape=shape, fit=fit)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, rows: Any) -> npt.NDArray[np.uint8]:
+        """Return the images at some places. Raises DataError with the path of one that is broken."""
+        places = np.arange(len(self))[rows]
+        result = np.empty((len(places), *self.shape[1:]), np.uint8)
+        if broken := self.decode(places, result.__setitem__):
+            raise DataError(f"{broken[0][1]}; replace it, or set skip_broken")
+        return result
+
+    def decode(self, rows: Rows, store: Callable[[int, Array], None]) -> list[tuple[int, DataError]]:
+        """Decode images in threads and store them one by one; return the places of those that are broken."""
+
+        def one(place: int) -> tuple[int, DataError] | None:
+            try:
+                store(place, self._decode(self.files[rows[place]]))
+            except DataError as error:
+                return place, error
+            return None
+
+        if len(rows) == 1:
+            return [found for found in (one(0),) if found is not None]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            return [found for found in threads.map(one, range(len(rows))) if found is not None]
+
+
+def decode_image(file: Path, shape: tuple[int, int, int], fit: Fit) -> npt.NDArray[np.uint8]:
+    """Return an image as bytes (C, H, W). Raises DataError with its path if it is broken."""
+    _, image_ops = _pillow()
+    channels, height, width = shape
+    image = _open(file).convert("L" if channels == 1 else "RGB")
+    if image.size != (width, height):
+        image = image_ops.fit(image, (width, height)) if fit == "crop" else image.resize((width, height))
+    pixels: npt.NDArray[np.uint8] = np.asarray(image, dtype=np.uint8)
+    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def _open(file: Path) -> Any:
+    """Return a Pillow image, decoded and upright."""
+    image_module, image_ops = _pillow()
+    try:
+        with image_module.open(file) as image:
+            image.load()
+            return image_ops.exif_transpose(image)
+    except (OSError, ValueError, SyntaxError, EOFError, image_module.DecompressionBombError) as error:
+        raise DataError(f"{file} cannot be decoded ({' '.join(str(error).split())})") from error
+
+
+def _pillow() -> tuple[Any, Any]:
+    try:
+        from PIL import Image, ImageOps  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise ConfigError("images need Pillow: pip install 'etude[data]'") from error
+    return Image, ImageOps
+
+
+def _size(files: Sequence[Path], size: int | tuple[int, int] | None) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    if size is not None:
+        return size
+    width, height = _open(files[0]).size
+    return height, width
+
+
+def _decode_all(images: DecodedImages, *, keep: bool, skip_broken: bool) -> tuple[Any, Rows]:
+    """Return the images, decoded if they are to be kept in memory, and the places of those that are not broken."""
+    everything = np.arange(len(images))
+    if not keep and not skip_broken:
+        return images, everything
+    array = np.empty(images.shape, np.uint8) if keep else None
+    store = (lambda _place, _image: None) if array is None else array.__setitem__
+    broken = images.decode(everything, store)
+    if broken and not skip_broken:
+        raise DataError(f"{broken[0][1]}; replace it, or set skip_broken")
+    if broken:
+        logger.warning("%d of %d images are broken and left out, such as %s", len(broken), len(images), broken[0][1])
+    kept = np.delete(everything, [place for place, _ in broken])
+    if array is not None:
+        return (array[kept] if broken else array), kept
+    good = [images.files[row] for row in kept.tolist()]
+    remaining = DecodedImages(good, images.shape[1:], images._decode.keywords["fit"])
+    return remaining, kept
+
+
+def _scaling(
+    images: Any, rows: Rows, channels: int, mean: Sequence[float] | None, std: Sequence[float] | None
+) -> Scaling:
+    given = {"mean": mean, "std": std}
+    for name, values in given.items():
+        if values is not None and len(values) != channels:
+            raise ConfigError(f"{name} has {len(values)} numbers; give one for each of {channels} channels")
+    found = None
+    if mean is None or std is None:
+        sample = np.linspace(0, len(rows) - 1, min(len(rows), SAMPLED_IMAGES)).astype(int)
+        found = Scaling.of(images, rows[sample])
+    numbers = [
+        getattr(found, name) if values is None else 255 * np.asarray(values, dtype=np.float64)
+        for name, values in given.items()
+    ]
+    return Scaling(*numbers)

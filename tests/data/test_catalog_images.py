@@ -1,0 +1,272 @@
+"""`image_folder`: finding, decoding, normalising, broken files; augmentations need no Pillow."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from etude.core import ConfigError, DataError
+from etude.data.catalog import images
+from etude.data.catalog.augment import Augmentations, ColorJitter, HorizontalFlip, RandomCrop, VerticalFlip, uniform
+from etude.data.catalog.images import load_image_folder
+from etude.data.catalog.rows import ArrayRows, Scaling
+from etude.data.splits import make_loader
+
+# ------------------------------------------------------------------------------------------------ augmentation
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (20, 3, 8, 6), dtype=np.uint8)
+KEYS = np.arange(20, dtype=np.uint64)
+
+
+@pytest.mark.parametrize(
+    "augment", [HorizontalFlip(), VerticalFlip(), RandomCrop(2), RandomCrop(2, reflect=True), ColorJitter()]
+)
+def test_an_augmentation_depends_on_the_key_of_each_image_only(augment):
+    before = PIXELS.copy()
+    whole = augment(PIXELS, KEYS)
+    assert whole.shape == PIXELS.shape
+    assert whole.dtype == np.uint8
+    assert np.array_equal(before, PIXELS)
+    assert not np.array_equal(whole, PIXELS)
+    for place in (0, 7, 19):
+        assert np.array_equal(augment(PIXELS[[place]], KEYS[[place]])[0], whole[place])
+
+
+def test_flips_are_flips_with_their_probability():
+    for flip, mirrored in ((HorizontalFlip, PIXELS[..., ::-1]), (VerticalFlip, PIXELS[:, :, ::-1])):
+        assert np.array_equal(flip(1.0)(PIXELS, KEYS), mirrored)
+        assert np.array_equal(flip(0.0)(PIXELS, KEYS), PIXELS)
+    keys = np.arange(100_000, dtype=np.uint64)
+    assert abs((uniform(keys) < 0.3).mean() - 0.3) < 0.01
+    assert abs(np.corrcoef(uniform(keys), uniform(keys, 1))[0, 1]) < 0.01
+
+
+def test_a_crop_is_a_window_of_the_padded_image():
+    padded = np.pad(PIXELS, ((0, 0), (0, 0), (2, 2), (2, 2)))
+    places = set()
+    for image, around in zip(RandomCrop(2)(PIXELS, KEYS), padded, strict=True):
+        found = [
+            (top, left)
+            for top in range(5)
+            for left in range(5)
+            if np.array_equal(around[:, top : top + 8, left : left + 6], image)
+        ]
+        assert len(found) == 1
+        places.add(found[0])
+    assert len(places) > 5
+
+
+def test_jitter_of_nothing_changes_nothing():
+    assert np.array_equal(ColorJitter(0.0, 0.0, 0.0)(PIXELS, KEYS), PIXELS)
+
+
+def test_batches_do_not_depend_on_how_they_are_cut_or_when_they_are_made():
+    augment = Augmentations([RandomCrop(2), HorizontalFlip(), ColorJitter()])
+    rows = ArrayRows(PIXELS, np.arange(20), scaling=Scaling(np.zeros(3), np.ones(3)), augment=augment)
+
+    def epoch(number, size, position=0):
+        batches = list(make_loader(rows, size, seed=3, prefetch=number).iterate(epoch=number, position=position))
+        return torch.cat([batch.data for batch in batches])
+
+    assert torch.equal(epoch(1, 4), epoch(1, 20))
+    assert torch.equal(epoch(1, 4)[8:], epoch(1, 4, position=8))
+    assert not torch.equal(epoch(1, 4).sort(0)[0], epoch(2, 4).sort(0)[0])
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+@pytest.fixture
+def pillow():
+    return pytest.importorskip("PIL.Image")
+
+
+@pytest.fixture
+def folder(pillow, tmp_path):
+    """Fill a folder with small images: {"cat/1.png": (height, width), …}."""
+
+    def fill(files, root="pictures"):
+        source = np.random.default_rng(0)
+        for name, shape in files.items():
+            path = tmp_path / root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = source.integers(0, 256, (*shape, 3), dtype=np.uint8)
+            pillow.fromarray(pixels).save(path)
+        return tmp_path / root
+
+    return fill
+
+
+def classes(number, size=(6, 5)):
+    return {f"{name}/{place}.png": size for name in ("cat", "dog") for place in range(number)}
+
+
+def everything(part):
+    return part.gather(np.arange(len(part)), epoch=0, seed=0)
+
+
+def pixels_of(pillow, path):
+    return np.asarray(pillow.open(path).convert("RGB")).transpose(2, 0, 1)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_images_are_decoded_and_normalised(folder, pillow, in_memory):
+    root = folder(classes(10))
+    splits = load_image_folder(str(root), in_memory=in_memory)
+    assert splits.facts["rows"] == {"train": 16, "validation": 2, "test": 2}
+    assert (splits.num_classes, splits.input_shape, splits.facts["classes"]) == (2, (3, 6, 5), ["cat", "dog"])
+    mean, std = (np.array(splits.facts[name])[:, None, None] for name in ("mean", "std"))
+    files = {pixels_of(pillow, file).tobytes(): file for file in root.rglob("*.png")}
+    seen, train = set(), []
+    for part in (splits.train, splits.validation, splits.test):
+        batch = everything(part)
+        raw = batch.data.numpy() * std + mean
+        pixels = np.rint(raw * 255).astype(np.uint8)
+        np.testing.assert_allclose(raw * 255, pixels, atol=1e-3)
+        for image, label in zip(pixels, batch.labels, strict=True):
+            file = files[image.tobytes()]
+            assert file.parent.name == splits.facts["classes"][label]
+            seen.add(file)
+        train += [pixels] if part is splits.train else []
+    assert len(seen) == 20
+    np.testing.assert_allclose(mean[:, 0, 0], (train[0] / 255).mean((0, 2, 3)), rtol=1e-6)
+    np.testing.assert_allclose(std[:, 0, 0], (train[0] / 255).std((0, 2, 3)), rtol=1e-6)
+
+
+def test_parts_depend_on_paths_and_seed_only(folder):
+    one = load_image_folder(str(folder(classes(10))))
+    more = folder(dict(reversed(classes(10).items())), "again")  # made in another order
+    found = images.find_images(more, 0.1, 0.1, 0)
+    names = {part: [str(file.relative_to(more)) for file in files] for part, files in found.parts.items()}
+    first = images.find_images(folder(classes(10)), 0.1, 0.1, 0)
+    other = images.find_images(more, 0.1, 0.1, 1)
+    assert names["test"] == [str(file.relative_to(first.roots["train"])) for file in first.parts["test"]]
+    assert names["test"] != [str(file.relative_to(more)) for file in other.parts["test"]]
+    assert one.facts["rows"]["test"] == len(names["test"])
+
+
+def test_folders_of_parts(folder):
+    root = folder({f"{part}/{name}": size for part in ("train", "val", "test") for name, size in classes(3).items()})
+    splits = load_image_folder(str(root))
+    assert splits.facts["rows"] == {"train": 6, "validation": 3 * 2, "test": 6}
+    (root / "val").rename(root / "elsewhere")
+    splits = load_image_folder(str(root), validation=0.5)
+    assert splits.facts["rows"] == {"train": 3, "validation": 3, "test": 6}
+    splits = load_image_folder(str(root), validation=str(root / "elsewhere"))
+    assert splits.facts["rows"] == {"train": 6, "validation": 6, "test": 6}
+
+
+@pytest.mark.parametrize(("fit", "same"), [("crop", True), ("stretch", False)])
+def test_sizes(folder, fit, same):
+    root = folder({**classes(2, (8, 4)), "cat/wide.png": (8, 16)})
+    splits = load_image_folder(str(root), size=[8, 4], channels=1, fit=fit, validation=0.0, test=0.0)
+    assert splits.input_shape == (1, 8, 4)
+    wide = everything(splits.train).data[2, 0]
+    raw = wide * splits.facts["std"][0] + splits.facts["mean"][0]
+    from PIL import Image
+
+    middle = np.asarray(Image.open(root / "cat" / "wide.png").convert("L"))[:, 6:10] / 255
+    assert np.allclose(raw, middle, atol=1e-3) is same
+
+
+def test_given_mean_and_std(folder):
+    root = folder(classes(3))
+    splits = load_image_folder(str(root), mean=[0.5] * 3, std=[0.25] * 3)
+    assert splits.facts["mean"] == [0.5] * 3
+    assert everything(splits.train).data.abs().max() <= 2.0 + 1e-6
+
+
+def test_only_training_images_are_augmented(folder):
+    splits = load_image_folder(str(folder(classes(10))), augment=[RandomCrop(2)])
+
+    def twice(part):
+        return [part.gather(np.arange(2), epoch=epoch, seed=0).data for epoch in (0, 1)]
+
+    assert not torch.equal(*twice(splits.train))
+    assert torch.equal(*twice(splits.validation))
+
+
+# ------------------------------------------------------------------------------------------------ hostile folders
+
+
+def damage(root, how):
+    path = root / "cat" / "1.png"
+    raw = path.read_bytes()
+    path.write_bytes({"empty": b"", "truncated": raw[: len(raw) // 2], "text": b"not an image"}[how])
+    return path
+
+
+@pytest.mark.parametrize("how", ["empty", "truncated", "text"])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_broken_images(folder, how, in_memory, caplog):
+    root = folder(classes(5))
+    path = damage(root, how)
+    options = {"size": 4, "validation": 0.0, "test": 0.0, "in_memory": in_memory}
+
+    def read():
+        everything(load_image_folder(str(root), mean=[0.5] * 3, std=[0.5] * 3, **options).train)
+
+    with pytest.raises(DataError, match=r"cat/1\.png.*skip_broken"):
+        read()
+    splits = load_image_folder(str(root), skip_broken=True, **options)
+    assert splits.facts["rows"] == {"train": 9}
+    assert len(everything(splits.train).data) == 9
+    assert str(path) in caplog.text
+    assert "1 of 10" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("files", "facts"),
+    [
+        ({"1.png": (4, 4)}, ["0 classes"]),
+        ({"cat/1.png": (4, 4)}, ["1 classes", "one folder per class"]),
+        ({"train/cat/1.png": (4, 4), "train/dog/1.png": (4, 4), "test/cow/1.png": (4, 4)}, ["test/cow", "cat, dog"]),
+    ],
+)
+def test_folders_without_classes(folder, files, facts):
+    with pytest.raises(DataError) as caught:
+        load_image_folder(str(folder(files)), validation=0.0, test=0.0)
+    for fact in facts:
+        assert fact in str(caught.value)
+
+
+def test_mistakes_in_arguments(folder, tmp_path):
+    root = str(folder(classes(3)))
+    with pytest.raises(ConfigError, match="mean has 2 numbers"):
+        load_image_folder(root, mean=[0.5, 0.5])
+    with pytest.raises(DataError, match="no folder"):
+        load_image_folder(str(tmp_path / "nothing"))
+
+
+def test_a_class_that_is_held_out_whole(folder):
+    root = folder({**{f"cat/{i}.png": (4, 4) for i in range(8)}, "dog/1.png": (4, 4)})
+    seeds = [
+        seed for seed in range(50) if "dog/1.png" in str(images.find_images(root, 0.2, 0.0, seed).parts["validation"])
+    ]
+    with pytest.raises(DataError, match="'dog' has no image to train on"):
+        load_image_folder(str(root), validation=0.2, test=0.0, seed=seeds[0])
+
+
+def test_forms_of_images(pillow, tmp_path):
+    for name, mode in (("a", "L"), ("b", "RGBA"), ("c", "P"), ("d", "CMYK")):
+        for label in ("x", "y"):
+            (tmp_path / label).mkdir(exist_ok=True)
+            image = pillow.new("RGB", (5, 4), (200, 10, 10)).convert(mode)
+            image.save(tmp_path / label / f"{name}.{'jpg' if mode == 'CMYK' else 'png'}")
+    upright = pillow.new("RGB", (6, 3))
+    exif = upright.getexif()
+    exif[0x0112] = 6  # turned by a quarter
+    raw = io.BytesIO()
+    upright.save(raw, "jpeg", exif=exif)
+    (tmp_path / "x" / "z.jpg").write_bytes(raw.getvalue())
+    splits = load_image_folder(str(tmp_path), validation=0.0, test=0.0)
+    assert splits.input_shape == (3, 4, 5)
+    assert images._open(tmp_path / "x" / "z.jpg").size == (3, 6)
+
+
+def test_without_pillow(folder, monkeypatch):
+    root = folder(classes(2))
+    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
+    with pytest.raises(ConfigError, match=r"etude\[data\]"):
+        load_image_folder(str(root), validation=0.0, test=0.0)
