@@ -52,7 +52,7 @@ def test_batches_that_travel_together_are_those_that_travel_alone(batch_size, pr
     for position in (0, 5 * batch_size):
         together = DataLoader(x, y, batch_size, **options)
         alone = DataLoader(x, y, batch_size, **options)
-        alone._source.chunk_bytes = 0
+        alone._source.samples.source.chunk_bytes = 0
         batches = list(zip(together.iterate(1, position), alone.iterate(1, position), strict=True))
         assert len(batches) > 10
         for one, other in batches:

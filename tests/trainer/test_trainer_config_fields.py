@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import etude.data.splits
+import etude.data.factory
 from etude import Callback, Trainer, TrainerConfig
 from etude.core import ConfigError, TrainingError
 
@@ -245,9 +245,9 @@ def test_settings_of_another_loss_are_refused():
 
 
 def test_settings_of_workers_reach_the_loader(monkeypatch):
-    made, make = [], etude.data.splits.make_loader
+    made, make = [], etude.data.factory.make_loader
     monkeypatch.setattr(
-        etude.data.splits, "make_loader", lambda data, **given: made.append(given) or make(data, **given)
+        etude.data.factory, "make_loader", lambda *data, **given: made.append(given) or make(*data, **given)
     )
     asked = {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 3, "pin_memory": False, "prefetch": 2}
     Trainer(Blocks(), torch.utils.data.TensorDataset(*data()), config=asked, progress=False)

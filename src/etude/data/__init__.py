@@ -12,14 +12,13 @@ if TYPE_CHECKING:
     from etude.data.catalog.streams import combine_streams, load_streams
     from etude.data.catalog.tabular import load_csv, load_parquet
     from etude.data.catalog.tokens import load_token_mixture, load_tokens
-    from etude.data.loader import DataLoader, EpochIterator
+    from etude.data.factory import DataLoaderFactory, as_loader, make_loader
+    from etude.data.loader import DataLoader, StreamLoader
     from etude.data.order import BatchSampler, KeyedPermutation
-    from etude.data.parts import LoaderData, Streams, TensorData
-    from etude.data.sources.adapters import ForeignLoader, as_loader
+    from etude.data.sources.adapters import ForeignLoader
     from etude.data.sources.base import BatchSource, ResizableSource
     from etude.data.sources.mixture import TokenMixture
-    from etude.data.sources.streams_loader import StreamLoader
-    from etude.data.splits import DataLoaderFactory, DataSplits, check_labels, make_loader
+    from etude.data.splits import DataSplits, LoaderData, Streams, TensorData, check_labels
     from etude.data.text import (
         MaskedTokens,
         PackedDocuments,
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
         open_tokens,
         read_dataset,
     )
+    from etude.data.transfer.epoch import EpochIterator
     from etude.data.transfer.prefetch import PrefetchStream, prefetch_stream
 
 __all__ = [

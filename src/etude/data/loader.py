@@ -1,30 +1,20 @@
-"""The loader: batches of tensors, token files or a map-style dataset, from any position of any epoch.
+"""The loader: batches of one data set or of several named streams, from any position of any epoch."""
 
-Below it is what all loaders share: the iterator over an epoch, prefetching, transforms of whole batches.
-"""
-
-import inspect
-from collections.abc import Callable, Generator, Iterator, Mapping
-from functools import partial
-from pathlib import Path
-from typing import Any
+import copy
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Self
 
 import torch
 
-from etude.core.arguments import as_device
-from etude.core.batch import Batch, DataBatch, in_pinned_memory, tensors_in, to_device
+from etude.core.batch import Batch
 from etude.core.errors import DataError
-from etude.core.random import mix
-from etude.data.order import BatchSampler, Order, SequentialOrder, ShuffledOrder
-from etude.data.order.mixed import BucketOrder
-from etude.data.parts import tensors_of
-from etude.data.sources.base import BatchSource, GatheredBatches, MeasuredSource, OrderedSource
-from etude.data.sources.memory import TensorSource, is_in_memory
-from etude.data.sources.workers import Collate, DatasetSource, WorkerSettings, dataset_length
-from etude.data.text import TokenDocuments
-from etude.data.tokens import open_tokens
-from etude.data.transfer.cuda import SideStream, ahead
-from etude.data.transfer.prefetch import prefetch_stream
+from etude.data.order import BatchSampler
+from etude.data.sources.samples import Place, SampledBatches, Samples
+from etude.data.sources.streams import StreamBatches, StreamSource
+from etude.data.sources.workers import Collate
+from etude.data.splits import Draw, Streams, tensors_of
+from etude.data.transfer.epoch import EpochIterator, deliver
 
 
 class DataLoader:
@@ -87,95 +77,93 @@ class DataLoader:
                 f"prefetch is {prefetch}, num_workers is {num_workers} and bucket_batches is {bucket_batches}; "
                 f"none of them may be negative"
             )
-        if isinstance(data, (str, Path)):
-            data = TokenDocuments(open_tokens(data))
         data, labels, transform = tensors_of(data, labels, transform)
-        self.data, self.labels = data, labels
-        self.batch_size, self.shuffle, self.prefetch = batch_size, shuffle, prefetch
-        self.transform, self.device = transform, None if device is None else as_device(device)
-        self._to_cuda = self.device is not None and self.device.type == "cuda"
-        pin = (self._to_cuda if pin_memory is None else pin_memory) and torch.cuda.is_available()
-        # A batch for another device is pinned before its copy, one that stays is pinned after the transform.
-        pin_last = pin and self.device is None and transform is not None
-        self._pin_last, self._pin_first = pin_last, pin and not pin_last
-        self._source: TensorSource | GatheredBatches | DatasetSource
-        order: Order | None = None
-        if collate_fn is not None and (is_in_memory(data) or isinstance(data, BatchSource)):
-            raise DataError(
-                f"collate_fn puts the samples of a dataset together, but a {type(data).__name__} makes whole batches; "
-                f"change them with transform instead"
-            )
-        self._transform = None if transform is None else BatchTransform(transform)
-        if is_in_memory(data):
-            self._source = self._in_memory(data, labels)
-            num_samples = self._source.num_samples
-        elif isinstance(data, BatchSource):
-            _refuse_labels(labels)
-            device_now = self.device if self._to_cuda else None
-            self._source = GatheredBatches(data, seed, device=device_now, pin_memory=self._pin_first)
-            num_samples = len(data)
-            order = data.order(shuffle=shuffle, seed=seed) if isinstance(data, OrderedSource) else None
-        else:
-            _refuse_labels(labels)
-            num_samples = dataset_length(data)
-            settings = WorkerSettings(num_workers, self._pin_first, persistent_workers, prefetch_factor)
-            self._source = DatasetSource(data, seed, collate_fn, settings)
-        if bucket_batches:
-            order = order or (ShuffledOrder(num_samples, seed) if shuffle else SequentialOrder(num_samples))
-            order = _bucketed(order, data, batch_size, bucket_batches, seed)
-        here = not isinstance(self._source, DatasetSource) and self._source.device == self.device
-        self._target = None if here else self.device
-        self.sampler = BatchSampler(
-            num_samples,
+        samples = Samples(
+            data,
+            labels,
+            seed=seed,
+            place=Place.of(device, pin_memory),
+            transform=transform,
+            collate_fn=collate_fn,
+            bucket_batches=bucket_batches,
+            workers={
+                "num_workers": num_workers,
+                "persistent_workers": persistent_workers,
+                "prefetch_factor": prefetch_factor,
+            },
+        )
+        sampler = BatchSampler(
+            samples.size,
             batch_size,
             shuffle=shuffle,
             drop_last=drop_last,
             seed=seed,
             rank=rank,
             world_size=world_size,
-            order=order,
+            order=samples.bucketed(samples.order(shuffle=shuffle), batch_size),
         )
-        self.num_batches = self.sampler.num_batches
+        self.data, self.labels, self.transform = samples.data, labels, transform
+        self._set(SampledBatches(samples, sampler), batch_size, shuffle, prefetch, samples.place.device)
+
+    def _set(
+        self,
+        source: SampledBatches | StreamBatches,
+        batch_size: int,
+        shuffle: bool,
+        prefetch: int,
+        device: torch.device | None,
+    ) -> None:
+        self._source: SampledBatches | StreamBatches = source
+        self.batch_size, self.shuffle, self.prefetch, self.device = batch_size, shuffle, prefetch, device
         self.epoch = 0
         """The epoch that the next `for` or `reset` begins."""
         self._current: EpochIterator | None = None
 
-    def _in_memory(self, data: Any, labels: Any) -> TensorSource:
-        """Return the source of data in memory; for a CUDA device it does all that can be done to several batches."""
-        if not self._to_cuda:
-            return TensorSource(data, labels, pin_memory=self._pin_first)
-        transform = self.transform if is_elementwise(self.transform) and not isinstance(data, Mapping) else None
-        if transform is not None:
-            self._transform = None
-        return TensorSource(data, labels, pin_memory=self._pin_first, device=self.device, transform=transform)
+    @property
+    def sampler(self) -> BatchSampler:
+        """Which samples make up each batch."""
+        assert isinstance(self._source, SampledBatches), "streams have a plan instead of a sampler"
+        return self._source.sampler
+
+    @property
+    def rank(self) -> int:
+        """Whose share of each batch is given."""
+        return self._source.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share each batch."""
+        return self._source.world_size
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of an epoch over all ranks."""
+        return self._source.epoch_samples
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of an epoch."""
+        return self._source.num_batches
 
     def __len__(self) -> int:
-        return self.num_batches
+        return self._source.num_batches
 
-    def iterate(self, epoch: int, position: int = 0) -> "EpochIterator":
+    def shared(self, rank: int, world_size: int) -> Self:
+        """Return a loader of the same batches that gives rank `rank` its share of each."""
+        mine = copy.copy(self)
+        mine._source = self._source.shared(rank, world_size)
+        return mine
+
+    def iterate(self, epoch: int, position: int = 0) -> EpochIterator:
         """Return the batches of `epoch` from sample `position` on."""
-        if not 0 <= position <= self.sampler.epoch_samples:
+        source = self._source
+        if not 0 <= position <= source.epoch_samples:
             raise DataError(
-                f"cannot start at sample {position}: an epoch has {self.sampler.epoch_samples} samples; "
+                f"cannot start at sample {position}: an epoch has {source.epoch_samples} samples; "
                 f"does the checkpoint belong to other data?"
             )
-        batches = self._source.batches(self.sampler, epoch, position)
-        if self._target is not None or self._transform is not None or self._pin_last:
-            batches = self._finished(batches, epoch, position)
-        items = zip(self.sampler.positions(position), batches, strict=False)
-        threaded = not isinstance(self._source, DatasetSource)
-        return deliver(items, batches, position, prefetch=self.prefetch, device=self.device, threaded=threaded)
-
-    def _finished(self, batches: Iterator[Batch], epoch: int, position: int) -> Iterator[Batch]:
-        """Each batch where and how it is wanted."""
-        next_position, target = self.sampler.next_position, self._target
-        for batch in batches:
-            if target is not None:
-                batch = to_device(batch, target)
-            if self._transform is not None:
-                batch = self._transform(batch, self.sampler.seed, epoch, position, self.sampler.rank)
-                position = next_position(position)
-            yield in_pinned_memory(batch) if self._pin_last else batch
+        items, batches = source.items(epoch, position)
+        return deliver(items, batches, position, prefetch=self.prefetch, device=self.device, threaded=source.threaded)
 
     # One epoch after the other, by plain iteration.
 
@@ -183,7 +171,7 @@ class DataLoader:
         """Choose the epoch that the next `for` or `reset` begins."""
         self.epoch = epoch
 
-    def __iter__(self) -> "EpochIterator":
+    def __iter__(self) -> EpochIterator:
         epoch, self.epoch = self.epoch, self.epoch + 1
         return self.iterate(epoch)
 
@@ -211,7 +199,7 @@ class DataLoader:
 
     def has_next(self) -> bool:
         """Whether the epoch under way has another batch."""
-        return self.sampler.has_batch(self.current_index)
+        return self._source.has_batch(self.current_index)
 
     def next(self) -> Batch:
         """Return the next batch of the epoch under way; raises DataError at its end."""
@@ -223,111 +211,115 @@ class DataLoader:
         return next(self._current)
 
 
-def _bucketed(order: Order, data: Any, batch_size: int, bucket_batches: int, seed: int) -> BucketOrder:
-    if not isinstance(data, MeasuredSource):
-        raise DataError(
-            f"bucket_batches is {bucket_batches}, but a {type(data).__name__} does not tell how long its samples are; "
-            f"bucketing is for samples of different lengths, such as TokenDocuments"
-        )
-    return BucketOrder(order, data.lengths, batch_size=batch_size, pool_batches=bucket_batches, seed=seed)
+class StreamLoader(DataLoader):
+    """Batches of named streams, in an order that is a pure function of (seed, epoch, position) and the mixture.
 
+    In training every stream is endless: it goes through its samples without replacement, pass after pass, shuffled
+    again each time, and an epoch is a fixed number of samples. Every batch is full, and is a dict with the stream's
+    name under "stream"; with `draw="together"` a `JointBatch` of such dicts, one for each stream. In evaluation every
+    stream comes once, one after the other.
 
-def _refuse_labels(labels: Any) -> None:
-    if isinstance(labels, int):
-        raise DataError(f"labels is the number {labels}; give the batch size by name: batch_size={labels}")
-    if labels is not None:
-        raise DataError("labels go with tensors, arrays and tables; the samples of a dataset carry their own")
+    >>> loader = StreamLoader({"a": torch.arange(6), "b": torch.arange(100, 102)}, 2, weights={"a": 1, "b": 1})
+    >>> sorted(batch["stream"] for batch in loader)
+    ['a', 'a', 'b', 'b']
+    >>> loader.choose(only=["b"])
+    True
+    >>> [sorted(batch["input"].tolist()) for batch in loader.iterate(epoch=3)]
+    [[100, 101], [100, 101], [100, 101], [100, 101]]
 
+    Arguments:
+        streams: a part of a data set, or a mapping of them by name; `weights`, `draw` and `epoch_samples` are those
+            of `Streams`, and come before what it says.
+        batch_size: samples per batch over all ranks. The batches of a step are of the same stream on all ranks.
+        shuffle: by default in training only.
+        training: endless streams in the proportions asked for; else each sample of each stream once.
+        drop_last: round the samples of a training epoch down to whole batches, not up.
+        prefetch, device, pin_memory: as for `DataLoader`.
 
-class EpochIterator:
-    """The batches of one epoch; `position` counts the samples handed out so far over all ranks."""
-
-    __slots__ = ("__weakref__", "_close", "_items", "is_closed", "position")
-
-    def __init__(self, items: Iterator[tuple[int, Batch]], position: int, close: Callable[[], None]) -> None:
-        self._items, self._close = items, close
-        self.position = position
-        self.is_closed = False
-
-    def __iter__(self) -> "EpochIterator":
-        return self
-
-    def __next__(self) -> Batch:
-        self.position, batch = next(self._items)
-        return batch
-
-    def close(self) -> None:
-        """Stop any prefetching; the iterator is then at its end. Safe to call twice."""
-        self._close()
-        self._items = iter(())
-        self.is_closed = True
-
-    def go_on_as(self, other: "EpochIterator") -> None:
-        """Hand out the batches of another iterator from here on, from its position."""
-        self._close()
-        self._items, self._close, self.position = other._items, other._close, other.position
-
-
-def deliver(
-    items: Iterator[tuple[int, Batch]],
-    batches: Iterator[Batch],
-    position: int,
-    *,
-    prefetch: int,
-    device: torch.device | None,
-    threaded: bool,
-) -> "EpochIterator":
-    """Return the items, made beforehand as far as `prefetch` says; `batches` is closed with the iterator.
-
-    Without `threaded` batches are made in this thread; only their copies to a CUDA device run ahead.
+    Raises DataError for streams that are empty or of an unknown kind, and for weights that cannot be.
     """
-    to_cuda = device is not None and device.type == "cuda"
-    if prefetch == 0 or not (threaded or to_cuda):
-        return EpochIterator(items, position, partial(_close, batches))
-    if not to_cuda:
-        stream = prefetch_stream(items, prefetch)
-        return EpochIterator(stream, position, stream.close)
-    assert device is not None
-    side = SideStream(device)
-    if threaded:
-        staged = prefetch_stream(side.send(items), prefetch)
-        return EpochIterator(side.receive(staged), position, staged.close)
-    staged_items = ahead(side.send(items), prefetch)
-    return EpochIterator(side.receive(staged_items), position, partial(_close, batches))
 
+    def __init__(
+        self,
+        streams: Streams | Mapping[str, Any],
+        batch_size: int = 32,
+        *,
+        shuffle: bool | None = None,
+        training: bool = True,
+        weights: Mapping[str, float] | None = None,
+        draw: Draw | None = None,
+        epoch_samples: int | None = None,
+        drop_last: bool = False,
+        prefetch: int = 0,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        pin_memory: bool | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        given = streams if isinstance(streams, Streams) else Streams(streams)
+        self.data = Streams(
+            given.parts,
+            given.weights if weights is None else weights,
+            given.draw if draw is None else draw,
+            given.epoch_samples if epoch_samples is None else epoch_samples,
+            given.absent,
+        )
+        if batch_size < 1 or prefetch < 0:
+            raise DataError(f"batch_size is {batch_size} and prefetch is {prefetch}; at least 1 and 0 are needed")
+        shuffle, place = training if shuffle is None else shuffle, Place.of(device, pin_memory)
+        self.training, self.drop_last, self.seed = training, drop_last, seed
+        self._streams = StreamSource(
+            self.data, batch_size, shuffle=shuffle, training=training, drop_last=drop_last, seed=seed, place=place
+        )
+        self._under_way: list[tuple[weakref.ref[EpochIterator], int]] = []
+        """Iterators that may still be open, with their epochs."""
+        self.mixture = self._streams.mix(None, None, None)
+        batches = self._streams.batches(self.mixture, rank, world_size)
+        self._set(batches, batch_size, shuffle, prefetch, place.device)
 
-def _close(batches: Iterator[Batch]) -> None:
-    if isinstance(batches, Generator):
-        batches.close()
+    def shared(self, rank: int, world_size: int) -> Self:
+        """Return a loader of the same batches that gives rank `rank` its share of each."""
+        mine = super().shared(rank, world_size)
+        mine._under_way = []
+        return mine
 
+    def choose(
+        self,
+        weights: Mapping[str, float] | None = None,
+        sequence_length: int | None = None,
+        only: Collection[str] | None = None,
+        position: int | None = None,
+    ) -> bool:
+        """Change what is read; return whether anything changed.
 
-class BatchTransform:
-    """A function of a batch's inputs; one that takes a `generator` gets it seeded from the batch's place."""
+        weights: proportions in training; streams left out are not read. Without, those the loader was made with.
+        sequence_length: tokens of a sample, at most those of the data section; without, each stream's own.
+        only: the streams that are read; the proportions among them stay.
+        position: where an epoch under way goes on with it; without, it holds from the next `iterate` on.
 
-    def __init__(self, transform: Callable[..., Any]) -> None:
-        self.transform = transform
-        self._random = _takes_generator(transform)
+        The order depends on what is chosen alone, not on what was before. Raises DataError for streams there are
+        not, a length that does not fit, and if nothing would be left to train on; then nothing changes.
+        """
+        mixture = self._streams.mix(weights, sequence_length, only)
+        if mixture == self.mixture:
+            return False
+        assert isinstance(self._source, StreamBatches)
+        self._source = self._streams.batches(mixture, self._source.rank, self._source.world_size)
+        self.mixture = mixture
+        if position is not None:
+            for batches, epoch in self._still_open():
+                batches.go_on_as(super().iterate(epoch, position))
+        return True
 
-    def __call__(self, batch: Batch, *place: int) -> Batch:
-        """Apply it to the `data` of a DataBatch, or to the whole batch; `place` are the numbers of the seed."""
-        inputs = batch.data if isinstance(batch, DataBatch) else batch
-        if self._random:
-            tensor = next(tensors_in(inputs), None)
-            generator = torch.Generator("cpu" if tensor is None else tensor.device)
-            generator.manual_seed(mix(*place))
-            inputs = self.transform(inputs, generator=generator)
-        else:
-            inputs = self.transform(inputs)
-        return DataBatch(inputs, batch.labels) if isinstance(batch, DataBatch) else inputs
+    def iterate(self, epoch: int, position: int = 0) -> EpochIterator:
+        """Return the batches of `epoch` from sample `position` on."""
+        batches = super().iterate(epoch, position)
+        kept = [(weakref.ref(one), its_epoch) for one, its_epoch in self._still_open()]
+        self._under_way = [*kept, (weakref.ref(batches), epoch)]
+        return batches
 
-
-def is_elementwise(transform: object) -> bool:
-    """Whether a transform says that it changes every number by itself: several batches may go through it together."""
-    return bool(getattr(transform, "elementwise", False))
-
-
-def _takes_generator(transform: Callable[..., Any]) -> bool:
-    try:
-        return "generator" in inspect.signature(transform).parameters
-    except ValueError:  # a builtin without a signature
-        return False
+    def _still_open(self) -> list[tuple[EpochIterator, int]]:
+        """Return the iterators that are not at their end: others than the training's may have come and gone since."""
+        found = [(batches, epoch) for ref, epoch in self._under_way if (batches := ref()) is not None]
+        return [(batches, epoch) for batches, epoch in found if not batches.is_closed]

@@ -1,25 +1,95 @@
-"""The parts of a data set, for training, validation and test, and loaders over them, made with shared settings."""
+"""What a data set hands over: its parts for training, validation and test, as tensors, sources or named streams."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from etude.core.errors import ConfigError, DataError
-from etude.data.loader import DataLoader
-from etude.data.parts import LoaderData, Streams, TensorData
-from etude.data.sources.arrays import as_tensor
-from etude.data.sources.streams_loader import StreamLoader
+from etude.core.errors import DataError
+from etude.core.spelling import listed, suggest
+from etude.data.sources.arrays import as_tensor, is_column, is_pair
 from etude.data.tokens.schema import TokenSchema
 
-__all__ = ["DataLoaderFactory", "DataSplits", "LoaderData", "SplitName", "TensorData", "check_labels", "make_loader"]
+if TYPE_CHECKING:
+    from etude.data.loader import DataLoader
 
 SplitName = Literal["train", "validation", "test"]
-WORKERS = ("num_workers", "persistent_workers", "prefetch_factor")
-"""Settings of worker processes, which streams do not have."""
+Draw = Literal["alternate", "together"]
+RESERVED = ("all", "default", "none")
+"""Words that mean something else where streams are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorData:
+    """Samples in memory, with the function that prepares a batch of them."""
+
+    data: Any
+    """A tensor, a NumPy array, a table of pandas, or a mapping of them."""
+    labels: Any = None
+    transform: Callable[..., Any] | None = None
+
+    def __len__(self) -> int:
+        return len(next(iter(self.data.values())) if isinstance(self.data, Mapping) else self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderData:
+    """A source, a Dataset or the path of a token file, with the options of `DataLoader` that go with it."""
+
+    data: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Named parts that batches are drawn from: each a `TensorData`, a `LoaderData`, a source or a Dataset.
+
+    >>> streams = Streams({"a": TensorData([1, 2, 3]), "b": TensorData([4])}, weights={"a": 1, "b": 3})
+    >>> len(streams)
+    4
+
+    Raises DataError if there is no stream, or for names and weights that cannot be.
+    """
+
+    parts: Mapping[str, Any]
+    weights: Mapping[str, float] | None = None
+    """Proportions of training samples, one for each stream; by default streams count by their sizes."""
+    draw: Draw = "alternate"
+    """`alternate`: every batch is of one stream; `together`: every batch has samples of each."""
+    epoch_samples: int | None = None
+    """Samples of a training epoch; by default as many as all streams have."""
+    absent: frozenset[str] = frozenset()
+    """Streams that the data has, but not in this part of it: naming them is no mistake."""
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise DataError("there are no streams; name at least one data set under streams")
+        for name, part in self.parts.items():
+            check_stream_name(name)
+            if isinstance(part, Streams):
+                raise DataError(f"stream '{name}' is made of streams itself; list them side by side")
+        if self.draw not in get_args(Draw):
+            raise DataError(f"draw is {self.draw!r}; it is {' or '.join(map(repr, get_args(Draw)))}")
+        if self.epoch_samples is not None and self.epoch_samples < 1:
+            raise DataError(f"epoch_samples is {self.epoch_samples}; an epoch has at least 1 sample")
+        if self.weights is not None:
+            check_weights(self.weights, (*self.parts, *self.absent))
+            if missing := [name for name in self.parts if name not in self.weights]:
+                raise DataError(
+                    f"the weights leave out {listed(missing)}; give every stream a weight, "
+                    f"0 to those that are read only where a phase names them"
+                )
+
+    def __len__(self) -> int:
+        return self.epoch_samples or sum(len(part) for part in self.parts.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +145,7 @@ class DataSplits:
 
     def make_loader(
         self, split: SplitName, batch_size: int, *, shuffle: bool | None = None, **options: Any
-    ) -> DataLoader | StreamLoader:
+    ) -> "DataLoader":
         """Return a loader over one part; only the training part is shuffled unless `shuffle` says otherwise.
 
         `options` are those of `DataLoader`. Raises DataError if there is no such part.
@@ -83,93 +153,10 @@ class DataSplits:
         part = {"train": self.train, "validation": self.validation, "test": self.test}.get(split)
         if part is None:
             raise DataError(f"the data has no {split} part")
+        from etude.data.factory import make_loader
+
         shuffle = split == "train" if shuffle is None else shuffle
         return make_loader(part, batch_size, shuffle=shuffle, **options)
-
-
-def make_loader(
-    part: Any, batch_size: int, *, shuffle: bool = True, num_classes: int | None = None, **options: Any
-) -> DataLoader | StreamLoader:
-    """Return a loader over a part of a data set, a tensor, a source or a Dataset; `options` are `DataLoader`'s.
-
-    Streams are trained on if shuffled, unless `training` says otherwise; `options` are then `StreamLoader`'s.
-    Raises DataError if labels are not in range(num_classes).
-
-    >>> part = TensorData(torch.arange(4), torch.tensor([0, 1, 0, 1]))
-    >>> len(make_loader(part, 2, num_classes=2))
-    2
-    """
-    if isinstance(part, Streams):
-        return StreamLoader(part, batch_size, shuffle=shuffle, **{"training": shuffle, **options})
-    if isinstance(part, LoaderData):
-        part, options = part.data, {**part.options, **options}
-    if not isinstance(part, TensorData):
-        return DataLoader(part, batch_size=batch_size, shuffle=shuffle, **options)
-    if part.labels is not None and num_classes is not None:
-        check_labels(part.labels, num_classes)
-    options.setdefault("transform", part.transform)
-    return DataLoader(part.data, part.labels, batch_size, shuffle, **options)
-
-
-@dataclass(frozen=True, slots=True)
-class DataLoaderFactory:
-    """Makes loaders for training (shuffled) and for evaluation (in order) from the same settings.
-
-    >>> factory = DataLoaderFactory(batch_size=2, seed=7)
-    >>> [batch.data.tolist() for batch in factory.create(torch.arange(5), training=False)]
-    [[0, 1], [2, 3], [4]]
-    """
-
-    batch_size: int = 32
-    seed: int = 0
-    drop_last: bool = False
-    """Leave out the last, smaller batch of a training epoch; in evaluation every sample counts."""
-    num_workers: int = 0
-    pin_memory: bool | None = None
-    persistent_workers: bool = False
-    prefetch_factor: int | None = None
-    prefetch: int = 0
-    device: torch.device | str | None = None
-    rank: int = 0
-    world_size: int = 1
-
-    @classmethod
-    def from_config(cls, config: Any, **settings: Any) -> "DataLoaderFactory":
-        """Return a factory with the settings that a mapping or a config object has under these names.
-
-        Keys of the config that are none of a loader's business are left alone; `settings` come first. Raises
-        ConfigError if a setting is unknown.
-
-        >>> DataLoaderFactory.from_config({"batch_size": 8, "epochs": 3}, seed=1).batch_size
-        8
-        """
-        names = [field.name for field in fields(cls)]
-        if unknown := sorted(set(settings) - set(names)):
-            raise ConfigError(f"a loader has no setting {', '.join(unknown)}; it has {', '.join(names)}")
-        given = config if isinstance(config, Mapping) else vars(config)
-        return cls(**{name: given[name] for name in names if name in given} | settings)
-
-    def create(self, data: Any, *, training: bool = True, **options: Any) -> DataLoader | StreamLoader:
-        """Return a loader over tensors, a (data, labels) pair, a part of a data set, a source or a Dataset.
-
-        `options` are those of the loader and come before the settings of the factory. Raises DataError if streams
-        are to be read by worker processes.
-        """
-        if isinstance(data, tuple) and len(data) == 2:
-            data = TensorData(*data)
-        elif isinstance(data, LoaderData):
-            data, options = data.data, {**data.options, **options}
-        settings = {field.name: getattr(self, field.name) for field in fields(self)}
-        settings |= {"shuffle": training, "drop_last": training and self.drop_last}
-        settings |= options
-        if isinstance(data, Streams):
-            if settings["num_workers"]:
-                raise DataError(
-                    f"num_workers is {settings['num_workers']}, but streams are read in the process that trains; "
-                    f"set it to 0, and prefetch to read ahead in a thread"
-                )
-            settings = {"training": training} | {k: v for k, v in settings.items() if k not in WORKERS}
-        return make_loader(data, **settings)
 
 
 def check_labels(labels: Any, num_classes: int, ignore_index: int = -100) -> None:
@@ -193,3 +180,68 @@ def check_labels(labels: Any, num_classes: int, ignore_index: int = -100) -> Non
             f"{int(wrong.sum())} labels are out of range: the first is {int(values[place])} (entry {place}), "
             f"but there are {num_classes} classes, numbered from 0; fix the labels or set num_classes"
         )
+
+
+def tensors_of(
+    data: Any, labels: Any, transform: Callable[..., Any] | None
+) -> tuple[Any, Any, Callable[..., Any] | None]:
+    """Return data, labels and transform of a `TensorData` or a pair of tensors or arrays; all else as it is given.
+
+    >>> import numpy as np
+    >>> tensors_of((np.arange(2), [0, 1]), None, None)
+    (array([0, 1]), [0, 1], None)
+
+    Raises DataError for labels that are given twice, and for parts of a data set that have settings of a loader.
+    """
+    if isinstance(data, (LoaderData, Streams)):
+        raise DataError(
+            f"a {type(data).__name__} has settings of its own: DataLoaderFactory().create(data) makes the loader"
+        )
+    if is_pair(data):
+        data = TensorData(*data)
+    if not isinstance(data, TensorData):
+        return _samples(data, labels), labels, transform
+    if labels is not None and data.labels is not None:
+        raise DataError(
+            "labels are given twice, with the data and by themselves; a batch size has a name: batch_size=8"
+        )
+    found = labels if data.labels is None else data.labels
+    return _samples(data.data, found), found, data.transform if transform is None else transform
+
+
+def _samples(data: Any, labels: Any) -> Any:
+    """Return data; a list of numbers that has labels beside it is no data set, but an array."""
+    is_array = isinstance(data, list) and is_column(data) and is_column(labels)
+    return as_tensor(data, "data") if is_array else data
+
+
+def check_stream_name(name: object) -> None:
+    """Raise DataError for a name that would be taken for something else in config files or in names of numbers."""
+    if not isinstance(name, str) or not re.fullmatch(r"\w[\w-]*", name):
+        raise DataError(f"a stream is called {name!r}; names are made of letters, digits, '_' and '-'")
+    if name in RESERVED:
+        raise DataError(f"a stream is called '{name}', which means something else where streams are named; rename it")
+
+
+def check_weights(weights: Mapping[str, float], known: Iterable[str]) -> None:
+    """Raise DataError unless the weights are of known streams, finite, not negative, and not all zero."""
+    names = list(known)
+    check_known(weights, names, "weights")
+    for name, weight in weights.items():
+        if (
+            isinstance(weight, bool)
+            or not isinstance(weight, (int, float))
+            or not math.isfinite(weight)
+            or weight < 0
+        ):
+            raise DataError(f"the weight of stream '{name}' is {weight!r}; weights are numbers of 0 or more")
+    if not any(weights.values()):
+        raise DataError(f"the weights of {listed(weights)} are all 0; at least one stream must be read")
+
+
+def check_known(given: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raise DataError for a name that is none of the streams, with the nearest spelling."""
+    names = list(known)
+    for name in given:
+        if name not in names:
+            raise DataError(f"{where}: unknown stream '{name}'{suggest(str(name), names)}")

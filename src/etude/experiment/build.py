@@ -12,7 +12,7 @@ from etude.config import Feature, RunDraft, Selection, build_selection
 from etude.core import CheckpointError, ConfigError, DataError
 from etude.core.random import set_seed
 from etude.core.spelling import shorten
-from etude.data import DataLoader, DataLoaderFactory, DataSplits, StreamLoader
+from etude.data import DataLoader, DataLoaderFactory, DataSplits
 from etude.data.splits import SplitName
 from etude.distributed import World
 from etude.engine.callback import Callback
@@ -43,7 +43,7 @@ class Data:
         """The splits that the data has."""
         return [name for name in get_args(SplitName) if getattr(self.splits, name) is not None]
 
-    def loader(self, split: str) -> DataLoader | StreamLoader | None:
+    def loader(self, split: str) -> DataLoader | None:
         """Return a loader over a split, or None if the data has no such split."""
         name = next((name for name in self.names if name == split), None)
         if name is None:

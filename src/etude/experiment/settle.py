@@ -12,7 +12,7 @@ from etude.config.document import put_setting
 from etude.core import ConfigError, DataError
 from etude.core.run_layout import output_problems
 from etude.core.spelling import listed
-from etude.data.parts import check_stream_name, check_weights
+from etude.data.splits import check_stream_name, check_weights
 from etude.engine.callback import Callback
 from etude.experiment.features import features_for
 from etude.monitor import RunFolder

@@ -11,9 +11,8 @@ from etude.checkpoint import check_kind
 from etude.config import Document, RunDraft, Selection, build_selection, config_error
 from etude.core import ConfigError
 from etude.core.random import mix, set_seed
-from etude.data import DataSplits, combine_streams
+from etude.data import DataSplits, Streams, combine_streams
 from etude.data.order.streams import stable_number
-from etude.data.parts import Streams
 from etude.engine.callback import Callback
 from etude.losses import BinaryLoss, LossStrategy, MultiLabelLoss
 from etude.metrics import Metric

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from etude.core import ConfigError, Loader
-from etude.data import DataLoader, StreamLoader
+from etude.data import DataLoader, StreamLoader, Streams, make_loader
 from etude.data.sources.adapters import ForeignLoader
 from etude.multitask.model import MultiTaskModel
 from etude.multitask.spec import TaskSpec, check_streams
@@ -63,13 +63,14 @@ def train_weighting(weighting: Weighting, optimizer: torch.optim.Optimizer) -> N
 
 def holds_same_keys(loader: Loader | None) -> bool:
     """Whether all batches of a stream hold the same keys, so that the first shows labels that are missing."""
-    return isinstance(loader, (DataLoader, StreamLoader)) or _is_shuffled_by_torch(loader)
+    return isinstance(loader, DataLoader) or _is_shuffled_by_torch(loader)
 
 
 def check_streams_of(tasks: Mapping[str, TaskSpec], loader: Loader | None) -> None:
     """Raise TrainingError for labels that no stream has."""
     if isinstance(loader, StreamLoader):
-        check_streams(tasks, [next(iter(StreamLoader({name: part}, 1))) for name, part in loader.data.parts.items()])
+        alone = [Streams({name: part}) for name, part in loader.data.parts.items()]
+        check_streams(tasks, [next(iter(make_loader(streams, 1))) for streams in alone])
 
 
 def warn_of_steps(weighting: Weighting, loader: Loader | None, accumulation_steps: int) -> None:

@@ -1,6 +1,5 @@
 """`Loaders`: whatever users have data in becomes batches on the device, and says how many steps a run has."""
 
-import copy
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -89,7 +88,7 @@ class Loaders:
         loader = _share(source, world, training=training)
         if not isinstance(loader, Loader):
             loader = as_loader(loader, seed=self._config.seed, world_size=world.size)
-        if device.type == "cpu" or (isinstance(loader, (DataLoader, StreamLoader)) and loader.device == device):
+        if device.type == "cpu" or (isinstance(loader, DataLoader) and loader.device == device):
             return loader
         return DeviceLoader(loader, device)
 
@@ -102,7 +101,9 @@ class Loaders:
     def batch_size(self) -> int | None:
         """Samples of a whole training batch; None if only the batches show it, as where an epoch has but one."""
         source = self.sources[0]
-        return source.batch_size if isinstance(source, DataLoader) and len(source) > 1 else None
+        if not isinstance(source, DataLoader) or isinstance(source, StreamLoader) or len(source) == 1:
+            return None
+        return source.batch_size
 
     @property
     def num_batches(self) -> int | None:
@@ -244,10 +245,10 @@ def _share(source: Any, world: World, *, training: bool) -> Any:
     """
     if world.size == 1:
         return source
-    if isinstance(source, DataLoader):
-        return _divided(source, world)
     if isinstance(source, StreamLoader):
         return source.shared(world.rank, world.size)
+    if isinstance(source, DataLoader):
+        return _divided(source, world)
     if training and isinstance(source, TorchDataLoader) and _gives_all(source, world):
         raise ConfigError(
             f"each of the {world.size} processes would train on all batches of this torch DataLoader; give the Trainer "
@@ -257,7 +258,7 @@ def _share(source: Any, world: World, *, training: bool) -> Any:
 
 
 def _divided(loader: DataLoader, world: World) -> DataLoader:
-    found, size = loader.sampler.world_size, loader.batch_size
+    found, size = loader.world_size, loader.batch_size
     if found not in (1, world.size):
         raise ConfigError(f"the DataLoader is made for {found} processes, but there are {world.size}")
     if size < world.size:
@@ -265,12 +266,7 @@ def _divided(loader: DataLoader, world: World) -> DataLoader:
             f"batch_size {size} is that of all processes together: with {world.size} of them it must be at least "
             f"{world.size}, or some would always be idle"
         )
-    if found == world.size:
-        return loader
-    mine = copy.copy(loader)
-    mine.sampler = copy.copy(loader.sampler)
-    mine.sampler.rank, mine.sampler.world_size = world.rank, world.size
-    return mine
+    return loader if found == world.size else loader.shared(world.rank, world.size)
 
 
 def _gives_all(loader: TorchDataLoader[Any], world: World) -> bool:

@@ -10,9 +10,8 @@ from annotated_types import Ge
 
 from etude.config.registry import Section, register
 from etude.core.errors import DataError
-from etude.data.parts import Draw, LoaderData, Streams
 from etude.data.sources.mixture import TokenMixture
-from etude.data.splits import DataSplits
+from etude.data.splits import DataSplits, Draw, LoaderData, Streams
 from etude.data.text import MaskedTokens, PackedDocuments, TokenDocuments
 from etude.data.text.blocks import TokenBlocks
 from etude.data.tokens.schema import check_same_schema
@@ -49,7 +48,7 @@ def combine_streams(
     Raises DataError for names, weights and numbers that cannot be, and if token ids of streams mean different things.
 
     >>> import torch
-    >>> from etude.data.parts import TensorData
+    >>> from etude.data.splits import TensorData
     >>> digits, dice = (DataSplits(TensorData(torch.arange(n))) for n in (10, 6))
     >>> len(combine_streams({"digits": digits, "dice": dice}, weights={"digits": 1, "dice": 3}).train)
     16

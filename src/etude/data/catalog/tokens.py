@@ -10,10 +10,9 @@ from annotated_types import Ge, Gt, Lt
 
 from etude.config.registry import register
 from etude.core.errors import DataError
-from etude.data.parts import LoaderData
 from etude.data.sources.base import BatchSource
 from etude.data.sources.mixture import TokenMixture
-from etude.data.splits import DataSplits
+from etude.data.splits import DataSplits, LoaderData
 from etude.data.text import MaskedTokens, PackedDocuments, TokenDocuments
 from etude.data.text.blocks import LABELS, TokenBlocks
 from etude.data.tokens import TokenFile, open_tokens

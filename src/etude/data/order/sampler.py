@@ -1,11 +1,27 @@
 """Which samples make up a batch: the same batches for any number of ranks."""
 
+import copy
 from collections.abc import Iterator
 from itertools import chain
 
 from etude.core.arguments import as_whole
 from etude.core.errors import DataError
 from etude.data.order.permutation import Indices, Order, SequentialOrder, ShuffledOrder
+
+
+def share(start: int, count: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return where the share of a rank in `count` samples from `start` on begins and ends.
+
+    >>> [share(10, 5, rank, 2) for rank in (0, 1)]
+    [(10, 12), (12, 15)]
+    """
+    return start + count * rank // world_size, start + count * (rank + 1) // world_size
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Raise DataError for a rank that is none of so many."""
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise DataError(f"rank {rank} of world_size {world_size}: rank must be in 0 … world_size-1")
 
 
 class BatchSampler:
@@ -42,8 +58,7 @@ class BatchSampler:
         if num_samples < 1:
             raise DataError("the data is empty: there is no sample to make a batch of")
         batch_size = as_whole("batch_size", batch_size, least=1, error=DataError)
-        if world_size < 1 or not 0 <= rank < world_size:
-            raise DataError(f"rank {rank} of world_size {world_size}: rank must be in 0 … world_size-1")
+        check_rank(rank, world_size)
         if drop_last and batch_size > num_samples:
             raise DataError(
                 f"batch_size {batch_size} is larger than the {num_samples} samples, so drop_last leaves no batch; "
@@ -68,9 +83,7 @@ class BatchSampler:
                 f"position {position} is not within the {self.epoch_samples} samples of an epoch; "
                 f"does the checkpoint belong to other data?"
             )
-        start = position + count * self.rank // self.world_size
-        stop = position + count * (self.rank + 1) // self.world_size
-        return self.order.indices(epoch, start, stop)
+        return self.order.indices(epoch, *share(position, count, self.rank, self.world_size))
 
     def chunks(self, epoch: int, position: int, count: int) -> Iterator[tuple[Indices, int]]:
         """Return this rank's indices from `position` on, up to `count` equal batches together, and how many they are.
@@ -106,6 +119,12 @@ class BatchSampler:
     def has_batch(self, position: int) -> bool:
         """Whether a batch begins at `position`; with `drop_last` only a full one counts."""
         return position + (self.batch_size if self.drop_last else 1) <= self.epoch_samples
+
+    def shared(self, rank: int, world_size: int) -> "BatchSampler":
+        """Return a sampler of the same batches that gives rank `rank` its share of each."""
+        mine = copy.copy(self)
+        mine.rank, mine.world_size = rank, world_size
+        return mine
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that iteration runs over."""

@@ -65,15 +65,13 @@ class Span(NamedTuple):
 class Plan(Protocol):
     """The batches of an epoch, as spans of streams."""
 
-    @property
-    def epoch_samples(self) -> int:
-        """Samples of an epoch over all ranks."""
-        ...
-
-    @property
-    def num_batches(self) -> int:
-        """Batches of an epoch."""
-        ...
+    epoch_samples: int
+    """Samples of an epoch over all ranks."""
+    num_batches: int
+    counts: Mapping[str, int]
+    """Samples of each stream in a batch that has it."""
+    joint: bool
+    """Whether every batch has all streams."""
 
     def spans(self, epoch: int, position: int) -> list[Span]:
         """Return what the batch that begins at sample `position` of `epoch` is made of."""
@@ -90,6 +88,8 @@ class AlternatingPlan:
         self.batch_size, self.num_batches = batch_size, num_batches
         self.epoch_samples = batch_size * num_batches
         self.names = sorted(shares)
+        self.counts: Mapping[str, int] = dict.fromkeys(shares, batch_size)
+        self.joint = False
         # Data sets that are longer than any run, in their own order: a draw tells the stream and how often it came.
         sizes = [_ROOM] * len(self.names)
         self._order = MixtureOrder(sizes, [shares[name] for name in self.names], seed=seed, shuffle=False)
@@ -109,7 +109,10 @@ class TogetherPlan:
     def __init__(self, shares: Mapping[str, float], batch_size: int, num_batches: int) -> None:
         self.batch_size, self.num_batches = batch_size, num_batches
         self.epoch_samples = batch_size * num_batches
-        self.counts = dict(zip(shares, apportioned(list(shares.values()), batch_size), strict=True))
+        self.counts: Mapping[str, int] = dict(
+            zip(shares, apportioned(list(shares.values()), batch_size), strict=True)
+        )
+        self.joint = True
 
     def spans(self, epoch: int, position: int) -> list[Span]:
         """Return a span of each stream; a position within a batch gives the rest of it."""
@@ -128,6 +131,8 @@ class SequentialPlan:
 
     def __init__(self, sizes: Mapping[str, int], batch_size: int) -> None:
         self.sizes, self.batch_size = dict(sizes), batch_size
+        self.counts: Mapping[str, int] = dict.fromkeys(sizes, batch_size)
+        self.joint = False
         self.epoch_samples = sum(self.sizes.values())
         self.num_batches = sum(-(-size // batch_size) for size in self.sizes.values())
 

@@ -20,7 +20,6 @@ from torch.utils.data import (
 
 from etude.core.batch import Batch, num_samples
 from etude.core.errors import DataError
-from etude.core.loader import Loader
 from etude.core.random import mix
 from etude.data.sources.arrays import is_column
 from etude.data.sources.rng import RandomStream, owned_generators
@@ -148,13 +147,8 @@ class ForeignIterator:
             )
 
 
-def as_loader(source: Any, *, seed: int = 0, world_size: int = 1) -> Loader:
-    """Return `source` itself if it is a loader, else wrap an iterable of batches or a function that returns one.
-
-    Raises DataError for things that hold single samples rather than batches.
-    """
-    if isinstance(source, Loader):
-        return source
+def check_batches(source: Any) -> None:
+    """Raise DataError for things that hold single samples rather than batches."""
     is_pair = isinstance(source, tuple) and any(map(is_column, source))
     is_data = is_pair or is_column(source) or isinstance(source, (Mapping, str, bytes, Dataset))
     if is_data or not (isinstance(source, Iterable) or callable(source)):
@@ -163,7 +157,6 @@ def as_loader(source: Any, *, seed: int = 0, world_size: int = 1) -> Loader:
             f"DataLoader(data, labels, batch_size) or torch's DataLoader, or give an iterable of batches; "
             f"what is no data is given by name"
         )
-    return ForeignLoader(source, seed, world_size)
 
 
 def _parts(source: Any) -> list[Any]:

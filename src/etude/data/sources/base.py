@@ -81,14 +81,13 @@ class GatheredBatches:
 
     def __init__(self, source: BatchSource, seed: int, *, device: torch.device | None, pin_memory: bool) -> None:
         self.source, self.seed = source, seed
-        self.device = device
-        self.pin_memory = pin_memory
+        self.device, self.pin_memory = device, pin_memory
+        self._moves = pin_memory or device is not None
 
     def batches(self, sampler: BatchSampler, epoch: int, position: int) -> Iterator[Batch]:
         """Return the batches of `epoch` from `position` on."""
         source, seed = self.source, self.seed
-        moves = self.pin_memory or self.device is not None
-        if isinstance(source, UniformSource) and not moves:
+        if isinstance(source, UniformSource) and not self._moves:
             batch_bytes = source.sample_bytes * -(-sampler.batch_size // sampler.world_size)
             count = max(1, min(MAX_CHUNK, CHUNK_BYTES // batch_bytes))
             for drawn, number in sampler.chunks(epoch, position, DRAWN):
@@ -97,8 +96,12 @@ class GatheredBatches:
             return
         for drawn, number in sampler.chunks(epoch, position, DRAWN):
             for indices in drawn.reshape(number, -1):
-                batch = source.gather(indices, epoch=epoch, seed=seed)
-                yield send(batch, self.device, pin_memory=self.pin_memory) if moves else batch
+                yield self.gather(indices, epoch=epoch)
+
+    def gather(self, indices: Indices, *, epoch: int) -> Batch:
+        """Return the samples at `indices`."""
+        batch = self.source.gather(indices, epoch=epoch, seed=self.seed)
+        return send(batch, self.device, pin_memory=self.pin_memory) if self._moves else batch
 
 
 def send(batch: Batch, device: torch.device | None, *, pin_memory: bool) -> Batch:

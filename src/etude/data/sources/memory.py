@@ -70,7 +70,7 @@ class TensorSource:
         self.transform = transform
         self._take = _take_pinned if pin_memory and self._held.type == "cpu" else _take
 
-    def gather(self, indices: Indices) -> Batch:
+    def gather(self, indices: Indices, *, epoch: int = 0) -> Batch:  # noqa: ARG002
         """Return the samples at `indices`: a `DataBatch`, or a dict if the data is a mapping."""
         return self._batch(self._gather(indices))
 

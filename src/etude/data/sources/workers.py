@@ -15,7 +15,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from etude.core.batch import Batch, in_pinned_memory, is_empty, map_tensors
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data.order import BatchSampler
+from etude.data.order import BatchSampler, Indices
 from etude.data.sources.global_rng import GLOBALS, Preserved, seed_generators
 from etude.data.sources.rng import owned_generators, seed_owned
 from etude.data.sources.worker_process import WorkerStart, starting_workers
@@ -177,10 +177,16 @@ class DatasetSource:
         return self._follow(_begin(loader), self._turn)
 
     def _fetch(self, requests: "_Requests") -> Iterator[Batch]:
-        pin = self.settings.pin_memory
-        for request in requests:
-            batch = self.samples[request]
-            yield in_pinned_memory(batch) if pin else batch
+        for epoch, indices in requests:
+            yield self._fetched(epoch, indices)
+
+    def gather(self, indices: Indices, *, epoch: int) -> Batch:
+        """Return the samples at `indices`, fetched in this process."""
+        return self._fetched(epoch, indices.tolist())
+
+    def _fetched(self, epoch: int, indices: list[int]) -> Batch:
+        batch = self.samples[epoch, indices]
+        return in_pinned_memory(batch) if self.settings.pin_memory else batch
 
     def _follow(self, batches: Iterator[Batch], turn: int) -> Iterator[Batch]:
         """Persistent workers serve one epoch at a time: an iterator that was overtaken says so."""

@@ -6,8 +6,7 @@ from typing import Any
 
 from etude.config import Selection
 from etude.config.signature import parameters_of
-from etude.data import DataSplits, StreamLoader
-from etude.data.parts import Streams
+from etude.data import DataSplits, Streams, make_loader
 from etude.multitask.sections import TaskSection, TaskVariant, variants_of
 from etude.multitask.spec import TaskSpec, learns_from
 
@@ -52,7 +51,7 @@ def _streams_read(variant: TaskVariant, splits: DataSplits, known: Iterable[str]
     assert isinstance(splits.train, Streams)
     parts = {name: part for name, part in splits.train.parts.items() if name in known}
     spec = TaskSpec(variant.head_name, labels=variant.labels)
-    firsts = {name: next(iter(StreamLoader({name: part}, 1))) for name, part in parts.items()}
+    firsts = {name: next(iter(make_loader(Streams({name: part}), 1))) for name, part in parts.items()}
     return tuple(name for name, batch in firsts.items() if learns_from(variant.task, spec, batch))
 
 

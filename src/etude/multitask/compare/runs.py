@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from etude.core import ConfigError
 from etude.core.files import write_text
-from etude.data import DataSplits
-from etude.data.parts import Streams
+from etude.data import DataSplits, Streams
 from etude.distributed import before_joining
 from etude.monitor import RunFolder
 from etude.multitask.compare.alone import stream_of

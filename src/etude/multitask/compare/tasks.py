@@ -8,7 +8,7 @@ from typing import Any
 from etude.config import Selection
 from etude.core import ConfigError
 from etude.core.spelling import suggest
-from etude.data import DataLoader, StreamLoader
+from etude.data import DataLoader
 from etude.engine.step import GradientAccumulator
 from etude.multitask.compare.alone import sections_of_one
 from etude.multitask.compare.runs import (
@@ -94,9 +94,9 @@ def steps_for(data: Any, samples: int) -> int:
 
     An epoch may end with a smaller batch, and with a step of fewer micro-batches.
     """
-    loader: DataLoader | StreamLoader = data.loader("train")
+    loader: DataLoader = data.loader("train")
     accumulator = GradientAccumulator(accumulation_steps=data.config.grad_accum_steps)
-    whole = loader.sampler.epoch_samples if isinstance(loader, DataLoader) else len(loader) * loader.batch_size
+    whole = loader.epoch_samples
     steps = epoch = 0
     while samples > whole:
         steps += accumulator.num_steps(len(loader), range(epoch, epoch + 1))

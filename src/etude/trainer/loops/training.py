@@ -13,7 +13,7 @@ from etude.callbacks import GradientMonitor
 from etude.core import ConfigError, DataBatch, Task
 from etude.core.arguments import as_whole
 from etude.core.model import unwrap
-from etude.data import DataLoader
+from etude.data import TensorData, make_loader
 from etude.engine.callback import Callback
 from etude.engine.meter import ForwardFlops
 from etude.engine.step import GradientAccumulator, Step
@@ -272,7 +272,7 @@ class TrainingLoop(EngineLoop):
                 f"leave them out, or use run_epoch"
             )
         device = self.machine.device if self._is_placed else None
-        loader = DataLoader(train_data, train_labels, batch_size, shuffle=False, device=device)
+        loader = make_loader(TensorData(train_data, train_labels), batch_size, shuffle=False, device=device)
         tracker = LossTracker()
         for number, batch in enumerate(loader, start=1):
             assert isinstance(batch, DataBatch)

@@ -1,0 +1,128 @@
+"""Making loaders: `make_loader` is the one function that does, for whatever users have data in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, overload
+
+import torch
+
+from etude.core.errors import ConfigError, DataError
+from etude.core.loader import Loader
+from etude.data.loader import DataLoader, StreamLoader
+from etude.data.sources.adapters import ForeignLoader, check_batches
+from etude.data.splits import LoaderData, Streams, TensorData, check_labels
+
+WORKERS = ("num_workers", "persistent_workers", "prefetch_factor")
+"""Settings of worker processes, which streams do not have."""
+
+
+@overload
+def make_loader(
+    source: Any, batch_size: int, *, shuffle: bool = True, num_classes: int | None = None, **options: Any
+) -> DataLoader: ...
+
+
+@overload
+def make_loader(source: Any, batch_size: None, *, seed: int = 0, world_size: int = 1) -> Loader: ...
+
+
+def make_loader(
+    source: Any, batch_size: int | None, *, shuffle: bool = True, num_classes: int | None = None, **options: Any
+) -> Loader:
+    """Return a loader over a part of a data set, a tensor, a source or a Dataset; `options` are `DataLoader`'s.
+
+    Streams are trained on if shuffled, unless `training` says otherwise; `options` are then `StreamLoader`'s.
+    With `batch_size=None` the source has batches already: an iterable of them, or a function that returns one;
+    `options` are `seed` and `world_size`. A loader is returned as it is.
+    Raises DataError if labels are not in range(num_classes), and for batches that are none.
+
+    >>> part = TensorData(torch.arange(4), torch.tensor([0, 1, 0, 1]))
+    >>> len(make_loader(part, 2, num_classes=2)), len(make_loader([torch.zeros(2)], None))
+    (2, 1)
+    """
+    if batch_size is None:
+        if isinstance(source, Loader):
+            return source
+        check_batches(source)
+        return ForeignLoader(source, **options)
+    if isinstance(source, Streams):
+        return StreamLoader(source, batch_size, shuffle=shuffle, **{"training": shuffle, **options})
+    if isinstance(source, LoaderData):
+        source, options = source.data, {**source.options, **options}
+    labels = None
+    if isinstance(source, TensorData):
+        if source.labels is not None and num_classes is not None:
+            check_labels(source.labels, num_classes)
+        options.setdefault("transform", source.transform)
+        source, labels = source.data, source.labels
+    return DataLoader(source, labels, batch_size, shuffle, **options)
+
+
+def as_loader(source: Any, *, seed: int = 0, world_size: int = 1) -> Loader:
+    """Return `source` itself if it is a loader, else wrap an iterable of batches or a function that returns one.
+
+    Raises DataError for things that hold single samples rather than batches.
+    """
+    return make_loader(source, None, seed=seed, world_size=world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class DataLoaderFactory:
+    """Makes loaders for training (shuffled) and for evaluation (in order) from the same settings.
+
+    >>> factory = DataLoaderFactory(batch_size=2, seed=7)
+    >>> [batch.data.tolist() for batch in factory.create(torch.arange(5), training=False)]
+    [[0, 1], [2, 3], [4]]
+    """
+
+    batch_size: int = 32
+    seed: int = 0
+    drop_last: bool = False
+    """Leave out the last, smaller batch of a training epoch; in evaluation every sample counts."""
+    num_workers: int = 0
+    pin_memory: bool | None = None
+    persistent_workers: bool = False
+    prefetch_factor: int | None = None
+    prefetch: int = 0
+    device: torch.device | str | None = None
+    rank: int = 0
+    world_size: int = 1
+
+    @classmethod
+    def from_config(cls, config: Any, **settings: Any) -> "DataLoaderFactory":
+        """Return a factory with the settings that a mapping or a config object has under these names.
+
+        Keys of the config that are none of a loader's business are left alone; `settings` come first. Raises
+        ConfigError if a setting is unknown.
+
+        >>> DataLoaderFactory.from_config({"batch_size": 8, "epochs": 3}, seed=1).batch_size
+        8
+        """
+        names = [field.name for field in fields(cls)]
+        if unknown := sorted(set(settings) - set(names)):
+            raise ConfigError(f"a loader has no setting {', '.join(unknown)}; it has {', '.join(names)}")
+        given = config if isinstance(config, Mapping) else vars(config)
+        return cls(**{name: given[name] for name in names if name in given} | settings)
+
+    def create(self, data: Any, *, training: bool = True, **options: Any) -> DataLoader:
+        """Return a loader over tensors, a (data, labels) pair, a part of a data set, a source or a Dataset.
+
+        `options` are those of the loader and come before the settings of the factory. Raises DataError if streams
+        are to be read by worker processes.
+        """
+        if isinstance(data, tuple) and len(data) == 2:
+            data = TensorData(*data)
+        elif isinstance(data, LoaderData):
+            data, options = data.data, {**data.options, **options}
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        settings |= {"shuffle": training, "drop_last": training and self.drop_last}
+        settings |= options
+        if isinstance(data, Streams):
+            if settings["num_workers"]:
+                raise DataError(
+                    f"num_workers is {settings['num_workers']}, but streams are read in the process that trains; "
+                    f"set it to 0, and prefetch to read ahead in a thread"
+                )
+            settings = {"training": training} | {k: v for k, v in settings.items() if k not in WORKERS}
+        size: int = settings.pop("batch_size")
+        return make_loader(data, size, **settings)

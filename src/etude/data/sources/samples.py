@@ -1,0 +1,205 @@
+"""One data set as batches: tensors, a source of whole batches, a token file or a map-style dataset, on a device."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from etude.core.arguments import as_device
+from etude.core.batch import Batch, DataBatch, in_pinned_memory, map_tensors, tensors_in, to_device
+from etude.core.errors import DataError
+from etude.core.random import mix
+from etude.data.order import BatchSampler, BucketOrder, Indices, Order, SequentialOrder, ShuffledOrder
+from etude.data.order.streams import EndlessOrder
+from etude.data.sources.base import BatchSource, GatheredBatches, MeasuredSource, OrderedSource
+from etude.data.sources.memory import TensorSource, is_in_memory
+from etude.data.sources.workers import Collate, DatasetSource, WorkerSettings, dataset_length
+from etude.data.text import TokenDocuments
+from etude.data.tokens import open_tokens
+
+Transform = Callable[..., Any]
+
+
+class Place(NamedTuple):
+    """Where batches are delivered."""
+
+    device: torch.device | None = None
+    """None leaves them where they are made."""
+    pin_memory: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device | str | None, pin_memory: bool | None) -> "Place":
+        """Return the place that a user asks for; pinned memory is the default for a CUDA device."""
+        found = None if device is None else as_device(device)
+        pin = found is not None and found.type == "cuda" if pin_memory is None else pin_memory
+        return cls(found, pin and torch.cuda.is_available())
+
+
+class Samples:
+    """A data set whose batches are read by index or, faster, a whole epoch in a sampler's order.
+
+    Raises DataError for data of an unknown kind, and for options that do not go with it.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        labels: Any = None,
+        *,
+        seed: int,
+        place: Place = Place(),  # noqa: B008
+        transform: Transform | None = None,
+        collate_fn: Collate | None = None,
+        bucket_batches: int = 0,
+        workers: Mapping[str, Any] | None = None,
+    ) -> None:
+        if isinstance(data, (str, Path)):
+            data = TokenDocuments(open_tokens(data))
+        self.data, self.seed, self.place, self.bucket_batches = data, seed, place, bucket_batches
+        _check_options(data, labels, collate_fn, bucket_batches)
+        device = place.device
+        cuda = device if device is not None and device.type == "cuda" else None
+        # A batch for another device is pinned before its copy, one that stays is pinned after the transform.
+        self._pin_last = place.pin_memory and device is None and transform is not None
+        pin = place.pin_memory and not self._pin_last
+        self.source: TensorSource | GatheredBatches | DatasetSource
+        if is_in_memory(data):
+            # For a CUDA device the source does all that can be done to several batches.
+            at_once = transform if cuda and is_elementwise(transform) and not isinstance(data, Mapping) else None
+            transform = None if at_once is not None else transform
+            self.source = TensorSource(data, labels, pin_memory=pin, device=cuda, transform=at_once)
+            self.size, there = self.source.num_samples, self.source.device
+        elif isinstance(data, BatchSource):
+            self.source = GatheredBatches(data, seed, device=cuda, pin_memory=pin)
+            self.size, there = len(data), torch.device("cpu") if cuda is None else cuda
+        else:
+            self.size, there = dataset_length(data), None
+            self.source = DatasetSource(data, seed, collate_fn, WorkerSettings(pin_memory=pin, **workers or {}))
+        self._target = None if device == there else device
+        self._transform = None if transform is None else BatchTransform(transform)
+
+    @property
+    def threaded(self) -> bool:
+        """Whether another thread may read it: fetching samples of a dataset seeds generators that all threads share."""
+        return not isinstance(self.source, DatasetSource)
+
+    def order(self, *, shuffle: bool) -> Order:
+        """Return the order of the samples in each epoch."""
+        if isinstance(self.data, OrderedSource):
+            return self.data.order(shuffle=shuffle, seed=self.seed)
+        return ShuffledOrder(self.size, self.seed) if shuffle else SequentialOrder(self.size)
+
+    def bucketed(self, order: Order, batch_size: int, *, endless: bool = False) -> Order:
+        """Return an order with samples of similar length together, if asked for; `endless`: epoch after epoch."""
+        pool = self.bucket_batches
+        if endless:
+            # A pool with a large part of a pass and of the next one has samples twice, side by side when sorted.
+            pool = min(pool, order.size // (2 * batch_size))
+            pool = pool if pool > 1 else 0
+            order = EndlessOrder(order)
+        if not pool:
+            return order
+        return BucketOrder(order, self.data.lengths, batch_size=batch_size, pool_batches=pool, seed=self.seed)
+
+    def batches(self, sampler: BatchSampler, epoch: int, position: int) -> Iterator[Batch]:
+        """Return the batches of `epoch` from `position` on."""
+        batches = self.source.batches(sampler, epoch, position)
+        if self._target is None and self._transform is None and not self._pin_last:
+            return batches
+        return self._finished(batches, sampler, epoch, position)
+
+    def _finished(
+        self, batches: Iterator[Batch], sampler: BatchSampler, epoch: int, position: int
+    ) -> Iterator[Batch]:
+        for batch in batches:
+            yield self._finish(batch, epoch, position, sampler.rank)
+            position = sampler.next_position(position)
+
+    def read(self, indices: Indices, *, epoch: int, position: int, rank: int) -> Batch:
+        """Return the samples at `indices`, which may be none: rank `rank`'s share of a batch at `position`."""
+        some = indices if len(indices) else np.zeros(1, np.int64)
+        batch = self.source.gather(some, epoch=epoch)
+        if not len(indices):  # the form of a batch, with no samples in it
+            batch = map_tensors(batch, lambda tensor: tensor[:0])
+        return self._finish(batch, epoch, position, rank)
+
+    def _finish(self, batch: Batch, epoch: int, position: int, rank: int) -> Batch:
+        """Return a batch where and how it is wanted."""
+        if self._target is not None:
+            batch = to_device(batch, self._target)
+        if self._transform is not None:
+            batch = self._transform(batch, self.seed, epoch, position, rank)
+        return in_pinned_memory(batch) if self._pin_last else batch
+
+
+class SampledBatches:
+    """The batches of one data set, as a sampler says."""
+
+    def __init__(self, samples: Samples, sampler: BatchSampler) -> None:
+        self.samples, self.sampler = samples, sampler
+        self.rank, self.world_size = sampler.rank, sampler.world_size
+        self.epoch_samples, self.num_batches = sampler.epoch_samples, sampler.num_batches
+        self.threaded, self.has_batch = samples.threaded, sampler.has_batch
+
+    def items(self, epoch: int, position: int) -> tuple[Iterator[tuple[int, Batch]], Iterator[Batch]]:
+        """Return the batches from `position` on, each with the position behind it, and what is to be closed."""
+        batches = self.samples.batches(self.sampler, epoch, position)
+        return zip(self.sampler.positions(position), batches, strict=False), batches
+
+    def shared(self, rank: int, world_size: int) -> "SampledBatches":
+        """Return the same batches, of which rank `rank` gets its share."""
+        return SampledBatches(self.samples, self.sampler.shared(rank, world_size))
+
+
+class BatchTransform:
+    """A function of a batch's inputs; one that takes a `generator` gets it seeded from the batch's place."""
+
+    def __init__(self, transform: Transform) -> None:
+        self.transform = transform
+        self._random = _takes_generator(transform)
+
+    def __call__(self, batch: Batch, *place: int) -> Batch:
+        """Apply it to the `data` of a DataBatch, or to the whole batch; `place` are the numbers of the seed."""
+        inputs = batch.data if isinstance(batch, DataBatch) else batch
+        if self._random:
+            tensor = next(tensors_in(inputs), None)
+            generator = torch.Generator("cpu" if tensor is None else tensor.device)
+            generator.manual_seed(mix(*place))
+            inputs = self.transform(inputs, generator=generator)
+        else:
+            inputs = self.transform(inputs)
+        return DataBatch(inputs, batch.labels) if isinstance(batch, DataBatch) else inputs
+
+
+def is_elementwise(transform: object) -> bool:
+    """Whether a transform says that it changes every number by itself: several batches may go through it together."""
+    return bool(getattr(transform, "elementwise", False))
+
+
+def _takes_generator(transform: Transform) -> bool:
+    try:
+        return "generator" in inspect.signature(transform).parameters
+    except ValueError:  # a builtin without a signature
+        return False
+
+
+def _check_options(data: Any, labels: Any, collate_fn: Collate | None, bucket_batches: int) -> None:
+    """Raise DataError for options that do not go with the kind of data."""
+    in_memory, kind = is_in_memory(data), type(data).__name__
+    if collate_fn is not None and (in_memory or isinstance(data, BatchSource)):
+        raise DataError(
+            f"collate_fn puts the samples of a dataset together, but a {kind} makes whole batches; "
+            f"change them with transform instead"
+        )
+    if bucket_batches and not isinstance(data, MeasuredSource):
+        raise DataError(
+            f"bucket_batches is {bucket_batches}, but a {kind} does not tell how long its samples are; "
+            f"bucketing is for samples of different lengths, such as TokenDocuments"
+        )
+    if isinstance(labels, int) and not in_memory:
+        raise DataError(f"labels is the number {labels}; give the batch size by name: batch_size={labels}")
+    if labels is not None and not in_memory:
+        raise DataError("labels go with tensors, arrays and tables; the samples of a dataset carry their own")
