@@ -139,3 +139,32 @@ def test_make_loader_trains_where_it_shuffles():
     assert [len(batch["input"]) for batch in make_loader(streams, 4, shuffle=False).iterate(0)] == [4, 1, 4]
     ordered = make_loader(streams, 4, shuffle=False, training=True)
     assert [len(batch["input"]) for batch in ordered.iterate(0)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("way", [{}, {"read": "documents", "bucket_batches": 2}, {"read": "packed"}])
+def test_a_token_mixture_is_a_mixed_draw_of_streams(tmp_path, way):
+    roots = {"code": folder(tmp_path / "code", lengths=(90, 60)), "prose": folder(tmp_path / "prose")}
+    weights = {"code": 3.0, "prose": 1.0}
+    streams = section(**roots) | {"weights": weights, "draw": "mixed", "epoch_samples": 30}
+    for one in streams["streams"].values():
+        one |= way
+    mixture = {
+        "name": "token_mixture",
+        "roots": {name: str(root) for name, root in roots.items()},
+        "length": 8,
+        **way,
+    }
+    mixed, expected = (
+        build_component("data", one) for one in (streams, mixture | {"weights": weights, "epoch_samples": 30})
+    )
+    assert mixed.vocab_size == expected.vocab_size == 500
+    for split in ("train", "validation"):
+        batches = [splits.make_loader(split, 4, seed=2).iterate(1, 8) for splits in (mixed, expected)]
+        for one, other in zip(*batches, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_only_token_data_is_mixed_into_one_batch():
+    with pytest.raises(DataError, match=r"'a'.*draw"):
+        combine_streams({"a": images(4)}, draw="mixed")

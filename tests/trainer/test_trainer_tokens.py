@@ -155,7 +155,7 @@ def test_files_made_with_different_tokenizers_are_not_mixed(tmp_path):
         (tmp_path / name).mkdir()
         meta = {"vocab_size": 10, "tokenizer_sha256": name * 64}
         with TokenWriter(tmp_path / name / "train.bin", meta=meta) as writer:
-            writer.add(np.arange(10, dtype=np.uint16))
+            writer.add(np.arange(40, dtype=np.uint16) % 10)
     path = tmp_path / "mixture.yaml"
     path.write_text(
         CONFIG.format(data=WAYS["mixture"].format(root=tmp_path).replace("/code", "/a").replace("/text", "/b"))

@@ -18,9 +18,9 @@ MODULES: dict[str, dict[str, str]] = {
         "image_folder": "data.catalog.images",
         **dict.fromkeys(("csv", "parquet"), "data.catalog.tabular"),
         "mnist": "data.catalog.mnist",
-        "streams": "data.catalog.streams",
         "text_corpus": "corpus.dataset",
-        **dict.fromkeys(("token_mixture", "tokens"), "data.catalog.tokens"),
+        **dict.fromkeys(("streams", "token_mixture"), "data.catalog.streams"),
+        "tokens": "data.catalog.tokens",
     },
     "head": dict.fromkeys(
         ("binary", "language_model", "linear", "sequence_classifier", "token_classifier"), "multitask.heads"

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from etude.data.catalog.arrays import load_arrays
     from etude.data.catalog.images import load_image_folder
     from etude.data.catalog.mnist import Normalize, fetch_mnist, load_mnist, read_idx
-    from etude.data.catalog.streams import combine_streams, load_streams
+    from etude.data.catalog.streams import combine_streams, load_streams, load_token_mixture
     from etude.data.catalog.tabular import load_csv, load_parquet
-    from etude.data.catalog.tokens import load_token_mixture, load_tokens
+    from etude.data.catalog.tokens import load_tokens
     from etude.data.factory import DataLoaderFactory, as_loader, make_loader
     from etude.data.loader import DataLoader, StreamLoader
     from etude.data.order import BatchSampler, KeyedPermutation

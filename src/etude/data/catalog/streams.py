@@ -1,29 +1,33 @@
-"""Streams for config files: several data sets under names, trained on in given proportions."""
+"""The data sets `streams` and `token_mixture`: several data sets under names, trained on in given proportions."""
 
 import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 from etude.config.registry import Section, register
 from etude.core.errors import DataError
+from etude.data.catalog.tokens import Length, Share, Way, load_tokens
+from etude.data.sources.base import BatchSource
 from etude.data.sources.mixture import TokenMixture
 from etude.data.splits import DataSplits, Draw, LoaderData, Streams
 from etude.data.text import MaskedTokens, PackedDocuments, TokenDocuments
 from etude.data.text.blocks import TokenBlocks
-from etude.data.tokens.schema import check_same_schema
+from etude.data.tokens.schema import check_same_schema, check_shared_schema
 
 SPLITS = ("train", "validation", "test")
+BUCKETS = "bucket_batches"
+Mixing = Literal[Draw, "mixed"]
 
 
 @register("data", "streams")
 def load_streams(
     streams: dict[str, Annotated[Any, Section("data")]],
     weights: dict[str, float] | None = None,
-    draw: Draw = "alternate",
+    draw: Mixing = "alternate",
     epoch_samples: Annotated[int, Ge(1)] | None = None,
 ) -> DataSplits:
     """Several data sets under names: a training batch comes from one of them, or from all.
@@ -31,19 +35,52 @@ def load_streams(
     streams: a data set for each name, with its own arguments.
     weights: proportions of training samples, by the same names; in proportion to their sizes by default. A stream of
         weight 0 is read only in phases that name it.
-    draw: `alternate` makes every batch of one stream; with `together` every batch has samples of each.
+    draw: `alternate` makes every batch of one stream; with `together` every batch has a part of each; with `mixed`
+        samples of token data are drawn one by one and make one batch, which names no stream.
     epoch_samples: samples of an epoch; by default as many as all streams have. Streams go on where they stopped.
     """
     return combine_streams(streams, weights, draw, epoch_samples)
 
 
+@register("data", "token_mixture")
+def load_token_mixture(
+    roots: dict[str, str],
+    weights: dict[str, Annotated[float, Gt(0)]],
+    read: Way = "blocks",
+    length: Length = 1024,
+    packing: Literal["split", "fit"] = "split",
+    mask_rate: Share = 0.0,
+    bucket_batches: Annotated[int, Ge(0)] = 100,
+    epoch_samples: Annotated[int, Ge(1)] | None = None,
+) -> DataSplits:
+    """Several folders of token files, drawn in given proportions for training; validated on all of them.
+
+    The same as `streams` of `tokens` with `draw: mixed`.
+
+    roots: a folder or URL for each name.
+    weights: the proportions, by the same names; they need not add up to 1.
+    epoch_samples: samples drawn in an epoch; by default as many as there are.
+    The other arguments are those of the data set `tokens`. All files must be made with the same tokenizer.
+    """
+    check_shared_schema(roots)
+    splits = {}
+    for name, root in roots.items():
+        try:
+            splits[name] = load_tokens(root, read, length, packing, mask_rate, bucket_batches=bucket_batches)
+        except DataError as error:
+            raise DataError(f"'{name}': {error}") from error
+    return combine_streams(splits, weights, "mixed", epoch_samples)
+
+
 def combine_streams(
     splits: Mapping[str, DataSplits],
     weights: Mapping[str, float] | None = None,
-    draw: Draw = "alternate",
+    draw: Mixing = "alternate",
     epoch_samples: int | None = None,
 ) -> DataSplits:
-    """Return data sets as one whose parts are `Streams`; a part lacks the streams that do not have it.
+    """Return data sets as one whose parts are `Streams`, or a `TokenMixture` if `draw` is "mixed".
+
+    A part lacks the streams that do not have it.
 
     Raises DataError for names, weights and numbers that cannot be, and if token ids of streams mean different things.
 
@@ -63,9 +100,13 @@ def combine_streams(
     parts: dict[str, Any] = {}
     for split in SPLITS:
         there = {name: part for name, data in splits.items() if (part := getattr(data, split)) is not None}
-        if there or split == "train":
+        of_training = (weights, epoch_samples) if split == "train" else (None, None)
+        if draw == "mixed" and there:
+            parts[split] = _mixed(there, *of_training)
+        elif there or split == "train":
             parts[split] = Streams(there, absent=frozenset(splits) - frozenset(there))
-    parts["train"] = replace(parts["train"], weights=weights, draw=draw, epoch_samples=epoch_samples)
+    if draw != "mixed":
+        parts["train"] = replace(parts["train"], weights=weights, draw=draw, epoch_samples=epoch_samples)
     sizes = [data.vocab_size for data in splits.values() if data.vocab_size is not None]
     return DataSplits(
         **parts,
@@ -78,6 +119,20 @@ def combine_streams(
         num_targets=_common(data.num_targets for data in splits.values()),
         facts={name: data.facts for name, data in splits.items() if data.facts},
     )
+
+
+def _mixed(parts: Mapping[str, Any], weights: Mapping[str, float] | None, size: int | None) -> LoaderData:
+    """Return parts as one source; samples of similar length go together if any of the parts asks for it."""
+    whole = {name: part if isinstance(part, LoaderData) else LoaderData(part) for name, part in parts.items()}
+    for name, part in whole.items():
+        if not isinstance(part.data, BatchSource) or set(part.options) - {BUCKETS}:
+            raise DataError(
+                f"stream '{name}' has no token data, or options of its own, and cannot be mixed with others into one "
+                f"batch; set draw to alternate or together"
+            )
+    buckets = max(part.options.get(BUCKETS, 0) for part in whole.values())
+    mixture = TokenMixture({name: part.data for name, part in whole.items()}, weights, size)
+    return LoaderData(mixture, {BUCKETS: buckets} if buckets else {})
 
 
 def _common(values: Any) -> Any:

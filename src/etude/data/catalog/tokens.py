@@ -1,7 +1,6 @@
-"""Language data for config files: token files and mixtures of them."""
+"""The data set `tokens`: token files of a folder, read as blocks, documents or packed documents."""
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,13 +10,12 @@ from annotated_types import Ge, Gt, Lt
 from etude.config.registry import register
 from etude.core.errors import DataError
 from etude.data.sources.base import BatchSource
-from etude.data.sources.mixture import TokenMixture
 from etude.data.splits import DataSplits, LoaderData
 from etude.data.text import MaskedTokens, PackedDocuments, TokenDocuments
 from etude.data.text.blocks import LABELS, TokenBlocks
 from etude.data.tokens import TokenFile, open_tokens
 from etude.data.tokens.places import exists
-from etude.data.tokens.schema import TokenSchema, find_schema, folder_of, shared_schema, token_fields
+from etude.data.tokens.schema import TokenSchema, find_schema, folder_of, token_fields
 
 logger = logging.getLogger("etude")
 
@@ -146,48 +144,6 @@ def load_tokens(
     return DataSplits(**parts, tokenizer=_tokenizer(root), **known)
 
 
-@register("data", "token_mixture")
-def load_token_mixture(
-    roots: dict[str, str],
-    weights: dict[str, Annotated[float, Gt(0)]],
-    read: Way = "blocks",
-    length: Length = 1024,
-    packing: Literal["split", "fit"] = "split",
-    mask_rate: Share = 0.0,
-    bucket_batches: Annotated[int, Ge(0)] = 100,
-    epoch_samples: Annotated[int, Ge(1)] | None = None,
-) -> DataSplits:
-    """Several folders of token files, drawn in given proportions for training; validated on all of them.
-
-    roots: a folder or URL for each name.
-    weights: the proportions, by the same names; they need not add up to 1.
-    epoch_samples: samples drawn in an epoch; by default as many as there are.
-    The other arguments are those of the data set `tokens`. All files must be made with the same tokenizer.
-    """
-    schema = shared_schema(roots)
-    reading = Reading(read, length, packing, mask_rate, None, bucket_batches, schema=schema)
-    files = {name: {split: find_split(root, split) for split in SPLIT_NAMES} for name, root in roots.items()}
-    for name, found in files.items():
-        if found["train"] is None:
-            raise DataError(
-                f"{roots[name]} ({name}) has no train.bin; make it with `etude tokenize --out {roots[name]}`"
-            )
-    opened = {
-        split: {name: open_tokens(path) for name, found in files.items() if (path := found[split]) is not None}
-        for split in SPLIT_NAMES
-    }
-    _check_same_tokenizer(opened["train"])
-    known = token_fields(schema, [file for by_name in opened.values() for file in by_name.values()])
-    parts: dict[str, Any] = {}
-    for split, by_name in opened.items():
-        if by_name:
-            sources = {name: reading.source(file, training=split == "train") for name, file in by_name.items()}
-            training = split == "train"
-            mixture = TokenMixture(sources, weights, epoch_samples) if training else TokenMixture(sources)
-            parts[split] = reading.part(mixture)
-    return DataSplits(**parts, tokenizer=_tokenizer(next(iter(roots.values()))), **known)
-
-
 def find_split(root: str, split: str) -> str | None:
     """Return the path or URL of a split's file below `root`, or None if there is none."""
     places = [f"{folder_of(root)}/{name}.bin" for name in SPLIT_NAMES[split]]
@@ -197,14 +153,3 @@ def find_split(root: str, split: str) -> str | None:
 def _tokenizer(root: str) -> Path | None:
     path = Path(root).expanduser() / "tokenizer.json"
     return path if path.is_file() else None
-
-
-def _check_same_tokenizer(files: Mapping[str, TokenFile]) -> None:
-    """Refuse to mix ids that mean different things."""
-    prints = {name: file.meta.get("tokenizer_sha256") for name, file in files.items()}
-    known = {name: value for name, value in prints.items() if value is not None}
-    if len(set(known.values())) > 1:
-        raise DataError(
-            f"{' and '.join(known)} were made with different tokenizers, so their ids mean different things; "
-            f"tokenize them with the same --tokenizer"
-        )

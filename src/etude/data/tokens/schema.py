@@ -96,8 +96,8 @@ def check_same_schema(schemas: Mapping[str, TokenSchema], what: str) -> None:
             )
 
 
-def shared_schema(roots: Mapping[str, str]) -> TokenSchema | None:
-    """Return the schema that the folders of a mixture share; raises DataError if ids mean different things in them."""
+def check_shared_schema(roots: Mapping[str, str]) -> None:
+    """Raise DataError unless all folders of a mixture have the same schema, or none has one."""
     found = {name: find_schema(root) for name, root in roots.items()}
     known = {name: schema for name, schema in found.items() if schema is not None}
     if known and (without := next((name for name in found if name not in known), None)) is not None:
@@ -106,7 +106,6 @@ def shared_schema(roots: Mapping[str, str]) -> TokenSchema | None:
             f"says what ids mean ({' or '.join(one.file for one in FORMATS)}); copy it if they mean the same in both"
         )
     check_same_schema(known, "folders")
-    return next(iter(known.values()), None)
 
 
 def token_fields(
