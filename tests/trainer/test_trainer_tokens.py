@@ -143,7 +143,7 @@ def test_files_that_do_not_tell_a_vocabulary(root, tmp_path):
         changes = [f"data.root={tmp_path}", *overrides]
         return build_trainer(load_config(path, overrides=changes), progress=False)
 
-    with pytest.raises(ConfigError, match=r"model: causal_transformer_lm needs a vocab_size.*set model.vocab_size"):
+    with pytest.raises(ConfigError, match=r"model: causal_transformer_lm.* vocab_size.*set model.vocab_size"):
         trainer()
     assert trainer("data.vocab_size=50").model.vocab_size == 50
     with pytest.raises(DataError, match=r"the id 4\d, but the model's embedding 'embedding' has 40 rows"):
