@@ -44,7 +44,23 @@ def swap_images():
     Path("pictures/dark/0.png").write_bytes(Path("pictures/light/0.png").read_bytes())
 
 
+def write_lines(extra="!"):
+    source = random.Random(0)
+    words = {"good": ["fine", "great", "lovely"], "bad": ["poor", "awful", "dull"]}
+    lines = [
+        {"text": " ".join(source.choices(words[label], k=source.randint(1, 6))) + extra, "label": label}
+        for label in source.choices(["good", "bad"], k=150)
+    ]
+    Path("d.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+
 CASES = {
+    "jsonl": (
+        write_lines,
+        lambda: write_lines("?"),
+        {"name": "text_classifier", "d_model": 16, "n_layers": 1, "n_heads": 2},
+        {"name": "jsonl", "path": "d.jsonl", "max_length": 20},
+    ),
     "image_folder": (
         write_images,
         swap_images,

@@ -16,6 +16,7 @@ MODULES: dict[str, dict[str, str]] = {
     "data": {
         "arrays": "data.catalog.arrays",
         "image_folder": "data.catalog.images",
+        "jsonl": "data.catalog.texts",
         **dict.fromkeys(("csv", "parquet"), "data.catalog.tabular"),
         "mnist": "data.catalog.mnist",
         "text_corpus": "corpus.dataset",
@@ -42,6 +43,7 @@ MODULES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("huggingface", "huggingface_causal_lm"), "models.huggingface"),
         "lenet5": "models.lenet5",
         "mlp": "models.mlp",
+        "text_classifier": "models.text_classifier",
         **dict.fromkeys(("causal_transformer_lm", "transformer_lm"), "models.transformer"),
     },
     "optimizer": dict.fromkeys(("adam", "adamw", "rmsprop", "sgd"), "optim.optimizers"),

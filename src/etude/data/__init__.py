@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from etude.data.catalog.mnist import Normalize, fetch_mnist, load_mnist, read_idx
     from etude.data.catalog.streams import combine_streams, load_streams, load_token_mixture
     from etude.data.catalog.tabular import load_csv, load_parquet
+    from etude.data.catalog.texts import load_jsonl
     from etude.data.catalog.tokens import load_tokens
     from etude.data.factory import DataLoaderFactory, as_loader, make_loader
     from etude.data.loader import DataLoader, StreamLoader
@@ -77,6 +78,7 @@ __all__ = [
     "load_arrays",
     "load_csv",
     "load_image_folder",
+    "load_jsonl",
     "load_mnist",
     "load_parquet",
     "load_streams",

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from etude.models.huggingface import huggingface_causal_lm
     from etude.models.lenet5 import LeNet5
     from etude.models.mlp import MLP
+    from etude.models.text_classifier import TextClassifier
     from etude.models.transformer import CausalTransformerLM
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "CausalTransformerLM",
     "Features",
     "LeNet5",
+    "TextClassifier",
     "Trunk",
     "feature_dim",
     "huggingface_causal_lm",

@@ -1,0 +1,219 @@
+"""Texts with a class each: encoded once, padded by batch; the data set `jsonl`."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from annotated_types import Ge
+
+from etude.config.registry import register
+from etude.core.batch import Batch
+from etude.core.errors import ConfigError, DataError
+from etude.core.spelling import shorten
+from etude.data.catalog.features import in_order
+from etude.data.catalog.holdout import Rows, Share, fingerprint, hold_out, mix_keys, shares
+from etude.data.splits import DataSplits, LoaderData
+from etude.data.text.padding import filled, padded_width, scatter
+
+Encode = Callable[[list[str]], list[Any]]
+PAD_ID = 0
+PAD_MULTIPLE = 8
+"""Widths of batches are multiples of this: a GPU then meets few shapes, and likes them."""
+BUCKET_BATCHES = 100
+_AT_ONCE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class LabeledText:
+    """A text, its class and its place, for messages."""
+
+    text: str
+    label: str
+    where: str
+
+
+class TextRows:
+    """Encoded texts of any length, padded to the longest of a batch: a source that tells how long its samples are."""
+
+    def __init__(self, ids: npt.NDArray[np.int32], ends: Rows, labels: npt.NDArray[np.int64], rows: Rows) -> None:
+        """Text i is ids[ends[i - 1] : ends[i]]; `rows` are the texts of this part."""
+        self.ids, self.labels, self.rows = ids, labels, rows
+        self._ends, self._starts = ends, np.concatenate([[0], ends[:-1]])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def lengths(self, indices: Rows) -> Rows:
+        """Return the number of tokens of the samples at `indices`."""
+        rows = self.rows[indices]
+        lengths: Rows = self._ends[rows] - self._starts[rows]
+        return lengths
+
+    def gather(self, indices: Rows, *, epoch: int, seed: int) -> Batch:  # noqa: ARG002
+        """Return `input_ids` and `attention_mask`, (B, L), and `labels`, (B,)."""
+        rows, lengths = self.rows[indices], self.lengths(indices)
+        places = np.repeat(self._ends[rows] - lengths.cumsum(), lengths) + np.arange(lengths.sum())
+        mask = filled(lengths, padded_width(int(lengths.max(initial=0)), PAD_MULTIPLE))
+        return {
+            "input_ids": torch.from_numpy(scatter(self.ids[places], mask, PAD_ID)),
+            "attention_mask": torch.from_numpy(mask.astype(np.int64)),
+            "labels": torch.from_numpy(self.labels[rows]),
+        }
+
+
+@register("data", "jsonl")
+def load_jsonl(
+    path: str,
+    text: str = "text",
+    label: str = "label",
+    tokenizer: str = "bytes",
+    max_length: Annotated[int, Ge(1)] = 256,
+    validation: Share | str = 0.1,
+    test: Share | str = 0.1,
+    seed: Annotated[int, Ge(0)] = 0,
+) -> DataSplits:
+    """A file with a JSON object in each line: a text and its class.
+
+    text, label: the keys; labels are texts, whole numbers or booleans.
+    tokenizer: `bytes` makes a token of every byte of UTF-8; else a tokenizer.json, or a folder that has one.
+    max_length: longer texts are cut to this many tokens.
+    validation, test: a file, or the share of lines held out. Which lines depends on their content and `seed`.
+    """
+    main = list(_read_lines(Path(path).expanduser(), text, label))
+    parts = {
+        part: list(_read_lines(Path(place).expanduser(), text, label))
+        for part, place in (("validation", validation), ("test", test))
+        if isinstance(place, str)
+    }
+    return text_splits(main, parts, shares(validation, test), seed, tokenizer, max_length)
+
+
+def text_splits(
+    main: Sequence[LabeledText],
+    others: Mapping[str, Sequence[LabeledText]],
+    held: tuple[float, float],
+    seed: int,
+    tokenizer: str,
+    max_length: int,
+) -> DataSplits:
+    """Return texts as token ids by part: shares of `main` are held out, `others` are parts of their own."""
+    classes = in_order(sorted({one.label for one in main}))
+    if len(classes) < 2:
+        raise DataError(f"{main[0].where}: all texts have the class {classes[0]!r}; there is nothing to learn")
+    place = {name: number for number, name in enumerate(classes)}
+    everything = [*main, *(one for part in others.values() for one in part)]
+    for one in everything:
+        if one.label not in place:
+            raise DataError(f"{one.where}: there is no class {shorten(one.label)!r} to train on")
+    encode, vocab_size = _encoder(tokenizer)
+    ids, ends = _encoded([one.text for one in everything], encode, max_length)
+    labels = np.array([place[one.label] for one in everything], dtype=np.int64)
+    rows = hold_out(mix_keys(_keys(main) ^ np.uint64(seed)), *held)
+    begin = len(main)
+    for part, texts in others.items():
+        rows[part] = np.arange(begin, begin + len(texts))
+        begin += len(texts)
+    found: dict[str, Any] = {
+        part: LoaderData(TextRows(ids, ends, labels, one), {"bucket_batches": BUCKET_BATCHES})
+        for part, one in rows.items()
+    }
+    facts = {"classes": classes, "rows": {part: len(one) for part, one in rows.items()}, "vocab_size": vocab_size}
+    return DataSplits(
+        **found,
+        num_classes=len(classes),
+        vocab_size=vocab_size,
+        tokenizer=None if tokenizer == "bytes" else _tokenizer_file(tokenizer),
+        facts={"fingerprint": fingerprint([ids, ends, labels], facts), **facts},
+    )
+
+
+def _keys(texts: Sequence[LabeledText]) -> npt.NDArray[np.uint64]:
+    """Return a number for each text that depends on its content only."""
+    digests = (hashlib.blake2b(f"{one.label}\0{one.text}".encode(), digest_size=8).digest() for one in texts)
+    return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
+
+
+def _read_lines(path: Path, text: str, label: str) -> Iterator[LabeledText]:
+    found = False
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    found = True
+                    yield _parse(line, text, label, f"{path}:{number}")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from error
+    if not found:
+        raise DataError(f"{path} has no lines")
+
+
+def _parse(line: bytes, text: str, label: str, where: str) -> LabeledText:
+    try:
+        entry = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:
+        raise DataError(f"{where}: no JSON in UTF-8 ({error})") from error
+    if not isinstance(entry, dict):
+        raise DataError(
+            f"{where}: a {type(entry).__name__}; every line must be an object with {text!r} and {label!r}"
+        )
+    for key in (text, label):
+        if entry.get(key) is None:
+            raise DataError(f"{where}: there is no {key!r} (there are: {shorten(', '.join(entry))})")
+    if not isinstance(entry[text], str):
+        raise DataError(f"{where}: {text!r} is {shorten(repr(entry[text]))}; it must be a text")
+    readable = entry[text].encode(errors="replace").decode()  # JSON may hold halves of characters
+    return LabeledText(readable, label_name(entry[label], where), where)
+
+
+def label_name(value: Any, where: str) -> str:
+    """Return the name of a class. Raises DataError for a value that cannot be one."""
+    if not isinstance(value, (str, int)):
+        raise DataError(
+            f"{where}: the label is {shorten(repr(value))}; give a text, a whole number or true and false"
+        )
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _encoder(tokenizer: str) -> tuple[Encode, int]:
+    """Return a function that makes ids of texts, and the size of the vocabulary. Id 0 of bytes is padding."""
+    if tokenizer == "bytes":
+        return lambda texts: [
+            np.frombuffer(text.encode(), np.uint8) + np.int32(1) for text in texts
+        ], 257
+    file = _tokenizer_file(tokenizer)
+    try:
+        from tokenizers import Tokenizer  # type: ignore[import-untyped, unused-ignore]
+    except ImportError as error:
+        raise ConfigError("a tokenizer.json needs the tokenizers library: pip install 'etude[text]'") from error
+    try:
+        found = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises no narrower class
+        raise DataError(f"{file} is no tokenizer.json ({shorten(' '.join(str(error).split()), 120)})") from error
+    found.no_truncation()
+    found.no_padding()
+    return lambda texts: [one.ids for one in found.encode_batch(texts)], max(found.get_vocab().values()) + 1
+
+
+def _tokenizer_file(tokenizer: str) -> Path:
+    path = Path(tokenizer).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(f"tokenizer: {file} does not exist; give `bytes`, a tokenizer.json, or a folder that has one")
+    return file
+
+
+def _encoded(texts: Sequence[str], encode: Encode, max_length: int) -> tuple[npt.NDArray[np.int32], Rows]:
+    """Return the ids of all texts one after the other, and where each ends."""
+    chunks: list[npt.NDArray[np.int32]] = []
+    lengths: list[int] = []
+    for begin in range(0, len(texts), _AT_ONCE):
+        some = [np.asarray(ids[:max_length], dtype=np.int32) for ids in encode(list(texts[begin : begin + _AT_ONCE]))]
+        lengths += map(len, some)
+        chunks.append(np.concatenate(some))
+    return np.concatenate(chunks), np.cumsum(lengths)

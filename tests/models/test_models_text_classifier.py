@@ -1,0 +1,53 @@
+"""The text classifier: padding has no part in its answer, and it learns."""
+
+import torch
+import torch.nn.functional as F
+
+from etude.models import TextClassifier
+
+
+def small(**options):
+    torch.manual_seed(0)
+    return TextClassifier(
+        **{"vocab_size": 30, "num_classes": 3, "d_model": 16, "n_layers": 2, "n_heads": 2, **options}
+    )
+
+
+def test_padding_changes_nothing():
+    model = small().eval()
+    tokens = torch.randint(1, 30, (2, 5))
+    mask = torch.ones_like(tokens)
+    padded, longer = F.pad(tokens, (0, 4), value=7), F.pad(mask, (0, 4))
+    torch.testing.assert_close(model(tokens), model(tokens, mask))
+    torch.testing.assert_close(model(padded, longer), model(tokens, mask), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model(padded), model(tokens), atol=1e-5)
+
+
+def test_every_position_sees_those_after_it():
+    model = small().eval()
+    tokens = torch.randint(1, 30, (1, 6))
+    other = tokens.clone()
+    other[0, -1] = tokens[0, -1] % 29 + 1
+    hidden = [model.trunk.features(one, causal=False)[0, 0] for one in (tokens, other)]
+    assert not torch.allclose(*hidden, atol=1e-6)
+
+
+def test_a_text_without_tokens_is_finite():
+    model = small()
+    logits = model(torch.zeros(2, 4, dtype=torch.int64), torch.tensor([[1, 0, 0, 0], [0, 0, 0, 0]]))
+    logits.sum().backward()
+    assert logits.isfinite().all()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_it_learns_which_token_is_there():
+    model = small(dropout=0.0)
+    tokens = torch.randint(4, 30, (64, 8), generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(64) % 3
+    tokens[torch.arange(64), torch.arange(64) % 8] = labels + 1
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(100):
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens), labels).backward()
+        optimizer.step()
+    assert (model(tokens).argmax(1) == labels).float().mean() > 0.95
