@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from etude.core import DataError
+from etude.data import make_loader
 from etude.data.catalog.arrays import load_arrays
 from etude.data.catalog.rows import ArrayRows, Scaling
-from etude.data.splits import make_loader
 
 
 def save(folder, kind, name="d", **arrays):

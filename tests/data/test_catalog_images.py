@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from etude.core import ConfigError, DataError
+from etude.data import make_loader
 from etude.data.catalog import images
 from etude.data.catalog.augment import Augmentations, ColorJitter, HorizontalFlip, RandomCrop, VerticalFlip, uniform
 from etude.data.catalog.images import load_image_folder
 from etude.data.catalog.rows import ArrayRows, Scaling
-from etude.data.splits import make_loader
 
 # ------------------------------------------------------------------------------------------------ augmentation
 

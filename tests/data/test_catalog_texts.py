@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.core import DataError
-from etude.data.catalog.texts import LabeledText, load_jsonl, text_splits
 from etude.data import DataLoaderFactory
+from etude.data.catalog.texts import LabeledText, load_jsonl, text_splits
 
 
 @pytest.fixture

@@ -183,9 +183,7 @@ def label_name(value: Any, where: str) -> str:
 def _encoder(tokenizer: str) -> tuple[Encode, int]:
     """Return a function that makes ids of texts, and the size of the vocabulary. Id 0 of bytes is padding."""
     if tokenizer == "bytes":
-        return lambda texts: [
-            np.frombuffer(text.encode(), np.uint8) + np.int32(1) for text in texts
-        ], 257
+        return lambda texts: [np.frombuffer(text.encode(), np.uint8) + np.int32(1) for text in texts], 257
     file = _tokenizer_file(tokenizer)
     try:
         from tokenizers import Tokenizer  # type: ignore[import-untyped, unused-ignore]
