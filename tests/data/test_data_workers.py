@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
+from batch_classes import graphs
 from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data import DataLoader
@@ -271,6 +272,11 @@ def test_collate_fn_makes_the_batch():
         [3, 1, 2], batch_size=2, shuffle=False, collate_fn=lambda samples: {"n": torch.tensor(samples)}
     )
     assert [batch["n"].tolist() for batch in loader] == [[3, 1], [2]]
+
+
+def test_samples_that_torch_cannot_put_together_are_named():
+    with pytest.raises(DataError, match=r"GraphBatch.*collate_fn"):
+        next(DataLoader([graphs([3]), graphs([4])], batch_size=2).iterate(0))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from batch_classes import GraphBatch, Plain, graphs
 from etude import Trainer
 from etude.core import DataError, num_samples
 from etude.engine.compiled import CompiledTask, most_flops, saves_time
@@ -47,10 +48,23 @@ def tasks():
     return model, MultiTask(specs), {"input": torch.randn(4, 6), **{name: torch.randint(3, (4,)) for name in NAMES}}
 
 
+class OfPlain(nn.Linear):
+    """Takes a dataclass."""
+
+    def forward(self, batch):
+        return super().forward(batch.x)
+
+
+class OfGraphs(nn.Linear):
+    def forward(self, batch):
+        return super().forward(batch.x)[: len(batch.y)]
+
+
 CASES = {
     "pictures": lambda: (LeNet5(), SupervisedTask(ClassificationLoss()), pictures()),
     "inferred": lambda: (LeNet5(), SupervisedTask(), pictures()),
     "torch's loss": lambda: (nn.Linear(3, 2), SupervisedTask(nn.MSELoss()), (torch.randn(4, 3), torch.randn(4, 2))),
+    "a dataclass": lambda: (OfPlain(3, 2), SupervisedTask(), Plain(torch.randn(4, 3), torch.randint(2, (4,)))),
     "language": lambda: language(shift=True),
     "several tasks": tasks,
 }
@@ -234,3 +248,15 @@ def test_a_run_that_is_surely_too_short_is_decided_without_counting(name, monkey
     monkeypatch.setattr("etude.engine.compiled.count_forward", lambda *_: counted.append(1) or 0)
     assert not saves_time(100, 1, run)(model, batch)
     assert not counted
+
+
+@pytest.mark.parametrize("mode", ["auto", "step"])
+def test_batches_whose_shapes_nobody_knows_are_compiled_only_if_asked_for(mode):
+    made = []
+    model, task = OfGraphs(4, 2), SupervisedTask()
+    run = compiled(task, made, mode=mode)
+    batch = graphs([3, 4])
+    expected = task(model, batch, metrics=False)["loss"].sum
+    assert torch.allclose(run(model, batch, metrics=False)["loss"].sum, expected)
+    assert (GraphBatch.__name__ in (run.refused or "")) == (mode == "auto")
+    assert bool(made) == (mode == "step")

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import DataError, EtudeError, TrainingError
-from etude.core.batch import targets_of
+from etude.core.batch import targets_of, tensors_in
 from etude.core.spelling import shorten
 from etude.losses import LossStrategy
 
@@ -145,18 +145,9 @@ def _summary(module: nn.Module) -> str:
 
 
 def _shapes(values: list[Any]) -> str:
-    shown = [_shape(one) for value in values for one in _tensors(value)]
+    shown = [_shape(one) for value in values for one in tensors_in(value)]
     more = ["…"] if len(shown) > _MAX_TENSORS else []
     return " and ".join(shown[:_MAX_TENSORS] + more) or ", ".join(type(value).__name__ for value in values) or "none"
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (one for one in value.values() if isinstance(one, Tensor))
-    elif isinstance(value, (list, tuple)):
-        yield from (one for one in value if isinstance(one, Tensor))
 
 
 def _shape(tensor: Tensor) -> str:

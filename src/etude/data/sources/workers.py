@@ -43,8 +43,19 @@ class WorkerSettings:
 
 
 def collate_samples(samples: list[Any]) -> Batch:
-    """Return what torch's `default_collate` returns, in less time if there are plain numbers."""
-    return collate_by(samples, collate_fn_map=_COLLATE)
+    """Return what torch's `default_collate` returns, in less time if there are plain numbers.
+
+    Raises DataError for samples of a kind that torch does not put together.
+    """
+    try:
+        return collate_by(samples, collate_fn_map=_COLLATE)
+    except TypeError as error:
+        if "default_collate" not in str(error):
+            raise
+        raise DataError(
+            f"samples are a {type(samples[0]).__name__}, and torch cannot put objects of every kind together: "
+            f"{error}; give a collate_fn, or batches, such as those of the library's own loader"
+        ) from error
 
 
 def _collate_numbers(kind: type, samples: Any, *, collate_fn_map: Any = None) -> Any:

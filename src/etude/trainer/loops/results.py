@@ -24,6 +24,7 @@ class EpochResult:
     loss: float
     duration_s: float
     num_samples: int
+    """Samples; of batches that do not tell how many they have, batches."""
     accuracy: float | None = None
     lr: float | None = None
     grad_norm_min: float | None = None
