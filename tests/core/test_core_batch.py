@@ -27,7 +27,9 @@ from etude.core.batch import (
     targets_of,
     tensors_in,
     to_device,
+    without_samples,
 )
+from etude.core.errors import DataError
 
 META = torch.device("meta")
 LENGTH = 3
@@ -276,6 +278,15 @@ def test_a_rebuilt_dataclass_is_still_frozen_and_not_initialised_again():
     with pytest.raises(FrozenInstanceError):
         result.x = None
     assert batch.x.tolist() == [0, 0]
+
+
+def test_a_batch_without_samples_has_the_form_of_one_with_some():
+    batch = {"x": torch.zeros(3, 2), "pair": Plain(torch.zeros(3), "name")}
+    nothing = without_samples(batch)
+    assert is_empty(nothing)
+    assert (nothing["x"].shape, nothing["pair"].x.shape, nothing["pair"].y) == ((0, 2), (0,), "name")
+    with pytest.raises(DataError, match=r"GraphBatch.*drop_last"):
+        without_samples(graphs([3, 4]))
 
 
 def test_settings_of_a_mapping_stay():

@@ -8,10 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batch_classes import GraphBatch, graphs
 from etude.core import DataBatch, Loader
+from etude.core.batch import tensors_in
 from etude.core.errors import DataError
 from etude.core.loader import BatchIterator
 from etude.data import BatchSampler, DataLoader, LoaderData, Normalize, Streams, TensorData
+from etude.data.sources.base import send
 from etude.data.transfer.cuda import ahead
 
 
@@ -323,3 +326,13 @@ def test_ahead_takes_items_before_they_are_wanted():
 def test_a_collate_fn_that_nothing_would_call_is_refused(data):
     with pytest.raises(DataError, match=r"collate_fn .* makes whole batches; change them with transform"):
         DataLoader(data, collate_fn=list)
+
+
+def test_batches_of_a_source_travel_with_the_objects_in_them():
+    ids = torch.arange(10).view(2, 5)
+    sent = send(
+        {"ids": ids[:, :-1], "labels": ids[:, 1:], "graph": graphs([3, 4])}, torch.device("meta"), pin_memory=False
+    )
+    assert all(tensor.is_meta for tensor in tensors_in(sent))
+    assert sent["ids"].untyped_storage()._cdata == sent["labels"].untyped_storage()._cdata
+    assert type(sent["graph"]) is GraphBatch

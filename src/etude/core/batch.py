@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from etude.core.errors import DataError
 from etude.core.forms import class_form, kind_of
 
 Batch = Any
@@ -289,6 +290,20 @@ def is_empty(batch: Batch) -> bool:
     """
     lengths = _lengths(batch)
     return next(lengths, 1) == 0 and not any(lengths)
+
+
+def without_samples(batch: Batch) -> Batch:
+    """Return the form of a batch with no samples in it: a rank's share of a last batch that is too small for all.
+
+    Raises DataError for a batch that cannot be cut.
+    """
+    nothing = map_tensors(batch, lambda tensor: tensor[:0])
+    if not is_empty(nothing):
+        raise DataError(
+            f"the last batch of the epoch has fewer samples than there are processes, and a {type(batch).__name__} "
+            f"cannot be cut to none; set drop_last to true or choose another batch_size"
+        )
+    return nothing
 
 
 def _lengths(batch: Batch) -> Iterator[int]:

@@ -1,13 +1,13 @@
 """Sources that make whole batches: samples by index, several at once, such as blocks and documents of token files."""
 
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from etude.core.batch import Batch, map_tensors
+from etude.core.batch import Batch, in_pinned_memory, map_tensors, to_device
 from etude.data.order import BatchSampler, Indices, Order
 
 CHUNK_BYTES = 800_000
@@ -123,4 +123,8 @@ def send(batch: Batch, device: torch.device | None, *, pin_memory: bool) -> Batc
             moved[storage.data_ptr()] = whole
         return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    return map_tensors(batch, move)
+    def move_object(batch: Any) -> Any:
+        batch = in_pinned_memory(batch) if pin_memory else batch
+        return batch if device is None else to_device(batch, device)
+
+    return map_tensors(batch, move, ("to", move_object))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from etude.core.arguments import as_device
-from etude.core.batch import Batch, DataBatch, in_pinned_memory, map_tensors, tensors_in, to_device
+from etude.core.batch import Batch, DataBatch, in_pinned_memory, tensors_in, to_device, without_samples
 from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data.order import BatchSampler, BucketOrder, Indices, Order, SequentialOrder, ShuffledOrder
@@ -122,9 +122,7 @@ class Samples:
         """Return the samples at `indices`, which may be none: rank `rank`'s share of a batch at `position`."""
         some = indices if len(indices) else np.zeros(1, np.int64)
         batch = self.source.gather(some, epoch=epoch)
-        if not len(indices):  # the form of a batch, with no samples in it
-            batch = map_tensors(batch, lambda tensor: tensor[:0])
-        return self._finish(batch, epoch, position, rank)
+        return self._finish(batch if len(indices) else without_samples(batch), epoch, position, rank)
 
     def _finish(self, batch: Batch, epoch: int, position: int, rank: int) -> Batch:
         """Return a batch where and how it is wanted."""

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data._utils.collate import collate as collate_by
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from etude.core.batch import Batch, in_pinned_memory, is_empty, map_tensors
+from etude.core.batch import Batch, in_pinned_memory, without_samples
 from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data.order import BatchSampler, Indices
@@ -99,7 +99,7 @@ class SeededSamples(Dataset[Batch]):
             self._epoch, self._owned = epoch, owned_generators(self.dataset, self.collate)
         if indices:
             return self._batch(epoch, indices)
-        return _without_samples(self._batch(epoch, [0]))
+        return without_samples(self._batch(epoch, [0]))
 
     def _batch(self, epoch: int, indices: list[int]) -> Batch:
         known = [self._first(epoch, indices[0])] if self._is_first else []
@@ -136,17 +136,6 @@ class SeededSamples(Dataset[Batch]):
         if self._owned:
             seed_owned(self._owned, seed)
         return self.dataset[index]
-
-
-def _without_samples(batch: Batch) -> Batch:
-    """Return a rank's share of a ragged last batch: the form of a batch, with no samples in it."""
-    nothing = map_tensors(batch, lambda tensor: tensor[:0])
-    if not is_empty(nothing):
-        raise DataError(
-            f"the last batch of the epoch has fewer samples than there are processes, and a {type(batch).__name__} "
-            f"cannot be cut to none; set drop_last to true or choose another batch_size"
-        )
-    return nothing
 
 
 def dataset_length(dataset: Any) -> int:
