@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from etude.core.batch import DataBatch, JointBatch, first_tensor, inputs_of, map_tensors, num_samples, to_device
+from etude.core.batch import DataBatch, JointBatch, inputs_of, map_tensors, num_samples, tensors_in, to_device
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.model import HeadOutput, ModelCall
 from etude.engine.meter import count_forward
@@ -545,7 +545,7 @@ def test_blocks_for_recomputation_are_found():
 def test_numbers_of_a_batch_look_past_names_and_switches():
     one = {"stream": "code", "causal": False, "input_ids": ids(), "labels": ids()}
     assert num_samples(one) == 3
-    assert first_tensor(one) is one["input_ids"]
+    assert next(tensors_in(one)) is one["input_ids"]
     assert inputs_of(one) is one["input_ids"]
     assert map_tensors(one, lambda t: t + 1)["causal"] is False
     moved = to_device(one, torch.device("cpu"))

@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -103,21 +104,20 @@ class DataLoader:
             order=samples.bucketed(samples.order(shuffle=shuffle), batch_size),
         )
         self.data, self.labels, self.transform = samples.data, labels, transform
-        self._set(SampledBatches(samples, sampler), batch_size, shuffle, prefetch, samples.place.device)
+        self._set(batch_size, shuffle, prefetch, samples.place)
+        self._read(SampledBatches(samples, sampler))
 
-    def _set(
-        self,
-        source: SampledBatches | StreamBatches,
-        batch_size: int,
-        shuffle: bool,
-        prefetch: int,
-        device: torch.device | None,
-    ) -> None:
-        self._source: SampledBatches | StreamBatches = source
-        self.batch_size, self.shuffle, self.prefetch, self.device = batch_size, shuffle, prefetch, device
+    def _set(self, batch_size: int, shuffle: bool, prefetch: int, place: Place) -> None:
+        self.batch_size, self.shuffle, self.prefetch, self.device = batch_size, shuffle, prefetch, place.device
         self.epoch = 0
         """The epoch that the next `for` or `reset` begins."""
         self._current: EpochIterator | None = None
+
+    def _read(self, source: SampledBatches | StreamBatches) -> None:
+        """Take batches from this source from the next iteration on."""
+        self._source: SampledBatches | StreamBatches = source
+        self.rank, self.world_size = source.rank, source.world_size
+        self.epoch_samples, self.num_batches = source.epoch_samples, source.num_batches
 
     @property
     def sampler(self) -> BatchSampler:
@@ -125,33 +125,13 @@ class DataLoader:
         assert isinstance(self._source, SampledBatches), "streams have a plan instead of a sampler"
         return self._source.sampler
 
-    @property
-    def rank(self) -> int:
-        """Whose share of each batch is given."""
-        return self._source.rank
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that share each batch."""
-        return self._source.world_size
-
-    @property
-    def epoch_samples(self) -> int:
-        """Samples of an epoch over all ranks."""
-        return self._source.epoch_samples
-
-    @property
-    def num_batches(self) -> int:
-        """Batches of an epoch."""
-        return self._source.num_batches
-
     def __len__(self) -> int:
-        return self._source.num_batches
+        return self.num_batches
 
     def shared(self, rank: int, world_size: int) -> Self:
         """Return a loader of the same batches that gives rank `rank` its share of each."""
         mine = copy.copy(self)
-        mine._source = self._source.shared(rank, world_size)
+        mine._read(self._source.shared(rank, world_size))
         return mine
 
     def iterate(self, epoch: int, position: int = 0) -> EpochIterator:
@@ -257,14 +237,9 @@ class StreamLoader(DataLoader):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        given = streams if isinstance(streams, Streams) else Streams(streams)
-        self.data = Streams(
-            given.parts,
-            given.weights if weights is None else weights,
-            given.draw if draw is None else draw,
-            given.epoch_samples if epoch_samples is None else epoch_samples,
-            given.absent,
-        )
+        asked = {"weights": weights, "draw": draw, "epoch_samples": epoch_samples}
+        changes: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
+        self.data = replace(streams if isinstance(streams, Streams) else Streams(streams), **changes)
         if batch_size < 1 or prefetch < 0:
             raise DataError(f"batch_size is {batch_size} and prefetch is {prefetch}; at least 1 and 0 are needed")
         shuffle, place = training if shuffle is None else shuffle, Place.of(device, pin_memory)
@@ -275,8 +250,8 @@ class StreamLoader(DataLoader):
         self._under_way: list[tuple[weakref.ref[EpochIterator], int]] = []
         """Iterators that may still be open, with their epochs."""
         self.mixture = self._streams.mix(None, None, None)
-        batches = self._streams.batches(self.mixture, rank, world_size)
-        self._set(batches, batch_size, shuffle, prefetch, place.device)
+        self._set(batch_size, shuffle, prefetch, place)
+        self._read(self._streams.batches(self.mixture, rank, world_size))
 
     def shared(self, rank: int, world_size: int) -> Self:
         """Return a loader of the same batches that gives rank `rank` its share of each."""
@@ -304,8 +279,7 @@ class StreamLoader(DataLoader):
         mixture = self._streams.mix(weights, sequence_length, only)
         if mixture == self.mixture:
             return False
-        assert isinstance(self._source, StreamBatches)
-        self._source = self._streams.batches(mixture, self._source.rank, self._source.world_size)
+        self._read(self._streams.batches(mixture, self.rank, self.world_size))
         self.mixture = mixture
         if position is not None:
             for batches, epoch in self._still_open():

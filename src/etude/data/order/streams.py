@@ -1,8 +1,9 @@
 """Which samples of which stream make up a batch: arithmetic on (epoch, position) and the mixture, nothing stored."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,40 +63,34 @@ class Span(NamedTuple):
     stop: int
 
 
-class Plan(Protocol):
+class Plan(ABC):
     """The batches of an epoch, as spans of streams."""
 
-    epoch_samples: int
-    """Samples of an epoch over all ranks."""
-    num_batches: int
-    counts: Mapping[str, int]
-    """Samples of each stream in a batch that has it."""
-    joint: bool
-    """Whether every batch has all streams."""
+    def __init__(self, counts: Mapping[str, int], batch_size: int, num_batches: int, epoch_samples: int) -> None:
+        self.counts = counts
+        """Samples of each stream in a batch that has it."""
+        self.batch_size, self.num_batches, self.epoch_samples = batch_size, num_batches, epoch_samples
 
+    @abstractmethod
     def spans(self, epoch: int, position: int) -> list[Span]:
-        """Return what the batch that begins at sample `position` of `epoch` is made of."""
-        ...
+        """Return what the batch that begins at sample `position` is made of: of one within a batch, the rest of it."""
 
 
-class AlternatingPlan:
+class AlternatingPlan(Plan):
     """Every batch is of one stream; after n batches a stream of share w has had w·n of them, to within one or two.
 
     Streams are dealt out in the order of their names, so it does not matter how a config file lists them.
     """
 
     def __init__(self, shares: Mapping[str, float], batch_size: int, num_batches: int, seed: int) -> None:
-        self.batch_size, self.num_batches = batch_size, num_batches
-        self.epoch_samples = batch_size * num_batches
+        super().__init__(dict.fromkeys(shares, batch_size), batch_size, num_batches, batch_size * num_batches)
         self.names = sorted(shares)
-        self.counts: Mapping[str, int] = dict.fromkeys(shares, batch_size)
-        self.joint = False
         # Data sets that are longer than any run, in their own order: a draw tells the stream and how often it came.
         sizes = [_ROOM] * len(self.names)
         self._order = MixtureOrder(sizes, [shares[name] for name in self.names], seed=seed, shuffle=False)
 
     def spans(self, epoch: int, position: int) -> list[Span]:
-        """Return the one span of the batch; a position within a batch gives the rest of it."""
+        """Return the one span of the batch."""
         number, skipped = divmod(position, self.batch_size)
         number += epoch * self.num_batches
         which, turn = divmod(int(self._order.indices(0, number, number + 1)[0]), _ROOM)
@@ -103,19 +98,15 @@ class AlternatingPlan:
         return [Span(self.names[which], start + skipped, start + self.batch_size)]
 
 
-class TogetherPlan:
+class TogetherPlan(Plan):
     """Every batch has the same share of each stream."""
 
     def __init__(self, shares: Mapping[str, float], batch_size: int, num_batches: int) -> None:
-        self.batch_size, self.num_batches = batch_size, num_batches
-        self.epoch_samples = batch_size * num_batches
-        self.counts: Mapping[str, int] = dict(
-            zip(shares, apportioned(list(shares.values()), batch_size), strict=True)
-        )
-        self.joint = True
+        counts = dict(zip(shares, apportioned(list(shares.values()), batch_size), strict=True))
+        super().__init__(counts, batch_size, num_batches, batch_size * num_batches)
 
     def spans(self, epoch: int, position: int) -> list[Span]:
-        """Return a span of each stream; a position within a batch gives the rest of it."""
+        """Return a span of each stream."""
         number, skipped = divmod(position, self.batch_size)
         number += epoch * self.num_batches
         spans = []
@@ -126,15 +117,13 @@ class TogetherPlan:
         return spans
 
 
-class SequentialPlan:
+class SequentialPlan(Plan):
     """Every stream once, one after the other; the last batch of each may be smaller."""
 
     def __init__(self, sizes: Mapping[str, int], batch_size: int) -> None:
-        self.sizes, self.batch_size = dict(sizes), batch_size
-        self.counts: Mapping[str, int] = dict.fromkeys(sizes, batch_size)
-        self.joint = False
-        self.epoch_samples = sum(self.sizes.values())
-        self.num_batches = sum(-(-size // batch_size) for size in self.sizes.values())
+        self.sizes = dict(sizes)
+        num_batches = sum(-(-size // batch_size) for size in sizes.values())
+        super().__init__(dict.fromkeys(sizes, batch_size), batch_size, num_batches, sum(sizes.values()))
 
     def spans(self, epoch: int, position: int) -> list[Span]:  # noqa: ARG002
         """Return the one span of the batch."""

@@ -194,11 +194,12 @@ class StreamBatches:
 
     def _items(self, epoch: int, position: int) -> Iterator[tuple[int, Batch]]:
         rank, world_size, readers = self.rank, self.world_size, self.readers
+        joint = isinstance(self.plan, TogetherPlan)
         while position < self.epoch_samples:
             spans = self.plan.spans(epoch, position)
             position += sum(span.stop - span.start for span in spans)
             parts = [readers[span.stream].read(epoch, span, rank, world_size) for span in spans]
-            yield position, JointBatch(parts) if self.plan.joint else parts[0]
+            yield position, JointBatch(parts) if joint else parts[0]
 
     def shared(self, rank: int, world_size: int) -> "StreamBatches":
         """Return the same batches, of which rank `rank` gets its share."""
