@@ -54,7 +54,22 @@ def write_lines(extra="!"):
     Path("d.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
 
+def write_dataset(extra=0.0):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    source = random.Random(0)
+    values = [source.gauss(0, 1) for _ in range(150)]
+    columns = {"a": [value + extra for value in values], "label": ["yes" if value > 0 else "no" for value in values]}
+    datasets.Dataset.from_dict(columns).save_to_disk("saved")
+
+
 CASES = {
+    "huggingface": (
+        write_dataset,
+        lambda: write_dataset(1.0),
+        {"name": "mlp", "hidden": [8]},
+        {"name": "huggingface", "path": "saved"},
+    ),
     "jsonl": (
         write_lines,
         lambda: write_lines("?"),

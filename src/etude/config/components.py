@@ -15,6 +15,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "data": {
         "arrays": "data.catalog.arrays",
+        "huggingface": "data.catalog.huggingface",
         "image_folder": "data.catalog.images",
         "jsonl": "data.catalog.texts",
         **dict.fromkeys(("csv", "parquet"), "data.catalog.tabular"),

@@ -7,6 +7,7 @@ from etude.lazy import load_late
 if TYPE_CHECKING:
     from etude.corpus.dataset import load_text_corpus
     from etude.data.catalog.arrays import load_arrays
+    from etude.data.catalog.huggingface import load_huggingface
     from etude.data.catalog.images import load_image_folder
     from etude.data.catalog.mnist import Normalize, fetch_mnist, load_mnist, read_idx
     from etude.data.catalog.streams import combine_streams, load_streams, load_token_mixture
@@ -77,6 +78,7 @@ __all__ = [
     "find_split",
     "load_arrays",
     "load_csv",
+    "load_huggingface",
     "load_image_folder",
     "load_jsonl",
     "load_mnist",

@@ -230,7 +230,7 @@ def read_parquet(form: TableFormat, path: Path, names: Sequence[str] | None) -> 
             wanted = form.wanted(path, file.schema_arrow.names, names)
             num_rows = file.metadata.num_rows
             # One column after the other: the whole table would be in memory twice.
-            columns = {name: _arrow_column(path, name, file.read([name]).column(0), form) for name in wanted}
+            columns = {name: arrow_column(path, name, file.read([name]).column(0), form) for name in wanted}
     except (OSError, ArrowException) as error:
         raise DataError(f"{path} cannot be read as Parquet ({' '.join(str(error).split())})") from error
     if not num_rows:
@@ -238,7 +238,8 @@ def read_parquet(form: TableFormat, path: Path, names: Sequence[str] | None) -> 
     return Table(path, columns, num_rows)
 
 
-def _arrow_column(path: Path, name: str, column: Any, form: TableFormat) -> Floats | TextColumn:
+def arrow_column(path: Path, name: str, column: Any, form: TableFormat) -> Floats | TextColumn:
+    """Return a column of an Arrow table. Raises DataError for a type that is neither numbers nor text."""
     import pyarrow as pa  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type

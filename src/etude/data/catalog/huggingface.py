@@ -1,0 +1,127 @@
+"""Datasets of Hugging Face for config files: texts with classes, or tables, from a saved folder or by name."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from annotated_types import Ge
+
+from etude.config.registry import register
+from etude.core.errors import ConfigError, DataError
+from etude.core.spelling import did_you_mean, listed, shorten
+from etude.data.catalog.features import FeatureOptions, Missing, Part, Task, make_splits
+from etude.data.catalog.holdout import Share, hold_out, shares
+from etude.data.catalog.table import Table, TableFormat, TextColumn, arrow_column
+from etude.data.catalog.texts import LabeledText, label_name, text_splits
+from etude.data.splits import DataSplits
+
+SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "valid", "dev"), "test": ("test",)}
+"""Names under which the parts are looked for."""
+
+
+@register("data", "huggingface")
+def load_huggingface(
+    path: str,
+    target: str = "label",
+    text: str | None = None,
+    tokenizer: str = "bytes",
+    max_length: Annotated[int, Ge(1)] = 256,
+    columns: list[str] | None = None,
+    exclude: list[str] | None = None,
+    categorical: list[str] | None = None,
+    task: Task | None = None,
+    missing: Missing = "error",
+    unseen: Literal["error", "zeros"] = "error",
+    standardize: bool = True,
+    standardize_target: bool = False,
+    subset: str | None = None,
+    validation: Share | str = 0.1,
+    test: Share | str = 0.1,
+    seed: Annotated[int, Ge(0)] = 0,
+) -> DataSplits:
+    """A dataset of the `datasets` library: texts if `text` names their column, else a table.
+
+    path: a folder made by `save_to_disk`, or the name of a dataset, which is downloaded unless it is in the cache.
+    target: the column to predict.
+    text: the column of texts to sort into classes; `tokenizer` and `max_length` are those of the data set `jsonl`.
+    columns, exclude, categorical, task, missing, unseen, standardize, standardize_target: of a table, as of `csv`.
+    subset: of a dataset that has several, by name.
+    validation, test: the name of a split, or the share of training samples held out where there is no such
+        split.
+    """
+    splits = _open(path, subset)
+    names = _split_names(path, splits, validation, test)
+    of_validation, of_test = shares(validation, test)
+    held = 0.0 if "validation" in names else of_validation, 0.0 if "test" in names else of_test
+    if text is not None:
+        texts = {part: list(_texts(path, splits[name], text, target)) for part, name in names.items()}
+        return text_splits(texts.pop("train"), texts, held, seed, tokenizer, max_length)
+    if columns is not None and exclude:
+        raise ConfigError("give columns or exclude, not both")
+    as_text = frozenset([*(categorical or ()), *([target] if task == "classification" else ())])
+    form = TableFormat(texts=as_text, exclude=tuple(exclude or ()))
+    wanted = None if columns is None else [*columns, target]
+    tables = {part: _table(path, splits[name], form, wanted, target) for part, name in names.items()}
+    rows = hold_out(tables["train"].row_keys(seed), *held)
+    parts = {part: Part(tables["train"], found) for part, found in rows.items()}
+    parts |= {part: Part(table, slice(None)) for part, table in tables.items() if part != "train"}
+    return make_splits(parts, FeatureOptions(target, task, missing, unseen, standardize, standardize_target))
+
+
+def _open(path: str, subset: str | None) -> Mapping[str, Any]:
+    """Return the splits of a dataset by name. Raises DataError in one line if it cannot be had."""
+    try:
+        import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError as error:
+        raise ConfigError("datasets of Hugging Face need the datasets library: pip install 'etude[data]'") from error
+    folder = Path(path).expanduser()
+    is_saved = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    try:
+        found = datasets.load_from_disk(str(folder)) if is_saved else datasets.load_dataset(path, subset)
+    except Exception as error:  # of the network, the hub, a file system or a format: the library raises them all
+        reason = shorten(" ".join(str(error).split()), 200)
+        raise DataError(
+            f"{path} cannot be loaded ({type(error).__name__}: {reason}); without a network, save it elsewhere with "
+            f"save_to_disk and give that folder"
+        ) from error
+    return found if isinstance(found, datasets.DatasetDict) else {"train": found}
+
+
+def _split_names(path: str, splits: Mapping[str, Any], validation: float | str, test: float | str) -> dict[str, str]:
+    """Return the split of the dataset for each part that has one."""
+    found: dict[str, str] = {}
+    for part, given in (("train", "train"), ("validation", validation), ("test", test)):
+        if isinstance(given, str) and given not in splits:
+            raise DataError(
+                f"{path} has no split {given!r}{did_you_mean(given, splits)} (there are: {listed(splits)})"
+            )
+        name = given if isinstance(given, str) else next((one for one in SPLIT_NAMES[part] if one in splits), None)
+        found |= {} if name is None else {part: name}
+    for part, name in found.items():
+        if not len(splits[name]):
+            raise DataError(f"{path}: the split {name!r} has no samples ({part})")
+    return found
+
+
+def _texts(path: str, samples: Any, text: str, target: str) -> Iterator[LabeledText]:
+    TableFormat().wanted(Path(path), samples.column_names, [text, target])
+    names = getattr(samples.features[target], "names", None)
+    for row, (one, label) in enumerate(zip(samples[text], samples[target], strict=True)):
+        where = f"{path}, row {row + 1}"
+        if not isinstance(one, str) or label is None:
+            raise DataError(f"{where}: {text!r} or {target!r} has no value")
+        yield LabeledText(one, label_name(names[label] if names else label, where), where)
+
+
+def _table(path: str, samples: Any, form: TableFormat, wanted: list[str] | None, target: str) -> Table:
+    names = form.wanted(Path(path), samples.column_names, wanted)
+    form.wanted(Path(path), names, [target])
+    arrow = samples.select_columns(names).with_format("arrow")[:]
+    columns = {name: arrow_column(Path(path), name, arrow.column(name), form) for name in names}
+    classes = getattr(samples.features[target], "names", None)
+    found = columns[target]
+    if classes and not isinstance(found, TextColumn):
+        codes = np.where(np.isnan(found), -1, found).astype(np.int32)
+        columns[target] = TextColumn(codes, list(classes))
+    return Table(Path(path), columns, len(samples))
