@@ -505,3 +505,23 @@ def test_the_real_files_have_the_known_checksums():
     assert np.bincount(arrays[TEST_LABELS]).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
     pixels = arrays[IMAGES] / 255
     assert (round(pixels.mean(), 4), round(pixels.std(), 4)) == (MEAN, STD)
+
+
+def test_fashion_mnist_from_the_folder_of_a_package(idx_data, tmp_path, monkeypatch):
+    idx_data.write(folder := tmp_path / "package", packed=True)
+    monkeypatch.setattr(mnist_module, "FASHION_FILES", idx_data.files)
+    monkeypatch.setattr(mnist_module, "FASHION_FOLDER", folder)
+    splits = lookup("data", "fashion_mnist").factory(validation_size=1, download=False)
+    assert splits.num_classes == 10
+    assert splits.train.transform.mean == mnist_module.FASHION_MEAN
+    images = torch.from_numpy(idx_data.arrays[IMAGES])
+    assert torch.equal(splits.train.data[:, 0], images[:-1])
+    assert torch.equal(splits.validation.data[:, 0], images[-1:])
+
+
+def test_fashion_mnist_that_is_not_here_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("ETUDE_DATA_DIR", str(tmp_path / "shared"))
+    monkeypatch.setattr(mnist_module, "FASHION_FOLDER", tmp_path / "none")
+    with pytest.raises(DataError, match="Fashion-MNIST") as caught:
+        mnist_module.load_fashion_mnist(download=False)
+    assert str(tmp_path / "shared" / "fashion-mnist") in str(caught.value)

