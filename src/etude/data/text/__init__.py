@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
-    from etude.data.text.attention import document_mask
     from etude.data.text.blocks import TokenBlocks
     from etude.data.text.collating import collate
     from etude.data.text.documents import TokenDocuments
     from etude.data.text.masking import MaskedTokens, mask_tokens, sample_keys
-    from etude.data.text.packed import PackedDocuments
+    from etude.data.text.packed import PackedDocuments, document_mask
 
 __all__ = [
     "MaskedTokens",
