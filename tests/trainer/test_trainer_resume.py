@@ -74,7 +74,32 @@ class Buffered(IterableDataset):
         return x + 0.1 * torch.randn(6), y
 
 
+class Keeping:
+    """Batches in an order drawn when an epoch begins, with noise; goes on from a state, and counts what it makes."""
+
+    made = 0
+    start = None
+    extra = None
+
+    def __iter__(self):
+        start, Keeping.start = Keeping.start, None
+        x, y = data()
+        order = torch.randperm(SAMPLES) if start is None else start["order"]
+        for number in range(0 if start is None else start["number"], STEPS_PER_EPOCH):
+            Keeping.made += 1
+            self.state = {"order": order, "number": number + 1, "extra": Keeping.extra}
+            rows = order[number * BATCH : (number + 1) * BATCH]
+            yield x[rows] + 0.1 * torch.randn(len(rows), 6) + random.random(), y[rows]
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        Keeping.start = state
+
+
 LOADERS = {
+    "keeping": Keeping,
     "etude": lambda: DataLoader(*data(), BATCH, seed=3),
     "etude_dataset": lambda: DataLoader(Noisy(), batch_size=BATCH, seed=3),
     "torch": lambda: TorchDataLoader(TensorDataset(*data()), batch_size=BATCH, shuffle=True),
@@ -153,6 +178,8 @@ def test_resume_after_every_step_is_byte_identical(tmp_path):
         {"loader": "buffered"},
         {"loader": "buffered_workers"},
         {"loader": "list"},
+        {"loader": "keeping"},
+        {"loader": "keeping", "grad_accum_steps": 3},
         {"optimizer": "sgd"},
         {"optimizer": "rmsprop"},
         {"precision": "bf16"},
@@ -169,6 +196,23 @@ def test_resume_is_byte_identical_in_every_variant(tmp_path, variant):
     for step in range(1, last) if last == 9 else (2, 5, last - 1):
         folder = stopped_and_resumed(tmp_path, step, **variant)
         assert weights(folder) == weights(reference), f"stopped after step {step}"
+
+
+def test_a_loader_that_keeps_a_state_reads_nothing_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(Keeping, "made", 0)
+    stopped_and_resumed(tmp_path, STEPS_PER_EPOCH + 4, loader="keeping")
+    assert Keeping.made == EPOCHS * STEPS_PER_EPOCH
+
+
+def test_a_state_that_is_no_data_is_refused_once_and_batches_are_read_again(tmp_path, monkeypatch, caplog):
+    reference = straight(tmp_path, loader="keeping")
+    monkeypatch.setattr(Keeping, "made", 0)
+    monkeypatch.setattr(Keeping, "extra", object())
+    folder = stopped_and_resumed(tmp_path, STEPS_PER_EPOCH + 4, loader="keeping", save_every_steps=2)
+    assert weights(folder) == weights(reference)
+    assert Keeping.made == EPOCHS * STEPS_PER_EPOCH + 4
+    warned = [record.message for record in caplog.records if "extra" in record.message]
+    assert len(warned) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)

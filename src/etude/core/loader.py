@@ -1,7 +1,7 @@
 """What the engine needs of a loader: batches of an epoch from a position on, and the position after each."""
 
 from collections.abc import Iterator, Mapping, Set
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from etude.core.batch import Batch
 
@@ -37,6 +37,19 @@ class Loader(Protocol):
 
     def iterate(self, epoch: int, position: int = 0) -> BatchIterator:
         """Return the batches of `epoch` from sample `position` on (a value of `BatchIterator.position`)."""
+        ...
+
+
+@runtime_checkable
+class StatefulLoader(Protocol):
+    """A loader that resumes faster with a state of its own than by a position alone."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the batch handed out last, in plain data; {} if there is none."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Use the state when `iterate` is called with the epoch and the position that it belongs to."""
         ...
 
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, get_type_hints
 from zlib import crc32
@@ -33,6 +34,7 @@ from etude.checkpoint import (
     unpack,
 )
 from etude.core import CheckpointError, Clock, Task
+from etude.core.loader import StatefulLoader
 from etude.core.model import clean_state_dict
 from etude.core.random import RunRandom, aside, check_rng_state, mix
 from etude.distributed import World
@@ -66,6 +68,7 @@ STATE = record_of(
         "seed": int,
         "loss": NotRequired[dict[str, Any]],  # only if it has decided something
         "compile": NotRequired[record_of("Compile", DECISIONS)],
+        "data": NotRequired[Annotated[list[Tensor], MinLen(1)]],  # only if the loader keeps a state of its own
     },
 )
 """What `TrainState.capture` returns beside the model."""
@@ -75,7 +78,8 @@ STATE = record_of(
 class TrainState:
     """Model, optimizer, loss scale, clock, numbers in flight, callbacks and every random generator of every rank.
 
-    The learning rate and the order of the data are functions of the clock, so they need no state of their own.
+    The learning rate and the order of the data are functions of the clock, so they need no state of their own. A loader
+    made elsewhere may have one: with it a resume need not read again what was read.
     """
 
     model: nn.Module
@@ -90,6 +94,7 @@ class TrainState:
     """What it has decided by its first batches is kept."""
     compiled: CompiledTask | None = None
     """What it has decided is kept too."""
+    loader: StatefulLoader | None = None
     random: RunRandom = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +116,7 @@ class TrainState:
             "rng": self.world.gather_bytes(_encode(self.random.state())),
             "seed": self.seed,
             **{name: made for name, made in self._decisions().items() if made},
+            **self._data(),
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -175,10 +181,28 @@ class TrainState:
                     callback.load_state_dict(saved)
         with errors_of(checkpoint.path, "loss"):
             self._decide(state)
+        with errors_of(checkpoint.path, "data"):
+            self._load_data(state.get("data", []))
         if random is not None:
             self.random.load(random)
         else:  # begin new streams, the same at every resume
             self.random = RunRandom(mix(self.seed, self.clock.step, self.world.rank))
+
+    def _data(self) -> dict[str, list[Tensor]]:
+        """Return the loader's state on every rank; a rank whose state is no plain data says so and saves none."""
+        if self.loader is None:
+            return {}
+        try:
+            saved = _encode(self.loader.state_dict())
+        except CheckpointError as error:
+            saved = _encode({})
+            _warn_once(f"the training loader's own state is not saved, so a resume reads its batches again: {error}")
+        found = self.world.gather_bytes(saved)
+        return {"data": found} if any(_decode(one) for one in found) else {}
+
+    def _load_data(self, saved: list[Tensor]) -> None:
+        if self.loader is not None:
+            self.loader.load_state_dict(_decode(saved[self.world.rank]) if len(saved) == self.world.size else {})
 
     def _decisions(self) -> dict[str, dict[str, Any]]:
         """Return what was decided on the way, by name; an older checkpoint has none of some."""
@@ -198,6 +222,7 @@ class TrainState:
 
         def put_back() -> None:
             self._decide(decisions)
+            self._load_data([])
             optimizer()
             self.clock.load_state_dict(clock)
             self.precision.load_state_dict(precision)
@@ -222,6 +247,11 @@ def _remember_callback(callback: Callback) -> Callable[[], object]:
     except Exception:  # one of the user's that has a state only while it trains
         return lambda: None
     return lambda: callback.load_state_dict(before)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _encode(tree: dict[str, Any]) -> Tensor:

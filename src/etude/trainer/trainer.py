@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from etude.core import Clock, ConfigError, Loader, Task, TrainingError
+from etude.core.loader import StatefulLoader
 from etude.distributed import World
 from etude.engine.callback import CallbackList, RunInfo, RunParts
 from etude.engine.compiled import saves_time
@@ -204,7 +205,7 @@ class Trainer:
         return RunParts(self.model, self.task, train, validation, rate, has_schedule=rate.has_schedule)
 
     def _new_state(self) -> TrainState:
-        world = self.machine.world
+        world, train = self.machine.world, self.loaders.sources[0]
         return TrainState(
             model=self.model,
             optimizer=self.optimizer,
@@ -216,6 +217,7 @@ class Trainer:
             seed=self.config.seed,
             task=self.task,
             compiled=self.compiled,
+            loader=train if isinstance(train, StatefulLoader) else None,
         )
 
     def _loop(self, loader: Loader, interrupts: Interrupts) -> Loop:

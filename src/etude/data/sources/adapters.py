@@ -1,6 +1,7 @@
 """Loaders made elsewhere (torch's DataLoader, a list of batches, a generator function), used as an Etude loader."""
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from types import MethodType
 from typing import Any
 
@@ -22,6 +23,7 @@ from etude.core.batch import Batch, num_samples
 from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data.sources.arrays import is_column
+from etude.data.sources.foreign_state import SourceState
 from etude.data.sources.rng import RandomStream, owned_generators
 from etude.data.sources.worker_process import begin_epoch, prepare_workers, starting_workers
 
@@ -34,6 +36,8 @@ TORCH_SAMPLERS = (
 )
 """Draw from the global generators before their first index only."""
 
+END = object()
+
 
 class ForeignLoader:
     """Any iterable of batches, or a function that returns one, with an order that can be repeated.
@@ -42,7 +46,8 @@ class ForeignLoader:
     generators, and from those that the loader, its dataset or its samplers keep as attributes. The caller's generators
     are given back after each batch, so what the model draws and what the data draws do not depend on each other.
     Resuming in mid-epoch reads the batches already seen once more and drops them; it is exact for anything that is
-    fixed by those generators and by `set_epoch`, with worker processes or without.
+    fixed by those generators and by `set_epoch`, with worker processes or without. A source that keeps a state of its
+    position (`state_dict` and `load_state_dict`) goes on from that instead, if `load_state_dict` was given it.
 
     >>> import torch
     >>> loader = ForeignLoader([torch.zeros(4, 2), torch.ones(3, 2)])
@@ -54,6 +59,18 @@ class ForeignLoader:
     def __init__(self, source: Any, seed: int = 0, world_size: int = 1) -> None:
         self.source, self.seed, self.world_size = source, seed, world_size
         self._is_used_up = False
+        self._state = SourceState(source)
+        self._saved: dict[str, Any] = {}
+        self._current: Callable[[], ForeignIterator | None] = lambda: None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the source stands in the epoch under way, if it keeps a state of that; else {}."""
+        current = self._current()
+        return {} if current is None else current.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let `iterate`, called with the epoch and the position of this state, go on from it."""
+        self._saved = dict(state)
 
     def __len__(self) -> int:
         if isinstance(self.source, Sized):
@@ -72,18 +89,28 @@ class ForeignLoader:
                     "give a list, a DataLoader or a function that returns a new iterator"
                 )
             self._is_used_up = True
-        return ForeignIterator(self.source, mix(self.seed, epoch), epoch, position, self.world_size)
+        saved = self._saved
+        is_here = (saved.get("epoch"), saved.get("position")) == (epoch, position)
+        iterator = ForeignIterator(self, epoch, position, saved if is_here else {})
+        self._current = weakref.ref(iterator)
+        return iterator
+
+    def keep(self, iterator: "ForeignIterator") -> None:
+        """Remember an iterator that is closed: the end of a run is saved after it."""
+        if self._current() is iterator:
+            self._current = lambda: iterator
 
 
 class ForeignIterator:
     """One epoch of a foreign loader; `position` counts samples over all ranks, as if every rank had as many."""
 
-    def __init__(self, source: Any, seed: int, epoch: int, position: int, world_size: int) -> None:
+    def __init__(self, loader: ForeignLoader, epoch: int, position: int, saved: dict[str, Any]) -> None:
         self.position = position
-        self._source, self._seed, self._epoch, self._world_size = source, seed, epoch, world_size
+        self._loader, self._source, self._state, self._saved = loader, loader.source, loader._state, saved
+        self._seed, self._epoch, self._world_size = mix(loader.seed, epoch), epoch, loader.world_size
         self._batches: Iterator[Batch] | None = None
         self._stream: RandomStream | None = None
-        self._is_closed = False
+        self._is_closed = self._is_at_end = False
 
     def __iter__(self) -> "ForeignIterator":
         return self
@@ -95,7 +122,10 @@ class ForeignIterator:
             batch = self._begin()
         else:
             with self._stream.drawing():
-                batch = next(self._batches)
+                batch = next(self._batches, END)
+            if batch is END:
+                self._is_at_end = True
+                raise StopIteration
         self.position += num_samples(batch) * self._world_size
         return batch
 
@@ -105,6 +135,19 @@ class ForeignIterator:
             with self._stream.drawing():
                 self._batches.close()
         self._batches, self._is_closed = None, True
+        self._loader.keep(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what continues the iteration from here, closed or not; {} at its end, or without a state."""
+        if self._stream is None:
+            return self._saved
+        if self._is_at_end:
+            return {}
+        source = self._state.now()
+        if source is None:
+            return {}
+        place = {"epoch": self._epoch, "position": self.position}
+        return {**place, "source": source, "random": self._stream.state_dict()}
 
     def _begin(self) -> Batch:
         """Start the source's iteration and return its batch at the position.
@@ -117,13 +160,17 @@ class ForeignIterator:
         )
         with self._stream.drawing():
             begin_epoch(parts, self._epoch)
+            is_set = self._state.begin(self._saved.get("source"))
             if isinstance(source, TorchLoader):
-                prepare_workers(source, self._epoch, self._seed)
+                prepare_workers(source, self._epoch, self._seed, watched=self._state.is_kept)
                 with starting_workers(source):
                     self._batches = iter(source)
             else:
                 self._batches = iter(source if isinstance(source, Iterable) else source())
-            self._skip(self._batches)
+            if is_set:
+                self._stream.load_state_dict(self._saved["random"])
+            else:
+                self._skip(self._batches)
             try:
                 return next(self._batches)
             except StopIteration:

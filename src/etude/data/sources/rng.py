@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from etude.core.random import mix
+from etude.core.random import mix, rng_state, set_rng_state
 from etude.data.sources.global_rng import GLOBALS, seed_generators
 
 Accessors = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -42,6 +42,7 @@ class RandomStream:
 
     def __init__(self, seed: int, owned: Sequence[Any] = (), *, swap_globals: bool = True) -> None:
         """With `swap_globals` off only the `owned` generators are swapped after the first block."""
+        self._owned, self._swaps_globals = owned, swap_globals
         generators = [*_globals(), *(_accessors(generator) for generator in owned)]
         caller = [read() for read, _ in generators]
         seed_generators(seed)
@@ -65,6 +66,27 @@ class RandomStream:
             self._states = [read() for read, _ in generators][len(generators) - number :]
             _write(generators, caller)
             self._generators = self._later
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all generators in plain data: numbers, lists, tuples and tensors."""
+        with self.drawing():
+            return {
+                "globals": rng_state() if self._swaps_globals else None,
+                "owned": [_plain(_accessors(generator)[0]()) for generator in self._owned],
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from here; to be called inside `drawing`, with the same generators."""
+        if state["globals"] is not None:
+            set_rng_state(state["globals"])
+        for generator, saved in zip(self._owned, state["owned"], strict=True):
+            _accessors(generator)[1](saved)
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
 
 
 def owned_generators(*owners: Any) -> list[Any]:
@@ -129,6 +151,8 @@ def _accessors(generator: Any) -> Accessors:
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    if isinstance(generator, np.random.RandomState):
+        return lambda: generator.get_state(legacy=False), generator.set_state
     return generator.get_state, generator.set_state
 
 

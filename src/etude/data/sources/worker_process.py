@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import _DatasetKind
 
 from etude.core.random import mix
-from etude.data.sources.global_rng import seed_generators
+from etude.data.sources.global_rng import GLOBALS, seed_generators
 from etude.data.sources.rng import owned_generators, seed_owned
 
-ENDING, EPOCH, SEED, PIDS = 0, 1, 2, 3
+ENDING, EPOCH, SEED, DREW, PIDS = 0, 1, 2, 3, 4
 GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 """What a terminal or a launcher sends to all processes of a run."""
 GRACE_S = 5.0
@@ -39,17 +39,27 @@ class WorkerStart:
     """
 
     def __init__(
-        self, num_workers: int, *, persistent: bool = False, then: Callable[[int], None] | None = None
+        self,
+        num_workers: int,
+        *,
+        persistent: bool = False,
+        watched: bool = False,
+        then: Callable[[int], None] | None = None,
     ) -> None:
-        """`then` is called afterwards: the `worker_init_fn` of the user."""
-        self.persistent, self.then = persistent, then
+        """`then` is called afterwards: the `worker_init_fn` of the user. `watched` workers find out if they draw."""
+        self.persistent, self.watched, self.then = persistent, watched, then
         self._shared = torch.zeros(PIDS + num_workers, dtype=torch.int64)
         self._shared.share_memory_()  # type: ignore[no-untyped-call]
         _STARTS[self] = os.getpid()
 
     def begin_epoch(self, epoch: int, seed: int) -> None:
         """Say which epoch is about to be iterated over."""
-        self._shared[EPOCH], self._shared[SEED] = epoch, seed
+        self._shared[EPOCH], self._shared[SEED], self._shared[DREW] = epoch, seed, 0
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether a watched worker has drawn from a global generator since the epoch began."""
+        return bool(self._shared[DREW])
 
     def end(self) -> None:
         """End the workers that are left: the program is about to end, and waits for its child processes."""
@@ -74,15 +84,32 @@ class WorkerStart:
         threading.Thread(target=_end_with_the_parent, name="etude-parent", daemon=True).start()
         if self.then is not None:
             self.then(worker)
-        if self.persistent:
-            _before_each_epoch(partial(self._reseed, worker))
+        if self.persistent or self.watched:
+            _before_each_epoch(partial(self._reseed, worker), self._watch)
 
     def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
         if self._shared[ENDING]:
             os._exit(0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
+    def _watch(self, fetcher: Any) -> None:
+        if not self.watched:
+            return
+        fetch, states = fetcher.fetch, [generator.read() for generator in GLOBALS.values()]
+
+        def watched(index: Any) -> Any:
+            batch = fetch(index)
+            pairs = zip(GLOBALS.values(), states, strict=True)
+            if any(generator.differ(state, generator.read()) for generator, state in pairs):
+                self._shared[DREW] = 1
+                fetcher.fetch = fetch
+            return batch
+
+        fetcher.fetch = watched
+
     def _reseed(self, worker: int, dataset: Any, collate: Any) -> None:
+        if not self.persistent:
+            return
         seed = int(self._shared[SEED])
         seed_generators(mix(seed, worker))
         begin_epoch((dataset,), int(self._shared[EPOCH]))
@@ -108,7 +135,7 @@ def begin_epoch(parts: Any, epoch: int) -> None:
             set_epoch(epoch)
 
 
-def prepare_workers(loader: TorchLoader[Any], epoch: int, seed: int) -> None:
+def prepare_workers(loader: TorchLoader[Any], epoch: int, seed: int, *, watched: bool) -> None:
     """Make the workers of somebody's loader behave; call it before each iteration, with the epoch's generators seeded.
 
     The random numbers drawn from here on are the same whether the workers are there already or start now.
@@ -118,7 +145,8 @@ def prepare_workers(loader: TorchLoader[Any], epoch: int, seed: int) -> None:
     start = loader.worker_init_fn
     if not isinstance(start, WorkerStart):
         loader._iterator = None  # persistent workers that began without us: let them end
-        start = WorkerStart(loader.num_workers, persistent=loader.persistent_workers, then=start)
+        persistent = loader.persistent_workers
+        start = WorkerStart(loader.num_workers, persistent=persistent, watched=watched, then=start)
         loader.worker_init_fn = start
     start.begin_epoch(epoch, seed)
     if loader._iterator is not None:  # what torch draws when workers start
@@ -147,13 +175,18 @@ def starting_workers(loader: TorchLoader[Any]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _before_each_epoch(action: Callable[[Any, Any], None]) -> None:
-    """Let this worker call `action` with dataset and collate_fn before each epoch: torch makes a new fetcher then."""
+def _before_each_epoch(action: Callable[[Any, Any], None], then: Callable[[Any], None]) -> None:
+    """Let this worker call `action` with dataset and collate_fn before each epoch, and `then` with its fetcher.
+
+    Torch makes a new fetcher when an epoch begins.
+    """
     create = _DatasetKind.create_fetcher
 
     def begin(kind: Any, dataset: Any, auto_collation: Any, collate: Any, *others: Any) -> Any:
         action(dataset, collate)
-        return create(kind, dataset, auto_collation, collate, *others)  # type: ignore[no-untyped-call]
+        fetcher = create(kind, dataset, auto_collation, collate, *others)  # type: ignore[no-untyped-call]
+        then(fetcher)
+        return fetcher
 
     _DatasetKind.create_fetcher = begin  # type: ignore[method-assign]
 
