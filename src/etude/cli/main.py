@@ -164,13 +164,26 @@ def new(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Name of the experiment: a folder of that name is made.")
     ],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="DATA",
+            help="A .csv, .parquet, .jsonl or .npz file, or a folder of images, to train on.",
+        ),
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="With --from: the column to predict, if not the last.")] = None,
     root: Annotated[Path, typer.Option(help="Where experiments live.")] = Path("experiments"),
 ) -> None:
-    """Make a new experiment from the template."""
+    """Make a new experiment from the template, or a config for data that is there."""
     with _imports_that_stay():
-        from etude.experiment import new_experiment
+        from etude.experiment import new_experiment, new_experiment_from
 
-    folder = new_experiment(name, root)
+    if data is None:
+        folder = new_experiment(name, root)
+    else:
+        folder, words = new_experiment_from(name, data, root, target)
+        print("\n".join(words))
     print(f"made {folder}; train it with: etude train {name}/baseline")
 
 

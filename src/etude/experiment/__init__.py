@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from etude.experiment.run import RunOutcome, evaluate_run, resume_run, train_experiment
     from etude.experiment.runner import ExperimentRunner
-    from etude.experiment.template import new_experiment
+    from etude.experiment.template import new_experiment, new_experiment_from
 
 __all__ = [
     "ExperimentConfig",
@@ -37,6 +37,7 @@ __all__ = [
     "load_config",
     "load_experiment_config",
     "new_experiment",
+    "new_experiment_from",
     "resume_run",
     "train_experiment",
     "validate_experiment",

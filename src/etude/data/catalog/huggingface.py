@@ -88,6 +88,12 @@ def _open(path: str, subset: str | None) -> Mapping[str, Any]:
     return found if isinstance(found, datasets.DatasetDict) else {"train": found}
 
 
+def column_kinds(path: str) -> dict[str, bool]:
+    """Return the columns of a saved dataset's training split, and whether each is text."""
+    samples = _open(path, None)["train"]
+    return {name: getattr(kind, "dtype", "") in ("string", "large_string") for name, kind in samples.features.items()}
+
+
 def _split_names(path: str, splits: Mapping[str, Any], validation: float | str, test: float | str) -> dict[str, str]:
     """Return the split of the dataset for each part that has one."""
     found: dict[str, str] = {}

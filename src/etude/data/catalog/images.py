@@ -257,7 +257,12 @@ def _size(files: Sequence[Path], size: int | tuple[int, int] | None) -> tuple[in
         return size, size
     if size is not None:
         return size
-    width, height = _open(files[0]).size
+    return image_size(files[0])
+
+
+def image_size(file: Path) -> tuple[int, int]:
+    """Return height and width of an image. Raises DataError if it is broken."""
+    width, height = _open(file).size
     return height, width
 
 
