@@ -66,11 +66,11 @@ class WorkerStart:
         self._shared[ENDING] = 1
         pids = set(self._shared[PIDS:].tolist())
         workers = [child for child in multiprocessing.active_children() if child.pid in pids]
+        for end in (multiprocessing.Process.terminate, partial(multiprocessing.Process.join, timeout=GRACE_S)):
+            for worker in workers:
+                with contextlib.suppress(RuntimeError):  # torch, at any time, of a worker that had died before
+                    end(worker)
         for worker in workers:
-            worker.terminate()
-        for worker in workers:
-            with contextlib.suppress(RuntimeError):  # torch, of a worker that had died before
-                worker.join(GRACE_S)
             if worker.is_alive():
                 worker.kill()
 
