@@ -7,6 +7,9 @@ import pytest
 import yaml
 from data_files import swap_images, touch_csv, write_arrays, write_csv, write_dataset, write_images, write_lines
 
+from etude.core import CheckpointError
+from etude.experiment import build_trainer, load_config
+
 CASES = {
     "huggingface": (
         write_dataset,
@@ -67,6 +70,22 @@ def test_stopped_and_resumed_exactly_and_not_with_other_data(etude, case):
         assert refused.code == 2
         assert "data has changed" in refused.err
         assert facts["fingerprint"][:8] in refused.err
+
+
+def test_a_mean_that_differs_in_its_last_digit_is_no_other_data(etude):
+    """Machines add in another order."""
+    write_csv()
+    data = {"name": "csv", "path": "d.csv", "target": "y"}
+    sections = {"model": {"name": "mlp", "hidden": [8]}, "data": data, "training": {"epochs": 1, "device": "cpu"}}
+    Path("x.yaml").write_text(yaml.safe_dump(sections))
+    assert etude("train", "x.yaml", "--run-dir", "run", "-q").code == 0
+    config = load_config("run/config.yaml")
+    trainer = build_trainer(config, progress=False)
+    facts = {"data": {**trainer.meta["data"], "mean": [0.0, 0.0]}}
+    trainer.check_facts(facts, "here")
+    with pytest.raises(CheckpointError, match="here: the data has changed"):
+        trainer.check_facts({"data": {**facts["data"], "fingerprint": "another"}}, "here")
+    trainer.check_facts({}, "one that was written before there were fingerprints")
 
 
 def test_a_size_that_the_data_does_not_have_must_be_set(etude):

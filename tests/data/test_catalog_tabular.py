@@ -289,6 +289,17 @@ def test_the_fingerprint_is_that_of_the_values(write):
     assert one == same != other
 
 
+def test_the_fingerprint_is_that_of_every_part_and_of_the_settings(write):
+    train, test = write("a,c,y\n1,u,2\n2,v,3\n3,u,4\n"), write("a,c,y\n1,u,2\n", "t.csv")
+    first = load_csv(train, "y", validation=0.0, test=test).facts["fingerprint"]
+    assert load_csv(train, "y", validation=0.0, test=test).facts["fingerprint"] == first
+    others = [load_csv(train, "y", validation=0.0, test=test, standardize=False)]
+    others.append(load_csv(train, "y", validation=0.0, test=test, exclude=["c"]))
+    others.append(load_csv(train, "y", validation=0.0, test=write("a,c,y\n1,v,2\n", "t.csv")))
+    others.append(load_csv(write("a,c,y\n2,v,3\n1,u,2\n3,u,4\n"), "y", validation=0.0, test=test))  # another order
+    assert first not in [splits.facts["fingerprint"] for splits in others]
+
+
 # ------------------------------------------------------------------------------------------------ parquet
 
 

@@ -181,12 +181,13 @@ class DataFacts(Callback):
         return {"data": self._facts}
 
     def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
-        """Raise CheckpointError if a fact is another one now."""
-        before = saved.get("data")
-        if not isinstance(before, Mapping):
-            return
-        now = json.loads(json.dumps(self._facts))
-        if different := [key for key in {**before, **now} if before.get(key) != now.get(key)]:
+        """Raise CheckpointError if a fingerprint is another one now.
+
+        Other facts only explain it: a mean may be another one in its last digits on another machine.
+        """
+        before, now = _flat(saved.get("data")), _flat(json.loads(json.dumps(self._facts)))
+        different = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        if before and any(key.endswith("fingerprint") for key in different):
             changes = [
                 f"{key} {shorten(str(before.get(key)), 60)} → {shorten(str(now.get(key)), 60)}" for key in different
             ]
@@ -194,6 +195,16 @@ class DataFacts(Callback):
                 f"{place}: the data has changed since this checkpoint was written ({'; '.join(changes[:3])}); "
                 f"restore the files, or start a new run"
             )
+
+
+def _flat(facts: Any, path: str = "") -> dict[str, Any]:
+    """Return facts, those of several streams too, by dotted path."""
+    if not isinstance(facts, Mapping):
+        return {path: facts} if path else {}
+    found: dict[str, Any] = {}
+    for key, value in facts.items():
+        found |= _flat(value, f"{path}.{key}" if path else key)
+    return found
 
 
 def _check_sizes(config: ExperimentConfig, model: Selection, sizes: Mapping[str, Any]) -> None:

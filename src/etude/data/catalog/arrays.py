@@ -70,15 +70,16 @@ def load_arrays(
         for part, (arrays, one) in found.items()
     }
     facts = {"rows": {part: len(one) for part, one in parts.items()}}
-    facts |= {} if scaling is None else scaling.facts()
     files = {id(arrays): arrays for arrays, _ in found.values()}.values()
+    content = (block for one in files for block in digest_blocks(one))
+    digest = fingerprint(content, {"standardize": standardize, "seed": seed, **facts})
     sample = main["labels"].shape[1:]
     return DataSplits(
         **parts,
         num_classes=num_classes,
         num_targets=int(np.prod(sample)) if num_classes is None else None,
         input_shape=main["inputs"].shape[1:],
-        facts={"fingerprint": fingerprint((block for one in files for block in digest_blocks(one)), facts), **facts},
+        facts={"fingerprint": digest, **facts, **({} if scaling is None else scaling.facts())},
     )
 
 

@@ -11,7 +11,7 @@ from etude.config.registry import register
 from etude.core.errors import ConfigError, DataError
 from etude.core.spelling import did_you_mean, listed, shorten
 from etude.data.catalog.features import FeatureOptions, Missing, Part, Task, make_splits
-from etude.data.catalog.holdout import Share, hold_out, shares
+from etude.data.catalog.holdout import Share, hold_out, mix_keys, shares
 from etude.data.catalog.table import Table, TableFormat, TextColumn, arrow_column
 from etude.data.catalog.texts import LabeledText, label_name, text_splits
 from etude.data.splits import DataSplits
@@ -63,7 +63,7 @@ def load_huggingface(
     form = TableFormat(texts=as_text, exclude=tuple(exclude or ()))
     wanted = None if columns is None else [*columns, target]
     tables = {part: _table(path, splits[name], form, wanted, target) for part, name in names.items()}
-    rows = hold_out(tables["train"].row_keys(seed), *held)
+    rows = hold_out(mix_keys(tables["train"].row_keys() ^ np.uint64(seed)), *held)
     parts = {part: Part(tables["train"], found) for part, found in rows.items()}
     parts |= {part: Part(table, slice(None)) for part, table in tables.items() if part != "train"}
     return make_splits(parts, FeatureOptions(target, task, missing, unseen, standardize, standardize_target))

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from etude.core.spelling import listed
 from etude.data.catalog.augment import Augmentations
 from etude.data.catalog.files import logger
 from etude.data.catalog.holdout import Rows, Share, fingerprint, hold_out, shares
-from etude.data.catalog.rows import Array, ArrayRows, Scaling, digest_blocks
+from etude.data.catalog.rows import Array, ArrayRows, Scaling
 from etude.data.splits import DataSplits
 
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".pbm", ".tif", ".tiff"))
@@ -82,13 +82,14 @@ def load_image_folder(
         for part, one in rows.items()
     }
     numbers = {"mean": (scaling.mean / 255).tolist(), "std": (scaling.std / 255).tolist()}
-    facts = {"classes": found.classes, "rows": {part: len(one) for part, one in parts.items()}, **numbers}
-    content = digest_blocks({"images": arrays}) if isinstance(arrays, np.ndarray) else found.listing(kept)
+    facts = {"classes": found.classes, "rows": {part: len(one) for part, one in parts.items()}}
+    content = found.listing(kept, with_content=isinstance(arrays, np.ndarray))
+    digest = fingerprint(content, {**facts, "shape": shape, "fit": fit, "mean": mean, "std": std})
     return DataSplits(
         **parts,
         num_classes=len(found.classes),
         input_shape=shape,
-        facts={"fingerprint": fingerprint([*content, labels], facts), **facts},
+        facts={"fingerprint": digest, **facts, **numbers},
     )
 
 
@@ -120,10 +121,13 @@ class FoundImages:
             if edges[place] < edges[place + 1]
         }
 
-    def listing(self, kept: Rows) -> list[str]:
-        """Return path and size of every kept image."""
-        files = [(file, self.roots[part]) for part, one in self.parts.items() for file in one]
-        return [f"{files[row][0].relative_to(files[row][1])} {files[row][0].stat().st_size}" for row in kept]
+    def listing(self, kept: Rows, *, with_content: bool) -> Iterator[str | bytes]:
+        """Yield part, path and size of every kept image, and its bytes if asked for."""
+        files = [(file, part) for part, one in self.parts.items() for file in one]
+        for file, part in (files[row] for row in kept.tolist()):
+            yield f"{part} {file.relative_to(self.roots[part]).as_posix()} {file.stat().st_size}"
+            if with_content:
+                yield file.read_bytes()
 
 
 def _class_of(file: Path, root: Path) -> str:

@@ -1,7 +1,7 @@
 """A table in memory: columns of numbers and of texts, read from a delimited file or from Parquet."""
 
+import hashlib
 import re
-import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +31,9 @@ class TextColumn:
 
     def keys(self) -> npt.NDArray[np.uint64]:
         """Return a number for each row that depends on its text only."""
-        keys = np.array(
-            [zlib.crc32(b""), *(zlib.crc32(value.encode()) + 1 for value in self.values)], dtype=np.uint64
-        )
-        return keys[self.codes + 1]
+        digests = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in ("", *self.values))
+        keys: npt.NDArray[np.uint64] = np.frombuffer(digests, "<u8").astype(np.uint64)[self.codes + 1]
+        return keys
 
 
 @dataclass(slots=True)
@@ -46,6 +45,7 @@ class Table:
     num_rows: int
     lines: npt.NDArray[np.int64] | None = None
     """The line of each row in its file."""
+    _keys: npt.NDArray[np.uint64] | None = None
 
     def where(self, row: int) -> str:
         """Return the place of a row, for messages."""
@@ -55,13 +55,15 @@ class Table:
         """Return what each column holds."""
         return {name: "text" if isinstance(one, TextColumn) else "number" for name, one in self.columns.items()}
 
-    def row_keys(self, seed: int) -> npt.NDArray[np.uint64]:
-        """Return a random-looking number for each row that depends on its content and the seed, not on its place."""
-        keys = np.full(self.num_rows, seed, dtype=np.uint64)
-        for column in self.columns.values():
-            part = column.keys() if isinstance(column, TextColumn) else column.astype(np.float64).view(np.uint64)
-            keys = mix_keys(keys ^ part)
-        return keys
+    def row_keys(self) -> npt.NDArray[np.uint64]:
+        """Return a random-looking number for each row that depends on its content, not on its place."""
+        if self._keys is None:
+            keys = np.zeros(self.num_rows, dtype=np.uint64)
+            for column in self.columns.values():
+                part = column.keys() if isinstance(column, TextColumn) else column.astype(np.float64).view(np.uint64)
+                keys = mix_keys(keys ^ part)
+            self._keys = keys
+        return self._keys
 
 
 @dataclass(frozen=True, slots=True)

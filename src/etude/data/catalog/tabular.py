@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 from annotated_types import Ge, Len
 
 from etude.config.registry import register
 from etude.core.errors import ConfigError, DataError
 from etude.data.catalog.delimited import NumberForm
 from etude.data.catalog.features import FeatureOptions, Missing, Part, Task, make_splits
-from etude.data.catalog.holdout import Share, hold_out, shares
+from etude.data.catalog.holdout import Share, hold_out, mix_keys, shares
 from etude.data.catalog.table import TableFormat
 from etude.data.splits import DataSplits
 
@@ -108,7 +109,7 @@ def _load(
     kinds = main.kinds()
     if options.task == "regression" and kinds[options.target] == "text":
         raise DataError(f"{main.path}: task is regression, but the target {options.target!r} holds text")
-    rows = hold_out(main.row_keys(seed), *shares(validation, test))
+    rows = hold_out(mix_keys(main.row_keys() ^ np.uint64(seed)), *shares(validation, test))
     parts = {part: Part(main, found if len(rows) > 1 else slice(None)) for part, found in rows.items()}
     for part, place in (("validation", validation), ("test", test)):
         if isinstance(place, str):
