@@ -56,6 +56,34 @@ class Part:
         return places[column.codes[self.rows]]
 
 
+class Matrix:
+    """A matrix that is filled column by column, several at a time: single columns would touch all of its memory."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self._matrix = np.empty((rows, columns), np.float32)
+        self._waiting = np.empty((min(16, columns), rows), np.float32)
+        self._count, self._begin = 0, 0
+
+    def add(self, values: npt.NDArray[Any] | float) -> None:
+        """Fill the next column."""
+        self._waiting[self._count] = values
+        self._count += 1
+        if self._count == len(self._waiting):
+            self._store()
+
+    def finish(self) -> npt.NDArray[np.float32]:
+        """Return the matrix."""
+        self._store()
+        assert self._begin == self._matrix.shape[1]
+        return self._matrix
+
+    def _store(self) -> None:
+        begin, end = self._begin, self._begin + self._count
+        for row in range(0, len(self._matrix), 2048):
+            self._matrix[row : row + 2048, begin:end] = self._waiting[: self._count, row : row + 2048].T
+        self._begin, self._count = end, 0
+
+
 @dataclass(frozen=True, slots=True)
 class FeatureOptions:
     """How columns become features."""
@@ -77,18 +105,15 @@ def make_splits(parts: Mapping[str, Part], options: FeatureOptions) -> DataSplit
         raise DataError(
             f"{train.table.path} has no column besides the target {options.target!r}; there is nothing to learn from"
         )
-    widths = {name: _names_of(parts, name, options) for name in names}
-    features = [feature for wide in widths.values() for feature in wide]
-    matrices = {part: np.empty((one.num_rows, len(features)), np.float32) for part, one in parts.items()}
-    means, stds, begin = {}, {}, 0
-    for name, wide in widths.items():
-        columns = {part: matrix[:, begin : begin + len(wide)] for part, matrix in matrices.items()}
+    features = [feature for name in names for feature in _names_of(parts, name, options)]
+    matrices = {part: Matrix(one.num_rows, len(features)) for part, one in parts.items()}
+    means, stds = {}, {}
+    for name in names:
         if isinstance(column := train.table.columns[name], TextColumn):
             for part, one in parts.items():
-                _one_hot(one, name, columns[part], in_order(column.values), options)
+                _one_hot(one, name, matrices[part], in_order(column.values), options)
         else:
-            means[name], stds[name] = _numbers(parts, name, columns, options)
-        begin += len(wide)
+            means[name], stds[name] = _numbers(parts, name, matrices, options)
     facts |= {"features": features, "rows": {part: one.num_rows for part, one in parts.items()}}
     # Of what was read, not of what was computed: that may differ in its last digits on another machine.
     content = (one.table.row_keys()[one.rows] for one in parts.values())
@@ -96,7 +121,7 @@ def make_splits(parts: Mapping[str, Part], options: FeatureOptions) -> DataSplit
     facts |= {"mean": list(means.values()), "std": list(stds.values())} if options.standardize else {}
     is_classes = "classes" in facts
     tensors: dict[str, Any] = {
-        part: TensorData(torch.from_numpy(matrices[part]), torch.from_numpy(labels[part])) for part in parts
+        part: TensorData(torch.from_numpy(matrices[part].finish()), torch.from_numpy(labels[part])) for part in parts
     }
     return DataSplits(
         **tensors,
@@ -136,11 +161,12 @@ def in_order(values: Sequence[str]) -> list[str]:
 
 
 def _numbers(
-    parts: Mapping[str, Part], name: str, columns: Mapping[str, npt.NDArray[np.float32]], options: FeatureOptions
+    parts: Mapping[str, Part], name: str, matrices: Mapping[str, Matrix], options: FeatureOptions
 ) -> tuple[float, float]:
     """Write a column of numbers into the matrices; return mean and standard deviation of the training part."""
     found = {part: one.numbers(name) for part, one in parts.items()}
     mean, std = _moments(*found["train"], parts["train"], name)
+    has_indicator = len(_names_of(parts, name, options)) == 2
     for part, (values, gaps) in found.items():
         if gaps is not None:
             if options.missing == "error":
@@ -152,9 +178,9 @@ def _numbers(
         if options.standardize:
             values -= mean
             values /= std
-        columns[part][:, 0] = values
-        if columns[part].shape[1] == 2:
-            columns[part][:, 1] = 0.0 if gaps is None else gaps
+        matrices[part].add(values)
+        if has_indicator:
+            matrices[part].add(0.0 if gaps is None else gaps)
     return mean, std
 
 
@@ -171,9 +197,7 @@ def _moments(
     return mean, std if std > 1e-12 * max(1.0, abs(mean)) else 1.0
 
 
-def _one_hot(
-    part: Part, name: str, out: npt.NDArray[np.float32], categories: Sequence[str], options: FeatureOptions
-) -> None:
+def _one_hot(part: Part, name: str, matrix: Matrix, categories: Sequence[str], options: FeatureOptions) -> None:
     codes = part.codes(name, categories)
     problems = {-1: options.missing == "error", -2: options.unseen == "error"}
     for code, is_error in problems.items():
@@ -188,7 +212,8 @@ def _one_hot(
                 f"{part.where(place)}: column {name!r} holds {_text(part, name, place)!r}, which the training file "
                 f"does not have; fix it, or set unseen to zeros"
             )
-    out[:] = codes[:, None] == np.arange(len(categories))
+    for code in range(len(categories)):
+        matrix.add(codes == code)
 
 
 def _text(part: Part, name: str, place: int) -> str:

@@ -19,6 +19,7 @@ Floats = npt.NDArray[np.floating[Any]]
 Kind = Literal["number", "text"]
 MAX_VALUES = 10_000
 """Different texts of a column at most: more are names or ids, not categories."""
+_ODD, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
 _THOUSANDS = re.compile(r"-?\d{1,3}([,.' ]\d{3})+([.,]\d+)?")
 
 
@@ -59,10 +60,14 @@ class Table:
         """Return a random-looking number for each row that depends on its content, not on its place."""
         if self._keys is None:
             keys = np.zeros(self.num_rows, dtype=np.uint64)
+            high = np.empty_like(keys)
             for column in self.columns.values():
-                part = column.keys() if isinstance(column, TextColumn) else column.astype(np.float64).view(np.uint64)
-                keys = mix_keys(keys ^ part)
-            self._keys = keys
+                keys ^= (
+                    column.keys() if isinstance(column, TextColumn) else column.astype("f8", copy=False).view("u8")
+                )
+                keys *= _ODD
+                keys ^= np.right_shift(keys, _HALF, out=high)
+            self._keys = mix_keys(keys)
         return self._keys
 
 
