@@ -1,5 +1,6 @@
 """Map-style datasets: batches and their random augmentations do not depend on who fetches them."""
 
+import multiprocessing
 import random
 
 import numpy as np
@@ -7,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
 from batch_classes import graphs
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data import DataLoader
+from etude.data import DataLoader, as_loader
 from etude.data.sources.workers import collate_samples
 
 pytestmark = [
@@ -295,6 +297,28 @@ def test_an_error_in_the_dataset_reaches_the_consumer(num_workers):
     with pytest.raises(KeyError, match="no picture 4"):
         next(iterator)
     iterator.close()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("make", [DataLoader, lambda *args, **options: as_loader(TorchLoader(*args, **options))])
+def test_an_error_in_a_worker_ends_all_workers_at_once(make, persistent):
+    def sample(index):
+        if index == 3 and is_broken:
+            raise KeyError("no picture 3")
+
+    is_broken = True
+    before = set(multiprocessing.active_children())
+    loader = make(Drawing(sample), batch_size=2, shuffle=False, num_workers=2, persistent_workers=persistent)
+    iterator = loader.iterate(0)
+    next(iterator)
+    assert len(set(multiprocessing.active_children()) - before) == 2
+    with pytest.raises(KeyError, match="no picture 3"):
+        next(iterator)
+    assert set(multiprocessing.active_children()) <= before
+    iterator.close()
+    is_broken = False
+    if not persistent:
+        assert len(list(loader.iterate(1))) == 11
 
 
 def test_by_hand_over_a_dataset(random_dataset):

@@ -25,7 +25,7 @@ from etude.core.random import mix
 from etude.data.sources.arrays import is_column
 from etude.data.sources.foreign_state import SourceState
 from etude.data.sources.rng import RandomStream, owned_generators
-from etude.data.sources.worker_process import begin_epoch, prepare_workers, starting_workers
+from etude.data.sources.worker_process import begin_epoch, end_workers, prepare_workers, starting_workers
 
 TORCH_SAMPLERS = (
     SequentialSampler,
@@ -35,8 +35,6 @@ TORCH_SAMPLERS = (
     DistributedSampler,
 )
 """Draw from the global generators before their first index only."""
-
-END = object()
 
 
 class ForeignLoader:
@@ -118,16 +116,22 @@ class ForeignIterator:
     def __next__(self) -> Batch:
         if self._is_closed:
             raise StopIteration
-        if self._stream is None or self._batches is None:
-            batch = self._begin()
-        else:
-            with self._stream.drawing():
-                batch = next(self._batches, END)
-            if batch is END:
-                self._is_at_end = True
-                raise StopIteration
+        try:
+            batch = self._next()
+        except StopIteration:
+            self._is_at_end = True
+            raise
+        except Exception:
+            end_workers(self._source, self._batches)
+            raise
         self.position += num_samples(batch) * self._world_size
         return batch
+
+    def _next(self) -> Batch:
+        if self._stream is None or self._batches is None:
+            return self._begin()
+        with self._stream.drawing():
+            return next(self._batches)
 
     def close(self) -> None:
         """Let go of the source's iterator (and so of its workers); safe to call twice."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import _DatasetKind
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from etude.core.random import mix
 from etude.data.sources.global_rng import GLOBALS, seed_generators
@@ -152,6 +153,18 @@ def prepare_workers(loader: TorchLoader[Any], epoch: int, seed: int, *, watched:
     if loader._iterator is not None:  # what torch draws when workers start
         iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
+def end_workers(loader: Any, batches: Any) -> None:
+    """End the workers of an iterator of torch's that has raised an error; the loader starts others when it needs them.
+
+    Torch ends them when the iterator is deleted. After an error the garbage collector does that, together with the
+    queues, so that workers are not reached and are waited for, 5 s each.
+    """
+    if isinstance(batches, _BaseDataLoaderIter) and loader.num_workers:
+        loader._iterator = None
+        with contextlib.suppress(RuntimeError):  # of a worker that had died, which is what was raised before
+            batches._shutdown_workers()
 
 
 @contextlib.contextmanager
