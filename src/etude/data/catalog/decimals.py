@@ -3,6 +3,7 @@
 Python needs 100 ns and more for `float(text)`, and a table has millions of numbers. This takes 30 ns.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,19 @@ MAX_CHARS = 8 * MAX_WORDS
 """Longer numbers are left to others."""
 
 _MINUS = ord("-")
-_LAST = np.array([(2**64 - 1) ^ ((1 << (8 * (8 - kept))) - 1) for kept in range(9)], dtype=np.uint64)
-"""Masks that keep the last so many characters of a word; the first character is the lowest byte."""
+_SHORT = [(2**64 - 1) ^ ((1 << (8 * (8 - kept))) - 1) for kept in range(9)]
+_LAST = [
+    np.array([_SHORT[max(0, min(8, kept - 8 * word))] for kept in range(8 * MAX_WORDS + 1)], dtype=np.uint64)
+    for word in range(MAX_WORDS)
+]
+"""By word, from the last one, and by kept characters: masks that keep the last so many of a number. The first character
+of a word is its lowest byte."""
 _ZEROS, _OVER_NINE, _HIGH = (np.uint64(int.from_bytes(bytes([byte]) * 8)) for byte in (0x30, 0x76, 0x80))
 _PAIRS = np.uint64(0x000000FF000000FF)
 _UPPER, _LOWER = np.uint64(0x000F424000000064), np.uint64(0x0000271000000001)
 _TEN, _BYTE, _TWO_BYTES, _HALF, _TOP = (np.uint64(number) for number in (10, 8, 16, 32, 56))
 _POWERS = 10.0 ** np.arange(MAX_CHARS)
-_ALL = 2 * MAX_CHARS
+_WORD_BITS = np.uint64(64)
 
 
 class DecimalParser:
@@ -51,9 +57,7 @@ class DecimalParser:
         """
         size = len(ends)
         index, digits, kept = (self._array(name, np.intp, size) for name in ("index", "digits", "kept"))
-        word, behind, moved, mask = (
-            self._array(name, np.uint64, size) for name in ("word", "behind", "moved", "mask")
-        )
+        word, other, mask = (self._array(name, np.uint64, size) for name in ("word", "other", "mask"))
         negative = buffer.take(starts, mode="clip") == _MINUS
         np.subtract(ends, starts, out=digits)
         longest = int(digits.max(initial=0))
@@ -61,35 +65,50 @@ class DecimalParser:
         digits -= negative
         digits -= decimals >= 0
         bad |= digits < 1
-        np.minimum(decimals.view(np.uintp), _ALL, out=kept.view(np.uintp))  # without a point, all that there is
-        words: Words = np.ndarray((len(buffer) - 7,), dtype="<u8", buffer=buffer, strides=(1,))
-        words.take(np.subtract(ends, 8, out=index), out=behind, mode="clip")
-        values, count = np.zeros(size), min(MAX_WORDS, -(-longest // 8))
-        for number in range(count):  # from the last word backwards
-            word, behind = behind, word
-            if number + 1 < count:
-                words.take(np.subtract(index, 8, out=index), out=behind, mode="clip")
+        np.minimum(decimals.view(np.uintp), MAX_CHARS, out=kept.view(np.uintp))  # without a point, all that there is
+        values = np.zeros(size)
+        words = self._words(buffer, ends, index)
+        behind = next(words)
+        for number in range(min(MAX_WORDS, -(-longest // 8))):  # from the last word backwards
+            word, behind = behind, next(words)
             # What precedes the decimal point moves by one character, over the point.
-            np.left_shift(word, _BYTE, out=moved)
-            moved |= np.right_shift(behind, _TOP, out=mask)
-            self._last(kept, 8 * number, out=mask)
+            np.left_shift(word, _BYTE, out=other)
+            other |= np.right_shift(behind, _TOP, out=mask)
+            _LAST[number].take(kept, out=mask, mode="clip")
             word &= mask
-            moved &= np.invert(mask, out=mask)
-            word |= moved
-            self._last(digits, 8 * number, out=mask)
+            other &= np.invert(mask, out=mask)
+            word |= other
+            _LAST[number].take(digits, out=mask, mode="clip")
             word ^= _ZEROS
             word &= mask
-            bad |= _other_than_digits(word, out=moved)
-            values += _as_number(word, moved) * 10.0 ** (8 * number)
-        values /= _POWERS.take(np.clip(decimals, 0, None, out=kept), mode="clip")
+            bad |= _other_than_digits(word, out=other)
+            found = _as_number(word, other)
+            values += found if number == 0 else found * 10.0 ** (8 * number)
+        values /= _POWERS.take(decimals, mode="clip")
         values *= 1.0 - 2.0 * negative
         return values, bad
 
-    def _last(self, number: Places, before: int, out: Words) -> None:
-        """Write the masks that keep `number - before` characters of a word, from its end."""
-        kept = self._array("clipped", np.intp, len(number))
-        np.clip(np.subtract(number, before, out=kept), 0, 8, out=kept)
-        _LAST.take(kept, out=out, mode="clip")
+    def _words(self, buffer: Bytes, ends: Places, index: Places) -> Iterator[Words]:
+        """Yield the eight characters before each end, then the eight before those, and so on.
+
+        Each is put together of two aligned words: NumPy would copy an unaligned array as a whole.
+        """
+        size = len(ends)
+        aligned: Words = np.concatenate([buffer, np.zeros(-len(buffer) % 8, np.uint8)]).view("<u8")
+        low, high, first, second, shift, back = (
+            self._array(name, np.uint64, size) for name in ("low", "high", "first", "second", "shift", "back")
+        )
+        np.left_shift(np.bitwise_and(ends, 7, out=index), 3, out=shift, casting="unsafe")
+        np.subtract(_WORD_BITS, shift, out=back)
+        np.right_shift(ends, 3, out=index)
+        aligned.take(index, out=high, mode="clip")
+        while True:
+            index -= 1
+            aligned.take(index, out=low, mode="clip")
+            np.right_shift(low, shift, out=first)
+            first |= np.left_shift(high, back, out=high)  # all of it is shifted out where the end is aligned
+            yield first
+            low, high, first, second = high, low, second, first
 
     def _array(self, name: str, dtype: Any, size: int) -> npt.NDArray[Any]:
         if name not in self._memory or len(self._memory[name]) < size:
