@@ -13,7 +13,7 @@ from etude.core import DataBatch, Loader
 from etude.core.batch import tensors_in
 from etude.core.errors import DataError
 from etude.core.loader import BatchIterator
-from etude.data import BatchSampler, DataLoader, LoaderData, Normalize, Streams, TensorData
+from etude.data import BatchSampler, DataLoader, DataLoaderFactory, LoaderData, Normalize, Streams, TensorData
 from etude.data.sources.base import send
 from etude.data.transfer.cuda import ahead
 
@@ -336,3 +336,23 @@ def test_batches_of_a_source_travel_with_the_objects_in_them():
     assert all(tensor.is_meta for tensor in tensors_in(sent))
     assert sent["ids"].untyped_storage()._cdata == sent["labels"].untyped_storage()._cdata
     assert type(sent["graph"]) is GraphBatch
+
+
+class Gathered:
+    """A source of whole batches."""
+
+    def __len__(self):
+        return 7
+
+    def gather(self, indices, *, epoch, seed):
+        return {"x": torch.from_numpy(indices), "thread": threading.get_ident()}
+
+
+@pytest.mark.parametrize(("data", "expected"), [(torch.arange(7), 0), (Gathered(), 2), (list(range(7)), 2)])
+def test_batches_are_prefetched_by_default_where_that_is_no_slower(data, expected):
+    loader = DataLoader(data, batch_size=2)
+    assert loader.prefetch == DataLoaderFactory(batch_size=2).create(data).prefetch == expected
+    assert DataLoader(data, batch_size=2, prefetch=1).prefetch == 1
+    if isinstance(data, Gathered):
+        assert {batch["thread"] == threading.get_ident() for batch in loader} == {False}
+        assert {batch["thread"] == threading.get_ident() for batch in DataLoader(data, prefetch=0)} == {True}

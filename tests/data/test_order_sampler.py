@@ -112,6 +112,21 @@ def test_it_serves_torchs_loader():
         assert [x.tolist() for (x,) in loader] == [indices for _, indices in walk(sampler, epoch)]
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_every_pass_is_the_next_epoch(num_workers):
+    dataset = torch.utils.data.TensorDataset(torch.arange(10))
+    sampler, loaded = BatchSampler(10, 4, seed=3), BatchSampler(10, 4, seed=3)
+    loader = torch.utils.data.DataLoader(dataset, batch_sampler=loaded, num_workers=num_workers)
+    for start in (0, 7):
+        sampler.set_epoch(start)
+        loaded.set_epoch(start)
+        for epoch in (start, start + 1):
+            expected = [indices for _, indices in walk(BatchSampler(10, 4, seed=3), epoch)]
+            assert list(sampler) == expected
+            assert [x.tolist() for (x,) in loader] == expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -83,7 +83,7 @@ class DataLoaderFactory:
     pin_memory: bool | None = None
     persistent_workers: bool = False
     prefetch_factor: int | None = None
-    prefetch: int = 0
+    prefetch: int | None = None
     device: torch.device | str | None = None
     rank: int = 0
     world_size: int = 1

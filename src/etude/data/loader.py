@@ -37,8 +37,9 @@ class DataLoader:
         batch_size: samples per batch over all ranks.
         bucket_batches: put samples of similar length together, looking over this many batches at a time, so that
             little is padded; 0 does not. For sources that tell the lengths of their samples.
-        prefetch: batches made ready beforehand. In memory, by a background thread; of a dataset, only the copies
-            to a CUDA device are made beforehand, as its workers have their own `prefetch_factor`.
+        prefetch: batches made ready beforehand by a background thread; of a dataset, only the copies to a CUDA device
+            are made beforehand, as its workers have their own `prefetch_factor`. By default 2, but 0 for data in
+            memory, whose batches are there sooner than a thread can hand them over.
         transform: applied to the `data` of each batch (or to the whole batch, where it is no `DataBatch`), on
             `device`. One that draws random numbers takes a keyword `generator`, seeded for each batch. One with an
             attribute `elementwise = True` may be given several batches at once.
@@ -59,7 +60,7 @@ class DataLoader:
         batch_size: int = 32,
         shuffle: bool = True,
         drop_last: bool = False,
-        prefetch: int = 0,
+        prefetch: int | None = None,
         seed: int = 0,
         *,
         bucket_batches: int = 0,
@@ -73,7 +74,7 @@ class DataLoader:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if min(prefetch, num_workers, bucket_batches) < 0:
+        if min(prefetch or 0, num_workers, bucket_batches) < 0:
             raise DataError(
                 f"prefetch is {prefetch}, num_workers is {num_workers} and bucket_batches is {bucket_batches}; "
                 f"none of them may be negative"
@@ -104,7 +105,7 @@ class DataLoader:
             order=samples.bucketed(samples.order(shuffle=shuffle), batch_size),
         )
         self.data, self.labels, self.transform = samples.data, labels, transform
-        self._set(batch_size, shuffle, prefetch, samples.place)
+        self._set(batch_size, shuffle, samples.prefetch if prefetch is None else prefetch, samples.place)
         self._read(SampledBatches(samples, sampler))
 
     def _set(self, batch_size: int, shuffle: bool, prefetch: int, place: Place) -> None:
@@ -214,7 +215,7 @@ class StreamLoader(DataLoader):
         shuffle: by default in training only.
         training: endless streams in the proportions asked for; else each sample of each stream once.
         drop_last: round the samples of a training epoch down to whole batches, not up.
-        prefetch, device, pin_memory: as for `DataLoader`.
+        prefetch, device, pin_memory: as for `DataLoader`, but nothing is prefetched by default.
 
     Raises DataError for streams that are empty or of an unknown kind, and for weights that cannot be.
     """
@@ -230,7 +231,7 @@ class StreamLoader(DataLoader):
         draw: Draw | None = None,
         epoch_samples: int | None = None,
         drop_last: bool = False,
-        prefetch: int = 0,
+        prefetch: int | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
         pin_memory: bool | None = None,
@@ -240,6 +241,7 @@ class StreamLoader(DataLoader):
         asked = {"weights": weights, "draw": draw, "epoch_samples": epoch_samples}
         changes: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
         self.data = replace(streams if isinstance(streams, Streams) else Streams(streams), **changes)
+        prefetch = prefetch or 0
         if batch_size < 1 or prefetch < 0:
             raise DataError(f"batch_size is {batch_size} and prefetch is {prefetch}; at least 1 and 0 are needed")
         shuffle, place = training if shuffle is None else shuffle, Place.of(device, pin_memory)

@@ -31,11 +31,14 @@ class BatchSampler:
     position covers `batch_size` samples from there on, and rank r takes the r-th of `world_size` even slices. So
     the ranks together see the same batches however many they are. A ragged last batch may be empty on some rank.
 
-    It also serves as `batch_sampler` of a torch DataLoader, with `set_epoch` to change the shuffle.
+    It also serves as `batch_sampler` of a torch DataLoader. Each pass by plain iteration is the next epoch, beginning
+    with that of `set_epoch`.
 
     >>> sampler = BatchSampler(10, 4, shuffle=False)
     >>> list(sampler)
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    >>> sampler.epoch
+    1
     >>> [BatchSampler(10, 4, shuffle=False, rank=r, world_size=2).batch(0, 4).tolist() for r in (0, 1)]
     [[4, 5], [6, 7]]
     """
@@ -127,14 +130,16 @@ class BatchSampler:
         return mine
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that iteration runs over."""
+        """Choose the epoch that the next pass runs over."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return self.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
+        # Not before the first batch is asked for: torch makes two iterators of a sampler and uses one.
         epoch, position = self.epoch, 0
+        self.epoch += 1
         while self.has_batch(position):
             yield self.batch(epoch, position).tolist()
             position = self.next_position(position)

@@ -86,6 +86,11 @@ class Samples:
         """Whether another thread may read it: fetching samples of a dataset seeds generators that all threads share."""
         return not isinstance(self.source, DatasetSource)
 
+    @property
+    def prefetch(self) -> int:
+        """Batches that are best made beforehand: rows in memory are there sooner than a thread can hand them over."""
+        return 0 if isinstance(self.source, TensorSource) else 2
+
     def order(self, *, shuffle: bool) -> Order:
         """Return the order of the samples in each epoch."""
         if isinstance(self.data, OrderedSource):

@@ -161,10 +161,12 @@ def end_workers(loader: Any, batches: Any) -> None:
     Torch ends them when the iterator is deleted. After an error the garbage collector does that, together with the
     queues, so that workers are not reached and are waited for, 5 s each.
     """
-    if isinstance(batches, _BaseDataLoaderIter) and loader.num_workers:
-        loader._iterator = None
-        with contextlib.suppress(RuntimeError):  # of a worker that had died, which is what was raised before
-            batches._shutdown_workers()
+    if not isinstance(batches, _BaseDataLoaderIter) or not loader.num_workers:
+        return
+    loader._iterator = None
+    shut_down: Callable[[], None] = getattr(batches, "_shutdown_workers")  # noqa: B009 (only those with workers have it)
+    with contextlib.suppress(RuntimeError):  # of a worker that had died, which is what was raised before
+        shut_down()
 
 
 @contextlib.contextmanager
