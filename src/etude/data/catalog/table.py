@@ -137,19 +137,15 @@ class _Texts:
 
     def __init__(self) -> None:
         self._chunks: list[npt.NDArray[np.int32]] = []
-        self._known: dict[str, int] = {}
+        self.known: dict[str, int] = {}
 
     def add(self, texts: Iterable[str]) -> None:
-        known = self._known
+        known = self.known
         codes = [-1 if _is_missing(text) else known.setdefault(text, len(known)) for text in texts]
         self._chunks.append(np.array(codes, dtype=np.int32))
 
-    @property
-    def values(self) -> list[str]:
-        return list(self._known)
-
     def column(self) -> TextColumn:
-        return TextColumn(np.concatenate(self._chunks), self.values)
+        return TextColumn(np.concatenate(self._chunks), list(self.known))
 
 
 def _is_missing(text: str) -> bool:
@@ -178,7 +174,7 @@ def read_delimited(
             numbers = _Numbers(len(number_places), _expected_rows(path, block))
         for name, column in texts.items():
             column.add(block.texts(places[name]))
-            _check_values(path, name, column.values)
+            _check_values(path, name, column.known)
         try:
             numbers.add(block.numbers(number_places))
         except NotANumber as wrong:
