@@ -256,3 +256,28 @@ def test_negative_ids_are_found_by_the_check(tmp_path):
     np.array([3, -4, 5], np.int32).tofile(tmp_path / "x.bin")
     with pytest.raises(DataError, match="token 1 is -4"):
         check_tokens(tmp_path / "x.bin", dtype="int32")
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
+@settings(max_examples=40, deadline=None)
+@given(vocab=st.sampled_from([2, 12, 40, 300, 50_257, 65_536, 128_256, 260_000]), count=st.integers(256, 40_000))
+def test_the_ids_of_a_flat_file_say_how_wide_they_are(tmp_path_factory, dtype, vocab, count):
+    if vocab > 65_536 and dtype == "uint16":
+        return
+    ids = np.random.default_rng(count).integers(0, vocab, count)
+    path = tmp_path_factory.mktemp("flat") / "train.bin"
+    ids.astype(dtype).tofile(path)
+    tokens = open_tokens(path)
+    assert tokens.dtype == dtype
+    assert tokens.rows([0], count)[0].tolist() == ids.tolist()
+    report = check_tokens(path)
+    assert (report.dtype, report.is_dtype_assumed, report.largest_id) == (dtype, True, ids.max())
+    assert not check_tokens(path, dtype=dtype).is_dtype_assumed
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int64"])
+def test_too_few_ids_to_be_sure_ask_for_a_dtype(tmp_path, dtype):
+    np.array([500, 7, 20_000, 1], dtype).tofile(tmp_path / "few.bin")
+    with pytest.raises(DataError, match=r"few\.bin.*dtype"):
+        open_tokens(tmp_path / "few.bin")
+    assert open_tokens(tmp_path / "few.bin", dtype=dtype).num_tokens == 4

@@ -88,7 +88,9 @@ def tokenize(
 
 
 Format = Annotated[str, typer.Option(help="auto, or the format of a file of another tool.")]
-Dtype = Annotated[str, typer.Option(help="Type of the ids in a file without a header.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="Type of the ids in a file without a header; by default the ids decide.")
+]
 DocumentEnd = Annotated[int | None, typer.Option(help="Id that ends a document, in a file without boundaries.")]
 
 
@@ -96,7 +98,7 @@ DocumentEnd = Annotated[int | None, typer.Option(help="Id that ends a document, 
 def check(
     files: Annotated[list[str], typer.Argument(metavar="FILE", help="Token files.")],
     format: Format = "auto",
-    dtype: Dtype = "uint16",
+    dtype: Dtype = None,
     document_end: DocumentEnd = None,
 ) -> None:
     """Verify token files: their structure, checksums and ids."""
@@ -105,7 +107,8 @@ def check(
     for file in files:
         report = check_tokens(file, format=format, dtype=dtype, document_end=document_end)
         checksums = "checksums match" if report.checksums else "the format has no checksums"
-        print(f"{report.path}: intact; {report.format}, {report.dtype}, {checksums}")
+        assumed = " (assumed by its ids; --dtype sets another)" if report.is_dtype_assumed else ""
+        print(f"{report.path}: intact; {report.format}, {report.dtype}{assumed}, {checksums}")
         print(
             f"  {report.num_tokens:,} tokens in {report.num_samples:,} samples of {report.shortest:,} to "
             f"{report.longest:,} tokens, {report.mean_length:,.1f} on average"

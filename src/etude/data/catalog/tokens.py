@@ -103,7 +103,7 @@ def load_tokens(
     mask_rate: Share = 0.0,
     mask_id: Annotated[int, Ge(0)] | None = None,
     bucket_batches: Annotated[int, Ge(0)] = 100,
-    dtype: Literal["uint16", "uint32"] = "uint16",
+    dtype: Literal["uint16", "uint32"] | None = None,
     document_end: Annotated[int, Ge(0)] | None = None,
     vocab_size: Annotated[int, Gt(0)] | None = None,
     memory_map: bool = True,
@@ -121,7 +121,7 @@ def load_tokens(
     mask_rate: share of tokens hidden for masked language modelling (0.15 in BERT); 0 predicts next tokens.
     mask_id: the token put in place of hidden ones, if the file does not tell.
     bucket_batches: with `documents`, batches over which samples of similar length are brought together; 0 does not.
-    dtype: of files without a header.
+    dtype: of files without a header; by default the ids decide, those of train.bin for all of them.
     document_end: of files without a header, the token that ends a document.
     vocab_size: if the file does not tell, or to leave room for more tokens.
     memory_map: false reads by system calls, so that what was read does not count as memory of the process; slower.
@@ -134,11 +134,13 @@ def load_tokens(
     files = {split: find_split(root, split) for split in SPLIT_NAMES}
     if files["train"] is None:
         raise DataError(f"{root} has no train.bin; make it with `etude tokenize --out {root}`, or set root")
-    opened = {
-        split: open_tokens(path, dtype=dtype, document_end=document_end, memory_map=memory_map)
-        for split, path in files.items()
-        if path is not None
-    }
+    opened: dict[str, TokenFile] = {}
+    wanted: str | None = dtype
+    for split, path in files.items():
+        if path is not None:
+            opened[split] = open_tokens(path, dtype=wanted, document_end=document_end, memory_map=memory_map)
+            if opened[split].format == "flat":
+                wanted = opened[split].dtype.name
     known = token_fields(schema, opened.values(), vocab_size)
     parts: dict[str, Any] = {split: reading.split(file, split) for split, file in opened.items()}
     return DataSplits(**parts, tokenizer=_tokenizer(root), **known)

@@ -33,6 +33,8 @@ class TokenReport:
     vocab_size: int | None
     streams: tuple[str, ...]
     sample_labels: tuple[str, ...]
+    is_dtype_assumed: bool
+    """True if the file does not say its dtype and neither did the caller: the ids decided."""
     checksums: bool
     """True if all checksums were verified; False if the format has none."""
 
@@ -59,6 +61,7 @@ def check_tokens(path: str | Path, **options: Any) -> TokenReport:
         vocab_size=file.vocab_size,
         streams=file.streams,
         sample_labels=tuple(file.sample_labels),
+        is_dtype_assumed=file.format == "flat" and options.get("dtype") is None,
         checksums=bool(file.checksums),
     )
 

@@ -34,16 +34,51 @@ class Delimiter:
         return "document_start" if self.begins else "document_end"
 
 
+SAMPLE_BYTES = 2**16
+"""What is read of a flat file, at either end, to see how wide its ids are."""
+SURE = 64
+"""Ids from which on a pattern in their bytes is none by chance."""
+MAX_HIGH = 16
+"""Upper halves of 32-bit ids are below this: no vocabulary has more than 2**20 tokens."""
+
+
 def open_flat(
-    storage: Storage, dtype: str, delimiter: Delimiter | None, reopen: Callable[[], TokenFile]
+    storage: Storage, dtype: str | None, delimiter: Delimiter | None, reopen: Callable[[], TokenFile]
 ) -> TokenFile:
-    """Open a file of nothing but tokens."""
+    """Open a file of nothing but tokens; without a `dtype` its ids decide."""
+    dtype = flat_dtype(storage) if dtype is None else dtype
     if dtype not in FLAT_DTYPES:
         raise DataError(f"the dtype of a headerless token file is one of {', '.join(FLAT_DTYPES)}, found {dtype!r}")
     size = np.dtype(dtype).itemsize
     if storage.size % size:
         raise DataError(f"{storage.name} has {storage.size:,} bytes, not a multiple of the {size} that {dtype} takes")
     return _flat(storage, "flat", storage.vector(0, storage.size // size, dtype), delimiter, reopen)
+
+
+def flat_dtype(storage: Storage) -> str:
+    """Return the type of the tokens in a flat file: uint16, unless the words of 16 bits show that ids are wider.
+
+    The upper halves of wider ids are all zero or small, and the lower halves are not. Raises DataError if there are too
+    few ids to be sure.
+    """
+    start = max(0, storage.size - SAMPLE_BYTES) // 8 * 8
+    for size, dtype in ((8, "int64"), (4, "uint32")):
+        if storage.size % size:
+            continue
+        parts = [storage.read(place, SAMPLE_BYTES) for place in {0, start}]
+        words = np.concatenate([np.frombuffer(part[: len(part) // size * size], "<u2") for part in parts])
+        low, *high = words.reshape(-1, size // 2).T
+        if not low.any() or any(half.max() >= (MAX_HIGH if place == 0 else 1) for place, half in enumerate(high)):
+            continue
+        has_high = any(half.any() for half in high)
+        if has_high and (low.max() < MAX_HIGH or len(low) < SURE):
+            continue  # small numbers everywhere: a small vocabulary
+        if len(low) < SURE:
+            raise DataError(
+                f"{storage.name} has too few tokens to see whether they are uint16 or {dtype}; give their dtype"
+            )
+        return dtype
+    return "uint16"
 
 
 def llmc_magic(head: bytes) -> int | None:

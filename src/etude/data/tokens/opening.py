@@ -20,7 +20,7 @@ def open_tokens(
     path: str | Path,
     *,
     format: str = "auto",
-    dtype: str = "uint16",
+    dtype: str | None = None,
     document_end: int | None = None,
     document_start: int | None = None,
     memory_map: bool = True,
@@ -28,7 +28,8 @@ def open_tokens(
     """Open a token file, local or remote (any address that fsspec knows, such as s3://…).
 
     `format` is "etude", "megatron" (either of the two files, or what their names share), "llm.c", "flat" (nothing but
-    tokens of type `dtype`, as nanoGPT has them) or "auto": found out from the file. In flat and llm.c files
+    tokens of type `dtype`, as nanoGPT has them; without it the ids decide between uint16, uint32 and int64) or "auto":
+    found out from the file. In flat and llm.c files
     `document_end` is an id that ends each document, or `document_start` one that begins each; without them the whole
     file is one document. `memory_map=False` reads by system calls: slower, but nothing counts as memory of the process;
     that is done anyway if the file is larger than half of a memory limit of the process (`ulimit`).
