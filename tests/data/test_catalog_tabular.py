@@ -3,6 +3,7 @@
 import csv
 import io
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from etude.core import ConfigError, DataError
 from etude.data.catalog import delimited
 from etude.data.catalog.holdout import hold_out
+from etude.data.catalog.table import TableFormat
 from etude.data.catalog.tabular import load_csv, load_parquet
 
 
@@ -167,7 +169,9 @@ def test_a_text_below_numbers_is_found_in_a_later_block(write, monkeypatch):
         whole(write("a,y\n" + "1.5,2\n" * 40 + "oops,3\n"), target="y")
 
 
-def test_a_wrong_encoding_names_the_byte(write):
+@pytest.mark.parametrize("block", [5, 1000])
+def test_a_wrong_encoding_names_the_byte(write, monkeypatch, block):
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", block)
     path = write(b"a,y\n1,x\n2,caf\xe9\n3,x\n")
     with pytest.raises(DataError, match=r"0xe9 at offset 13.*encoding"):
         whole(path, target="y")
@@ -211,6 +215,13 @@ def test_parts_are_disjoint_complete_and_as_large_as_asked(keys, validation, tes
     assert sorted(np.concatenate(list(parts.values())).tolist()) == list(range(len(keys)))
     assert len(parts["validation"]) == round(validation * len(keys))
     assert len(parts["test"]) == round(test * len(keys))
+
+
+def test_different_rows_have_different_keys(write):
+    grid = "\n".join(f"{a},{b},{c}" for a in range(16) for b in range(16) for c in range(16))
+    keys = TableFormat().read(Path(write(f"a,b,c\n{grid}")), None).row_keys()
+    assert len(set(keys.tolist())) == 16**3
+    assert abs(np.mean(keys < 2**63) - 0.5) < 0.05
 
 
 def rows_of(part):
@@ -297,6 +308,9 @@ def test_the_fingerprint_is_that_of_every_part_and_of_the_settings(write):
     others.append(load_csv(train, "y", validation=0.0, test=test, exclude=["c"]))
     others.append(load_csv(train, "y", validation=0.0, test=write("a,c,y\n1,v,2\n", "t.csv")))
     others.append(load_csv(write("a,c,y\n2,v,3\n1,u,2\n3,u,4\n"), "y", validation=0.0, test=test))  # another order
+    others.append(
+        load_csv(write("a,c,y\n2,u,1\n2,v,3\n3,u,4\n"), "y", validation=0.0, test=test)
+    )  # in another column
     assert first not in [splits.facts["fingerprint"] for splits in others]
 
 
