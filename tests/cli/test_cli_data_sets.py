@@ -11,6 +11,18 @@ from etude.core import CheckpointError
 from etude.experiment import build_trainer, load_config
 
 CASES = {
+    "streams": (
+        write_csv,
+        touch_csv,
+        {"name": "mlp", "hidden": [8]},
+        {
+            "name": "streams",
+            "streams": {
+                "one": {"name": "csv", "path": "d.csv", "target": "y"},
+                "two": {"name": "csv", "path": "d.csv", "target": "y", "seed": 1},
+            },
+        },
+    ),
     "huggingface": (
         write_dataset,
         lambda: write_dataset(1.0),
@@ -63,6 +75,7 @@ def test_stopped_and_resumed_exactly_and_not_with_other_data(etude, case):
     assert last[0].joinpath("model.safetensors").read_bytes() == last[1].joinpath("model.safetensors").read_bytes()
     assert "loss" in etude("evaluate", "whole").out
     facts = json.loads(last[0].joinpath("meta.json").read_text())["data"]
+    facts = facts.get("one", facts)  # of the first of several streams
     assert facts["fingerprint"]
     change()
     for command in (("resume", "whole", "training.epochs=4", "-q"), ("evaluate", "whole")):
