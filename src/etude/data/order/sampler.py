@@ -86,6 +86,8 @@ class BatchSampler:
                 f"position {position} is not within the {self.epoch_samples} samples of an epoch; "
                 f"does the checkpoint belong to other data?"
             )
+        if self.world_size == 1:
+            return self.order.indices(epoch, position, position + count)
         return self.order.indices(epoch, *share(position, count, self.rank, self.world_size))
 
     def chunks(self, epoch: int, position: int, count: int) -> Iterator[tuple[Indices, int]]:

@@ -50,7 +50,7 @@ class Samples:
         labels: Any = None,
         *,
         seed: int,
-        place: Place = Place(),  # noqa: B008
+        place: Place,
         transform: Transform | None = None,
         collate_fn: Collate | None = None,
         bucket_batches: int = 0,
@@ -119,9 +119,10 @@ class Samples:
     def _finished(
         self, batches: Iterator[Batch], sampler: BatchSampler, epoch: int, position: int
     ) -> Iterator[Batch]:
+        finish, next_position, rank = self._finish, sampler.next_position, sampler.rank
         for batch in batches:
-            yield self._finish(batch, epoch, position, sampler.rank)
-            position = sampler.next_position(position)
+            yield finish(batch, epoch, position, rank)
+            position = next_position(position)
 
     def read(self, indices: Indices, *, epoch: int, position: int, rank: int) -> Batch:
         """Return the samples at `indices`, which may be none: rank `rank`'s share of a batch at `position`."""
