@@ -1,5 +1,6 @@
 """Map-style datasets: batches and their random augmentations do not depend on who fetches them."""
 
+import gc
 import multiprocessing
 import random
 
@@ -319,6 +320,31 @@ def test_an_error_in_a_worker_ends_all_workers_at_once(make, persistent):
     is_broken = False
     if not persistent:
         assert len(list(loader.iterate(1))) == 11
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("make", [DataLoader, lambda *args, **options: as_loader(TorchLoader(*args, **options))])
+def test_workers_in_a_reference_cycle_end_without_waiting(make, persistent, monkeypatch):
+    waited = []
+    before = set(multiprocessing.active_children())
+    loader = make(Drawing(float), batch_size=2, num_workers=1, persistent_workers=persistent)
+    iterator = loader.iterate(0)
+    next(iterator)
+    (worker,) = set(multiprocessing.active_children()) - before
+    join = type(worker).join
+
+    def watched(process, timeout=None):
+        join(process, timeout)
+        waited.append(process.is_alive())
+
+    monkeypatch.setattr(type(worker), "join", watched)
+    cycle = [loader, iterator]
+    cycle.append(cycle)
+    del loader, iterator, cycle
+    gc.collect()
+    assert waited
+    assert not any(waited)  # no time limit was reached
+    assert not worker.is_alive()
 
 
 def test_by_hand_over_a_dataset(random_dataset):

@@ -25,7 +25,7 @@ from etude.core.random import mix
 from etude.data.sources.arrays import is_column
 from etude.data.sources.foreign_state import SourceState
 from etude.data.sources.rng import RandomStream, owned_generators
-from etude.data.sources.worker_process import begin_epoch, end_workers, prepare_workers, starting_workers
+from etude.data.sources.worker_process import begin_epoch, begin_workers, end_workers, prepare_workers
 
 TORCH_SAMPLERS = (
     SequentialSampler,
@@ -104,7 +104,8 @@ class ForeignIterator:
 
     def __init__(self, loader: ForeignLoader, epoch: int, position: int, saved: dict[str, Any]) -> None:
         self.position = position
-        self._loader, self._source, self._state, self._saved = loader, loader.source, loader._state, saved
+        self._loader: ForeignLoader | None = loader
+        self._source, self._state, self._saved = loader.source, loader._state, saved
         self._seed, self._epoch, self._world_size = mix(loader.seed, epoch), epoch, loader.world_size
         self._batches: Iterator[Batch] | None = None
         self._stream: RandomStream | None = None
@@ -139,7 +140,9 @@ class ForeignIterator:
             with self._stream.drawing():
                 self._batches.close()
         self._batches, self._is_closed = None, True
-        self._loader.keep(self)
+        if self._loader is not None:
+            loader, self._loader = self._loader, None  # no cycle: what it holds is let go of without waiting
+            loader.keep(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what continues the iteration from here, closed or not; {} at its end, or without a state."""
@@ -167,8 +170,7 @@ class ForeignIterator:
             is_set = self._state.begin(self._saved.get("source"))
             if isinstance(source, TorchLoader):
                 prepare_workers(source, self._epoch, self._seed, watched=self._state.is_kept)
-                with starting_workers(source):
-                    self._batches = iter(source)
+                self._batches = begin_workers(source)
             else:
                 self._batches = iter(source if isinstance(source, Iterable) else source())
             if is_set:

@@ -169,6 +169,37 @@ def end_workers(loader: Any, batches: Any) -> None:
         shut_down()
 
 
+def begin_workers(loader: TorchLoader[Any]) -> Iterator[Any]:
+    """Return a new iterator of the loader; its workers end at once when it is collected as part of a cycle, too.
+
+    The garbage collector then calls what is registered here before the iterator's own `__del__`: see `end_workers`.
+    """
+    with starting_workers(loader):
+        batches = iter(loader)
+    start = loader.worker_init_fn
+    if loader.num_workers and isinstance(start, WorkerStart) and batches not in _BEGUN:
+        _BEGUN.add(batches)
+        workers = getattr(batches, "_workers", ())
+        weakref.finalize(batches, _end_left, start._shared, os.getpid(), tuple(workers)).atexit = False
+    return batches
+
+
+_BEGUN: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _end_left(shared: torch.Tensor, owner: int, workers: tuple[Any, ...]) -> None:
+    if os.getpid() != owner:
+        return
+    if left := [worker for worker in workers if worker.is_alive()]:
+        shared[ENDING] = 1
+        for worker in left:
+            worker.terminate()
+        for worker in left:
+            with contextlib.suppress(RuntimeError):  # torch, of a worker that had died before
+                worker.join(GRACE_S)
+        shared[ENDING] = 0
+
+
 @contextlib.contextmanager
 def starting_workers(loader: TorchLoader[Any]) -> Iterator[None]:
     """Hold back signals to the group while workers start: they inherit that, until `WorkerStart` has its handlers.

@@ -18,7 +18,7 @@ from etude.core.random import mix
 from etude.data.order import BatchSampler, Indices
 from etude.data.sources.global_rng import GLOBALS, Preserved, seed_generators
 from etude.data.sources.rng import owned_generators, seed_owned
-from etude.data.sources.worker_process import WorkerStart, end_workers, starting_workers
+from etude.data.sources.worker_process import WorkerStart, begin_workers, end_workers
 
 Collate = Callable[[list[Any]], Batch]
 Request = tuple[int, list[int]]
@@ -231,9 +231,7 @@ class _Requests:
 
 
 def _begin(loader: "TorchLoader[Batch]") -> Iterator[Batch]:
-    with starting_workers(loader):
-        batches = iter(loader)
-    return _until_error(loader, batches)
+    return _until_error(loader, begin_workers(loader))
 
 
 def _until_error(loader: "TorchLoader[Batch]", batches: Iterator[Batch]) -> Iterator[Batch]:
