@@ -80,6 +80,8 @@ class Samples:
             self.source = DatasetSource(data, seed, collate_fn, WorkerSettings(pin_memory=pin, **workers or {}))
         self._target = None if device == there else device
         self._transform = None if transform is None else BatchTransform(transform)
+        self._is_finished = self._target is None and transform is None and not self._pin_last
+        """Whether batches of the source are as they are wanted."""
 
     @property
     def threaded(self) -> bool:
@@ -112,9 +114,7 @@ class Samples:
     def batches(self, sampler: BatchSampler, epoch: int, position: int) -> Iterator[Batch]:
         """Return the batches of `epoch` from `position` on."""
         batches = self.source.batches(sampler, epoch, position)
-        if self._target is None and self._transform is None and not self._pin_last:
-            return batches
-        return self._finished(batches, sampler, epoch, position)
+        return batches if self._is_finished else self._finished(batches, sampler, epoch, position)
 
     def _finished(
         self, batches: Iterator[Batch], sampler: BatchSampler, epoch: int, position: int
@@ -126,9 +126,11 @@ class Samples:
 
     def read(self, indices: Indices, *, epoch: int, position: int, rank: int) -> Batch:
         """Return the samples at `indices`, which may be none: rank `rank`'s share of a batch at `position`."""
-        some = indices if len(indices) else np.zeros(1, np.int64)
-        batch = self.source.gather(some, epoch=epoch)
-        return self._finish(batch if len(indices) else without_samples(batch), epoch, position, rank)
+        if len(indices):
+            batch = self.source.gather(indices, epoch=epoch)
+        else:
+            batch = without_samples(self.source.gather(np.zeros(1, np.int64), epoch=epoch))
+        return batch if self._is_finished else self._finish(batch, epoch, position, rank)
 
     def _finish(self, batch: Batch, epoch: int, position: int, rank: int) -> Batch:
         """Return a batch where and how it is wanted."""

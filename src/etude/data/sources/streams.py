@@ -169,8 +169,10 @@ class StreamReader:
     def read(self, epoch: int, span: Span, rank: int, world_size: int) -> dict[str, Any]:
         """Return a rank's share of a span; `epoch` counts in evaluation, in training the pass does."""
         epoch = span.start // self.size if self.endless else epoch
-        mine = share(span.start, span.stop - span.start, rank, world_size)
-        indices = self.order.indices(0 if self.endless else epoch, *mine)
+        _, start, stop = span
+        if world_size > 1:
+            start, stop = share(start, stop - start, rank, world_size)
+        indices = self.order.indices(0 if self.endless else epoch, start, stop)
         return named(self.samples.read(indices, epoch=epoch, position=span.start, rank=rank), self.name)
 
 
