@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from etude.corpus import pool
@@ -127,3 +128,13 @@ def test_ctrl_c_says_how_to_go_on(texts, tmp_path):
     assert stopped.returncode == 130, stopped.stderr
     assert stopped.stderr == "etude: stopped at once; run the same command again to go on\n"
     assert not (tmp_path / "data/tokenized/dataset.json").exists()
+
+
+def test_checking_a_file_without_a_header_says_which_type_of_ids_it_assumed(etude, tmp_path):
+    np.arange(70_000, dtype=np.uint32).tofile(tmp_path / "ids.bin")
+    assumed, given = (
+        etude("data", "check", str(tmp_path / "ids.bin"), *more) for more in ((), ("--dtype", "uint32"))
+    )
+    assert "flat, uint32 (assumed" in assumed.out
+    assert "69,999" in assumed.out
+    assert "assumed" not in given.out
