@@ -152,7 +152,11 @@ def test_what_is_no_numbers_is_named(value, found):
     assert str(caught.value).startswith("labels")
 
 
-@pytest.mark.parametrize("source", [TABLE, X.tolist(), (TABLE, Y), (X.tolist(), Y.tolist())], ids=str)
+@pytest.mark.parametrize(
+    "source",
+    [TABLE, X.tolist(), (TABLE, Y), (X.tolist(), Y.tolist())],
+    ids=["table", "list", "table and labels", "lists"],
+)
 def test_data_is_not_taken_for_batches(source):
     with pytest.raises(DataError, match="cannot take batches"):
         as_loader(source)
