@@ -6,7 +6,6 @@ return. Where it does not, on another Python or NumPy, the functions are used.
 """
 
 import ctypes
-import pickle
 import random
 import struct
 import sys
@@ -57,22 +56,22 @@ def _numpy() -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     twister, offset = module.get_bit_generator(), _gauss_offset()
     found = twister.state
     if found["bit_generator"] != "MT19937" or offset is None:
-        return _numpy_read, _numpy_write
+        return _NumpyState, _numpy_write
     memory = (ctypes.c_char * STATE_BYTES).from_address(twister.ctypes.state_address)
     if memory.raw != struct.pack(f"{WORDS + 1}I", *found["state"]["key"].tolist(), found["state"]["pos"]):
-        return _numpy_read, _numpy_write
+        return _NumpyState, _numpy_write
     # A second normal number, made with the first, is kept by the object around the generator.
     gauss = (ctypes.c_char * 16).from_address(id(module.mtrand._rand) + offset)
     lock, current = twister.lock, module.get_bit_generator
 
     def read() -> Any:
         if current() is not twister:  # somebody replaced it
-            return _numpy_read()
+            return _NumpyState()
         with lock:
             return memory.raw, gauss.raw
 
     def write(state: Any) -> None:
-        if isinstance(state, bytes):
+        if isinstance(state, _NumpyState):
             _numpy_write(state)
             return
         if current() is not twister:
@@ -96,12 +95,26 @@ def _gauss_offset() -> int | None:
 _numpy_state = np.random.get_state
 
 
-def _numpy_read() -> bytes:
-    return pickle.dumps(_numpy_state(legacy=False))
+class _NumpyState:
+    """A state of any of NumPy's generators, to be compared."""
+
+    def __init__(self) -> None:
+        self.state = _numpy_state(legacy=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _NumpyState) and _plain(self.state) == _plain(other.state)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
-def _numpy_write(state: bytes) -> None:
-    np.random.set_state(pickle.loads(state))  # noqa: S301 (made above)
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return value.tobytes() if isinstance(value, np.ndarray) else value
+
+
+def _numpy_write(state: _NumpyState) -> None:
+    np.random.set_state(state.state)
 
 
 def _differ(one: Any, two: Any) -> bool:
