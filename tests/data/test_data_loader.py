@@ -349,9 +349,10 @@ class Gathered:
 
 
 @pytest.mark.parametrize(("data", "expected"), [(torch.arange(7), 0), (Gathered(), 2), (list(range(7)), 2)])
-def test_batches_are_prefetched_by_default_where_that_is_no_slower(data, expected):
-    loader = DataLoader(data, batch_size=2)
-    assert loader.prefetch == DataLoaderFactory(batch_size=2).create(data).prefetch == expected
+def test_batches_for_cuda_are_prefetched_by_default_where_that_is_no_slower(data, expected):
+    assert DataLoader(data, batch_size=2).prefetch == DataLoaderFactory(batch_size=2).create(data).prefetch == 0
+    assert DataLoader(data, batch_size=2, device="cuda").prefetch == expected
+    loader = DataLoader(data, batch_size=2, prefetch=2)
     assert DataLoader(data, batch_size=2, prefetch=1).prefetch == 1
     if isinstance(data, Gathered):
         assert {batch["thread"] == threading.get_ident() for batch in loader} == {False}

@@ -38,8 +38,8 @@ class DataLoader:
         bucket_batches: put samples of similar length together, looking over this many batches at a time, so that
             little is padded; 0 does not. For sources that tell the lengths of their samples.
         prefetch: batches made ready beforehand by a background thread; of a dataset, only the copies to a CUDA device
-            are made beforehand, as its workers have their own `prefetch_factor`. By default 2, but 0 for data in
-            memory, whose batches are there sooner than a thread can hand them over.
+            are made beforehand, as its workers have their own `prefetch_factor`. By default 2 for a CUDA device,
+            but 0 for data in memory, and on the CPU: a batch is there sooner than a thread can hand it over.
         transform: applied to the `data` of each batch (or to the whole batch, where it is no `DataBatch`), on
             `device`. One that draws random numbers takes a keyword `generator`, seeded for each batch. One with an
             attribute `elementwise = True` may be given several batches at once.
