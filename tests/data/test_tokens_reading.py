@@ -57,6 +57,10 @@ def test_rows_and_spans_are_slices(path, data, memory_map, stream):
     assert np.array_equal(tokens.read(starts, lengths, stream), np.concatenate([*parts, expected[:0]]))
 
 
+def test_rows_without_tokens_may_begin_at_the_end(tokens):
+    assert tokens.rows(np.array([0, 5000]), 0).shape == (2, 0)
+
+
 def test_what_is_read_can_be_written_to(tokens):
     for array in (tokens.rows([0, 1], 10), tokens.read([0], [10]), tokens.lengths(), tokens[1].ids, tokens[1].labels):
         array += 1

@@ -19,7 +19,7 @@ MODULES: dict[str, dict[str, str]] = {
         "image_folder": "data.catalog.images",
         "jsonl": "data.catalog.texts",
         **dict.fromkeys(("csv", "parquet"), "data.catalog.tabular"),
-        "mnist": "data.catalog.mnist",
+        **dict.fromkeys(("fashion_mnist", "mnist"), "data.catalog.mnist"),
         "text_corpus": "corpus.dataset",
         **dict.fromkeys(("streams", "token_mixture"), "data.catalog.streams"),
         "tokens": "data.catalog.tokens",

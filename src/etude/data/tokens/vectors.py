@@ -117,7 +117,7 @@ class ArrayVector(Vector):
             view = self._view(length)
         if starts.size and largest_unsigned(starts) >= len(view):
             check_rows(self._where, starts, length, self.count)
-        if self._bytes is None:
+        if self._bytes is None and length:
             # Touch the first value of each row: these misses overlap, those of the copy would come one by one.
             self._array.take(starts)
         return view[starts].view(self.dtype).reshape(len(starts), length)
