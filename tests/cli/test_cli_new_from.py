@@ -137,6 +137,13 @@ def test_what_is_no_data(etude, path, content, facts):
     assert not Path("experiments").exists()
 
 
+def test_a_column_without_data_is_refused(etude):
+    refused = etude("new", "mine", "--target", "y")
+    assert refused.code == 2
+    assert "--from" in refused.err
+    assert not Path("experiments").exists()
+
+
 def test_mistakes(etude):
     write_csv()
     assert "'z'" in etude("new", "mine", "--from", "d.csv", "--target", "z").err

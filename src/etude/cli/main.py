@@ -176,6 +176,10 @@ def new(
     root: Annotated[Path, typer.Option(help="Where experiments live.")] = Path("experiments"),
 ) -> None:
     """Make a new experiment from the template, or a config for data that is there."""
+    if target is not None and data is None:
+        raise typer.BadParameter(
+            "it names a column of the data: give the data too, with --from", param_hint="--target"
+        )
     with _imports_that_stay():
         from etude.experiment import new_experiment, new_experiment_from
 

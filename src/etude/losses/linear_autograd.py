@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from etude.core.errors import DataError, TrainingError
 from etude.losses.chunked import LinearProblem, LinearResult, chunked
@@ -109,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*found, None, None)
 
 
-@torch.library.custom_op("etude::linear_cross_entropy", mutates_args=())
+@library.custom_op("etude::linear_cross_entropy", mutates_args=())
 def _operator(
     hidden: Tensor,
     weight: Tensor,

@@ -6,7 +6,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 from annotated_types import Ge, Le, Lt
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from etude.config.registry import register
 from etude.core.errors import ConfigError, TrainingError
@@ -387,7 +387,7 @@ def rotary_angles(position_ids: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-@torch.library.custom_op("etude::rotary_angles", mutates_args=())
+@library.custom_op("etude::rotary_angles", mutates_args=())
 def _angles_at_once(position_ids: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return rotary_angles(position_ids, head_dim)
 
