@@ -1,5 +1,6 @@
 """On a CUDA device: captured steps have the bytes of uncaptured ones, and give way where a model forbids them."""
 
+import gc
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from etude import BasicTrainingLoop, Callback, DataLoader, Trainer
 from etude.core import TrainingError
 from etude.engine.capture import WARM_UP_STEPS
+from etude.engine.recorder import CudaRecorder
 from etude.metrics import F1, LossTracker
 from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
 from etude.multitask.weighting import DynamicWeightAverage, UncertaintyWeighting
@@ -372,3 +374,29 @@ def test_fp16_whose_first_updates_are_skipped_is_captured_after_them():
     assert skips[0].steps == skips[1].steps
     assert skips[0].steps.index(0.0) > WARM_UP_STEPS  # no state of the optimizer is there to record with before
     assert_same(mine, theirs)
+
+
+def test_graphs_of_a_dead_run_do_not_spoil_a_recording():
+    class Ring:
+        def __init__(self):
+            self.ring = self
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                torch.ones(3, device="cuda")
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(100)
+    try:
+        Ring()
+        result, replay = CudaRecorder(torch.device("cuda", 0)).record(
+            lambda: torch.ones(3, device="cuda") * make(10_000)
+        )
+    finally:
+        gc.set_threshold(*threshold)
+    replay()
+    assert result.tolist() == [10_000.0] * 3
+
+
+def make(count):
+    """Make so many objects that Python collects garbage by itself."""
+    return len([[] for _ in range(count)])

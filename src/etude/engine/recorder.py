@@ -1,7 +1,9 @@
 """Recording what a function does on the device as a CUDA graph, and what a recording must know of its batches."""
 
+import gc
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -45,7 +47,10 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with (
+            no_collection(),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             result = function()
         return result, graph.replay
 
@@ -68,6 +73,18 @@ class CudaRecorder:
         end.record()
         end.synchronize()
         return result, 1e3 * seconds / max(begin.elapsed_time(end), 1e-6)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep the garbage collector away: it may free graphs of earlier runs, which no device allows while recording."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Unfit(Exception):

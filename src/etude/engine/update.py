@@ -7,6 +7,7 @@ division by the loss scale and the clipping are one number handed to it: no pass
 import math
 import operator
 from collections.abc import Hashable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from etude.core import TrainingError
 from etude.engine.precision import Precision
 from etude.optim.clipping import global_norm
 from etude.optim.eager import take_step
+from etude.optim.pieces import InPieces
 from etude.optim.schedules import Schedule
 
 _CAPTURABLE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop)
@@ -157,7 +159,8 @@ class Updater:
         for rate in self._rates:
             rate.lend()
         try:
-            take_step(self.optimizer)
+            with InPieces() if _is_recorded(self.device) else nullcontext():  # type: ignore[no-untyped-call]
+                take_step(self.optimizer)
         finally:
             for rate in self._rates:
                 rate.take_back()
@@ -188,11 +191,16 @@ class Updater:
         return any(param.grad is not None and id(param) not in self._met for param in self.params)
 
     def _constant(self, value: float, like: Tensor) -> Tensor:
-        if like.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph must not read what may be dropped
+        if _is_recorded(like.device):  # a graph must not read what may be dropped
             return torch.full((), value, dtype=torch.float32, device=like.device)
         if value not in self._constants:
             self._constants = {value: torch.full((), value, dtype=torch.float32, device=like.device)}
         return self._constants[value]
+
+
+def _is_recorded(device: torch.device) -> bool:
+    """Whether what is done now is recorded as a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class DeviceRate:
