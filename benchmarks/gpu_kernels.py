@@ -23,10 +23,12 @@ from etude.models.transformer import attention_mask
 from etude.multimodal.loss import fused as expectations
 
 TYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-COLUMNS = {"way": "", "ms": ".3f", "from": ".3f", "to": ".3f", "× time": ".2f", "MiB": ",.0f", "ready s": ".1f"}
+COLUMNS = {"way": "", "ms": ".3f", "from": ".3f", "to": ".3f", "× time": ".2f", "called ms": ".3f"}
+COLUMNS |= {"MiB": ",.0f", "ready s": ".1f"}
 HOW = (
     "All in turns in one process, medians and quartiles of {} rounds. A round is as many forward and backward passes "
-    "in a row as take 20 ms; ms: of one of them. MiB: the peak of a pass above its inputs, gradients included. "
+    "in a row as take 20 ms; ms: of one of them, replayed as a CUDA graph where it can be one, as in a captured step; "
+    "called ms: called from Python. MiB: the peak of a pass above its inputs, gradients included. "
     "ready s: the first pass, with compiling. × time: of {}."
 )
 COMPILED = "torch.compile of the plain formula"
