@@ -168,7 +168,7 @@ def find_config(experiment: str, config_name: str | None = None) -> Path:
 
     `experiment` is `lenet5/baseline`, or `lenet5` with a `config_name` (its only config or `baseline` without
     one), or the path of a file. Experiments are looked for in the folder `experiments` of the current folder, of
-    the folders above it, and beside the sources of an editable install. Raises ConfigError with what there is.
+    the folders above it, and among those that come with Etude. Raises ConfigError with what there is.
     """
     path = Path(experiment)
     if problem := text_problem(experiment) or text_problem(config_name or ""):
@@ -203,8 +203,9 @@ def experiment_roots() -> list[Path]:
     here = Path.cwd()
     roots = [folder / "experiments" for folder in (here, *here.parents)]
     nearest_root = next((root for root in roots if root.is_dir()), None)
-    source = Path(__file__).resolve().parents[2]
-    installed = source.parent / "experiments" if source.name == "src" else None
+    package = Path(__file__).resolve().parents[1]
+    checkout = package.parents[1] / "experiments"
+    installed = checkout if package.parent.name == "src" and checkout.is_dir() else package / "experiments"
     found = [root for root in (nearest_root, installed) if root is not None and root.is_dir()]
     return list(dict.fromkeys(root.resolve() for root in found))
 
