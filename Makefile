@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP := .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
 EXPERIMENT ?= lenet5/lecun1998
 
-.PHONY: train data test test-slow lint format bench clean help
+.PHONY: train data test test-slow lint format bench docs clean help
 
 help:
 	@echo "make train      set up .venv and train $(EXPERIMENT) on real data (EXPERIMENT=… for another)"
@@ -11,6 +11,7 @@ help:
 	@echo "make test       set up .venv, then lint, types and tests"
 	@echo "make test-slow  the fault, soak and scale tests in full"
 	@echo "make bench      speed tables, measured against a hand-written loop and other trainers"
+	@echo "make docs       the site of guides, design notes and reference, in build/site"
 	@echo "make lint       ruff, mypy --strict and import-linter alone"
 
 train: .venv/.core
@@ -39,6 +40,10 @@ format: .venv/.dev
 bench: .venv/.bench
 	.venv/bin/python -m benchmarks
 
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
+	@echo "open build/site/index.html through: .venv/bin/mkdocs serve"
+
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
@@ -54,6 +59,10 @@ clean:
 
 .venv/.dev: .venv/.core
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+.venv/.docs: .venv/.core
+	$(PIP) -e '.[docs]'
 	@touch $@
 
 .venv/.bench: .venv/.core
