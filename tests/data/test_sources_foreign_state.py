@@ -1,6 +1,7 @@
 """Loaders made elsewhere that keep a state: a resume goes on from it, exactly, and reads nothing again."""
 
 import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -173,15 +174,48 @@ class ArrowExamplesIterable:
 
 
 class MappedExamplesIterable:
-    """Named as Hugging Face's, whose state is ahead of the samples handed out."""
+    """Named as Hugging Face's, which goes on by computing some samples again."""
 
     ex_iterable = ArrowExamplesIterable()
 
 
-def test_a_dataset_of_hugging_face_that_is_read_as_it_is_keeps_a_state():
-    source = in_torch()
-    source.dataset._ex_iterable = ArrowExamplesIterable()
-    assert next(run(ForeignLoader(source), 0))[2]["source"] == {"index": 3, "epoch": 0}
+class BufferShuffledExamplesIterable:
+    """Named as Hugging Face's, whose state leaves out what the buffer holds."""
+
+    ex_iterable = ArrowExamplesIterable()
+
+
+class VerticallyConcatenatedMultiSourcesExamplesIterable:
+    """Named as Hugging Face's."""
+
+    def __init__(self, *several):
+        self.ex_iterables = several
+
+
+class Constant:
+    """A generator of a dataset that draws nothing."""
+
+    def random(self):
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("steps", "generator", "is_kept"),
+    [
+        (ArrowExamplesIterable(), None, True),
+        (MappedExamplesIterable(), Constant(), True),
+        (MappedExamplesIterable(), None, False),
+        (MappedExamplesIterable(), random.Random(1), False),
+        (BufferShuffledExamplesIterable(), Constant(), False),
+        (VerticallyConcatenatedMultiSourcesExamplesIterable(ArrowExamplesIterable()), None, True),
+        (VerticallyConcatenatedMultiSourcesExamplesIterable(BufferShuffledExamplesIterable()), Constant(), False),
+    ],
+)
+def test_a_dataset_of_hugging_face_keeps_a_state_if_that_is_exact(steps, generator, is_kept):
+    source = in_torch(generator)
+    source.dataset._ex_iterable = steps
+    expected = {"index": 3, "epoch": 0} if is_kept else None
+    assert next(run(ForeignLoader(source), 0))[2].get("source") == expected
 
 
 def test_one_whose_state_is_not_exact_is_read_again():
@@ -204,6 +238,71 @@ def test_a_state_that_is_refused_is_explained():
     loader.load_state_dict({"epoch": 0, "position": 3, "source": {}, "random": {}})
     with pytest.raises(DataError, match=r"Refuses.*shard 7"):
         next(loader.iterate(0, 3))
+
+
+class StatefulIterations:
+    """As grain's: its iterators keep the state, in bytes, with the text of the data."""
+
+    def __init__(self, name=b"rows"):
+        self.name = name
+
+    def __iter__(self):
+        return StatefulIteration(self.name)
+
+
+class StatefulIteration:
+    def __init__(self, name):
+        self.name, self.index = name, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.index == 7:
+            raise StopIteration
+        self.index += 1
+        return torch.full((3,), self.index)
+
+    def get_state(self):
+        return self.name + bytes([self.index, 255])
+
+    def set_state(self, state):
+        if not state.startswith(self.name):
+            raise ValueError("another source")
+        self.index = state[-2]
+
+
+def test_an_iterator_that_keeps_a_state_is_let_go_of_when_it_is_closed():
+    loader = ForeignLoader(StatefulIterations())
+    first = loader.iterate(0)
+    next(first)
+    second, inner = loader.iterate(1), weakref.ref(first._batches)
+    next(second), next(second)
+    first.close()
+    assert inner() is None
+    state = loader.state_dict()
+    second.close()
+    assert loader.state_dict()["source"] == state["source"]
+    assert state["position"] == 6
+    resumed = ForeignLoader(StatefulIterations())
+    resumed.load_state_dict(state)
+    assert next(resumed.iterate(1, 6)).tolist() == [3, 3, 3]
+
+
+def test_a_state_that_only_this_process_would_take_is_none(caplog):
+    """The text of an object holds its address in memory unless it has a `__repr__`, and grain compares it."""
+    loader = ForeignLoader(StatefulIterations(repr(object.__repr__(Constant())).encode()))
+    iterator = loader.iterate(0)
+    next(iterator)
+    assert loader.state_dict() == {}
+    assert "__repr__" in caplog.text
+
+
+def test_an_iterator_that_refuses_a_state_is_named():
+    resumed = ForeignLoader(StatefulIterations(b"other"))
+    resumed.load_state_dict({"epoch": 0, "position": 3, "source": {"bytes": "rows\x01\xff"}, "random": {}})
+    with pytest.raises(DataError, match=r"StatefulIterations.*another source"):
+        next(resumed.iterate(0, 3))
 
 
 class StatefulTorch(TorchLoader):

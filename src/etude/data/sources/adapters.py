@@ -64,7 +64,7 @@ class ForeignLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return where the source stands in the epoch under way, if it keeps a state of that; else {}."""
         current = self._current()
-        return {} if current is None else current.state_dict()
+        return self._saved if current is None else current.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let `iterate`, called with the epoch and the position of this state, go on from it."""
@@ -139,6 +139,7 @@ class ForeignIterator:
         if isinstance(self._batches, Generator) and self._stream is not None:
             with self._stream.drawing():
                 self._batches.close()
+        self._state.close(self._batches)
         self._batches, self._is_closed = None, True
         if self._loader is not None:
             loader, self._loader = self._loader, None  # no cycle: what it holds is let go of without waiting
@@ -148,7 +149,7 @@ class ForeignIterator:
         """Return what continues the iteration from here, closed or not; {} at its end, or without a state."""
         if self._stream is None:
             return self._saved
-        if self._is_at_end:
+        if self._is_at_end or (self._state.recomputes and self._stream.has_drawn):
             return {}
         source = self._state.now()
         if source is None:
@@ -167,13 +168,15 @@ class ForeignIterator:
         )
         with self._stream.drawing():
             begin_epoch(parts, self._epoch)
-            is_set = self._state.begin(self._saved.get("source"))
+            saved = self._saved.get("source")
+            self._state.begin(self._epoch, saved)
             if isinstance(source, TorchLoader):
                 prepare_workers(source, self._epoch, self._seed, watched=self._state.is_kept)
                 self._batches = begin_workers(source)
             else:
                 self._batches = iter(source if isinstance(source, Iterable) else source())
-            if is_set:
+            self._stream.mark()
+            if self._state.follow(self._batches, saved):
                 self._stream.load_state_dict(self._saved["random"])
             else:
                 self._skip(self._batches)

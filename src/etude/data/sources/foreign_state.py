@@ -1,7 +1,10 @@
 """The state that a loader made elsewhere keeps of its position, so that a resume need not read batches again."""
 
+import logging
+import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from functools import cache
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
@@ -11,6 +14,9 @@ from etude.data.sources.global_rng import Preserved
 from etude.data.sources.rng import owned_generators
 from etude.data.sources.worker_process import WorkerStart
 
+logger = logging.getLogger("etude")
+
+ADDRESS = " object at 0x"
 EXACT = (
     "ExamplesIterable",
     "ArrowExamplesIterable",
@@ -18,11 +24,14 @@ EXACT = (
     "ShuffledDataSourcesArrowExamplesIterable",
     "TakeExamplesIterable",
     "SkipExamplesIterable",
+    "RepeatExamplesIterable",
+    "CyclingMultiSourcesExamplesIterable",
+    "RandomlyCyclingMultiSourcesExamplesIterable",
+    "VerticallyConcatenatedMultiSourcesExamplesIterable",
 )
 """Steps of Hugging Face's iterable datasets whose state is that of the samples handed out."""
-
-_BEGUN: dict[int, object] = {}
-"""The iteration that began last, by what keeps its state."""
+RECOMPUTED = ("MappedExamplesIterable", "FilteredExamplesIterable", "RebatchedArrowExamplesIterable")
+"""Those that go on from a state by computing some samples again: the same ones if nothing is drawn for them."""
 
 
 @runtime_checkable
@@ -38,12 +47,78 @@ class Stateful(Protocol):
         ...
 
 
+@runtime_checkable
+class StatefulIterator(Protocol):
+    """An iterator that keeps its own state, as those of grain do: plain data, or bytes."""
+
+    def __next__(self) -> Any:
+        """Return the next batch."""
+        ...
+
+    def get_state(self) -> Any:
+        """Return the state after the batch handed out last."""
+        ...
+
+    def set_state(self, state: Any) -> Any:
+        """Go on from this state."""
+        ...
+
+
+@runtime_checkable
+class CountsEpochs(Protocol):
+    """As litdata's StreamingDataLoader: an iteration is the next epoch, or goes on if `restore` is set."""
+
+    current_epoch: int
+    restore: bool
+
+
+class _IteratorState:
+    """The state of an iterator, as a dict of plain data."""
+
+    def __init__(self, batches: StatefulIterator) -> None:
+        self._batches: StatefulIterator | None = batches
+        self._last: Any = None
+
+    def close(self, batches: object) -> None:
+        """Keep the state, and let go of this iterator with its threads and processes."""
+        if self._batches is not None and self._batches is batches:
+            self._last, self._batches = self._batches.get_state(), None
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._last if self._batches is None else self._batches.get_state()
+        return {"bytes": state.decode("latin-1")} if isinstance(state, bytes) else {"state": state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert self._batches is not None
+        text = state_dict.get("bytes")
+        self._batches.set_state(state_dict["state"] if text is None else text.encode("latin-1"))
+
+
+class _Reading:
+    """Who reads something stateful: its state at first, and the iteration that began last."""
+
+    _known: ClassVar[dict[int, "_Reading"]] = {}
+
+    def __init__(self) -> None:
+        self.initial: dict[str, Any] | None = None
+        self.iteration: object = None
+
+    @classmethod
+    def of(cls, keeper: Stateful) -> "_Reading":
+        """Return the one of this object, whoever asks."""
+        found = cls._known.get(id(keeper))
+        if found is None:
+            found = cls._known[id(keeper)] = cls()
+            weakref.finalize(keeper, cls._known.pop, id(keeper), None)
+        return found
+
+
 class SourceState:
-    """The state of a source, if it or its dataset keeps one by which its next batches are exactly the same.
+    """The state of a source, of its dataset or of its iterator, by which its next batches are exactly the same.
 
     - A dataset counts in a plain torch DataLoader without workers: that reads no further than its batches.
-    - One of Hugging Face counts if it is read as it is: states leave out what a shuffle buffer holds, and are ahead of
-      the samples that `map` and `filter` have handed out.
+    - One of Hugging Face does not count if it has a shuffle buffer: states leave out what that holds. If it maps or
+      filters, it counts as long as nothing is drawn.
     - With worker processes, nothing may be drawn in them: their generators are not part of a state.
     """
 
@@ -54,11 +129,13 @@ class SourceState:
         self._is_dataset = type(source) is TorchLoader and not source.num_workers
         if self._is_dataset and isinstance(dataset, IterableDataset) and isinstance(dataset, Stateful):
             self._keeper = dataset
-        if any(type(one).__name__ not in EXACT for one in _examples(dataset)):
+        names = {type(one).__name__ for one in _examples(dataset)}
+        self.recomputes = not names.isdisjoint(RECOMPUTED)
+        """Whether the state counts only if nothing has been drawn since the epoch began."""
+        if not names <= {*EXACT, *RECOMPUTED}:
             self._keeper = None
         if isinstance(source, TorchLoader) and source.num_workers and owned_generators(dataset, source.collate_fn):
             self._keeper = None
-        self._initial: dict[str, Any] | None = None
         self._iteration: object = None
 
     @property
@@ -67,43 +144,82 @@ class SourceState:
         return self._keeper is not None
 
     def now(self) -> dict[str, Any] | None:
-        """Return the state after the batch handed out last; None if there is none that can be used."""
+        """Return the state after the batch handed out last; None if there is none that can be used.
+
+        Grain's DataLoader compares the text of its data source, which by default has an address in memory.
+        """
         start = getattr(self._source, "worker_init_fn", None)
         if self._keeper is None or (isinstance(start, WorkerStart) and start.has_drawn):
             return None
-        if _BEGUN.get(id(self._keeper)) is not self._iteration:
+        if _Reading.of(self._keeper).iteration is not self._iteration:
             return None  # somebody else reads the same source: its state is theirs
         with Preserved():
-            return self._keeper.state_dict()
+            state = self._keeper.state_dict()
+        if isinstance(self._keeper, _IteratorState) and ADDRESS in repr(state):
+            name = type(self._source).__name__
+            _warn_once(f"a resume will read batches again: the data source of a {name} has no `__repr__` of its own")
+            return None
+        return state
 
-    def begin(self, state: dict[str, Any] | None) -> bool:
-        """Let the next iteration go on from a state; return False if it will begin at the beginning.
+    def begin(self, epoch: int, state: dict[str, Any] | None) -> None:
+        """Let the next iteration of the source go on from a state, or begin an epoch at its beginning.
 
         Raises DataError if the state is refused.
         """
         keeper = self._keeper
-        if keeper is None:
-            return False
-        _BEGUN[id(keeper)] = self._iteration = object()
-        wanted = state
+        if keeper is None or isinstance(keeper, _IteratorState):
+            return
+        reading = _Reading.of(keeper)
+        reading.iteration = self._iteration = object()
+        if isinstance(keeper, CountsEpochs):
+            keeper.current_epoch, keeper.restore = epoch, False
         if self._is_dataset:
             # A dataset may begin where it was once set to again and again, so every epoch sets it.
-            self._initial = keeper.state_dict() if self._initial is None else self._initial
-            wanted = self._initial if state is None else state
-        if wanted is not None:
-            try:
-                keeper.load_state_dict(wanted)
-            except Exception as error:
-                raise DataError(
-                    f"cannot resume: a {type(keeper).__name__} does not take the state of the checkpoint; has the data "
-                    f"changed? ({error!r:.200})"
-                ) from error
-        return state is not None
+            reading.initial = keeper.state_dict() if reading.initial is None else reading.initial
+            state = reading.initial if state is None else state
+        if state is not None:
+            self._load(keeper, state)
+            if isinstance(keeper, CountsEpochs):
+                keeper.restore = True  # also at the end of the epoch, of which nothing is left
+
+    def follow(self, batches: Any, state: dict[str, Any] | None) -> bool:
+        """Take the iteration that has begun; return False if it stands at the beginning.
+
+        Raises DataError if it keeps its own state and refuses this one.
+        """
+        if isinstance(batches, StatefulIterator) and not isinstance(self._source, Stateful):
+            self._keeper = _IteratorState(batches)
+            _Reading.of(self._keeper).iteration = self._iteration = object()
+            if state is not None:
+                self._load(self._keeper, state)
+        return self._keeper is not None and state is not None
+
+    def close(self, batches: object) -> None:
+        """End an iteration; the state stays."""
+        if isinstance(self._keeper, _IteratorState):
+            self._keeper.close(batches)
+
+    def _load(self, keeper: Stateful, state: dict[str, Any]) -> None:
+        try:
+            keeper.load_state_dict(state)
+        except Exception as error:
+            name = type(keeper if self._is_dataset else self._source).__name__
+            raise DataError(
+                f"cannot resume: a {name} does not take the state of the checkpoint; has the data changed? "
+                f"({error!r:.200})"
+            ) from error
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _examples(dataset: Any) -> Iterator[Any]:
     """Yield the steps that a dataset of Hugging Face takes its samples through, the last first."""
-    one = getattr(dataset, "_ex_iterable", None)
-    while one is not None:
-        yield one
-        one = getattr(one, "ex_iterable", None)
+    steps = [getattr(dataset, "_ex_iterable", None)]
+    while steps:
+        one = steps.pop()
+        if one is not None:
+            yield one
+            steps += [getattr(one, "ex_iterable", None), *getattr(one, "ex_iterables", ())]

@@ -52,6 +52,7 @@ class RandomStream:
         self._states = [read() for read, _ in generators]
         _write(generators, caller)
         self._generators = generators
+        self._marked: list[Any] = []
         self._later = generators if swap_globals else generators[len(generators) - len(owned) :]
 
     @contextmanager
@@ -66,6 +67,15 @@ class RandomStream:
             self._states = [read() for read, _ in generators][len(generators) - number :]
             _write(generators, caller)
             self._generators = self._later
+
+    def mark(self) -> None:
+        """Begin to watch whether something is drawn; to be called inside `drawing`."""
+        self._marked = [_comparable(read()) for read, _ in self._later]
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether something was drawn since `mark`."""
+        return self._marked != [_comparable(state) for state in self._states]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all generators in plain data: numbers, lists, tuples and tensors."""
@@ -87,6 +97,10 @@ def _plain(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     return state.tolist() if isinstance(state, np.ndarray) else state
+
+
+def _comparable(state: Any) -> Any:
+    return state.tolist() if isinstance(state, torch.Tensor) else _plain(state)
 
 
 def owned_generators(*owners: Any) -> list[Any]:

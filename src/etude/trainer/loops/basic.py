@@ -105,7 +105,12 @@ class BasicTrainingLoop:
         if self.trainer is None:
             raise CheckpointError("there is nothing to save yet: call fit first")
         state = self.trainer.state
-        return {**{name: getattr(state, name).state_dict() for name in _STATE[:-1]}, "rng": state.random.state()}
+        parts = {name: getattr(state, name).state_dict() for name in _STATE[:-1]}
+        return {
+            **parts,
+            "rng": state.random.state(),
+            "data": {} if state.loader is None else state.loader.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next `fit` go on from `state_dict`, to `epochs` counted from the start."""
@@ -118,6 +123,8 @@ def _go_on(trainer: Trainer, state: Mapping[str, Any]) -> None:
     for name in _STATE[:-1]:
         getattr(trainer.state, name).load_state_dict(state[name])
     trainer.state.random.load(state["rng"])
+    if trainer.state.loader is not None:
+        trainer.state.loader.load_state_dict(state.get("data", {}))
     trainer.output.is_resumed = True
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from etude.callbacks import LRSchedule
 from etude.core import Clock, ConfigError, Task
+from etude.core.loader import StatefulLoader
 from etude.core.model import unwrap
 from etude.core.random import RunRandom, rng_state, set_rng_state
 from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
@@ -69,6 +70,7 @@ class EngineLoop(EpochLoop):
         self.log_interval = config.log_interval
         self.clock = Clock()
         self.log = StepLog()
+        self._data = _LoaderState()
         self._trains: object = None  # the model, or the function in place of one, of the run under way
         self._has_begun = self._is_restored = False
         self._logs: dict[str, float] = {}
@@ -81,7 +83,7 @@ class EngineLoop(EpochLoop):
     # ------------------------------------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where training stands: clock, numbers in flight, callbacks, loss scale and random generators.
+        """Return where training stands: clock, numbers in flight, callbacks, loss scale, generators and data.
 
         Model, optimizer and a torch scheduler have states of their own; a schedule function follows the clock.
         """
@@ -92,6 +94,7 @@ class EngineLoop(EpochLoop):
             "callbacks": self._listed().state_dict(),
             "rng": rng_state(),
             "loss": self.task.decisions(),
+            "data": self._data.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -103,6 +106,7 @@ class EngineLoop(EpochLoop):
         self.machine.precision.load_state_dict(state["precision"])
         self._listed().load_state_dict(state["callbacks"])
         set_rng_state(state["rng"])
+        self._data.load_state_dict(state.get("data", {}))
         self._is_restored, self._has_begun, self._trains = True, False, None
 
     def load_checkpoint(
@@ -144,6 +148,7 @@ class EngineLoop(EpochLoop):
         has_schedule = rate.schedule is not None
         callbacks.bind(RunParts(epoch.model, step.task, *loaders.sources, rate, has_schedule=has_schedule))
         resumed = self._go_to(number)
+        self._data.use(loaders.sources[0])
         self.control.begin()
         state = self._state(step.model, rate.optimizer, callbacks, step.task)
         saver = self._saver(state, epoch)
@@ -200,7 +205,7 @@ class EngineLoop(EpochLoop):
         """Return the state of the run; of functions whose optimizer is not known nothing can be saved."""
         precision, world = self.machine.precision, self.machine.world
         parts = model, optimizer, precision, self.clock, self.log, callbacks, world
-        state = TrainState(*parts, self.config.seed, task)
+        state = TrainState(*parts, self.config.seed, task, loader=self._data)
         state.random = _ProgramRandom(0)
         return state
 
@@ -240,6 +245,26 @@ class EngineLoop(EpochLoop):
 
     def _forget(self) -> None:
         self.clock, self.log, self._has_begun = Clock(), StepLog(), False
+
+
+class _LoaderState:
+    """The state of the training loader, if it keeps one; each epoch brings its loader, perhaps after the state."""
+
+    def __init__(self) -> None:
+        self._loader: StatefulLoader | None = None
+        self._saved: dict[str, Any] = {}
+
+    def use(self, loader: object) -> None:
+        self._loader = loader if isinstance(loader, StatefulLoader) else None
+        if self._loader is not None:
+            self._loader.load_state_dict(self._saved)
+        self._saved = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._saved if self._loader is None else self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loader, self._saved = None, dict(state)
 
 
 class _ProgramRandom(RunRandom):
