@@ -13,11 +13,13 @@ from callback_life import Life, report
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
+from rich.console import Console
 from torch import nn
 
 from etude.callbacks import CallbackList, ProgressDisplay, progress
-from etude.callbacks.progress_view import MAX_ROWS, Row, View, best_row, epoch_line, frame, keep_rows, log_line
+from etude.callbacks.progress_view import MAX_ROWS, Row, View, best_row, epoch_line, keep_rows, log_line
 from etude.callbacks.progress_words import duration, metric, number, rate
+from etude.callbacks.terminal import frame
 from etude.core import Clock
 from etude.engine.callback import RunInfo
 
@@ -50,6 +52,17 @@ class Terminal(io.StringIO):
     @property
     def cursor_is_visible(self) -> bool:
         return self.getvalue().rfind("\x1b[?25l") <= self.getvalue().rfind("\x1b[?25h")
+
+
+def text_of(lines) -> list[str]:
+    """Return the lines of a frame or a table without their styles."""
+    return ["".join(segment.text for segment in line) for line in lines]
+
+
+def picture(view, width, height, ascii_only=False) -> list[str]:
+    """Return what a terminal of this size shows."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii" if ascii_only else "utf-8")
+    return text_of(frame(view, Console(file=stream, force_terminal=True, width=width, height=height)))
 
 
 @pytest.fixture
@@ -137,7 +150,7 @@ def test_the_screen_shows_one_frame_below_what_was_printed(tmp_path, terminal, m
     assert screen[1].startswith(" life  cpu (")
     assert [line for line in screen if line.startswith(" epoch 1/4")] == [screen[-3]]
     assert screen[-3].endswith("4/4  validating")
-    assert re.search(r"━+─+ +4/16  \d+ s left$", screen[-2])
+    assert re.search(r"━+╺━+ +4/16  \d+ s left$", screen[-2])
     assert screen[-1] == " loss 0.2500   lr 1.0e-01   100 samples/s  "
     callbacks.on_validation_end(1, {})
     for _ in range(3):
@@ -359,9 +372,9 @@ rows = st.lists(
     ascii_only=st.booleans(),
 )
 def test_a_frame_fits_the_terminal(rows, width, height, total, step, record, outcome, ascii_only):
-    view = View("name", "cpu", 15, total, total, len(rows), step, step, 1.0, None, record, keep_rows(rows), len(rows))
+    view = View("name", "cpu", 15, total, total, len(rows), step, step, 1.0, None, record, keep_rows(rows))
     view.outcome = outcome
-    lines = ["".join(text for text, _ in line) for line in frame(view, width, height, ascii_only)]
+    lines = picture(view, width, height, ascii_only)
     assert all(len(line) < width and "\n" not in line for line in lines)
     assert len(lines) <= max(height, 10)
     assert not ascii_only or all(line.isascii() for line in lines)
@@ -370,8 +383,7 @@ def test_a_frame_fits_the_terminal(rows, width, height, total, step, record, out
 @pytest.mark.parametrize("width", range(10, 60))
 def test_wide_characters_take_two_columns(width):
     view = View("実験" * 10, "größe", note="終了" * 8)
-    for line in frame(view, width, 30):
-        assert cell_len("".join(text for text, _ in line)) < width
+    assert all(cell_len(line) < width for line in picture(view, width, 30))
 
 
 def test_names_that_the_stream_cannot_write(tmp_path):
@@ -401,8 +413,8 @@ def test_hundreds_of_epochs_show_the_last_ones_and_the_best():
     rows: list[Row] = []
     for epoch in range(500):
         rows = keep_rows([*rows, Row(epoch, 1.0, {"loss": 1.0, "val_loss": abs(epoch - 200.0)})])
-    view = View("name", "cpu", 600, 6000, 10, 500, 5000, 5, rows=rows, num_epochs=500)
-    text = "\n".join("".join(text for text, _ in line) for line in frame(view, 80, 50))
+    view = View("name", "cpu", 600, 6000, 10, 500, 5000, 5, rows=rows)
+    text = "\n".join(picture(view, 80, 50))
     assert re.findall(r"^ [★ ] +(\d+) ", text, re.M) == ["201", *map(str, range(492, 501))]
     assert "490 earlier" in text
 
@@ -438,7 +450,7 @@ def language_view(**changes) -> View:
     numbers = {name: RECORD[name] for name in ("loss", "accuracy", "perplexity")}
     numbers |= {"val_loss": 3.1, "val_accuracy": 0.32, "val_perplexity": 22.2}
     row = Row(0, 12.0, numbers, {name: RECORD[name] for name in ("tokens_per_s", "mfu", "data_wait")})
-    return View("lm", "cpu", 3, 90, 30, 1, 40, 10, 20.0, 25.0, {**RECORD, **changes}, [row], 1)
+    return View("lm", "cpu", 3, 90, 30, 1, 40, 10, 20.0, 25.0, {**RECORD, **changes}, [row])
 
 
 def test_a_line_of_a_language_model_shows_perplexity_and_speed():
@@ -456,8 +468,7 @@ def test_a_line_of_a_language_model_shows_perplexity_and_speed():
 
 def test_the_live_line_of_a_language_model_keeps_its_speed_where_room_is_short():
     def line(width):
-        lines = ["".join(text for text, _ in line) for line in frame(language_view(data_wait=0.0), width, 30)]
-        return lines[-1].split()
+        return picture(language_view(data_wait=0.0), width, 30)[-1].split()
 
     assert "grad" in line(120)
     assert "grad" not in line(76)
@@ -468,12 +479,11 @@ def test_the_loss_without_smoothing_is_shown_as_perplexity_alone():
     view = language_view(nll=3.2)
     view.rows[0].numbers |= {"nll": 3.2, "val_nll": 3.1}
     assert "nll" not in log_line(view) + epoch_line(view, view.rows[0])
-    assert not any("nll" in text for line in frame(view, 120, 30) for text, _ in line)
+    assert not any("nll" in line for line in picture(view, 120, 30))
 
 
 def test_the_table_of_a_language_model_has_perplexity_in_the_place_of_accuracy():
-    lines = ["".join(text for text, _ in line) for line in frame(language_view(), 80, 30)]
-    head, row = (line.split() for line in lines[2:4])
+    head, row = (line.split() for line in picture(language_view(), 80, 30)[2:4])
     assert head == ["epoch", "train", "loss", "train", "ppl", "val", "loss", "val", "ppl", "tokens/s", "time"]
     assert row == ["★", "1", "3.2100", "24.78", "3.1000", "22.20", "152k", "12", "s"]
 

@@ -12,13 +12,13 @@ from callback_life import report
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
-from test_callback_progress import terminal
+from test_callback_progress import picture, terminal, text_of
 from torch import nn
 
 from etude.callbacks import CallbackList, CSVLogger, ProgressDisplay, RunRecorder, progress
-from etude.callbacks.progress_groups import group_table, losses_line
-from etude.callbacks.progress_view import Phase, Row, View, best_row, epoch_line, frame, keep_rows, log_line
-from etude.callbacks.progress_words import Groups, is_metric, of_group
+from etude.callbacks.progress_view import Groups, Phase, Row, View, best_row, epoch_line, keep_rows, log_line
+from etude.callbacks.progress_words import is_metric, split_name
+from etude.callbacks.terminal import group_table, losses_line
 from etude.core import Clock
 from etude.engine.callback import RunInfo
 from etude.monitor import RunFolder
@@ -74,10 +74,6 @@ class Run:
         self.clock.epoch += 1
 
 
-def text_of(lines) -> list[str]:
-    return ["".join(text for text, _ in line) for line in lines]
-
-
 def rows_of(lines: list[str]) -> dict[str, list[str]]:
     """Return the cells of each task's row."""
     return {words[0]: words[1:] for line in lines if (words := line.split()) and words[0] in TASKS}
@@ -91,15 +87,15 @@ def rows_of(lines: list[str]) -> dict[str, list[str]]:
     [
         ("quality/loss", ("quality", "loss")),
         ("val_quality/f1", ("quality", "val_f1")),
-        ("loss", None),
-        ("val_loss", None),
-        ("grad_norm/layers.0.weight", None),
-        ("grad_cosine/code/quality", None),
+        ("loss", ("", "loss")),
+        ("val_loss", ("", "val_loss")),
+        ("grad_norm/layers.0.weight", ("", "grad_norm/layers.0.weight")),
+        ("grad_cosine/code/quality", ("", "grad_cosine/code/quality")),
         ("code/grad_norm", ("code", "grad_norm")),
     ],
 )
 def test_a_slash_parts_the_task_from_its_number(name, expected):
-    assert of_group(name) == expected
+    assert split_name(name) == expected
     assert "/" not in name or not is_metric(name)
 
 
@@ -236,10 +232,10 @@ def test_a_low_screen_has_the_losses_on_one_line():
     view = View("toy", "cpu", 4, 16, 4, 2)
     view.groups.update(numbers(2, val=False))
     view.rows = [Row(epoch, 1.0, {"loss": 1.0}) for epoch in range(9)]
-    lines = text_of(frame(view, 80, 15))
+    lines = picture(view, 80, 15)
     (line,) = [line for line in lines if "code_generation" in line]
     assert re.match(r" code_generation 1.0333  ontology_annotation 0.7750  test_generation 0.6200.* \+\d$", line)
-    assert "".join(text for text, _ in losses_line(view.groups, 300)).split()[::2] == list(TASKS)
+    assert losses_line(view.groups, 300).split()[::2] == list(TASKS)
 
 
 names = st.sampled_from([*TASKS, "a", "a_very_long_name_of_a_task_that_does_not_end", "課題" * 12])
@@ -261,9 +257,9 @@ task_numbers = st.dictionaries(
 )
 def test_a_frame_with_tasks_fits_the_terminal(tasks, num_rows, width, height, notices, outcome, ascii_only):
     rows = keep_rows([Row(epoch, 1.0, {"loss": 1.0, "val_loss": 1.0}, {}, "2 name") for epoch in range(num_rows)])
-    view = View("name", "cpu", 15, 100, 10, num_rows, 5, 5, rows=rows, num_epochs=num_rows, groups=tasks)
+    view = View("name", "cpu", 15, 100, 10, num_rows, 5, 5, rows=rows, groups=tasks)
     view.outcome, view.notices, view.phase = outcome, notices, Phase(2, "name", 3)
-    lines = text_of(frame(view, width, height, ascii_only))
+    lines = picture(view, width, height, ascii_only)
     assert all(cell_len(line) < width and "\n" not in line for line in lines)
     wrapped = sum(max(0, -(-len(note) // max(20, min(width - 3, 102)))) * 2 for note in notices)
     assert len(lines) <= max(height, 8 + wrapped)
@@ -275,13 +271,13 @@ def test_the_cells_of_a_table_stand_below_each_other(tasks, width):
     lines = text_of(group_table(tasks, width))
     assert len({cell_len(line) for line in lines}) <= 1
     assert len(lines) == 0 or len(lines) - 1 == len(
-        {of_group(name)[0] for name, value in tasks.numbers.items() if value is not None and "weight" not in name}
+        {split_name(name)[0] for name, value in tasks.numbers.items() if value is not None and "weight" not in name}
     )
 
 
 def test_a_run_with_one_task_has_no_table_and_no_phase():
     view = View("toy", "cpu", 4, 16, 4, 1, record={"loss": 1.0}, rows=[Row(0, 1.0, {"loss": 1.0, "val_loss": 2.0})])
-    text = "\n".join([*text_of(frame(view, 104, 40)), log_line(view), epoch_line(view, view.rows[0])])
+    text = "\n".join([*picture(view, 104, 40), log_line(view), epoch_line(view, view.rows[0])])
     assert "task" not in text
     assert "phase" not in text
 

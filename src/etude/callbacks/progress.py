@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, NotRequired, TextIO, get_type_hints
 import torch
 
 from etude.callbacks.progress_view import (
+    Groups,
     Phase,
     Row,
     View,
     epoch_line,
-    group_lines,
     keep_rows,
     log_line,
     outcome_line,
     validation_line,
 )
-from etude.callbacks.progress_words import Groups, is_metric, to_ascii
+from etude.callbacks.progress_words import finite, is_metric, to_ascii
 from etude.checkpoint import check_kind, record_of
 from etude.core import Clock, StepReport
 from etude.engine.callback import Callback, Logs, RunInfo
@@ -61,17 +61,15 @@ class ProgressDisplay(Callback):
 
     def __init__(self, refresh_s: float = 0.25, stream: TextIO | None = None) -> None:
         super().__init__()
-        self.refresh_s = refresh_s
+        self.refresh_s = self._interval_s = refresh_s
         self._given_stream = stream
         self._stream: TextIO | None = stream if stream is not None else sys.stdout
         self._terminal: LiveTerminal | None = None
-        self._clock: Clock | None = None
-        self._view = View()
+        self._clock, self._view = Clock(), View()
         self._began = self._epoch_began = time.perf_counter()
         self._first_step = self._epoch_first_step = 0
         self._steps, self._next_tick = 0, NEVER
         self._ticked, self._drawn_at = (0.0, 0), 0.0
-        self._interval_s = refresh_s
         self._noticed: list[tuple[float, str]] = []
         self._phase_is_new = False
         self._norms: dict[str, float] = {}
@@ -81,38 +79,33 @@ class ProgressDisplay(Callback):
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Begin to show a run; only the main process does."""
-        self._clock = run.clock
-        before = self._view if run.clock.step else View()
-        rows = before.rows
-        self._view = View(
-            title=run.name,
-            subtitle=_subtitle(run),
-            total_epochs=run.total_epochs,
-            total_steps=run.total_steps,
-            steps_per_epoch=run.steps_per_epoch,
-            epoch=run.clock.epoch,
-            rows=rows,
-            num_epochs=max(len(rows), run.clock.epoch),
-            groups=before.groups,
-            # A callback that is listed before the display may have reported the phase by now.
-            phase=self._view.phase if self._phase_is_new else before.phase,
-        )
+        self._clock, before = run.clock, self._view
+        self._view = view = View(run.name, _subtitle(run), run.total_epochs, run.total_steps, run.steps_per_epoch)
+        view.epoch = run.clock.epoch
+        if run.clock.step:
+            view.rows, view.groups = before.rows, before.groups
+        if run.clock.step or self._phase_is_new:  # reported by a callback that is listed before the display
+            view.phase = before.phase
         self._noticed = []
         self._began = self._epoch_began = time.perf_counter()
         self._first_step = self._epoch_first_step = run.clock.step
-        self._stream = (self._given_stream if self._given_stream is not None else sys.stdout) if run.is_main else None
-        if self._stream is not None and _is_terminal(self._stream):
-            self._start_terminal(self._stream)
-        else:
-            self._say(f"{self._view.title}  {self._view.subtitle}")
+        self.close()
+        stream = self._given_stream if self._given_stream is not None else sys.stdout
+        self._stream = stream if run.is_main else None
+        if self._stream is not None and self._stream.isatty() and os.environ.get("TERM") != "dumb":
+            from etude.callbacks.terminal import LiveTerminal  # imports rich, which only a terminal needs
+
+            self._terminal, self._interval_s = LiveTerminal(self._stream), self.refresh_s
+            atexit.register(self.close)
+        self._draw()
+        self._say(f"{view.title}  {view.subtitle}")
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Begin a new bar."""
-        self._view.epoch = epoch
+        self._view.epoch, per_epoch = epoch, self._view.steps_per_epoch
         self._epoch_began = time.perf_counter()
-        if self._clock is not None:
-            inside = self._clock.position > 0 and self._view.steps_per_epoch is not None
-            self._epoch_first_step = epoch * (self._view.steps_per_epoch or 0) if inside else self._clock.step
+        is_inside = self._clock.position > 0 and per_epoch is not None
+        self._epoch_first_step = epoch * (per_epoch or 0) if is_inside else self._clock.step
         self._draw()
 
     def on_step_end(self, report: StepReport) -> None:
@@ -124,7 +117,7 @@ class ProgressDisplay(Callback):
     def on_log(self, record: Logs) -> None:
         """Take new numbers."""
         self._view.record = dict(record)
-        self._view.groups.update(_finite(record))
+        self._view.groups.update(finite(record))
         self._see_phase(record)
         if self._terminal is not None:
             self._tick()
@@ -139,14 +132,13 @@ class ProgressDisplay(Callback):
 
     def on_validation_end(self, epoch: int, metrics: Logs) -> None:
         """Go back to training. Inside an epoch the numbers are reported here; at its end they are part of its row."""
-        self._view.validating = False
-        per_epoch = self._view.steps_per_epoch
+        view = self._view
+        view.validating = False
         self._update()
-        if per_epoch is None or self._view.step_in_epoch < per_epoch:
-            groups = self._view.groups
-            groups.close(f"step {self._view.step}", {**groups.latest, **_finite(metrics)})
-            self.note(validation_line(self._view, metrics))
-            if per_epoch is not None:
+        if view.steps_per_epoch is None or view.step_in_epoch < view.steps_per_epoch:
+            view.groups.close(f"step {view.step}", {**view.groups.latest, **finite(metrics)})
+            self.note(validation_line(view, metrics))
+            if view.steps_per_epoch is not None:
                 self._say_groups()
         else:
             self._draw()
@@ -157,20 +149,21 @@ class ProgressDisplay(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Add a row to the table."""
-        seconds = time.perf_counter() - self._epoch_began
-        numbers = _finite(logs)
-        shown = {name: value for name, value in numbers.items() if is_metric(name)}
-        speed = {name: logs[name] for name in ("tokens_per_s", "mfu", "data_wait") if name in logs}
-        self._view.groups.close(f"epoch {epoch + 1}", numbers | self._norms)
+        view, numbers = self._view, finite(logs)
+        view.groups.close(f"epoch {epoch + 1}", numbers | self._norms)
         self._norms = {}
         self._see_phase(logs)
-        row = Row(epoch, seconds, shown, speed, _phase_of_row(self._view.phase))
-        self._view.rows = keep_rows([*(r for r in self._view.rows if r.epoch < epoch), row])
-        self._view.num_epochs = epoch + 1
+        row = Row(
+            epoch,
+            time.perf_counter() - self._epoch_began,
+            {name: value for name, value in numbers.items() if is_metric(name)},
+            {name: logs[name] for name in ("tokens_per_s", "mfu", "data_wait") if name in logs},
+            "" if view.phase is None else f"{view.phase.number} {view.phase.name}".rstrip(),
+        )
+        view.rows = keep_rows([*(earlier for earlier in view.rows if earlier.epoch < epoch), row])
         self._draw()
-        if self._terminal is None:
-            self._say(epoch_line(self._view, row))
-            self._say_groups()
+        self._say(epoch_line(view, row))
+        self._say_groups()
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
         """Show the phase from now on; that it began is said by a notice."""
@@ -184,28 +177,22 @@ class ProgressDisplay(Callback):
         """Show what a callback tells the user; on a terminal it stays until others have taken its place for a while."""
         if (norms := facts.get("norms")) is not None:  # of groups, for their table
             self._norms = {f"{group}/grad_norm": norm for group, norm in norms.items()}
-        if self._terminal is None:
-            self._say(message)
-            return
         now = time.perf_counter()
         earlier = [(when, text) for when, text in self._noticed if now - when < NOTICE_S and text != message]
         self._noticed = [*earlier, (now, message)][-MAX_NOTICES:]
         self._view.notices = [text for _, text in self._noticed]
         self._draw_soon()
+        self._say(message)
 
     def on_exception(self, error: BaseException) -> None:
         """Leave the terminal as it was; the error itself is for others to report."""
-        if isinstance(error, KeyboardInterrupt):
-            self._finish("interrupted")
-        else:
-            self._finish("failed", type(error).__name__)
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        self._finish("interrupted" if is_interrupt else "failed", "" if is_interrupt else type(error).__name__)
 
     def on_train_end(self, result: Logs) -> None:
         """Show the outcome."""
-        if self.control.stop:
-            self._finish("stopped", self.control.reason)
-        else:
-            self._finish("finished")
+        stopped = self.control.stop
+        self._finish("stopped" if stopped else "finished", self.control.reason if stopped else "")
 
     # --- state
 
@@ -227,44 +214,32 @@ class ProgressDisplay(Callback):
     def note(self, text: str) -> None:
         """Show a sentence below the bars, such as what Ctrl-C does; safe to call from a signal handler."""
         self._view.note = text
-        if self._terminal is not None:
-            self._draw_soon()  # a signal may have come in the middle of drawing
-        else:
-            self._say(text)
+        self._draw_soon()  # a signal may have come in the middle of drawing
+        self._say(text)
 
     def close(self) -> None:
         """Stop drawing and give the cursor back; safe to call twice."""
-        terminal, self._terminal = self._terminal, None
-        self._next_tick = NEVER
+        terminal, self._terminal, self._next_tick = self._terminal, None, NEVER
         if terminal is not None:
             atexit.unregister(self.close)
             terminal.stop()
 
-    def _start_terminal(self, stream: TextIO) -> None:
-        from etude.callbacks.terminal import LiveTerminal  # imports rich, which only a terminal needs
-
-        self.close()
-        self._terminal = LiveTerminal(stream)
-        atexit.register(self.close)
-        self._interval_s = self.refresh_s
-        self._draw()
-
     def _tick(self) -> None:
         """Draw if it is time, and guess from the pace of the last steps when to look again."""
-        now = time.perf_counter()
-        then, first = self._ticked
-        stretch, pace = self._steps - first, (self._steps - first) / max(now - then, 1e-9)
+        now, (then, first) = time.perf_counter(), self._ticked
+        stretch = self._steps - first
         self._ticked = (now, self._steps)
         if now - self._drawn_at >= self._interval_s:
             self._draw()
         if self._terminal is not None:
             # Four looks per refresh, and at most twice the last stretch: steps that become slow do not freeze it.
-            guess = int(pace * self._interval_s / LOOKS)
+            guess = int(stretch / max(now - then, 1e-9) * self._interval_s / LOOKS)
             self._next_tick = self._steps + max(1, min(guess, 2 * stretch))
 
     def _draw_soon(self) -> None:
         """Let the next step draw."""
-        self._drawn_at, self._next_tick = -math.inf, 0
+        if self._terminal is not None:
+            self._drawn_at, self._next_tick = -math.inf, 0
 
     def _draw(self) -> None:
         if self._terminal is None:
@@ -288,26 +263,20 @@ class ProgressDisplay(Callback):
     def _update(self) -> None:
         """Bring the counters and times of the view up to date."""
         view = self._view
-        view.elapsed_s = time.perf_counter() - self._began
-        if self._clock is None:
-            return
-        view.step = self._clock.step
+        view.elapsed_s, view.step = time.perf_counter() - self._began, self._clock.step
         view.step_in_epoch = max(0, view.step - self._epoch_first_step)
         if view.steps_per_epoch is not None:
             view.step_in_epoch = min(view.step_in_epoch, view.steps_per_epoch)
-        done = view.step - self._first_step
-        if view.total_steps is not None and done > 0:
+        if view.total_steps is not None and (done := view.step - self._first_step) > 0:
             view.left_s = view.elapsed_s / done * max(0, view.total_steps - view.step)
 
-    def _finish(self, outcome: str, why: str = "") -> None:
+    def _finish(self, outcome: str, why: str) -> None:
         self._update()
         self._view.outcome, self._view.note, self._view.validating = outcome, why, False
         self._view.notices, self._phase_is_new = [], False
-        if self._terminal is not None:
-            self._draw()
-            self.close()
-        else:
-            self._say(outcome_line(self._view) + (f": {why}" if why else ""))
+        self._draw()
+        self._say(outcome_line(self._view) + (f": {why}" if why else ""))
+        self.close()
 
     def _see_phase(self, record: Logs) -> None:
         """Follow the number of the phase, where its name is not known."""
@@ -316,12 +285,14 @@ class ProgressDisplay(Callback):
             self._view.phase = Phase(int(number), total=None if phase is None else phase.total)
 
     def _say_groups(self) -> None:
-        if self._terminal is None:
-            for line in group_lines(self._view):
-                self._say(line)
+        if self._terminal is None and self._stream is not None and self._view.groups.numbers:
+            from etude.callbacks.terminal import group_texts
+
+            self._say("\n".join(group_texts(self._view.groups)))
 
     def _say(self, text: str) -> None:
-        if self._stream is None:
+        """Write a line, where there is no terminal to draw on."""
+        if self._stream is None or self._terminal is not None:
             return
         try:
             try:
@@ -335,25 +306,11 @@ class ProgressDisplay(Callback):
             self._stream = None
 
 
-def _finite(numbers: Logs) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-
-
-def _phase_of_row(phase: Phase | None) -> str:
-    return "" if phase is None else f"{phase.number} {phase.name}".rstrip()
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
 def _subtitle(run: RunInfo) -> str:
+    device = str(run.device)
     if run.device.type == "cuda":
-        device = f"{run.device} ({torch.cuda.get_device_name(run.device)})"
+        device += f" ({torch.cuda.get_device_name(run.device)})"
     elif run.device.type == "cpu":
-        threads = torch.get_num_threads()
-        device = f"cpu ({threads} thread{'s' * (threads != 1)})"
-    else:
-        device = str(run.device)
+        device += f" ({(threads := torch.get_num_threads())} thread{'s' * (threads != 1)})"
     parts = [device, f"{sum(p.numel() for p in run.model.parameters()):,} parameters"]
     return ", ".join(parts + [f"resumed at step {run.clock.step:,}"] * run.resumed)

@@ -1,18 +1,16 @@
-"""Numbers, names and times in few characters, for people, and the numbers that belong to groups."""
+"""Numbers, names and times in few characters, for people."""
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from unicodedata import east_asian_width
 
-Span = tuple[str, str]
-"""Text and its style, in rich's words ("dim", "bold", "cyan" …)."""
-Line = list[Span]
 Numbers = dict[str, float | None]
 """Numbers by name; None stands for one that was not finite."""
+Spans = list[tuple[str, str]]
+"""Label and value of each number, in their order."""
+
 _LABELS = {"accuracy": "acc", "perplexity": "ppl", "grad_norm": "grad norm"}
 _NOT_METRICS = frozenset(
-    {
+    (
         "step",
         "epoch",
         "samples",
@@ -24,14 +22,26 @@ _NOT_METRICS = frozenset(
         "grad_norm",
         "grad_conflicts",
         "phase",
-    }
+    )
 )
-_NO_GROUPS = frozenset({"grad_norm", "grad_cosine"})
+_NO_GROUPS = frozenset({"", "grad_norm", "grad_cosine"})
 """What stands before a `/` and is no group: norms of layers, and cosines of pairs."""
 _LEAST_WAIT = 0.001
 """Share of the time waiting for data that is worth a word."""
 _LEAST_WAIT_OF_SAMPLES = 0.25
 """The same, beside samples per second: small models are done with a batch before the next one is there."""
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the group of a number, "" if it has none, and its own name.
+
+    >>> split_name("val_quality/f1"), split_name("val_loss"), split_name("grad_norm/layers.0")
+    (('quality', 'val_f1'), ('', 'val_loss'), ('', 'grad_norm/layers.0'))
+    """
+    bare = name.removeprefix("val_")
+    group, slash, own = bare.partition("/")
+    is_grouped = slash and group not in _NO_GROUPS
+    return (group, name[: len(name) - len(bare)] + own) if is_grouped else ("", name)
 
 
 def is_metric(name: str) -> bool:
@@ -40,9 +50,12 @@ def is_metric(name: str) -> bool:
     >>> [name for name in ("loss", "val_accuracy", "lr", "samples_per_s", "quality/loss") if is_metric(name)]
     ['loss', 'val_accuracy']
     """
-    return (
-        name not in _NOT_METRICS and "/" not in name and not name.endswith("_s") and not name.startswith("grad_norm_")
-    )
+    return not (name in _NOT_METRICS or "/" in name or name.endswith("_s") or name.startswith("grad_norm_"))
+
+
+def finite(numbers: Mapping[str, float]) -> Numbers:
+    """Return the numbers with None for those that are not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
 def label(name: str) -> str:
@@ -51,8 +64,8 @@ def label(name: str) -> str:
     >>> label("val_accuracy")
     'val acc'
     """
-    prefix, base = ("val ", name[4:]) if name.startswith("val_") else ("", name)
-    return prefix + _LABELS.get(base, base.replace("_", " "))
+    bare = name.removeprefix("val_")
+    return "val " * (bare != name) + _LABELS.get(bare, bare.replace("_", " "))
 
 
 def number(value: float | None) -> str:
@@ -65,10 +78,9 @@ def number(value: float | None) -> str:
         return "nan" if value is None else str(value)
     if isinstance(value, int):
         return f"{value:,}"
-    size = abs(value)
-    if size != 0 and (size < 1e-3 or size >= 1e5):
+    if value != 0 and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.2e}"
-    return f"{value:.4f}" if size < 100 else f"{value:.2f}"
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.2f}"
 
 
 def metric(name: str, value: float | None) -> str:
@@ -107,13 +119,48 @@ def duration(seconds: float, tenths: bool = True) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def numbers(record: Mapping[str, float | None]) -> list[tuple[str, str]]:
-    """Return label and value of each number of a log point worth a glance, most important first."""
-    metrics = {name: value for name, value in record.items() if is_metric(name)}
-    first = ("loss", "perplexity") if "perplexity" in metrics else ("loss", "accuracy")
-    names: list[str] = [name for name in first if name in metrics]
-    names += [name for name in metrics if name not in (*names, *left_out(metrics))]
-    spans = [(label(name), metric(name, metrics[name])) for name in names]
+def of_total(count: int, total: int | None, separator: str = ",") -> str:
+    """Return `3/10`, or `3` if the total is not known."""
+    return "/".join(f"{value:{separator}}" for value in (count, total) if value is not None)
+
+
+def to_ascii(text: str) -> str:
+    """Return a text for a terminal or file that knows no other characters."""
+    return text.encode("ascii", "replace").decode()
+
+
+def worth_showing(metrics: Mapping[str, float | None], *, ordered: bool = False) -> Numbers:
+    """Return the metrics without those that say little beside others; `ordered` puts the loss and the like first.
+
+    Left out are a language model's accuracy and nll beside its perplexity, and of losses of expected values what the
+    root of the mean squared error says in the units of the values.
+
+    >>> list(worth_showing({"loss_total": 1.0, "loss_ce": 1.0, "loss": 1.0, "loss_x": 1.0, "rmse_x": 1.0}))
+    ['loss_ce', 'loss', 'rmse_x']
+    """
+    second = "perplexity" if "perplexity" in metrics else "accuracy"
+    first = [name for name in ("loss", second, "val_loss", f"val_{second}") if name in metrics and ordered]
+    little = {"loss_total"} | ({"accuracy", "nll"} if {"perplexity", "val_perplexity"} & metrics.keys() else set())
+
+    def says_little(name: str) -> bool:
+        bare, squared = name.removeprefix("val_"), name.replace("loss_", "rmse_", 1)
+        return bare in little or bare.startswith("mse_") or (squared != name and squared in metrics)
+
+    return {name: metrics[name] for name in [*first, *(name for name in metrics if not says_little(name))]}
+
+
+def labelled(metrics: Mapping[str, float | None]) -> list[str]:
+    """Return metrics as words, each with its label."""
+    return [f"{label(name)} {metric(name, value)}" for name, value in metrics.items()]
+
+
+def log_spans(record: Mapping[str, float | None], room: int, gap: int) -> Spans:
+    """Return label and value of each number of a log point worth a glance, most important first.
+
+    Where `room` is short, with `gap` columns between two numbers, speed says more than the gradient norm.
+    """
+    metrics = worth_showing({name: value for name, value in record.items() if is_metric(name)}, ordered=True)
+    spans = [(label(name), metric(name, value)) for name, value in metrics.items()]
     if (lr := record.get("lr")) is not None:
         spans.append(("lr", f"{lr:.1e}"))
     if "grad_norm" in record:
@@ -121,16 +168,18 @@ def numbers(record: Mapping[str, float | None]) -> list[tuple[str, str]]:
     if record.get("tokens_per_s"):
         spans += speed(record)
     elif name := next((name for name in ("samples_per_s", "batches_per_s") if record.get(name)), None):
-        per_s, unit = record[name] or 0.0, name.replace("_per_", "/")
-        spans.append(("", f"{per_s:,.0f} {unit}" if per_s >= 10 else f"{per_s:.2f} {unit}"))
+        per_s = record[name] or 0.0
+        spans.append(("", f"{per_s:,.{0 if per_s >= 10 else 2}f} {name.replace('_per_', '/')}"))
         if (wait := record.get("data_wait")) and wait >= _LEAST_WAIT_OF_SAMPLES:
             spans.append(("waiting for data", f"{wait:.0%}"))
     if skipped := record.get("skipped"):
         spans.append(("skipped steps", f"{skipped:.0f}"))
+    if record.get("tokens_per_s") and sum(len(text) + gap for text in join(spans)) > room:
+        spans = [span for span in spans if span[0] != "grad norm"]
     return spans
 
 
-def speed(record: Mapping[str, float | None]) -> list[tuple[str, str]]:
+def speed(record: Mapping[str, float | None]) -> Spans:
     """Return label and value of tokens per second, MFU and the time waiting for data, as far as they are known.
 
     >>> speed({"tokens_per_s": 15230.0, "mfu": 0.412, "data_wait": 0.003})
@@ -139,105 +188,12 @@ def speed(record: Mapping[str, float | None]) -> list[tuple[str, str]]:
     spans = []
     if tokens := record.get("tokens_per_s"):
         spans.append(("", f"{rate(tokens)} tok/s"))
-    if (mfu := record.get("mfu")) is not None:
-        spans.append(("mfu", _percent(mfu)))
-    if (wait := record.get("data_wait")) is not None and wait >= _LEAST_WAIT:
-        spans.append(("data wait", _percent(wait)))
+    for name, least in (("mfu", -math.inf), ("data_wait", _LEAST_WAIT)):
+        if (share := record.get(name)) is not None and share >= least:
+            spans.append((label(name), f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"))
     return spans
 
 
-def left_out(metrics: Collection[str]) -> tuple[str, ...]:
-    """Return metrics that say little beside others.
-
-    These are a language model's accuracy and nll beside its perplexity, and of losses of expected values what the root
-    of the mean squared error says in the units of the values.
-
-    >>> left_out(["loss", "loss_total", "loss_ce", "loss_period", "rmse_period"])
-    ('loss_total', 'loss_period')
-    """
-    is_language = "perplexity" in metrics or "val_perplexity" in metrics
-    return tuple(
-        name
-        for name in metrics
-        if (is_language and name.removeprefix("val_") in ("accuracy", "nll"))
-        or name.removeprefix("val_") == "loss_total"
-        or (name.replace("loss_", "rmse_", 1) != name and name.replace("loss_", "rmse_", 1) in metrics)
-        or name.removeprefix("val_").startswith("mse_")
-    )
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
-
-
-def of_total(count: int, total: int | None, separator: str = ",") -> str:
-    """Return `3/10`, or `3` if the total is not known."""
-    pattern = f"{{:{separator}}}"
-    return pattern.format(count) + ("" if total is None else "/" + pattern.format(total))
-
-
-def cells(text: str) -> int:
-    """Return how many columns a text takes: characters of some scripts take two."""
-    if text.isascii():
-        return len(text)
-    return sum(2 if east_asian_width(character) in "WF" else 1 for character in text)
-
-
-def fit(text: str, width: int) -> str:
-    """Return the beginning of a text that fits into `width` columns."""
-    text = text[: max(0, width)]
-    while cells(text) > width:
-        text = text[:-1]
-    return text
-
-
-def to_ascii(text: str) -> str:
-    """Return a text for a terminal or file that knows no other characters."""
-    return text.encode("ascii", "replace").decode()
-
-
-@dataclass(slots=True)
-class Groups:
-    """Numbers with names such as `quality/loss` and `val_quality/f1`; empty if a run has no groups."""
-
-    when: str = ""
-    """The moment that `numbers` are of, such as `epoch 3`."""
-    numbers: Numbers = field(default_factory=dict)
-    """Those of the last epoch or validation."""
-    latest: Numbers = field(default_factory=dict)
-    """Those of log points: for every group the last that had them."""
-
-    def update(self, record: Mapping[str, float | None]) -> None:
-        """Take the numbers of a log point; a group that had no part in it keeps those it had."""
-        self.latest |= grouped(record)
-
-    def close(self, when: str, logs: Mapping[str, float | None]) -> None:
-        """Take the numbers of an epoch or a validation."""
-        if found := grouped(logs):
-            self.when, self.numbers = when, found
-
-    def keep(self, names: Collection[str]) -> None:
-        """Forget the log points of all other groups."""
-        self.latest = {name: value for name, value in self.latest.items() if split_name(name)[0] in names}
-
-
-def grouped(record: Mapping[str, float | None]) -> Numbers:
-    """Return the numbers that belong to a group."""
-    return {name: value for name, value in record.items() if of_group(name) is not None}
-
-
-def of_group(name: str) -> tuple[str, str] | None:
-    """Return the group a number belongs to, and the number's own name; None if it has none.
-
-    >>> of_group("val_quality/f1"), of_group("quality/loss"), of_group("val_loss"), of_group("grad_norm/layers.0")
-    (('quality', 'val_f1'), ('quality', 'loss'), None, None)
-    """
-    prefix, bare = ("val_", name[4:]) if name.startswith("val_") else ("", name)
-    group, slash, own = bare.partition("/")
-    return (group, prefix + own) if slash and group not in _NO_GROUPS else None
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """Return the group of a number, "" if it has none, and its own name."""
-    found = of_group(name)
-    return found if found is not None else ("", name)
+def join(spans: Collection[tuple[str, str]]) -> list[str]:
+    """Return label and value of each number as one text."""
+    return [f"{name} {value}".strip() for name, value in spans]
