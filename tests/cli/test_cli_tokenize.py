@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from etude.corpus import pool
+from etude.corpus import tokenizer
 
 LINES = [
     f"document number {number}: the quick brown fox, {number % 7} jumps over {number * number % 11} lazy dogs\n" * 3
@@ -94,8 +94,10 @@ def test_other_corpus_in_the_folder(etude, texts):
 
 
 def test_library_that_is_not_installed(etude, texts, monkeypatch):
-    real = pool.importlib.util.find_spec
-    monkeypatch.setattr(pool.importlib.util, "find_spec", lambda name: None if name == "tokenizers" else real(name))
+    real = tokenizer.importlib.util.find_spec
+    monkeypatch.setattr(
+        tokenizer.importlib.util, "find_spec", lambda name: None if name == "tokenizers" else real(name)
+    )
     assert "install it with: pip install 'etude[text]'" in etude("tokenize", "texts").error
 
 

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,19 +15,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from etude.core.errors import DataError
-from etude.corpus.index import Index
+from etude.corpus import tokenizer as encoding
+from etude.corpus.documents import Skip, Stretch, cut_at_lines, digests, documents, read_texts, scan
 from etude.corpus.options import SPECIAL_TOKENS, CorpusOptions
-from etude.corpus.worker import encoding
-from etude.corpus.worker.documents import (
-    Skip,
-    cut_at_lines,
-    digests,
-    json_documents,
-    text_documents,
-)
-from etude.corpus.worker.encoding import Encoder
-from etude.corpus.worker.process import answer
-from etude.corpus.worker.texts import Texts
+from etude.corpus.pool import Unfinished, Workers
+from etude.corpus.tokenizer import Encoder, train_tokenizer
 
 
 def digest(text: str, salt: str = "") -> tuple[int, int]:
@@ -55,22 +48,25 @@ def test_cutting_loses_nothing_and_keeps_to_the_limit(text, limit):
         assert piece.endswith("\n") or len(line) + 1 > limit, "a line that would have fitted was cut"
 
 
+def documents_of(path, kind="text", **options):
+    """The documents of a file, packed if its name says so."""
+    return list(documents(Stretch(str(path), kind, path.suffix == ".gz"), CorpusOptions(**options)))
+
+
 def test_whole_file_is_one_document(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffone\r\ntwo\u2028é\n".encode())
-    assert list(text_documents(str(path), False, None)) == [(3, "one\r\ntwo\u2028é\n")]
+    assert documents_of(path) == ["one\r\ntwo\u2028é\n"]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_pieces_of_a_file_lie_where_it_says(tmp_path, packed):
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_pieces_of_a_file_are_the_whole(tmp_path, name):
     text = "".join(f"línea {number}\n" for number in range(50))
-    path = tmp_path / "a.txt"
-    path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
-    found = list(text_documents(str(path), packed, 30))
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    found = documents_of(path, cut_chars=30)
     assert len(found) > 10
-    assert [text.encode()[offset : offset + len(piece.encode())].decode() for offset, piece in found] == [
-        piece for _, piece in found
-    ]
+    assert "".join(found) == text
 
 
 @pytest.mark.parametrize(
@@ -80,21 +76,36 @@ def test_what_is_not_text_is_passed_over(tmp_path, raw, reason):
     path = tmp_path / "a.txt"
     path.write_bytes(raw)
     with pytest.raises(Skip, match=reason):
-        list(text_documents(str(path), False, None))
+        documents_of(path)
+
+
+def scanned(folder, *paths, **options):
+    """What a worker writes of some files: where their documents lie, and how many were passed over."""
+    stretches = [Stretch(str(path), "text", False) for path in paths]
+    scan(stretches, CorpusOptions(**options), 0, folder, folder / "scan.npz")
+    with np.load(folder / "scan.npz") as result:
+        return result["rows"], json.loads(str(result["skipped"]))
 
 
 def test_file_that_turns_out_not_to_be_text_leaves_no_pieces(tmp_path):
-    path = tmp_path / "a.txt"
+    path, good = tmp_path / "a.txt", tmp_path / "b.txt"
     path.write_bytes(b"fine line\n" * 4000 + b"\xff")
-    good = tmp_path / "b.txt"
     good.write_bytes(b"good")
-    sources = [[0, str(path), "text", False, 0, 0], [1, str(good), "text", False, 0, 0]]
-    options = {"salt": "", "text_key": "text", "min_chars": 1, "max_chars": None, "cut_chars": 20}
-    task = {"do": "scan", "number": 0, "sources": sources, "options": options}
-    assert answer(task | {"spool": str(tmp_path / "s"), "result": str(tmp_path / "r.npz")}) == {"done": {}}
-    with np.load(tmp_path / "r.npz") as result:
-        assert result["rows"]["source"].tolist() == [1]
-        assert result["skipped"].sum() == 1
+    rows, skipped = scanned(tmp_path, path, good, cut_chars=20)
+    assert read_texts(tmp_path, rows) == ["good"]
+    assert skipped == {"not UTF-8": 1}
+    assert (tmp_path / "text-0").read_bytes() == b"good"
+
+
+def test_a_file_that_changes_later_changes_nothing(tmp_path):
+    """Documents are read once: what is encoded is what was hashed."""
+    path = tmp_path / "a.txt"
+    path.write_text("before")
+    rows, _ = scanned(tmp_path, path)
+    path.write_text("behind")
+    assert read_texts(tmp_path, rows) == ["before"]
+    path.unlink()
+    assert read_texts(tmp_path, rows) == ["before"]
 
 
 @settings(deadline=None)
@@ -105,49 +116,63 @@ def test_stretches_of_a_jsonl_file_give_every_line_once(tmp_path_factory, lines,
     size = path.stat().st_size
     cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=5))})
     found = [
-        (offset, size, text)
+        text
         for start, stop in pairwise(cuts)
-        for offset, size, text in json_documents(str(path), False, start, stop, "text")
+        for text in documents(Stretch(str(path), "json", False, start, stop), CorpusOptions())
     ]
-    assert [text for _, _, text in found] == lines
-    raw = path.read_bytes()
-    assert [json.loads(raw[offset : offset + size])["text"] for offset, size, _ in found] == lines
+    assert found == lines
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b'{"body": "x"}', r"a\.jsonl:3: no key 'text' \(keys: body\); name it with --text-key"),
-        (b"{", r"a\.jsonl:3: not a line of JSON"),
-        (b"[1]", r"a\.jsonl:3: expected an object with key 'text', got a list"),
-        (b'{"text": 5}', r"a\.jsonl:3: 'text' must be a string, got a number"),
-        (b'{"text": "\xff"}', r"a\.jsonl:3: not a line of JSON"),
+        (b'{"body": "x"}', r":3: no key 'text' \(keys: body\); name it with --text-key"),
+        (b"{", r":3: not a line of JSON"),
+        (b"[1]", r":3: expected an object with key 'text', got a list"),
+        (b'{"text": 5}', r":3: 'text' must be a string, got a number"),
+        (b'{"text": "\xff"}', r":3: not a line of JSON"),
     ],
 )
-@pytest.mark.parametrize("packed", [False, True])
-def test_wrong_line_is_named(tmp_path, line, words, packed):
-    path = tmp_path / "a.jsonl"
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_wrong_line_is_named(tmp_path, line, words, name):
+    path = tmp_path / name
     raw = b'{"text": "a"}\n\n' + line + b"\n"
-    path.write_bytes(gzip.compress(raw) if packed else raw)
-    with pytest.raises(DataError, match=words):
-        list(json_documents(str(path), packed, 0, 1 << 40, "text"))
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+    with pytest.raises(DataError, match=name + words):
+        documents_of(path, "json")
 
 
-def test_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+def test_full_disk_leaves_nothing(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    task = {"do": "scan", "number": 0, "sources": [], "options": {}}
-    reply = answer(task | {"spool": str(tmp_path / "s"), "result": str(tmp_path / "r.npz")})
-    assert (
-        "r.npz cannot be written (No space left on device); fix this and run the command again" in reply["unfinished"]
-    )
+    with pytest.raises(OSError, match="No space left"):
+        scan([], CorpusOptions(), 0, tmp_path, tmp_path / "r.npz")
     assert list(tmp_path.iterdir()) == []
 
 
+# ------------------------------------------------------------------------------------------------ worker processes
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "words"),
+    [
+        (io.FileIO, "nowhere/part.npz", r"part\.npz cannot be written \(No such file.*\); fix this and run .* again"),
+        (bytearray, 1 << 62, "not enough memory; use fewer --workers"),
+        (os._exit, 3, "ended with exit code 3, .* run the command again"),
+    ],
+)
+def test_what_stops_a_worker_is_one_line(function, argument, words):
+    with pytest.raises(Unfinished, match=words) as caught, Workers(1) as pool:
+        list(pool.run(function, [(argument,)]))
+    assert "\n" not in str(caught.value)
+
+
 def test_own_mistakes_keep_their_traceback():
-    assert "KeyError" in answer({"do": "nothing"})["crash"]
+    with pytest.raises(json.JSONDecodeError) as caught, Workers(1) as pool:
+        list(pool.run(json.loads, [("{",)]))
+    assert "raw_decode" in str(caught.value.__cause__)
 
 
 # ------------------------------------------------------------------------------------------------ encoding
@@ -155,22 +180,10 @@ def test_own_mistakes_keep_their_traceback():
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """The path of a tokenizer trained by a worker."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    (folder / "all.txt").write_text("\n\n".join(texts(80)), encoding="utf-8")
-    options = {"salt": "", "text_key": "text", "min_chars": 1, "max_chars": None, "cut_chars": None}
-    (folder / "plan.json").write_text(
-        json.dumps({"sources": [[str(folder / "all.txt"), "text"]], "options": options})
-    )
-    source = [0, str(folder / "all.txt"), "text", False, 0, 0]
-    task = {"do": "scan", "number": 0, "sources": [source], "options": options, "spool": str(folder / "spool-0")}
-    assert answer(task | {"result": str(folder / "scan-0.npz")}) == {"done": {}}
-    with np.load(folder / "scan-0.npz") as scan:
-        np.save(folder / "index.npy", Index(scan["rows"], CorpusOptions(validation=0, test=0)).rows)
-    task = {"do": "train", "folder": str(folder), "start": 0, "stop": 1, "vocab_size": 340}
-    task |= {"special_tokens": list(SPECIAL_TOKENS), "result": str(folder / "tokenizer.json")}
-    assert answer(task) == {"done": {"vocab_size": 340}}
-    return folder / "tokenizer.json"
+    """The path of a tokenizer trained here."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    path.write_text(train_tokenizer(iter([["\n\n".join(texts(80))]]), 340, SPECIAL_TOKENS).to_str())
+    return path
 
 
 @settings(deadline=None)
@@ -178,7 +191,7 @@ def tokenizer(tmp_path_factory):
 @example(text="a<|endoftext|>b<|mask|>")
 @example(text=" \t\r\n\n   x\x00\x85\u2028\ufeff é\U0001f600 12345")
 def test_decoding_gives_back_the_text(tokenizer, text):
-    (ids,) = Encoder(str(tokenizer)).encode([text])
+    (ids,) = Encoder(tokenizer).encode([text])
     assert Tokenizer.from_file(str(tokenizer)).decode(ids.tolist(), skip_special_tokens=False) == text
     assert ids.size == 0 or ids.min() >= len(SPECIAL_TOKENS), "a text cannot spell a special token"
 
@@ -201,29 +214,23 @@ PARTS = st.sampled_from(
 @given(text=st.one_of(ASCII, st.text(st.characters(codec="utf-8"), max_size=60), st.lists(PARTS).map("".join)))
 @example(text="".join(map(chr, range(300))) + "\na\n".join(map(chr, range(300))))
 def test_ids_are_those_of_the_library(tokenizer, text):
-    """Words looked up, lines apart and long texts in pieces change nothing."""
-    encoder = Encoder(str(tokenizer))
+    """Words looked up, and lines apart, change nothing."""
+    encoder = Encoder(tokenizer)
     assert encoder.words is not None
-    (expected,) = encoder.by_library([text])
+    expected = encoder.by_library(text)
     with pytest.MonkeyPatch.context() as patch:
-        for limit in (encoding.PIECE_CHARS, 5):
-            patch.setattr(encoding, "PIECE_CHARS", limit)
+        for limit in (encoding.WHOLE_CHARS, 5):
+            patch.setattr(encoding, "WHOLE_CHARS", limit)
             assert encoder.encode([text])[0].tolist() == expected.tolist()
 
 
 def test_ids_of_real_code_are_those_of_the_library(tokenizer, monkeypatch):
     monkeypatch.setattr(encoding, "MAX_WORDS", 100)
     sources = [Path(module.__file__).read_text(encoding="utf-8") for module in (json, io, gzip, np, pytest, encoding)]
-    encoder = Encoder(str(tokenizer))
-    for ids, expected in zip(encoder.encode(sources), encoder.by_library(sources), strict=True):
-        assert ids.tolist() == expected.tolist()
+    encoder = Encoder(tokenizer)
+    for ids, source in zip(encoder.encode(sources), sources, strict=True):
+        assert ids.tolist() == encoder.by_library(source).tolist()
     assert len(encoder.words) <= 100
-
-
-def test_long_text_is_cut(monkeypatch):
-    """So that the test above says something."""
-    monkeypatch.setattr(encoding, "PIECE_CHARS", 5)
-    assert list(encoding._pieces("words\nmore words\nand more")) == ["words", "\nmore words", "\nand more"]
 
 
 @pytest.mark.parametrize(
@@ -238,27 +245,16 @@ def test_long_text_is_cut(monkeypatch):
         lambda config: config.update(pre_tokenizer=None),
     ],
 )
-def test_tokenizers_that_cut_otherwise_are_left_to_the_library(tokenizer, change):
+def test_tokenizers_that_cut_otherwise_are_left_to_the_library(tokenizer, tmp_path, change):
     config = json.loads(tokenizer.read_text(encoding="utf-8"))
-    assert encoding.trained_here(config)
     change(config)
-    assert not encoding.trained_here(config)
+    (tmp_path / "other.json").write_text(json.dumps(config))
+    assert Encoder(tmp_path / "other.json").words is None
 
 
-def test_changed_file_is_noticed(tokenizer, tmp_path):
-    folder = tmp_path / "work"
-    folder.mkdir()
-    for name in ("plan.json", "index.npy"):
-        (folder / name).write_bytes((tokenizer.parent / name).read_bytes())
-    plan = json.loads((folder / "plan.json").read_text())
-    plan["sources"] = [[str(tmp_path / "changed.txt"), "text"]]
-    (folder / "plan.json").write_text(json.dumps(plan))
-    original = (tokenizer.parent / "all.txt").read_text(encoding="utf-8")
-    (tmp_path / "changed.txt").write_text(original, encoding="utf-8")
-    assert Texts(str(folder)).read(0, 1) == [original]
-    (tmp_path / "changed.txt").write_text(original.replace("alpha", "alphA", 1), encoding="utf-8")
-    with pytest.raises(DataError, match="changed while it was read"):
-        Texts(str(folder)).read(0, 1)
-    (tmp_path / "changed.txt").unlink()
-    with pytest.raises(DataError, match="was removed while"):
-        Texts(str(folder)).read(0, 1)
+def test_words_of_other_models_are_those_of_the_library(tokenizer, tmp_path):
+    config = json.loads(tokenizer.read_text(encoding="utf-8"))
+    config["model"].update(end_of_word_suffix="a", unk_token="<|mask|>")
+    (tmp_path / "other.json").write_text(json.dumps(config))
+    encoder, text = Encoder(tmp_path / "other.json"), "import alpha\nreturn self\n"
+    assert encoder.encode([text])[0].tolist() == encoder.by_library(text).tolist()

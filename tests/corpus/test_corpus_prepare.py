@@ -19,7 +19,7 @@ from etude.corpus import (
     read_report,
     read_vocabulary,
 )
-from etude.corpus.worker.documents import digests
+from etude.corpus.documents import digests
 from etude.data.tokens import check_tokens, open_tokens
 
 DOCUMENTS = texts(60)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from etude.core.errors import DataError
 from etude.corpus import ensure_corpus, index, job, prepare_corpus
 from etude.corpus.job import WORK
 from etude.corpus.place import folder_lock
-from etude.corpus.pool import Unfinished, Workers
+from etude.corpus.pool import Unfinished
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs signals")
@@ -109,7 +110,7 @@ def test_killed_while_replacing_another_corpus(folder, whole, tmp_path, many_par
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr("etude.corpus.writing.CorpusReport", stop)  # the files are in place, dataset.json is not
+        patch.setattr("etude.corpus.job.CorpusReport", stop)  # the files are in place, dataset.json is not
         with pytest.raises(Stop):
             prepare_corpus([folder], out, overwrite=True, **SMALL)
     assert not (out / "dataset.json").exists()
@@ -123,7 +124,7 @@ def test_killed_while_cleaning_up(whole, tmp_path, many_parts, monkeypatch):
     packed.write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts(60)).encode()))
 
     def remove_some(path, **_):
-        for kept in [*path.glob("spool-*"), *path.glob("train-*")]:
+        for kept in [*path.glob("text-*"), *path.glob("train-*")]:
             kept.unlink()
         raise Stop
 
@@ -154,15 +155,11 @@ def test_worker_that_dies_is_told_and_what_was_done_is_kept(folder, whole, tmp_p
 
     def kill_a_worker(name, done, total):
         if name == "encoding" and done:
-            for process in running[0]._processes:
+            for process in multiprocessing.active_children():
                 process.kill()
 
-    running = []
-    plain = Workers.__enter__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Workers, "__enter__", lambda self: running.append(self) or plain(self))
-        with pytest.raises(Unfinished, match=r"a worker process was ended by signal 9, .* run the command again"):
-            prepare_corpus([folder], out, progress=kill_a_worker, **SMALL)
+    with pytest.raises(Unfinished, match=r"a worker process was ended by signal 9, .* run the command again"):
+        prepare_corpus([folder], out, progress=kill_a_worker, **SMALL)
     assert list(out.glob(f"{WORK}*/train-0.npz"))
     prepare_corpus([folder], out, **SMALL)
     assert content(out) == whole
@@ -170,20 +167,44 @@ def test_worker_that_dies_is_told_and_what_was_done_is_kept(folder, whole, tmp_p
 
 def test_no_worker_outlives_an_interrupted_run(folder, tmp_path, many_parts):
     started = []
-    plain = Workers._start
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Workers, "_start", lambda self: started.append(plain(self)) or started[-1])
 
-        def interrupt(name, done, total):
-            if name == "encoding" and done:
-                raise KeyboardInterrupt
+    def interrupt(name, done, total):
+        if name == "encoding" and done:
+            started.extend(multiprocessing.active_children())
+            raise KeyboardInterrupt
 
-        with pytest.raises(KeyboardInterrupt) as caught:
-            prepare_corpus([folder], tmp_path / "out", progress=interrupt, **{**SMALL, "workers": 3})
+    with pytest.raises(KeyboardInterrupt) as caught:
+        prepare_corpus([folder], tmp_path / "out", progress=interrupt, **{**SMALL, "workers": 3})
     assert caught.value.__notes__ == ["run the same command again to go on"]
-    assert started
-    assert all(process.returncode is not None for process in started)
-    assert [thread for thread in threading.enumerate() if thread.name.startswith("etude-corpus")] == []
+    assert len(started) == 3
+    assert not any(process.is_alive() for process in started)
+
+
+def test_no_worker_outlives_a_killed_run(folder, tmp_path):
+    """The workers, which hold the other end of a pipe, are gone when nobody holds it any more."""
+    code = (
+        "import os, signal, sys\n"
+        "from etude.corpus import prepare_corpus\n"
+        "def kill(step, done, total):\n"
+        "    if step == 'encoding' and done: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "prepare_corpus([sys.argv[1]], sys.argv[2], vocab_size=300, validation=0.2, test=0.2, progress=kill)\n"
+    )
+    command = [sys.executable, "-c", code, str(folder), str(tmp_path / "out")]
+    killed = subprocess.run(command, stderr=subprocess.PIPE, timeout=60)  # until the last one has closed its stderr
+    assert killed.returncode == -9
+
+
+def test_a_script_without_a_main_guard(folder, whole, tmp_path):
+    """Workers do not run the script that started them."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "print('run')\n"
+        "from etude.corpus import prepare_corpus\n"
+        f"prepare_corpus([{str(folder)!r}], 'out', vocab_size=300, validation=0.2, test=0.2, workers=2)\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "run\n", "")
+    assert content(tmp_path / "out") == whole
 
 
 # ------------------------------------------------------------------------------------------------ several processes

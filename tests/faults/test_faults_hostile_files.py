@@ -199,10 +199,10 @@ def test_what_a_run_folder_imports_is_named_before_it_runs(tmp_path, monkeypatch
 
 ALLOWED = {
     "import_module": {"config/imports.py", "config/registry.py", "lazy.py"}
-    | {"corpus/worker/start.py", "data/tokens/schema.py", "multitask/weighting/torchjd_adapter.py"},
+    | {"data/tokens/schema.py", "multitask/weighting/torchjd_adapter.py"},
     "exec_module": {"config/imports.py"},
     "spec_from_file_location": {"config/imports.py"},
-    "Popen": {"corpus/pool.py"},
+    "Popen": set(),
     "subprocess.run": {"data/catalog/download.py", "monitor/environment.py", "findings.py"},
 }
 """Calls that run other code, and where they may stand: a config's imports, our own modules, and programs we name."""

@@ -12,10 +12,14 @@ from numpy.typing import NDArray
 from code_tasks.ontology import IGNORED
 from etude.core.errors import DataError
 from etude.corpus.options import SPECIAL_TOKENS
-from etude.corpus.pool import require_tokenizers
-from etude.corpus.tokenizer import Vocabulary, checksum, read_vocabulary
-from etude.corpus.worker.encoding import Encoder
-from etude.corpus.worker.training import train_tokenizer
+from etude.corpus.tokenizer import (
+    Encoder,
+    Vocabulary,
+    checksum,
+    read_vocabulary,
+    require_tokenizers,
+    train_tokenizer,
+)
 
 SEPARATORS = {"tests": "<|tests|>", "explanation": "<|explanation|>", "docstring": "<|docstring|>"}
 """What stands between the code and a test of it, its explanation, or a docstring that may belong to it."""
@@ -44,7 +48,7 @@ class CodeTokenizer:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.vocabulary: Vocabulary = read_vocabulary(path)
-        self._encoder = Encoder(str(path))
+        self._encoder = Encoder(path)
         vocabulary = self._encoder.tokenizer.get_vocab(with_added_tokens=True)
         self.separators = {name: vocabulary[token] for name, token in SEPARATORS.items()}
         self._num_bytes = np.zeros(self.vocabulary.vocab_size, np.int64)
@@ -58,7 +62,7 @@ class CodeTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of texts; what looks like a special token in a text is text."""
-        return self._encoder.encode(list(texts))
+        return self._encoder.encode(texts)
 
     def byte_ends(self, ids: Ids) -> NDArray[np.int64]:
         """Return where in the bytes of the text each id ends."""

@@ -1,19 +1,24 @@
 """The words every other room shares: batches, loss terms, clock, control, errors, randomness."""
 
-from etude.core.batch import Batch, DataBatch, batch_labels, is_empty, map_tensors, num_samples, to_device
-from etude.core.clock import Clock, Control
-from etude.core.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    EtudeError,
-    RunFolderError,
-    TrainingError,
-)
-from etude.core.loader import BatchIterator, Loader
-from etude.core.model import HeadOutput
-from etude.core.report import StepReport
-from etude.core.task import LossTerm, Task, Terms
+from typing import TYPE_CHECKING
+
+from etude.lazy import load_late
+
+if TYPE_CHECKING:
+    from etude.core.batch import Batch, DataBatch, batch_labels, is_empty, map_tensors, num_samples, to_device
+    from etude.core.clock import Clock, Control
+    from etude.core.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        EtudeError,
+        RunFolderError,
+        TrainingError,
+    )
+    from etude.core.loader import BatchIterator, Loader
+    from etude.core.model import HeadOutput
+    from etude.core.report import StepReport
+    from etude.core.task import LossTerm, Task, Terms
 
 __all__ = [
     "Batch",
@@ -39,3 +44,5 @@ __all__ = [
     "num_samples",
     "to_device",
 ]
+
+__getattr__ = load_late(__name__, __file__)

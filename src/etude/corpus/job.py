@@ -4,8 +4,10 @@ import hashlib
 import json
 import logging
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,16 @@ from typing import Any
 import numpy as np
 
 from etude.core.errors import DataError
-from etude.core.files import replacing, write_bytes
+from etude.core.files import beside, replacing, write_bytes
+from etude.corpus.documents import Locations, Stretch, read_texts, scan
 from etude.corpus.index import SPLITS, Index, Part, read_scans
 from etude.corpus.options import SPECIAL_TOKENS, CorpusOptions
 from etude.corpus.place import INPUTS, check_complete, compare_options, read_inputs, write_json
-from etude.corpus.pool import Task, Unfinished, Workers
-from etude.corpus.report import FACTS, CorpusReport, read_report
+from etude.corpus.pool import Unfinished, Workers
+from etude.corpus.report import FACTS, CorpusReport, SplitCounts, entropy, read_report, unigram_loss
 from etude.corpus.sources import Found, absolute
-from etude.corpus.tokenizer import check_trained, read_vocabulary, tokenizer_file
-from etude.corpus.writing import write_splits
+from etude.corpus.tokenizer import Encoder, Vocabulary, checksum, read_vocabulary, tokenizer_file, train_tokenizer
+from etude.data.tokens import TokenWriter
 
 logger = logging.getLogger("etude")
 
@@ -29,34 +32,35 @@ Progress = Callable[[str, int, int], None]
 """Called with every bit of progress: the step, how much of it is done, and how much there is (0: not known)."""
 
 WORK, TRASH = ".partial-", ".trash-"
-VERSION = 1
+VERSION = 2
 _SCAN_BYTES, _SCAN_FILES, _RANGE_BYTES = 8 << 20, 256, 32 << 20
 
 
+@dataclass
 class Job:
     """One corpus in the making."""
 
-    def __init__(
-        self,
-        inputs: list[str],
-        out: Path,
-        options: CorpusOptions,
-        facts: dict[str, Any],
-        found: Found,
-        workers: int,
-        progress: Progress,
-    ) -> None:
-        self.inputs, self.out, self.options, self.facts, self.found = inputs, out, options, facts, found
-        self.workers, self.progress = workers, progress
-        self.pool = Workers(workers)
-        files = [[str(Path(source.path).absolute()), source.size, source.modified_ns] for source in found.files]
-        self.stamp = hashlib.sha256(json.dumps([VERSION, version("tokenizers"), facts, files]).encode()).hexdigest()
-        self.work = out / f"{WORK}{self.stamp[:16]}"
+    inputs: list[str]
+    out: Path
+    options: CorpusOptions
+    facts: dict[str, Any]
+    found: Found
+    workers: int
+    progress: Progress
 
-    def reuse(self, overwrite: bool) -> CorpusReport | None:
+    @cached_property
+    def stamp(self) -> str:
+        """A hash of all that decides the output as this machine sees it, without reading the files."""
+        files = [[str(Path(source.path).absolute()), source.size, source.modified_ns] for source in self.found.files]
+        return hashlib.sha256(json.dumps([VERSION, version("tokenizers"), self.facts, files]).encode()).hexdigest()
+
+    @property
+    def work(self) -> Path:
+        """The folder of what was done so far."""
+        return self.out / f"{WORK}{self.stamp[:16]}"
+
+    def reuse(self) -> CorpusReport | None:
         """Return the corpus that is there if it is this one. Raises DataError if other files are in the way."""
-        if overwrite:
-            return None
         if not (self.out / FACTS).exists():
             names = [f"{split}.bin" for split in SPLITS] + ["tokenizer.json"]
             there = [name for name in names if (self.out / name).exists()]
@@ -75,19 +79,20 @@ class Job:
     def make(self, overwrite: bool) -> CorpusReport:
         """Do what is left to do."""
         try:
-            with self.pool:
-                return self._make(overwrite)
+            with Workers(self.workers) as pool:
+                return self._make(pool, overwrite)
         except DataError as error:
             if not isinstance(error, Unfinished) and not isinstance(error.__cause__, OSError):
                 self._clean()  # the same again would not go better
             raise
 
-    def _make(self, overwrite: bool) -> CorpusReport:
-        self._start()
-        index, skipped = self._scan()
+    def _make(self, pool: Workers, overwrite: bool) -> CorpusReport:
+        if not self.work.exists() and any(self.out.glob(f"{WORK}*")):
+            logger.warning("inputs or options are not those of the run that was stopped; starting over")
+            self._clean()
+        self.work.mkdir(exist_ok=True)
+        index, skipped = self._scan(pool)
         fingerprint = index.fingerprint(self.facts)
-        known: dict[str, Any] = {"stamp": self.stamp, "inputs": absolute(self.inputs), "skipped": skipped}
-        known["num_duplicates"] = index.num_duplicates
         if (self.out / FACTS).exists() and not overwrite:
             report = read_report(self.out)
             if report.fingerprint != fingerprint:
@@ -98,119 +103,165 @@ class Job:
             check_complete(report)
         else:
             index.check(self.options)
-            self._tokenizer(index)
-            vocabulary = read_vocabulary(self.work / "tokenizer.json", self.options.end_token)
-            parts = index.parts()
-            self._encode(parts, vocabulary.end, vocabulary.dtype)
-            report = write_splits(
-                self.work, self.out, index, parts, vocabulary, self.facts, fingerprint, self._step("writing")
-            )
-        write_json(self.out / INPUTS, known)
+            self._tokenizer(index.training_sample(self.options.tokenizer_bytes))
+            report = self._write(index, self._encode(pool, index), fingerprint)
+        found: dict[str, Any] = {"skipped": skipped, "num_duplicates": index.num_duplicates}
+        write_json(self.out / INPUTS, {"stamp": self.stamp, "inputs": absolute(self.inputs), **found})
         write_json(self.out / FACTS, report.facts())  # the last: it says that all is there
         self._clean()
-        return replace(report, skipped=skipped, num_duplicates=index.num_duplicates)
+        return replace(report, **found)
 
-    def _start(self) -> None:
-        if not self.work.exists() and any(self.out.glob(f"{WORK}*")):
-            logger.warning("inputs or options are not those of the run that was stopped; starting over")
-            self._clean()
-        self.work.mkdir(exist_ok=True)
-        sources = [(source.path, source.kind) for source in self.found.files]
-        write_json(self.work / "plan.json", {"sources": sources, "options": self._scan_options()})
-
-    def _scan_options(self) -> dict[str, Any]:
-        names = ("salt", "text_key", "min_chars", "max_chars", "cut_chars")
-        return {name: getattr(self.options, name) for name in names}
-
-    def _scan(self) -> tuple[Index, dict[str, int]]:
+    def _scan(self, pool: Workers) -> tuple[Index, dict[str, int]]:
         """Find all documents, and sort them."""
-        tasks: list[Task] = []
-        for number, sources in enumerate(_groups(self.found)):
-            spool, result = self.work / f"spool-{number}", self.work / f"scan-{number}.npz"
-            tasks.append(
-                {"do": "scan", "number": number, "sources": sources, "options": self._scan_options()}
-                | {"spool": str(spool), "result": str(result)}
-            )
-        self._run("reading", tasks, [sum(self._size(*source) for source in task["sources"]) for task in tasks])
-        rows, skipped = read_scans([Path(task["result"]) for task in tasks])
-        skipped = dict(self.found.skipped) | skipped
+        groups = list(_groups(self.found))
+        tasks = [
+            (stretches, self.options, number, self.work, self.work / f"scan-{number}.npz")
+            for number, (stretches, _) in enumerate(groups)
+        ]
+        self._run(pool, "reading", scan, tasks, [num_bytes for _, num_bytes in groups])
+        rows, passed_over = read_scans(task[-1] for task in tasks)
+        skipped = {**self.found.skipped, **passed_over}
         if not len(rows):
             why = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
             raise DataError(f"no text in any of {len(self.found.files):,} files ({why or 'all empty'})")
-        index = Index(rows, self.options)
-        with replacing(self.work / "index.npy") as file:
-            np.save(file, index.rows)
-        return index, skipped
+        return Index(rows, self.options), skipped
 
-    def _size(self, number: int, _path: str, _kind: str, packed: bool, start: int, stop: int) -> int:
-        return self.found.files[number].size if packed else stop - start
-
-    def _tokenizer(self, index: Index) -> None:
-        """Train the tokenizer, or take the one that was given."""
+    def _tokenizer(self, sample: Locations) -> None:
+        """Train a tokenizer on some documents, or copy the one that is given."""
         result = self.work / "tokenizer.json"
         if self.options.tokenizer is not None:
-            write_bytes(result, tokenizer_file(self.options.tokenizer).read_bytes())
-            config = tokenizer_file(self.options.tokenizer).with_name("tokenizer_config.json")
-            if config.is_file():
+            given = tokenizer_file(self.options.tokenizer)
+            write_bytes(result, given.read_bytes())
+            if (config := given.with_name("tokenizer_config.json")).is_file():
                 shutil.copyfile(config, self.work / config.name)
             return
-        start, stop = index.training_sample(self.options.tokenizer_bytes)
-        task = {"do": "train", "folder": str(self.work), "start": start, "stop": stop, "result": str(result)}
-        task |= {"vocab_size": self.options.vocab_size, "special_tokens": SPECIAL_TOKENS}
+        asked = self.options.vocab_size
         with Workers(1, threads=self.workers) as alone:
-            self._run("training the tokenizer", [task], [0], alone)
-        check_trained(result, self.options.vocab_size)
+            self._run(alone, "training the tokenizer", train, [(self.work, sample, asked, result)], [0])
+        if (size := read_vocabulary(result).vocab_size) < asked:
+            raise DataError(
+                f"the training split has text for a vocabulary of {size:,} only; "
+                f"use --vocab-size {size} or less, or more text"
+            )
 
-    def _encode(self, parts: list[Part], end: int, dtype: str) -> None:
-        tasks: list[Task] = [
-            {"do": "encode", "folder": str(self.work), "start": part.start, "stop": part.stop, "end": end}
-            | {"dtype": dtype, "result": str(self.work / f"{part.split}-{part.number}.npz")}
-            for part in parts
-        ]
-        self._run("encoding", tasks, [part.num_bytes for part in parts])
+    def _encode(self, pool: Workers, index: Index) -> dict[Path, Part]:
+        parts = {self.work / f"{part.split}-{part.number}.npz": part for part in index.parts()}
+        vocabulary = self._vocabulary()
+        tasks = [(self.work, part.rows, vocabulary, result) for result, part in parts.items()]
+        self._run(pool, "encoding", encode, tasks, [part.num_bytes for part in parts.values()])
+        return parts
 
-    def _run(self, step: str, tasks: list[Task], sizes: list[int], pool: Workers | None = None) -> None:
-        """Do the tasks whose result is not there yet."""
-        tell = self._step(step)
-        left = [number for number, task in enumerate(tasks) if not Path(task["result"]).exists()]
+    def _vocabulary(self) -> Vocabulary:
+        return read_vocabulary(self.work / "tokenizer.json", self.options.end_token)
+
+    def _run(
+        self, pool: Workers, step: str, function: Callable[..., None], tasks: list[Any], sizes: list[int]
+    ) -> None:
+        """Do the tasks whose result, their last argument, is not there yet."""
+        left = [number for number, task in enumerate(tasks) if not task[-1].exists()]
         total = sum(sizes)
         done = total - sum(sizes[number] for number in left)
-        tell(done, total)
-        for finished, _ in (pool or self.pool).run([tasks[number] for number in left]):
+        self.progress(step, done, total)
+        for finished in pool.run(function, [tasks[number] for number in left]):
             done += sizes[left[finished]]
-            tell(done, total)
+            self.progress(step, done, total)
 
-    def _step(self, name: str) -> Callable[[int, int], None]:
-        return lambda done, total: self.progress(name, done, total)
+    def _write(self, index: Index, parts: dict[Path, Part], fingerprint: str) -> CorpusReport:
+        """Write the token files and the tokenizer into `out`; a corpus that was there is none from the start."""
+        vocabulary, tokenizer = self._vocabulary(), checksum(self.work / "tokenizer.json")
+        shared: dict[str, Any] = {"vocab_size": vocabulary.vocab_size, "special_ids": vocabulary.special_ids()}
+        shared |= {"tokenizer_sha256": tokenizer, "fingerprint": fingerprint}
+        splits: dict[str, SplitCounts] = {}
+        counts = {split: np.zeros(vocabulary.vocab_size, np.int64) for split in index.splits}
+        done = 0
+        self.progress("writing", done, len(parts))
+        for split, rows in index.splits.items():
+            meta = {**shared, "split": split}
+            with TokenWriter(self.work / f"{split}.bin", dtype=vocabulary.dtype, meta=meta) as writer:
+                for path in [path for path, part in parts.items() if part.split == split]:
+                    ids, lengths = _read_part(path)
+                    writer.add_many(ids, lengths)
+                    counts[split] += np.bincount(ids, minlength=vocabulary.vocab_size)
+                    done += 1
+                    self.progress("writing", done, len(parts))
+            splits[split] = SplitCounts(len(rows), writer.num_tokens, int(rows["size"].sum()))
+        self._put_in_place()
+        return CorpusReport(
+            folder=self.out,
+            splits=splits,
+            dtype=vocabulary.dtype,
+            unigram_entropy=entropy(counts["train"]),
+            validation_unigram_loss=unigram_loss(counts["train"], counts["validation"])
+            if "validation" in splits
+            else None,
+            options=self.facts,
+            **shared,
+        )
+
+    def _put_in_place(self) -> None:
+        (self.out / FACTS).unlink(missing_ok=True)
+        for name in (*(f"{split}.bin" for split in SPLITS), "tokenizer.json", "tokenizer_config.json"):
+            made = self.work / name
+            if not made.exists():
+                (self.out / name).unlink(missing_ok=True)
+            elif made.suffix == ".bin":
+                made.replace(self.out / name)
+            else:
+                write_bytes(self.out / name, made.read_bytes())
 
     def _clean(self) -> None:
         """Remove all that was kept to go on with; renamed first, so that nobody goes on with half of it."""
-        self._empty_trash()
         for path in self.out.glob(f"{WORK}*"):
-            path.rename(path.with_name(TRASH + path.name))
-        self._empty_trash()
-
-    def _empty_trash(self) -> None:
+            path.rename(beside(path, TRASH))
         for path in self.out.glob(f"{TRASH}*"):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _groups(found: Found) -> Iterator[list[list[Any]]]:
-    """Group the files into tasks: many small ones together, a large JSONL file in stretches."""
-    group: list[list[Any]] = []
+def _groups(found: Found) -> Iterator[tuple[list[Stretch], int]]:
+    """Group the files into tasks with their sizes: many small ones together, a large JSONL file in stretches."""
+    group: list[Stretch] = []
     num_bytes = 0
-    for number, source in enumerate(found.files):
-        whole = [number, source.path, source.kind, source.packed, 0, source.size]
+    for source in found.files:
+        whole = Stretch(source.path, source.kind, source.packed)
         if source.kind == "json" and not source.packed and source.size > _RANGE_BYTES:
             for start in range(0, source.size, _RANGE_BYTES):
-                yield [[*whole[:4], start, min(start + _RANGE_BYTES, source.size)]]
+                stop = min(start + _RANGE_BYTES, source.size)
+                yield [replace(whole, start=start, stop=stop)], stop - start
             continue
-        if source.packed:
-            whole[5] = 1 << 62  # its size unpacked is not known
         if group and (num_bytes + source.size > _SCAN_BYTES or len(group) >= _SCAN_FILES):
-            yield group
+            yield group, num_bytes
             group, num_bytes = [], 0
         group.append(whole)
         num_bytes += source.size
     if group:
-        yield group
+        yield group, num_bytes
+
+
+def train(folder: Path, sample: Locations, vocab_size: int, result: Path) -> None:
+    """Train a byte-level BPE tokenizer on documents of the index, in a worker."""
+    groups = (read_texts(folder, sample[start : start + 64]) for start in range(0, len(sample), 64))
+    tokenizer = train_tokenizer(groups, vocab_size, SPECIAL_TOKENS)
+    write_bytes(result, tokenizer.to_str(pretty=True).encode() + b"\n")
+
+
+_ENCODERS: dict[Path, Encoder] = {}
+
+
+def encode(folder: Path, rows: Locations, vocabulary: Vocabulary, result: Path) -> None:
+    """Encode documents into one part of a split, in a worker: ids one after the other, and their lengths."""
+    if folder not in _ENCODERS:
+        _ENCODERS[folder] = Encoder(folder)
+    ids = _ENCODERS[folder].encode(read_texts(folder, rows))
+    end = np.array([vocabulary.end], np.uint32)
+    joined = np.concatenate([part for one in ids for part in (one, end)]).astype(vocabulary.dtype)
+    with replacing(result) as file:
+        np.savez(file, ids=joined, lengths=np.array([len(one) + 1 for one in ids], np.int64))
+
+
+def _read_part(path: Path) -> tuple[Any, Any]:
+    try:
+        with np.load(path) as part:
+            return part["ids"], part["lengths"]
+    except (ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
+        path.unlink(missing_ok=True)
+        raise Unfinished(f"{path} is damaged ({error}); run the command again, which makes it again") from error

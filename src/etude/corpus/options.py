@@ -1,6 +1,6 @@
 """CorpusOptions: what decides the content of a prepared corpus, checked."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from etude.core.errors import DataError
@@ -66,8 +66,7 @@ class CorpusOptions:
 
     def facts(self) -> dict[str, Any]:
         """Return what decides the content as plain values, without paths of this machine."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values |= {"include": list(self.include), "exclude": list(self.exclude)}
+        values = asdict(self) | {"include": list(self.include), "exclude": list(self.exclude)}
         if values.pop("tokenizer") is None:
             del values["end_token"]
         else:

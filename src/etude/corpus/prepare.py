@@ -1,8 +1,8 @@
 """The doors: `prepare_corpus` makes a corpus of files, `ensure_corpus` makes it only if it is not there."""
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,9 @@ from etude.core.errors import DataError
 from etude.corpus.job import Job, Progress
 from etude.corpus.options import CorpusOptions
 from etude.corpus.place import check_complete, compare_options, folder_lock, read_inputs
-from etude.corpus.pool import available_cores, require_tokenizers
 from etude.corpus.report import FACTS, CorpusReport, read_report
 from etude.corpus.sources import STDLIB, absolute, find_sources
-from etude.corpus.tokenizer import checksum, read_vocabulary, tokenizer_file
+from etude.corpus.tokenizer import checksum, read_vocabulary, require_tokenizers, tokenizer_file
 
 
 def prepare_corpus(
@@ -74,11 +73,17 @@ def _prepare(
         raise DataError(f"workers must be at least 1, got {workers}")
     facts = _facts(options)
     found = find_sources(inputs, include=options.include, exclude=options.exclude, out=out)
-    with _in_words(out), _going_on():
+    try:
         out.mkdir(parents=True, exist_ok=True)
         with folder_lock(out, wait=wait):
-            job = Job(inputs, out, options, facts, found, workers or available_cores(), progress or _silent)
-            return job.reuse(overwrite) or job.make(overwrite)
+            job = Job(inputs, out, options, facts, found, workers or _available_cores(), progress or _silent)
+            return (None if overwrite else job.reuse()) or job.make(overwrite)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename and os.fspath(error.filename) != os.fspath(out) else ""
+        raise DataError(f"{out} cannot be written: {error.strerror or error}{where}") from error
+    except KeyboardInterrupt as stop:
+        stop.add_note("run the same command again to go on")
+        raise
 
 
 def _facts(options: CorpusOptions) -> dict[str, Any]:
@@ -98,19 +103,6 @@ def _silent(_step: str, _done: int, _total: int) -> None:
     pass
 
 
-@contextlib.contextmanager
-def _in_words(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename and os.fspath(error.filename) != os.fspath(out) else ""
-        raise DataError(f"{out} cannot be written: {error.strerror or error}{where}") from error
-
-
-@contextlib.contextmanager
-def _going_on() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        stop.add_note("run the same command again to go on")
-        raise
+def _available_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,19 @@ class CorpusReport:
     """A prepared corpus."""
 
     folder: Path
-    splits: Mapping[str, SplitCounts]
     vocab_size: int
     dtype: str
     special_ids: Mapping[str, int | None]
     """Ids of `end`, `pad` and `mask`; None where the tokenizer has no such token."""
+    splits: Mapping[str, SplitCounts]
     unigram_entropy: float
     """Entropy of the tokens of the training split, in nats: the loss of a model that knows only how common they are."""
     validation_unigram_loss: float | None
     """Loss of that model, with one added to each count, on the validation split: what a language model must beat."""
     tokenizer_sha256: str
+    options: Mapping[str, Any]
     fingerprint: str
     """A hash of all that decides the content of the files."""
-    options: Mapping[str, Any]
     num_duplicates: int = 0
     """Documents left out as copies of others."""
     skipped: Mapping[str, int] = field(default_factory=dict)
@@ -55,28 +55,14 @@ class CorpusReport:
 
     def facts(self) -> dict[str, Any]:
         """Return the content of dataset.json, which depends on the documents and options only."""
-        splits = {
-            name: {
-                "documents": split.documents,
-                "tokens": split.tokens,
-                "bytes": split.bytes,
-                "bytes_per_token": round(split.bytes_per_token, 4),
-            }
-            for name, split in self.splits.items()
-        }
-        loss = self.validation_unigram_loss
-        return {
-            "format": 1,
-            "vocab_size": self.vocab_size,
-            "dtype": self.dtype,
-            "special_ids": dict(self.special_ids),
-            "splits": splits,
-            "unigram_entropy": round(self.unigram_entropy, 6),
-            "validation_unigram_loss": None if loss is None else round(loss, 6),
-            "tokenizer_sha256": self.tokenizer_sha256,
-            "options": dict(self.options),
-            "fingerprint": self.fingerprint,
-        }
+        facts = {"format": 1} | asdict(self)
+        for name in ("folder", "num_duplicates", "skipped", "reused"):
+            del facts[name]
+        for name, split in self.splits.items():
+            facts["splits"][name]["bytes_per_token"] = round(split.bytes_per_token, 4)
+        for name in ("unigram_entropy", "validation_unigram_loss"):
+            facts[name] = None if facts[name] is None else round(facts[name], 6)
+        return facts
 
 
 def read_report(folder: str | Path) -> CorpusReport:
@@ -84,22 +70,12 @@ def read_report(folder: str | Path) -> CorpusReport:
     path = Path(folder) / FACTS
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-        counts = {
+        known = {field.name: facts[field.name] for field in fields(CorpusReport) if field.name in facts}
+        known["splits"] = {
             name: SplitCounts(split["documents"], split["tokens"], split["bytes"])
             for name, split in facts["splits"].items()
         }
-        return CorpusReport(
-            folder=Path(folder),
-            splits=counts,
-            reused=True,
-            **{
-                key: facts[key]
-                for key in (
-                    *("vocab_size", "dtype", "special_ids", "unigram_entropy", "validation_unigram_loss"),
-                    *("tokenizer_sha256", "options", "fingerprint"),
-                )
-            },
-        )
+        return CorpusReport(folder=Path(folder), reused=True, **known)
     except FileNotFoundError:
         raise DataError(f"{folder} has no {FACTS}; make it with: etude tokenize INPUTS --out {folder}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,0 +1,209 @@
+"""The documents of text and JSONL files: read once, hashed, and kept as plain text where workers find them again."""
+
+import gzip
+import hashlib
+import io
+import json
+import struct
+import unicodedata
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.core.errors import DataError
+from etude.core.files import replacing
+from etude.corpus.options import CorpusOptions
+
+HEAD_BYTES = 8192
+"""Where a zero byte shows that a file is not text."""
+
+LOCATION = np.dtype(
+    [(name, "<u8") for name in ("high", "low", "raw")] + [(name, "<i8") for name in ("file", "offset", "size")]
+)
+"""A document: its digest (of the normalised content, high and low), a digest of its very bytes, and where these lie:
+the number of the file that a scan wrote, the first byte, and how many there are."""
+
+Locations = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A file, or the lines of a JSONL file that begin in some of its bytes."""
+
+    path: str
+    kind: str
+    packed: bool
+    start: int = 0
+    stop: int = 1 << 62
+
+
+class Skip(Exception):
+    """A file that is passed over; says why."""
+
+
+def scan(stretches: Sequence[Stretch], options: CorpusOptions, number: int, folder: Path, result: Path) -> None:
+    """Write the documents of files one after the other to a file of this number, and to `result` where each lies."""
+    rows: list[tuple[int, ...]] = []
+    skipped: Counter[str] = Counter()
+    with replacing(_text_file(folder, number)) as file:
+        for stretch in stretches:
+            before, place = len(rows), file.tell()
+            try:
+                for text in documents(stretch, options):
+                    if reason := _unwanted(text, options):
+                        skipped[reason] += 1
+                        continue
+                    raw = text.encode()
+                    rows.append((*digests(text, raw, options.salt), number, file.tell(), len(raw)))
+                    file.write(raw)
+            except Skip as reason:  # all documents of a file or none
+                del rows[before:]
+                file.truncate(file.seek(place))
+                skipped[str(reason)] += 1
+    with replacing(result) as file:
+        np.savez(file, rows=np.array(rows, LOCATION), skipped=json.dumps(skipped))
+
+
+def read_texts(folder: Path, rows: Locations) -> list[str]:
+    """Return documents that were scanned, in the order of their locations."""
+    texts, places = [""] * len(rows), rows[["file", "offset", "size"]].tolist()
+    order = np.lexsort((rows["offset"], rows["file"])).tolist()  # as they lie on the disk
+    for number, group in groupby(order, key=lambda place: places[place][0]):
+        with _text_file(folder, number).open("rb") as file:
+            for place in group:
+                file.seek(places[place][1])
+                texts[place] = file.read(places[place][2]).decode()
+    return texts
+
+
+def _text_file(folder: Path, number: int) -> Path:
+    return folder / f"text-{number}"
+
+
+def _unwanted(text: str, options: CorpusOptions) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+        return "not valid Unicode"
+    if not text or text.isspace():
+        return "empty"
+    if len(text) < options.min_chars:
+        return "too short"
+    return "too long" if options.max_chars is not None and len(text) > options.max_chars else ""
+
+
+def digests(text: str, raw: bytes, salt: str) -> tuple[int, int, int]:
+    """Return 128 bits of the normalised content, which decide split and order, and 64 bits of the exact content.
+
+    Normalised means: one kind of line end, no white space at line ends or around the text, composed characters. So
+    copies that differ in nothing a reader would see have one digest.
+    """
+    lines = "\n".join(map(str.rstrip, unicodedata.normalize("NFC", text).splitlines())).strip()
+    key = hashlib.blake2b(salt.encode(), digest_size=32).digest()
+    high, low = struct.unpack(">QQ", hashlib.blake2b(lines.encode(), digest_size=16, key=key).digest())
+    return high, low, int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
+
+
+def documents(stretch: Stretch, options: CorpusOptions) -> Iterator[str]:
+    """Yield the documents of a file: the whole text or pieces of it, or those of every line of JSON."""
+    is_json = stretch.kind == "json"
+    try:
+        with _open(stretch) as file:
+            for text in _json_texts(file, stretch, options.text_key) if is_json else [_decoded(file)]:
+                pieces = cut_at_lines(text, options.cut_chars) if options.cut_chars else iter([text.read()])
+                yield next(pieces, "")
+                yield from pieces
+    except UnicodeDecodeError:
+        raise Skip("not UTF-8") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{stretch.path} is not a readable gzip file ({error}); replace or exclude it") from None
+    except OSError as error:
+        if is_json:
+            raise DataError(f"{stretch.path} cannot be read ({error.strerror})") from None
+        raise Skip("unreadable") from None
+
+
+def _open(stretch: Stretch) -> IO[bytes]:
+    path = Path(stretch.path)
+    return cast("IO[bytes]", gzip.open(path)) if stretch.packed else path.open("rb")
+
+
+def _decoded(file: IO[bytes]) -> IO[str]:
+    """Return a text file as text, without a byte order mark."""
+    if b"\0" in file.read(HEAD_BYTES):
+        raise Skip("binary")
+    file.seek(0)
+    return io.TextIOWrapper(file, "utf-8-sig", newline="\n")
+
+
+def cut_at_lines(file: IO[str], max_chars: int) -> Iterator[str]:
+    """Cut a text at line ends into pieces of at most `max_chars`; a longer line is cut where it must be.
+
+    >>> list(cut_at_lines(io.StringIO("one\\ntwo\\nthree\\nabcdefghijkl"), 10))
+    ['one\\ntwo\\n', 'three\\n', 'abcdefghij', 'kl']
+    """
+    held: list[str] = []
+    chars = 0
+    while line := file.readline(max_chars):
+        if held and chars + len(line) > max_chars:
+            yield "".join(held)
+            held, chars = [], 0
+        held.append(line)
+        chars += len(line)
+    if held:
+        yield "".join(held)
+
+
+def _json_texts(file: IO[bytes], stretch: Stretch, key: str) -> Iterator[IO[str]]:
+    """Yield the texts of the lines that begin in a stretch."""
+    offset = stretch.start
+    if offset:
+        file.seek(offset - 1)
+        offset += len(file.readline()) - 1  # the line that holds this byte began before
+    while offset < stretch.stop and (line := file.readline()):
+        if line.strip():
+            try:
+                text = _json_text(line, key)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{stretch.path}:{_line_number(file, offset)}: {error}") from None
+            yield io.StringIO(text, newline="\n")
+        offset += len(line)
+
+
+def _json_text(line: bytes, key: str) -> str:
+    """Return the text of one line of JSONL; null counts as an empty text."""
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a line of JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"expected an object with key '{key}', got {_kind(record)}")
+    if key not in record:
+        keys = ", ".join(list(map(str, record))[:8]) or "none"
+        raise ValueError(f"no key '{key}' (keys: {keys}); name it with --text-key")
+    text = record[key]
+    if not isinstance(text, str | None):
+        raise ValueError(f"'{key}' must be a string, got {_kind(text)}")
+    return text or ""
+
+
+def _kind(value: object) -> str:
+    names = {list: "a list", dict: "an object", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _line_number(file: IO[bytes], offset: int) -> int:
+    """Return the number of the line that begins at a byte, as editors count."""
+    file.seek(0)
+    number = 1
+    while offset > 0 and (piece := file.read(min(offset, 1 << 20))):
+        number += piece.count(b"\n")
+        offset -= len(piece)
+    return number
