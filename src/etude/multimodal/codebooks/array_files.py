@@ -70,7 +70,7 @@ def npz_entries(path: Path) -> list[Entry]:
     except (DataError, OSError) as error:
         raise _unreadable(path, error) from error
     except Exception as error:  # zipfile has no base class for what damaged archives raise
-        raise _damaged(str(path), error) from error
+        raise damaged(str(path), error) from error
     return entries
 
 
@@ -84,7 +84,7 @@ def safetensors_entries(path: Path) -> list[Entry]:
                 tensor: Tensor = file.get_tensor(key)
                 return tensor  # a view of the mapped file: the caller copies it
         except (SafetensorError, AttributeError, ValueError) as error:  # a dtype that torch does not have
-            raise _damaged(f"{path}, {key!r}", error) from error
+            raise damaged(f"{path}, {key!r}", error) from error
 
     entries = []
     try:
@@ -96,7 +96,7 @@ def safetensors_entries(path: Path) -> list[Entry]:
     except OSError as error:
         raise _unreadable(path, error) from error
     except SafetensorError as error:
-        raise _damaged(str(path), error) from error
+        raise damaged(str(path), error) from error
     return entries
 
 
@@ -117,7 +117,7 @@ def array_of(
         flat: Array = np.frombuffer(raw, dtype) if raw else np.empty(0, dtype)
         return flat.reshape(shape, order="F" if order == "F" else "C")
     except ValueError as error:  # more dimensions than NumPy has, or empty and too long
-        raise _damaged(where, error) from error
+        raise damaged(where, error) from error
 
 
 def _read_member(path: Path, name: str) -> Array:
@@ -130,7 +130,7 @@ def _read_member(path: Path, name: str) -> Array:
     except (DataError, OSError) as error:
         raise _unreadable(path, error) from error
     except Exception as error:
-        raise _damaged(where, error) from error
+        raise damaged(where, error) from error
 
 
 def _read_npy(file: IO[bytes], size: int, where: str) -> Array:
@@ -169,7 +169,7 @@ def _npy_header(file: IO[bytes], where: str) -> tuple[np.dtype[np.generic], tupl
     except DataError:
         raise
     except Exception as error:  # a damaged header is parsed as Python text, which fails in many ways
-        raise _damaged(where, error) from error
+        raise damaged(where, error) from error
     return dtype, tuple(shape), "F" if fortran else "C"
 
 
@@ -179,6 +179,7 @@ def _unreadable(path: Path, error: DataError | OSError) -> DataError:
     return DataError(f"{path}: cannot be read ({error.strerror or error})")
 
 
-def _damaged(where: str, error: Exception) -> DataError:
+def damaged(where: str, error: Exception) -> DataError:
+    """Return the error for a file that makes no sense."""
     words = " ".join(str(error).split())[:160] or type(error).__name__
     return DataError(f"{where}: damaged, or not what its name says: {words}; copy or write it again")

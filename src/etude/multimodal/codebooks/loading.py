@@ -10,7 +10,6 @@ from torch import Tensor
 from etude.core.errors import ConfigError, DataError
 from etude.core.spelling import did_you_mean, nearest, shorten
 from etude.multimodal.codebooks.array_files import Array, Entry, npy_entries, npz_entries, safetensors_entries
-from etude.multimodal.codebooks.joblib_reader import joblib_entries
 
 CODEBOOK_KEYS = ("centroids", "codebook", "centers", "cluster_centers_", "values")
 NPZ_KEYS = ("bin_centers", "centers", "quantile_centers", "centroids", "codebook", "values")
@@ -38,6 +37,10 @@ def load_codebook(path: str | Path, key_candidates: Sequence[str] = CODEBOOK_KEY
     path, candidates = _existing(path), _checked(key_candidates)
     suffix = path.suffix.lower()
     if suffix in _JOBLIB or (suffix in _COMPRESSED and Path(path.stem).suffix.lower() in _JOBLIB):
+        try:
+            from etude.multimodal.codebooks.joblib_files import joblib_entries
+        except ImportError as error:
+            raise DataError(f"{path}: joblib files need joblib: pip install 'etude[joblib]'") from error
         return _load(path, joblib_entries(path, candidates), candidates)
     readers = {".npz": npz_entries, ".npy": npy_entries, ".safetensors": safetensors_entries}
     if suffix not in readers:
