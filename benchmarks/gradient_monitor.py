@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks.table import Row, Table, progress, publish, quartiles, read_options, take_device
 from etude.callbacks import GradientMonitor
 from etude.callbacks.gradient_norms import Measuring
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import ClassificationLoss, LanguageModelingLoss, SupervisedTask
@@ -74,7 +74,7 @@ def works(device: torch.device) -> dict[str, tuple[Callable[[], nn.Module], obje
 def make_step(make: Callable[[], nn.Module], task: SupervisedTask, device: torch.device) -> Step:
     torch.manual_seed(0)
     model = make().to(device)
-    precision = Precision("fp32", device)
+    precision = MixedPrecision("fp32", device)
     return Step(
         model, task, Updater(AdamW(model.parameters(), lr=1e-4), clip_norm=1.0, precision=precision), precision
     )

@@ -17,7 +17,7 @@ from etude.losses import SupervisedTask
 from etude.models import CausalTransformerLM
 from etude.multimodal import MeaningfulLoss, build_vocab_spec
 from etude.multimodal.loss import Reconstruction, make_reconstruction
-from etude.multimodal.loss.fused import Part, expected_value_sums
+from etude.multimodal.loss.fused import LossPart, expected_value_sums
 
 POSITIONS, WIDTH, CODES, VALUES = 4096, 256, 8192, 64
 KINDS = ("mse", "huber", "wasserstein", "hl_gauss")
@@ -73,7 +73,7 @@ class Problem:
     def fused(self, rows: int) -> Tensor:
         """What `MeaningfulLoss` does."""
         own = slice(0, self.codes)
-        part = Part(self.reconstruction, own, None, self.targets[:rows], self.row_weights[:rows])
+        part = LossPart(self.reconstruction, own, None, self.targets[:rows], self.row_weights[:rows])
         sums, _ = expected_value_sums(HeadOutput(self.hidden[:rows], self.weight), [part])
         return sums[0]
 

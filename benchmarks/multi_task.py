@@ -23,7 +23,7 @@ from benchmarks.table import (
     take_device,
 )
 from etude.engine.callback import CallbackList
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import BinaryLoss, ClassificationLoss, LanguageModelingLoss, MultiLabelLoss
@@ -116,7 +116,11 @@ def etude_step(
     name: str, batch: BatchDict, device: torch.device, width: int, *, looking: bool
 ) -> Callable[[], object]:
     weighting = WEIGHTINGS[name](TASKS)
-    model, task, precision = make_model(weighting, device, width), make_task(weighting), Precision("fp32", device)
+    model, task, precision = (
+        make_model(weighting, device, width),
+        make_task(weighting),
+        MixedPrecision("fp32", device),
+    )
     updater = Updater(AdamW(model.parameter_groups(), lr=1e-4), clip_norm=1.0, precision=precision)
     step = Step(model, task, updater, precision)
     if looking:

@@ -11,7 +11,7 @@ from torch import nn
 
 from etude.core import Clock, StepReport
 from etude.engine.callback import Callback, CallbackList, Gradients, RunInfo
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.multitask.gradients import TaskGradients, TaskGradientWatcher
 
 STEPS = 4
@@ -96,7 +96,7 @@ class Life:
             for callback in callbacks:
                 if isinstance(callback, TaskGradientWatcher) and callback.wants_task_gradients(self.clock.step):
                     callback.on_task_gradients(task_gradients(self.clock.step))
-            callbacks.on_gradients(Gradients(self.model, list(self.model.parameters()), 8.0, Precision("fp32")))
+            callbacks.on_gradients(Gradients(self.model, list(self.model.parameters()), 8.0, MixedPrecision("fp32")))
             self.optimizer.zero_grad()  # the weights are set below, by epoch
             self.optimizer.step()
             self.clock.step += 1

@@ -29,7 +29,7 @@ from etude.callbacks.gradient_norms import ParameterNumbers
 from etude.cli.main import _errors_in_words
 from etude.core import Clock, ConfigError, TrainingError
 from etude.engine.callback import CallbackList, Gradients, RunInfo
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 
 
 def tokens_net(width=16, vocabulary=30):
@@ -438,7 +438,7 @@ def test_only_the_main_process_speaks(caplog, is_main):
     backward(model := sick())
     model_run = RunInfo("x", model, None, Clock(), torch.device("cpu"), 1, 1, 1, None, is_main=is_main)
     listed.on_train_begin(model_run)
-    listed.on_gradients(Gradients(model, (), 1.0, Precision("fp32")))
+    listed.on_gradients(Gradients(model, (), 1.0, MixedPrecision("fp32")))
     with caplog.at_level(logging.WARNING, "etude"):
         listed.on_log({})
     assert len(caplog.records) == int(is_main)

@@ -6,7 +6,7 @@ from distributed_runs import records
 from safetensors.torch import load
 
 from etude.distributed import World
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import SupervisedTask
@@ -118,7 +118,7 @@ def test_alone_a_step_does_nothing_for_others(monkeypatch):
     model = torch.nn.Linear(3, 2)
     task = SupervisedTask()
     updater = Updater(torch.optim.SGD(model.parameters(), lr=0.1))
-    step = Step(model, task, updater, Precision("fp32"), world=World())
+    step = Step(model, task, updater, MixedPrecision("fp32"), world=World())
     assert step.objective.task is task
     for name in ("check_gradients", "local_gradients", "_on_device"):
         monkeypatch.setattr(f"etude.engine.objective.{name}", None)

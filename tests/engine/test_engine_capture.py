@@ -17,7 +17,7 @@ from torch import nn
 from etude.core import TrainingError
 from etude.engine import capture as module
 from etude.engine.capture import MOST_FORMS, WARM_UP_STEPS, Capture
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import ClassificationLoss, SupervisedTask
@@ -33,7 +33,7 @@ def make(model=None, **options):
     trained = [param for param in model.parameters() if param.requires_grad]
     updater = Updater(AdamW(trained, lr=1e-2), clip_norm=1.0)
     task = options.pop("task", None) or SupervisedTask(ClassificationLoss())
-    step = Step(model, task, updater, Precision("fp32"), metrics=True)
+    step = Step(model, task, updater, MixedPrecision("fp32"), metrics=True)
     share = options.pop("share", 1.0)
     step.capture = Capture(step, RunAgain(step, share), **options)
     notices = []

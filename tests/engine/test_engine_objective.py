@@ -14,7 +14,7 @@ from etude.core import ConfigError, LossTerm, Task, TrainingError
 from etude.core.task import as_task
 from etude.data import as_loader
 from etude.engine.evaluation import evaluate
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 
@@ -58,7 +58,7 @@ def make_batch(terms, samples, seed):
 def gradients(batches, task, precision=None):
     """Return the gradients that a step applies, and its report."""
     model = make_model()
-    precision = precision or Precision("fp32")
+    precision = precision or MixedPrecision("fp32")
     updater = Updater(torch.optim.SGD(model.parameters(), lr=1.0), precision=precision)
     before = copy.deepcopy(model)
     report = Step(model, task, updater, precision)(batches)
@@ -129,7 +129,7 @@ def test_counts_that_lack_a_term_are_an_error():
 
 def test_the_loss_scale_changes_nothing():
     parts = [make_batch(["a"], 5, 1), make_batch(["a", "b"], 3, 2)]
-    precision = Precision("fp16", summands=8)
+    precision = MixedPrecision("fp16", summands=8)
     precision.autocast = nullcontext
     found, report = gradients(parts, Patterned(), precision)
     assert not report.skipped

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from etude.core import LossTerm, Task, TrainingError
 from etude.engine.meter import Meter
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import ClassificationLoss, LanguageModelingLoss, SupervisedTask
@@ -33,7 +33,7 @@ def small_model(seed=0, dtype=torch.float32):
 
 
 def make_step(model, optimizer, task=None, *, clip_norm=None, clip_value=None, precision=None, metrics=False):
-    precision = precision or Precision("fp32")
+    precision = precision or MixedPrecision("fp32")
     updater = Updater(optimizer, clip_norm=clip_norm, clip_value=clip_value, precision=precision)
     return Step(model, task or SupervisedTask(ClassificationLoss()), updater, precision, metrics=metrics)
 
@@ -150,7 +150,7 @@ class CountHostReads(TorchDispatchMode):
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd_nesterov", "adam"])
 def test_step_reads_nothing_from_the_device(precision, num_micro, optimizer):
     model = small_model()
-    chosen = Precision(precision)
+    chosen = MixedPrecision(precision)
     step = make_step(model, OPTIMIZERS[optimizer](model.parameters()), clip_norm=1.0, precision=chosen, metrics=True)
     data = list(batches(num_micro))
     while float(step(data).skipped):  # up to the first update that counts, the step may look
@@ -184,7 +184,7 @@ def test_non_finite_update_is_skipped_and_leaves_no_trace(name, bad_step):
 
 def test_fp16_scale_shrinks_on_overflow_and_training_goes_on():
     model = small_model()
-    precision = Precision("fp16", loss_scale=2.0**60, summands=8)
+    precision = MixedPrecision("fp16", loss_scale=2.0**60, summands=8)
     step = make_step(model, AdamW(model.parameters(), lr=1e-2), precision=precision)
     before = copy.deepcopy(model.state_dict())
     x, y = next(iter(batches(1)))
@@ -201,7 +201,7 @@ def test_fp16_scale_shrinks_on_overflow_and_training_goes_on():
 def test_reported_gradient_norms_hold_no_loss_scale(loss_scale, summands):
     model = small_model()
     reference = copy.deepcopy(model).double()
-    precision = Precision("fp16", loss_scale=loss_scale, summands=summands)
+    precision = MixedPrecision("fp16", loss_scale=loss_scale, summands=summands)
     step = make_step(model, SGD(model.parameters(), lr=1e-12), precision=precision)
     for x, y in batches(3):
         report = step([(x, y)])
@@ -216,7 +216,7 @@ def test_fp16_and_bf16_follow_float32():
     results = {}
     for name in ("fp32", "bf16", "fp16"):
         model = small_model()
-        precision = Precision(name, summands=8)
+        precision = MixedPrecision(name, summands=8)
         step = make_step(model, AdamW(model.parameters(), lr=1e-2), clip_norm=1.0, precision=precision)
         for batch in batches(30):
             report = step([batch])

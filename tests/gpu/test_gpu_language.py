@@ -7,7 +7,7 @@ from torch import nn
 from etude import Callback, Trainer
 from etude.engine.meter import ForwardFlops, Meter
 from etude.engine.peak import _measured, listed_flops
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import LanguageModelingLoss, SupervisedTask
@@ -39,7 +39,7 @@ def batch(rows, length):
 
 def test_a_step_with_padding_never_waits():
     model = Model(width=64, layers=1).cuda()
-    precision = Precision("bf16", torch.device("cuda"))
+    precision = MixedPrecision("bf16", torch.device("cuda"))
     updater = Updater(AdamW(model.parameters(), lr=1e-3), clip_norm=1.0, precision=precision)
     task = SupervisedTask(LanguageModelingLoss())
     step, meter = Step(model, task, updater, precision, metrics=True), Meter(task, ForwardFlops(model))

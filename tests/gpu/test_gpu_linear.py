@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import (
@@ -73,7 +73,7 @@ def test_float16_keeps_the_small_probabilities_of_a_large_vocabulary():
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_it_never_waits(no_waiting, precision, training):
     hidden, weight, bias, labels = make(512, 5003, 64)
-    context = Precision(precision, torch.device("cuda")).autocast
+    context = MixedPrecision(precision, torch.device("cuda")).autocast
 
     def once():
         with torch.set_grad_enabled(training):
@@ -108,7 +108,7 @@ def test_a_step_with_a_fused_head_never_waits_and_learns_the_same(no_waiting, pr
     for fused in (False, "head"):
         torch.manual_seed(0)
         model = Model().cuda()
-        chosen = Precision(precision, torch.device("cuda"), summands=512)
+        chosen = MixedPrecision(precision, torch.device("cuda"), summands=512)
         updater = Updater(torch.optim.SGD(model.parameters(), lr=0.5), clip_norm=1.0, precision=chosen)
         step = Step(model, SupervisedTask(LanguageModelingLoss(fused_head=fused)), updater, chosen, metrics=True)
         while float(step([batch]).skipped):  # the first step compares both ways, and may look
@@ -169,7 +169,7 @@ def test_the_triton_kernel_is_used(dtype, monkeypatch):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_captured_call_replays_with_other_values(precision):
     hidden, weight, bias, labels = make(300, 5003, 64)
-    context = Precision(precision, torch.device("cuda")).autocast
+    context = MixedPrecision(precision, torch.device("cuda")).autocast
     inputs = (hidden, weight, bias)
 
     def once():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from etude.core import HeadOutput
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import SupervisedTask
@@ -114,7 +114,7 @@ def test_positions_are_drawn_on_the_device(no_waiting, most):
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_never_waits(no_waiting, kind, sample_k, precision):
     hidden, weight, bias, targets = make(1024, 64)
-    context = Precision(precision, torch.device("cuda")).autocast
+    context = MixedPrecision(precision, torch.device("cuda")).autocast
     recon = {name: make_reconstruction(kind, values) for name, values in books().items()}
 
     def once(as_head):
@@ -156,7 +156,7 @@ def test_a_step_never_waits_and_learns_the_same_with_and_without_a_fused_head(no
     for fused, sample_k in ((False, None), ("head", None), ("head", 64)):
         torch.manual_seed(0)
         model = Model().cuda()
-        chosen = Precision(precision, torch.device("cuda"), summands=1024)
+        chosen = MixedPrecision(precision, torch.device("cuda"), summands=1024)
         updater = Updater(torch.optim.SGD(model.parameters(), lr=0.5), clip_norm=1.0, precision=chosen)
         loss = MeaningfulLoss(VOCAB, books(), weight=1.0, sample_k=sample_k, fused_head=fused)
         step = Step(model, SupervisedTask(loss), updater, chosen, metrics=True)

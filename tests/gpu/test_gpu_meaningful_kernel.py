@@ -5,7 +5,7 @@ import torch
 
 from etude.core import HeadOutput
 from etude.multimodal.loss import fused, gpu, make_reconstruction
-from etude.multimodal.loss.fused import ExpectationProblem, Part, expected_value_sums
+from etude.multimodal.loss.fused import ExpectationProblem, LossPart, expected_value_sums
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
@@ -116,7 +116,7 @@ def whole(kind, size, num=512, codes=300, width=64):
     """A head under autocast, its part, and a function of both that returns the loss and gradients."""
     p = make(kind, num, codes, width, size, torch.bfloat16)
     hidden, weight = p.hidden.requires_grad_(), p.weight.float().requires_grad_()
-    part = Part(p.reconstruction, slice(0, codes), None, p.targets, p.row_weights)
+    part = LossPart(p.reconstruction, slice(0, codes), None, p.targets, p.row_weights)
 
     def once():
         with torch.autocast("cuda", torch.bfloat16):

@@ -8,7 +8,7 @@ from torch import nn
 
 from etude import Callback, DataLoader, GradientMonitor, Trainer
 from etude.core import TrainingError
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.recompute import recompute_activations
 from etude.engine.step import Step
 from etude.engine.update import Updater
@@ -56,7 +56,7 @@ def test_a_step_that_is_looked_at_never_waits(no_waiting, precision, recompute):
     model = Net().cuda()
     if recompute:
         recompute_activations(model)
-    chosen = Precision(precision, torch.device("cuda"), summands=32)
+    chosen = MixedPrecision(precision, torch.device("cuda"), summands=32)
     updater = Updater(AdamW(model.parameters()), clip_norm=1.0, precision=chosen)
     step = Step(model, SupervisedTask(ClassificationLoss()), updater, chosen, metrics=True)
     monitor = GradientMonitor(every=1)
@@ -79,7 +79,7 @@ def test_norms_are_those_of_the_plain_formula():
     x, y = (one.cuda() for one in data(32))
     nn.functional.cross_entropy(reference(x), y).backward()
     monitor = GradientMonitor()
-    precision = Precision("fp32", torch.device("cuda"))
+    precision = MixedPrecision("fp32", torch.device("cuda"))
     step = Step(model, SupervisedTask(ClassificationLoss()), Updater(AdamW(model.parameters())), precision)
     step.watchers = [monitor.on_gradients]
     step([(x, y)])

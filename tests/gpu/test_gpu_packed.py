@@ -7,7 +7,7 @@ import torch
 from etude import CausalTransformerLM, DataLoader, Trainer
 from etude.data import PackedDocuments
 from etude.data.tokens import TokenWriter
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import LanguageModelingLoss, SupervisedTask
@@ -118,7 +118,7 @@ def test_there_is_a_mask_where_the_kernel_does_not_serve(path, arguments, precis
 
 def test_a_step_never_waits(path, no_waiting):
     model = make()
-    precision = Precision("bf16", torch.device("cuda"))
+    precision = MixedPrecision("bf16", torch.device("cuda"))
     updater = Updater(AdamW(model.parameters(), lr=1e-3), clip_norm=1.0, precision=precision)
     step = Step(model, SupervisedTask(LanguageModelingLoss()), updater, precision, metrics=True)
     first, second = batches(path)[:2]

@@ -10,7 +10,7 @@ from etude import Callback, Trainer
 from etude.config.registry import lookup
 from etude.core.batch import JointBatch
 from etude.engine.callback import CallbackList
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import ClassificationLoss, LanguageModelingLoss, MultiLabelLoss
@@ -81,7 +81,7 @@ def make_batch(seed, device="cuda", samples=6, **extra):
 
 
 def make_step(model, task, precision, lr=1e-3):
-    chosen = Precision(precision, torch.device("cuda"))
+    chosen = MixedPrecision(precision, torch.device("cuda"))
     updater = Updater(AdamW(model.parameters(), lr=lr), clip_norm=1.0, precision=chosen)
     return Step(model, task, updater, chosen, metrics=True)
 
@@ -164,7 +164,7 @@ def test_a_step_equals_that_on_the_cpu(name):
     states = []
     for device in ("cpu", "cuda"):
         model = make_model(name).double().to(device)
-        precision = Precision("fp32", torch.device(device))
+        precision = MixedPrecision("fp32", torch.device(device))
         updater = Updater(torch.optim.SGD(model.parameters(), lr=0.1), precision=precision)
         step = Step(model, make_task(model.weighting), updater, precision)
         for place in range(5):

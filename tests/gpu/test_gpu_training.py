@@ -7,7 +7,7 @@ from torch import nn
 from etude import Callback, DataLoader, Trainer
 from etude.core import TrainingError
 from etude.engine.capture import WARM_UP_STEPS
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import ClassificationLoss, LanguageModelingLoss, SupervisedTask
@@ -42,7 +42,7 @@ def data(samples=512, device="cuda"):
 @pytest.mark.parametrize("num_micro", [1, 4])
 def test_step_never_waits(no_waiting, optimizer, precision, num_micro):
     model = net()
-    chosen = Precision(precision, torch.device("cuda"), summands=64)
+    chosen = MixedPrecision(precision, torch.device("cuda"), summands=64)
     updater = Updater(OPTIMIZERS[optimizer](model.parameters()), clip_norm=1.0, precision=chosen)
     step = Step(model, SupervisedTask(ClassificationLoss()), updater, chosen, metrics=True)
     x, y = data()
@@ -57,7 +57,7 @@ def test_step_never_waits(no_waiting, optimizer, precision, num_micro):
 def test_step_of_a_batch_norm_model_never_waits_and_keeps_its_statistics(no_waiting):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Linear(16, 10)).cuda()
-    precision = Precision("fp32", torch.device("cuda"))
+    precision = MixedPrecision("fp32", torch.device("cuda"))
     updater = Updater(AdamW(model.parameters()), clip_norm=1.0, precision=precision)
     step = Step(model, SupervisedTask(ClassificationLoss()), updater, precision)
     x, y = data(64)
@@ -89,7 +89,7 @@ def test_step_of_a_model_with_odd_buffers_never_waits_and_puts_them_back(no_wait
     torch.manual_seed(0)
     model = OddBuffers().cuda()
     assert model.wide.stride() == (0,)
-    precision = Precision("fp32", torch.device("cuda"))
+    precision = MixedPrecision("fp32", torch.device("cuda"))
     updater = Updater(AdamW(model.parameters()), clip_norm=1.0, precision=precision)
     step = Step(model, SupervisedTask(ClassificationLoss()), updater, precision)
     x, y = data(64)
@@ -105,7 +105,7 @@ def test_step_of_a_model_with_odd_buffers_never_waits_and_puts_them_back(no_wait
 def test_reported_gradient_norms_of_fp16_hold_no_loss_scale(loss_scale):
     model = net()
     reference = net().double()
-    precision = Precision("fp16", torch.device("cuda"), loss_scale=loss_scale, summands=64)
+    precision = MixedPrecision("fp16", torch.device("cuda"), loss_scale=loss_scale, summands=64)
     step = Step(model, SupervisedTask(ClassificationLoss()), Updater(SGD(model.parameters(), lr=1e-12)), precision)
     x, y = data(64)
     nn.functional.cross_entropy(reference(x.double()), y).backward()
@@ -118,7 +118,7 @@ def test_reported_gradient_norms_of_fp16_hold_no_loss_scale(loss_scale):
 def test_language_modelling_step_with_masks_never_waits(no_waiting):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 50)).cuda()
-    precision = Precision("bf16", torch.device("cuda"))
+    precision = MixedPrecision("bf16", torch.device("cuda"))
     updater = Updater(AdamW(model.parameters()), clip_norm=1.0, precision=precision)
     step = Step(model, SupervisedTask(LanguageModelingLoss()), updater, precision, metrics=True)
     ids = torch.randint(50, (8, 16), device="cuda")
@@ -163,7 +163,7 @@ def test_non_finite_update_is_skipped_on_the_device(name, bad_step):
     clean, dirty = net(), net()
     steps = []
     for model in (clean, dirty):
-        precision = Precision("fp32", torch.device("cuda"))
+        precision = MixedPrecision("fp32", torch.device("cuda"))
         updater = Updater(OPTIMIZERS[name](model.parameters()), clip_norm=1.0, precision=precision)
         steps.append(Step(model, SupervisedTask(ClassificationLoss()), updater, precision))
     x, y = data()

@@ -9,7 +9,7 @@ from etude import Trainer
 from etude.config.registry import lookup
 from etude.core import HeadOutput
 from etude.core.errors import TrainingError
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import (
@@ -275,7 +275,7 @@ def run_steps(loss, *, precision="fp32", parts=1, compiled=False, steps=3, **opt
         torch._dynamo.reset()
         model.compile(backend="eager")
     updater = Updater(torch.optim.SGD(model.parameters(), lr=0.1), clip_norm=1.0)
-    step = Step(model, SupervisedTask(loss), updater, Precision(precision), metrics=True)
+    step = Step(model, SupervisedTask(loss), updater, MixedPrecision(precision), metrics=True)
     values = []
     for seed in range(steps):
         batch = make_batch(seed)

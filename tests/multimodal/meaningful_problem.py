@@ -7,7 +7,7 @@ from etude.core import HeadOutput
 from etude.multimodal import build_vocab_spec
 from etude.multimodal.loss import make_reconstruction
 from etude.multimodal.loss.blocks import logits_sums, squared_error_sums
-from etude.multimodal.loss.fused import Part, expected_value_sums
+from etude.multimodal.loss.fused import LossPart, expected_value_sums
 
 KINDS = ["mse", "huber", "wasserstein", "hl_gauss"]
 DELTA, SIGMA = 0.7, 0.6
@@ -108,7 +108,9 @@ class Problem:
             options = {"huber_delta": DELTA, "hl_sigma": SIGMA}
             own = make_reconstruction(self.kind, self.values[name], **options)
             everywhere = len(rows) == len(codes)
-            found.append(Part(own, modality.slice, None if everywhere else rows, codes[rows], self.row_weights[rows]))
+            found.append(
+                LossPart(own, modality.slice, None if everywhere else rows, codes[rows], self.row_weights[rows])
+            )
         return found
 
     def exact(self):

@@ -13,7 +13,7 @@ from meaningful_problem import KINDS, TOLERANCES, Problem, check, from_hidden, t
 
 from etude.multimodal.loss import fused, gpu, make_reconstruction
 from etude.multimodal.loss.fused import ExpectationProblem, chunked_expectation
-from etude.multimodal.loss.gpu_chunks import Table
+from etude.multimodal.loss.gpu_chunks import VectorTable
 from etude.multimodal.loss.kinds import MeanSquaredError
 
 SCALARS = {"number": (5,), "wide": (6, 1), "one": (1,)}
@@ -167,7 +167,7 @@ def test_mass_at_the_truth_leaves_no_error_of_rounding(kernel, kind, size):
 @pytest.mark.parametrize("size", [2, 40])
 def test_products_for_distances_have_the_digits_of_float32(size):
     values = torch.randn(50, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    left, right, norms = Table(values - values.mean(0)).factors()
+    left, right, norms = VectorTable(values - values.mean(0)).factors()
     values -= values.mean(0)
     products = left.double() @ right.double().t()
     error = (products - values @ values.t()).abs().amax() / norms.amax()

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from etude.core import HeadOutput
 from etude.multimodal.loss import fused, make_reconstruction, meaningful_terms
 from etude.multimodal.loss.blocks import logits_sums
-from etude.multimodal.loss.fused import ExpectationProblem, Part, chunked_expectation, expected_value_sums
+from etude.multimodal.loss.fused import ExpectationProblem, LossPart, chunked_expectation, expected_value_sums
 from largest_tensor import Largest
 
 # ------------------------------------------------------------------------------------------ large and small numbers
@@ -146,7 +146,7 @@ def test_bfloat16_adds_up_the_weights_gradient_in_float32():
     num = 1024
     hidden = torch.ones(num, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    part = Part(
+    part = LossPart(
         make_reconstruction("wasserstein", torch.tensor([0.0, 4.0])),
         slice(0, 2),
         None,

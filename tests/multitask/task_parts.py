@@ -8,7 +8,7 @@ from torch import nn
 
 from etude import Trainer
 from etude.config.registry import lookup
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import ClassificationLoss, MultiLabelLoss
@@ -83,7 +83,7 @@ def make_task(weighting=None, streams=False, tasks=TASKS, **metrics):
 
 
 def make_step(model, task, optimizer=None, precision=None, metrics=False):
-    precision = precision or Precision("fp32")
+    precision = precision or MixedPrecision("fp32")
     optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.02)
     return Step(model, task, Updater(optimizer, precision=precision), precision, metrics=metrics)
 

@@ -18,7 +18,7 @@ from etude.distributed import World
 from etude.engine.step import GradientAccumulator
 from etude.experiment import compare_tasks
 from etude.experiment.build import Data
-from etude.multitask.compare.tables import Row
+from etude.multitask.compare.tables import ResultRow
 from etude.multitask.compare.tasks import steps_for
 
 COMPONENTS = Path(__file__).parents[1] / "experiment" / "task_components.py"
@@ -315,7 +315,7 @@ def test_mistake_is_one_line(etude, experiment, arguments, sections, words):
     ("number", "lower"), [("f1", False), ("loss", True), ("rmse_depth", True), ("accuracy", False)]
 )
 def test_only_seeds_that_agree_make_a_difference(pairs, verdict, number, lower):
-    row = Row("t", number, "test", tuple(0.5 + pair for pair in pairs), (0.5,) * len(pairs))
+    row = ResultRow("t", number, "test", tuple(0.5 + pair for pair in pairs), (0.5,) * len(pairs))
     better = {"more": ("multi-task", "single-task"), "less": ("single-task", "multi-task")}
     assert row.verdict == (better[verdict][lower] if verdict in better else verdict)
 
@@ -327,5 +327,5 @@ def test_the_interval_is_that_of_a_paired_t_test():
     for seeds in (2, 3, 5, 10, 16):
         multi, single = torch.rand(2, seeds, generator=draw, dtype=torch.float64).tolist()
         interval = ttest_rel(multi, single).confidence_interval(0.95)
-        row = Row("t", "f1", "test", tuple(multi), tuple(single))
+        row = ResultRow("t", "f1", "test", tuple(multi), tuple(single))
         assert (row.difference - row.margin, row.difference + row.margin) == pytest.approx(tuple(interval), abs=1e-3)

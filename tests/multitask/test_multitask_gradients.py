@@ -8,7 +8,7 @@ from torch import nn
 
 from etude.core.task import LossTerm
 from etude.distributed import World
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.multitask.gradients import LOSS, TaskRows
 
 TASKS = ("a", "b", "c")
@@ -27,7 +27,7 @@ def loss_of(params, places, factor):
 def test_rows_are_sums_of_separate_gradients(kind, steps):
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    precision = Precision(kind)  # type: ignore[arg-type]
+    precision = MixedPrecision(kind)  # type: ignore[arg-type]
     rows = TaskRows(TASKS, params, World(), precision)
     for number, micro_batches in enumerate(steps):
         rows.begin()

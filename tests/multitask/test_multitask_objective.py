@@ -36,7 +36,7 @@ from etude.core.buffers import BufferGuard
 from etude.distributed import World
 from etude.engine.callback import CallbackList
 from etude.engine.objective import ObjectiveParts
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.multitask.gradients import TaskGradientWatcher
 from etude.multitask.rules import make_objective
 from etude.multitask.weighting import FAMO, GradNorm, UncertaintyWeighting
@@ -181,7 +181,7 @@ def test_the_losses_of_famo_before_and_after_are_of_the_same_precision():
         weighting = FAMO(TASKS, decay=0.0)
         model = make_model(weighting, torch.float32)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        step = make_step(model, make_task(weighting), optimizer, Precision("bf16"))
+        step = make_step(model, make_task(weighting), optimizer, MixedPrecision("bf16"))
         step(micro)
         assert weighting.logits.tolist() == [0.0, 0.0, 0.0]
 
@@ -199,7 +199,7 @@ def test_a_model_must_tell_what_its_tasks_share():
     with pytest.raises(TrainingError, match="Linear does not tell which parameters"):
         make_objective(
             task,
-            ObjectiveParts(model, list(model.parameters()), torch.device("cpu"), World(), Precision("fp32")),
+            ObjectiveParts(model, list(model.parameters()), torch.device("cpu"), World(), MixedPrecision("fp32")),
         )
 
 
@@ -243,7 +243,7 @@ def products_by_hand(model, batches):
 @pytest.mark.parametrize("scaled", [False, True])
 def test_gradients_of_tasks_are_those_of_separate_backward_passes(name, scaled):
     """Of unweighted mean losses over all micro-batches, unscaled, even in a step in which the loss scale changes."""
-    precision = Precision("fp16" if scaled else "fp32", summands=3)
+    precision = MixedPrecision("fp16" if scaled else "fp32", summands=3)
     precision.autocast = nullcontext
     if scaled:
         precision.scaler.growth_interval = 1
@@ -296,7 +296,7 @@ class CountHostReads(TorchDispatchMode):
 def test_a_step_reads_nothing_from_the_device(monkeypatch, name, precision, num_micro):
     tasks = ("kind", "size")
     model = make_model(make_weighting(name, tasks), torch.float32, tasks=tasks)
-    chosen = Precision(precision)
+    chosen = MixedPrecision(precision)
     step = make_step(model, make_task(model.weighting, tasks=tasks), AdamW(model.parameters()), chosen, metrics=True)
     parts = [make_batch(4, place, dtype=torch.float32) for place in range(num_micro)]
     while float(step(parts).skipped):  # up to the first update that counts, the step may look

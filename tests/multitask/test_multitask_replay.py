@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import ClassificationLoss
@@ -37,7 +37,7 @@ def step_with(weighting, lr, number):
     model = MultiTaskModel(nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5)), heads)
     task = MultiTask({name: TaskSpec(name, ClassificationLoss(), labels=name) for name in TASKS}, weighting)
     task.join(model)
-    step = Step(model, task, Updater(torch.optim.SGD(model.parameters(), lr=lr)), Precision())
+    step = Step(model, task, Updater(torch.optim.SGD(model.parameters(), lr=lr)), MixedPrecision())
     torch.manual_seed(7)
     return step(batches(number)), torch.rand(1)
 

@@ -11,7 +11,7 @@ from etude.checkpoint import check_kind, record_of
 from etude.config.registry import register
 from etude.core import ConfigError, StepReport, TrainingError
 from etude.engine.callback import Callback, Gradients, Logs, RunInfo
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 
 
 @register("callback", "gradient_monitor")
@@ -85,7 +85,7 @@ class GradientMonitor(Callback):
         Findings that last come up again in `warnings` only when they were found 10, 100 … times.
         """
         self._steps += 1
-        self._look(Gradients(model, (), divisor, Precision("fp32")))
+        self._look(Gradients(model, (), divisor, MixedPrecision("fp32")))
         (self.report,) = self._judge_pending()
         return self.report
 

@@ -52,7 +52,7 @@ class ModelCall:
 
     def __init__(self, model: Callable[..., Any]) -> None:
         self._forward = Forward.of(model)
-        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._plans: dict[tuple[str, ...], CallPlan] = {}
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Run `model` (the one given at the start, or a wrapper of it) on the inputs of `batch`."""
@@ -76,7 +76,7 @@ class ModelCall:
         )
 
 
-class Plan(NamedTuple):
+class CallPlan(NamedTuple):
     """Which values of a mapping go where."""
 
     positional: tuple[str, ...]
@@ -133,7 +133,7 @@ class Forward:
             text=", ".join(f"{p.name}=…" if p.default is not p.empty else str(p).split(":")[0] for p in parameters),
         )
 
-    def plan(self, keys: tuple[str, ...]) -> Plan:
+    def plan(self, keys: tuple[str, ...]) -> CallPlan:
         """Decide how a mapping with these keys is passed; raise TrainingError if it does not fit."""
         plan = self._next_token_plan(keys) if is_next_token(keys) else self._mapping_plan(keys)
         settings = tuple(
@@ -150,7 +150,7 @@ class Forward:
             )
         return plan
 
-    def _mapping_plan(self, keys: tuple[str, ...]) -> Plan:
+    def _mapping_plan(self, keys: tuple[str, ...]) -> CallPlan:
         not_inputs = (*LABEL_KEYS, *SETTING_KEYS)
         inputs = [key for key in keys if key not in not_inputs or key in self.required]
         keywords = [key for key in inputs if self.any_keyword or key in self.names]
@@ -162,9 +162,9 @@ class Forward:
         )
         packed = "document_ids" in keys and "use_cache" in self.names and "use_cache" not in keys
         if main is None or main in self.names or not self._takes_first(inputs):
-            return Plan((), tuple(keywords), False, renamed, packed)
+            return CallPlan((), tuple(keywords), False, renamed, packed)
         # forward calls its first argument something else (`x`, `input`): give it by position.
-        return Plan((main,), tuple(key for key in keywords if key != main), False, renamed, packed)
+        return CallPlan((main,), tuple(key for key in keywords if key != main), False, renamed, packed)
 
     def _takes_first(self, inputs: Collection[str]) -> bool:
         """Whether the first position is free for an input that forward does not know by name."""
@@ -172,23 +172,23 @@ class Forward:
             return self.positional[0] not in inputs
         return self.any_positional and not self.any_keyword
 
-    def _next_token_plan(self, keys: tuple[str, ...]) -> Plan:
+    def _next_token_plan(self, keys: tuple[str, ...]) -> CallPlan:
         extras = tuple(key for key in ("types", "attn_mask") if key in keys)
         named = tuple(key for key in extras if key in self.names)
         renamed = tuple(
             (name, key) for name, key in OTHER_NAMES if key in extras and name in self.names and key not in named
         )
         if not self.positional and not self.any_positional:
-            return Plan((), ("tokens", *(extras if self.any_keyword else named)), next_token=True)
+            return CallPlan((), ("tokens", *(extras if self.any_keyword else named)), next_token=True)
         if named or renamed or not extras or any(name in OTHER_INPUTS for name in self.positional[1:3]):
-            return Plan(("tokens",), named, next_token=True, renamed=renamed)
+            return CallPlan(("tokens",), named, next_token=True, renamed=renamed)
         if self.any_positional or len(self.positional) >= 3:
-            return Plan(("tokens", "types", "attn_mask")[: 3 if "attn_mask" in keys else 2], (), next_token=True)
+            return CallPlan(("tokens", "types", "attn_mask")[: 3 if "attn_mask" in keys else 2], (), next_token=True)
         if self.any_keyword:
-            return Plan(("tokens",), extras, next_token=True)
+            return CallPlan(("tokens",), extras, next_token=True)
         if len(self.positional) == 1 + len(extras):
-            return Plan(("tokens", *extras), (), next_token=True)
-        return Plan(("tokens",), (), next_token=True)
+            return CallPlan(("tokens", *extras), (), next_token=True)
+        return CallPlan(("tokens",), (), next_token=True)
 
 
 def _without_last(value: Any) -> Any:

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from etude.core import Clock, ConfigError, Control, Loader, StepReport, Task
 from etude.core.run_layout import output_problems
 from etude.engine.callback_methods import check_methods
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.update import LearningRate
 
 logger = logging.getLogger("etude")
@@ -95,7 +95,7 @@ class Gradients:
     params: Sequence[nn.Parameter]
     """Those that the step updates."""
     count: Tensor | float
-    precision: Precision
+    precision: MixedPrecision
 
     @property
     def divisor(self) -> Tensor | float:

@@ -27,7 +27,7 @@ TOLERANCE = 1e-3
 SUM, COUNT = "sum", "count"
 
 
-class Numbers:
+class EvaluationNumbers:
     """The numbers of terms: those on the device as one vector in float64, and counts that the host knows."""
 
     def __init__(self, terms: Terms) -> None:
@@ -43,11 +43,11 @@ class Numbers:
 
 
 @dataclass(slots=True)
-class Graph:
+class EvaluationGraph:
     """One recorded batch."""
 
     inputs: list[Tensor]
-    numbers: Numbers
+    numbers: EvaluationNumbers
     replay: Callable[[], object]
 
 
@@ -59,7 +59,7 @@ class CapturedEvaluation:
         self.recorder, self.needed = recorder, needed
         self.refused: str | None = None
         """Why batches are run as usual from now on."""
-        self._graphs: dict[Hashable, Graph] = {}
+        self._graphs: dict[Hashable, EvaluationGraph] = {}
         self._seen: dict[Hashable, int] = {}
         self._looked: Any = None
         self._kept: list[Tensor] = []
@@ -83,7 +83,7 @@ class CapturedEvaluation:
         found, tensors = host_state(model=self._model, task=self._task)
         return (found, [one.data_ptr() for one in tensors if one.layout is torch.strided]), tensors
 
-    def __call__(self, run: Callable[[Batch], Terms], batch: Batch) -> Numbers:
+    def __call__(self, run: Callable[[Batch], Terms], batch: Batch) -> EvaluationNumbers:
         """Return the numbers of a batch; the next call may overwrite them."""
         tensors: list[Tensor] = []
         key: Hashable = None
@@ -101,13 +101,13 @@ class CapturedEvaluation:
                 self._seen[key] = self._seen.get(key, 0) + 1
                 if self._seen[key] > WARM_UP_BATCHES and len(self._graphs) < MOST_GRAPHS:
                     return self._record(key, run, batch)
-        return Numbers(run(batch))
+        return EvaluationNumbers(run(batch))
 
-    def _record(self, key: Hashable, run: Callable[[Batch], Terms], batch: Batch) -> Numbers:
+    def _record(self, key: Hashable, run: Callable[[Batch], Terms], batch: Batch) -> EvaluationNumbers:
         """Run a batch as usual, and record it if it is worthwhile and leaves nothing behind."""
         drawn, (before, tensors) = host_draws(), self._look()
         versions = [version_of(tensor) for tensor in tensors]
-        usual, share = self.recorder.timed(lambda: Numbers(run(batch)))
+        usual, share = self.recorder.timed(lambda: EvaluationNumbers(run(batch)))
         if host_draws() != drawn:
             self._refuse("random numbers are drawn on the host")
         elif self._look()[0] != before:
@@ -121,14 +121,14 @@ class CapturedEvaluation:
             self._try(key, run, batch, usual)
         return usual
 
-    def _try(self, key: Hashable, run: Callable[[Batch], Terms], batch: Batch, usual: Numbers) -> None:
+    def _try(self, key: Hashable, run: Callable[[Batch], Terms], batch: Batch, usual: EvaluationNumbers) -> None:
         inputs: list[Tensor] = []
         copies = map_tensors(batch, torch.clone)
         form_of(copies, inputs)
-        layout: list[Numbers] = []
+        layout: list[EvaluationNumbers] = []
 
         def function() -> Tensor:
-            layout.append(Numbers(run(copies)))
+            layout.append(EvaluationNumbers(run(copies)))
             assert layout[-1].vector is not None
             return layout[-1].vector
 
@@ -145,7 +145,7 @@ class CapturedEvaluation:
         layout[0].vector = vector
         assert usual.vector is not None
         if torch.allclose(vector, usual.vector, rtol=TOLERANCE, atol=1e-6, equal_nan=True):
-            self._graphs[key] = Graph(inputs, layout[0], replay)
+            self._graphs[key] = EvaluationGraph(inputs, layout[0], replay)
         else:
             self._refuse("a recorded batch differs from the usual one")
 

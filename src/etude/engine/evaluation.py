@@ -13,9 +13,9 @@ from etude.core.model import unwrap
 from etude.core.random import aside
 from etude.core.task import as_task, check_terms
 from etude.distributed import World, share_buffers
-from etude.engine.captured_evaluation import COUNT, SUM, CapturedEvaluation, Numbers
+from etude.engine.captured_evaluation import COUNT, SUM, CapturedEvaluation, EvaluationNumbers
 from etude.engine.explain import explained
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.stopping import Interrupted, Interrupts
 
 
@@ -25,7 +25,7 @@ def evaluate(
     task: Task | Callable[..., Terms],
     loader: Loader,
     *,
-    precision: Precision | None = None,
+    precision: MixedPrecision | None = None,
     world: World | None = None,
     interrupts: Interrupts | None = None,
     capture: CapturedEvaluation | None = None,
@@ -40,7 +40,7 @@ def evaluate(
     it between two batches: Interrupted is raised on every rank. `capture` runs batches recorded as CUDA graphs.
     """
     task = as_task(task)
-    precision = precision if precision is not None else Precision("fp32")
+    precision = precision if precision is not None else MixedPrecision("fp32")
     world = world if world is not None else World()
     model = unwrap(model)  # ranks may have different numbers of batches, so none may wait for another inside
     if world.size > 1:
@@ -83,7 +83,7 @@ class _Sums:
         self.optional: set[str] = set()
         self.has_batch = False
 
-    def add(self, numbers: Numbers) -> None:
+    def add(self, numbers: EvaluationNumbers) -> None:
         self.has_batch = True
         if numbers.vector is None:
             return
@@ -132,7 +132,7 @@ def _add_up(
                 return sums, True
             if is_empty(batch):
                 continue  # one of several ranks may have no samples in the last batch
-            sums.add(Numbers(run(batch)) if capture is None else capture(run, batch))
+            sums.add(EvaluationNumbers(run(batch)) if capture is None else capture(run, batch))
     finally:
         batches.close()
     return sums, False

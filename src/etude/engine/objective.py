@@ -15,7 +15,7 @@ from etude.core import Batch, Task, Terms, TrainingError
 from etude.core.task import check_terms
 from etude.distributed import RankTask, World, check_gradients, idle_output, local_gradients
 from etude.engine.callback import CallbackList
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 
 Counts = dict[str, Tensor | float]
 
@@ -35,7 +35,7 @@ class ObjectiveParts:
     """Those that the step updates."""
     device: torch.device
     world: World
-    precision: Precision
+    precision: MixedPrecision
 
 
 class Objective:

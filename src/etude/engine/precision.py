@@ -43,10 +43,10 @@ class LossScaler:
         self._growth.copy_(state["growth"])
 
 
-class Precision:
+class MixedPrecision:
     """How a step computes: `fp32`, `bf16` or `fp16`; `auto` is bf16 on CUDA devices that have it, else fp32.
 
-    >>> Precision("auto", torch.device("cpu")).name
+    >>> MixedPrecision("auto", torch.device("cpu")).name
     'fp32'
     """
 

@@ -40,8 +40,8 @@ from etude.core.random import RunRandom, aside, check_rng_state, mix
 from etude.distributed import World
 from etude.engine.callback import Callback, CallbackList
 from etude.engine.compiled import DECISIONS, CompiledTask
-from etude.engine.precision import Precision
-from etude.engine.step_log import StepLog, Tally
+from etude.engine.precision import MixedPrecision
+from etude.engine.step_log import RunningSums, StepLog
 
 logger = logging.getLogger("etude")
 
@@ -52,7 +52,7 @@ CLOCK = record_of(
     "Clock",
     {one.name: NotRequired[Count] if one.name in ADDED else Count for one in fields(Clock)},
 )
-TALLY = record_of("Tally", get_type_hints(Tally), total=False)
+TALLY = record_of("RunningSums", get_type_hints(RunningSums), total=False)
 LEDGER = record_of(
     "Ledger", {"window": TALLY, "epoch": TALLY, "tokens": NotRequired[Annotated[float, Ge(0)]], "bad_streak": Count}
 )
@@ -84,7 +84,7 @@ class TrainState:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    precision: Precision
+    precision: MixedPrecision
     clock: Clock
     log: StepLog
     callbacks: CallbackList
@@ -147,7 +147,7 @@ class TrainState:
             check_kind(CLOCK, state["clock"], "clock")
             check_kind(LEDGER, state["ledger"], "ledger")
             for name in ("window", "epoch"):
-                tally = Tally(**state["ledger"][name])
+                tally = RunningSums(**state["ledger"][name])
                 if tally.sums.keys() != tally.counts.keys():
                     raise CheckpointError(f"ledger.{name}: sums and counts have other names")
         with errors_of(checkpoint.path, "model"):

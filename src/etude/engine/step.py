@@ -18,7 +18,7 @@ from etude.distributed import World
 from etude.engine.callback import Gradients
 from etude.engine.explain import raise_misfit
 from etude.engine.objective import Objective, ObjectiveParts
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.update import Updater
 
 logger = logging.getLogger("etude")
@@ -32,7 +32,7 @@ class Step:
         model: nn.Module,
         task: Task | Callable[..., Terms],
         updater: Updater,
-        precision: Precision,
+        precision: MixedPrecision,
         *,
         world: World | None = None,
         metrics: bool | None = False,

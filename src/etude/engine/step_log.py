@@ -25,7 +25,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(slots=True)
-class Tally:
+class RunningSums:
     """Sums and counts of some steps on the host, in float64 and over all ranks."""
 
     sums: dict[str, float] = field(default_factory=dict)
@@ -90,9 +90,9 @@ class StepLog:
 
     def __init__(self, world: World | None = None) -> None:
         self.world = world if world is not None else World()
-        self.window = Tally()
+        self.window = RunningSums()
         """Since the last log point."""
-        self.epoch = Tally()
+        self.epoch = RunningSums()
         """Since the start of the epoch."""
         self.tokens = 0.0
         """Since the start of the run, over all ranks: whole numbers, exact in float64."""
@@ -132,16 +132,16 @@ class StepLog:
             _merge(tally, fresh)
             series.add_to(tally)
 
-    def take_window(self) -> Tally:
+    def take_window(self) -> RunningSums:
         """Flush, return the tally since the last log point, and begin a new window."""
         self.flush()
-        tally, self.window = self.window, Tally()
+        tally, self.window = self.window, RunningSums()
         return tally
 
-    def take_epoch(self) -> Tally:
+    def take_epoch(self) -> RunningSums:
         """Flush, return the tally of the epoch, and begin a new epoch."""
         self.flush()
-        tally, self.epoch = self.epoch, Tally()
+        tally, self.epoch = self.epoch, RunningSums()
         return tally
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class StepLog:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the sums in flight."""
         self._pending = []
-        self.window, self.epoch = Tally(**state["window"]), Tally(**state["epoch"])
+        self.window, self.epoch = RunningSums(**state["window"]), RunningSums(**state["epoch"])
         self.tokens = state.get("tokens", 0.0)  # checkpoints of runs before tokens were counted have none
         self.bad_streak = state["bad_streak"]
 
@@ -172,7 +172,7 @@ class StepLog:
 
         return put_back
 
-    def numbers(self, tally: Tally, step: Step) -> dict[str, float]:
+    def numbers(self, tally: RunningSums, step: Step) -> dict[str, float]:
         """Return averages, what the task derives from them, norms and rates of some steps, as callbacks receive them.
 
         For tokens also their total and the MFU.
@@ -192,7 +192,7 @@ class StepLog:
             self.restart_timer()  # measuring is no part of a step
         return self._peak
 
-    def _read(self, entries: list[_Entry]) -> "tuple[Tally, Series]":
+    def _read(self, entries: list[_Entry]) -> "tuple[RunningSums, Series]":
         # A process by itself reads replayed steps as they lie on the device: everything else is the host's work.
         reports = joined([entry.report for entry in entries], on_host=self.world.size == 1)
         # Steps may differ in their terms; and of ranks, one without samples knows few.
@@ -216,10 +216,12 @@ class StepLog:
 
     def _summarise(
         self, names: list[str], optional: set[str], rows: Rows, places: list[tuple[int, int, int]]
-    ) -> "tuple[Tally, Series]":
+    ) -> "tuple[RunningSums, Series]":
         norms, divisors, skipped = rows[-3:]
         samples, uncounted, tokens, flops = rows[-7:-3].sum(axis=1).tolist()
-        tally = Tally(steps=rows.shape[1], samples=samples, uncounted=uncounted, tokens=tokens, forward_flops=flops)
+        tally = RunningSums(
+            steps=rows.shape[1], samples=samples, uncounted=uncounted, tokens=tokens, forward_flops=flops
+        )
         tally.skipped = int(skipped.sum())
         finite = np.isfinite(rows[: 2 * len(names) : 2])
         tally.bad_losses = int((~finite).any(axis=0).sum())
@@ -250,7 +252,7 @@ class Series:
     """Sums and counts by name."""
     norms: list[float] = field(default_factory=list)
 
-    def add_to(self, tally: Tally) -> None:
+    def add_to(self, tally: RunningSums) -> None:
         """Add all of them up in the order of the steps."""
         for name, (sums, counts) in self.terms.items():
             tally.sums[name] = reduce(add, sums, tally.sums.get(name, 0.0))  # the builtin `sum` would round otherwise
@@ -270,7 +272,7 @@ def _column(values: list[Any]) -> Tensor:
     return torch.stack([v if isinstance(v, Tensor) else numbers[v] for v in values]).double()
 
 
-def _merge(total: Tally, fresh: Tally) -> None:
+def _merge(total: RunningSums, fresh: RunningSums) -> None:
     """Add the numbers whose sums are exact."""
     counters = ("steps", "samples", "uncounted", "tokens", "forward_flops", "skipped", "bad_losses", "norm_count")
     for key in (*counters, "seconds", "waited"):

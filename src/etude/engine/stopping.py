@@ -15,7 +15,7 @@ from typing import Any
 from etude.core import TrainingError
 from etude.distributed import World
 from etude.engine.step import Step
-from etude.engine.step_log import StepLog, Tally
+from etude.engine.step_log import RunningSums, StepLog
 
 AFTER_STEP = "after this step"
 IN_VALIDATION = "now: this validation is repeated when the run is resumed"
@@ -142,7 +142,7 @@ class FiniteCheck:
                 f"{self._weights()}. {REMEDIES}; {FINDER} (training.max_skipped_steps={self._limit})"
             )
 
-    def epoch(self, tally: Tally, epoch: int) -> str:
+    def epoch(self, tally: RunningSums, epoch: int) -> str:
         """Return what to warn of after an epoch, counted from 1, or nothing.
 
         Raises TrainingError if all of its updates were skipped. With a loss scale, which the next epochs may still
@@ -183,7 +183,7 @@ class FiniteCheck:
         return f"weights themselves are not finite ({bad[0]}{more}), so go back to an earlier checkpoint or model"
 
 
-def _of_losses(tally: Tally, epoch: int) -> str:
+def _of_losses(tally: RunningSums, epoch: int) -> str:
     if tally.bad_losses:
         return (
             f"the loss was not finite in {_share(tally.bad_losses, tally.steps)} steps of epoch {epoch}, though its "
@@ -198,7 +198,7 @@ def _share(count: int, total: int) -> str:
     return f"{count} of {total} ({count / total:.0%})"
 
 
-def _place(tally: Tally) -> str:
+def _place(tally: RunningSums) -> str:
     if tally.first_skipped is None:
         return ""
     step, start, end = tally.first_skipped

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import TrainingError
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.optim.clipping import global_norm
 from etude.optim.eager import take_step
 from etude.optim.pieces import InPieces
@@ -34,12 +34,12 @@ class Updater:
         *,
         clip_norm: float | None = None,
         clip_value: float | None = None,
-        precision: Precision | None = None,
+        precision: MixedPrecision | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.clip_norm = clip_norm
         self.clip_value = clip_value
-        self.precision = precision if precision is not None else Precision("fp32")
+        self.precision = precision if precision is not None else MixedPrecision("fp32")
         self.params: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         self._kernel_divides = _supports_fused_scaling(optimizer) and clip_value is None
         if not self._kernel_divides and self.params[0].is_cuda:

@@ -13,7 +13,7 @@ from etude.core.model import unwrap
 from etude.distributed import World
 from etude.engine.callback import Callback, RunParts
 from etude.engine.objective import ObjectiveParts
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 
 Counts = Mapping[str, Tensor | float]
 LOSS = "/loss"
@@ -89,7 +89,7 @@ class TaskRows:
     """
 
     def __init__(
-        self, tasks: Sequence[str], params: Sequence[nn.Parameter], world: World, precision: Precision
+        self, tasks: Sequence[str], params: Sequence[nn.Parameter], world: World, precision: MixedPrecision
     ) -> None:
         self.tasks, self.params = tuple(tasks), params
         self._world, self._precision = world, precision

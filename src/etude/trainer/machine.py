@@ -22,7 +22,7 @@ from etude.engine.explain import (
     explain_single_sample,
     explain_worker_failure,
 )
-from etude.engine.precision import Precision, PrecisionName
+from etude.engine.precision import MixedPrecision, PrecisionName
 from etude.engine.recompute import recompute_activations, repeated_blocks
 from etude.engine.stopping import Interrupts
 from etude.trainer.config import TrainerConfig
@@ -54,7 +54,7 @@ class Machine:
         """
         self.world = world if world is not None else World()
         self.device = resolve_device(device, self.world.local_rank)
-        self.precision = Precision(precision, self.device, loss_scale=loss_scale, summands=batch_size or 1)
+        self.precision = MixedPrecision(precision, self.device, loss_scale=loss_scale, summands=batch_size or 1)
         self.batch_size = batch_size
         self.evaluation: CapturedEvaluation | None = None
         """Runs the batches of evaluations, recorded as CUDA graphs."""

@@ -24,7 +24,7 @@ from etude.core.task import check_terms
 from etude.data.sources.adapters import ForeignLoader
 from etude.distributed import World
 from etude.engine.explain import explained
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.stopping import Interrupts
 from etude.trainer.loaders import DeviceLoader
 from etude.trainer.machine import Machine
@@ -66,7 +66,7 @@ def _try(
     task: Task,
     loader: Loader,
     num_batches: int,
-    precision: Precision,
+    precision: MixedPrecision,
     world: World,
     interrupts: Interrupts,
 ) -> None:

@@ -63,7 +63,7 @@ class Span(NamedTuple):
     stop: int
 
 
-class Plan(ABC):
+class StreamPlan(ABC):
     """The batches of an epoch, as spans of streams."""
 
     def __init__(self, counts: Mapping[str, int], batch_size: int, num_batches: int, epoch_samples: int) -> None:
@@ -76,7 +76,7 @@ class Plan(ABC):
         """Return what the batch that begins at sample `position` is made of: of one within a batch, the rest of it."""
 
 
-class AlternatingPlan(Plan):
+class AlternatingPlan(StreamPlan):
     """Every batch is of one stream; after n batches a stream of share w has had w·n of them, to within one or two.
 
     Streams are dealt out in the order of their names, so it does not matter how a config file lists them.
@@ -98,7 +98,7 @@ class AlternatingPlan(Plan):
         return [Span(self.names[which], start + skipped, start + self.batch_size)]
 
 
-class TogetherPlan(Plan):
+class TogetherPlan(StreamPlan):
     """Every batch has the same share of each stream."""
 
     def __init__(self, shares: Mapping[str, float], batch_size: int, num_batches: int) -> None:
@@ -117,7 +117,7 @@ class TogetherPlan(Plan):
         return spans
 
 
-class SequentialPlan(Plan):
+class SequentialPlan(StreamPlan):
     """Every stream once, one after the other; the last batch of each may be smaller."""
 
     def __init__(self, sizes: Mapping[str, int], batch_size: int) -> None:

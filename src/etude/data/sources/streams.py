@@ -14,9 +14,9 @@ from etude.data.order.sampler import check_rank, share
 from etude.data.order.streams import (
     SMALLEST_SHARE,
     AlternatingPlan,
-    Plan,
     SequentialPlan,
     Span,
+    StreamPlan,
     TogetherPlan,
     stable_number,
 )
@@ -115,7 +115,7 @@ class StreamSource:
         shares, size = dict(mixture.shares), self.batch_size
         streams = {name: self._stream(name, mixture.sequence_length) for name in shares}
         orders = {name: stream.order(shuffle=self.shuffle) for name, stream in streams.items()}
-        plan: Plan
+        plan: StreamPlan
         if not self.training:
             plan = SequentialPlan({name: order.size for name, order in orders.items()}, size)
         elif self.data.draw == "alternate":
@@ -179,7 +179,7 @@ class StreamReader:
 class StreamBatches:
     """The batches of one mixture, as a plan says; what is chosen later changes nothing here."""
 
-    def __init__(self, plan: Plan, readers: Mapping[str, StreamReader], rank: int, world_size: int) -> None:
+    def __init__(self, plan: StreamPlan, readers: Mapping[str, StreamReader], rank: int, world_size: int) -> None:
         check_rank(rank, world_size)
         self.plan, self.readers, self.rank, self.world_size = plan, readers, rank, world_size
         self.epoch_samples, self.num_batches = plan.epoch_samples, plan.num_batches

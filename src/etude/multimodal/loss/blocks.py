@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etude.multimodal.loss.fused import Part
+from etude.multimodal.loss.fused import LossPart
 
 
-def logits_sums(logits: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+def logits_sums(logits: Tensor, parts: Sequence[LossPart]) -> list[Tensor]:
     """Return the sum of every part's losses."""
     with torch.autocast(logits.device.type, enabled=False):  # values have more digits than bf16
         return [
@@ -19,7 +19,7 @@ def logits_sums(logits: Tensor, parts: Sequence[Part]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def squared_error_sums(logits: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+def squared_error_sums(logits: Tensor, parts: Sequence[LossPart]) -> list[Tensor]:
     """Return the sum of every part's squared errors of the expected value."""
     sums = []
     with torch.autocast(logits.device.type, enabled=False):
@@ -29,7 +29,7 @@ def squared_error_sums(logits: Tensor, parts: Sequence[Part]) -> list[Tensor]:
     return sums
 
 
-def _weighted_blocks(logits: Tensor, parts: Sequence[Part]) -> Iterator[tuple[Part, Tensor, Tensor]]:
+def _weighted_blocks(logits: Tensor, parts: Sequence[LossPart]) -> Iterator[tuple[LossPart, Tensor, Tensor]]:
     """Yield the logits and the weights of every part's rows, in float32 at least."""
     if not parts:
         return
@@ -38,7 +38,7 @@ def _weighted_blocks(logits: Tensor, parts: Sequence[Part]) -> Iterator[tuple[Pa
         yield part, block.to(kind), part.row_weights.to(kind)
 
 
-def take_blocks(logits: Tensor, parts: Sequence[Part]) -> tuple[Tensor, ...]:
+def take_blocks(logits: Tensor, parts: Sequence[LossPart]) -> tuple[Tensor, ...]:
     """Return the rows and columns of the logits (N, V) that each part is about."""
     found: tuple[Tensor, ...] = _Blocks.apply(logits, tuple(parts))  # type: ignore[no-untyped-call]
     return found
@@ -48,7 +48,7 @@ class _Blocks(torch.autograd.Function):
     """Blocks of a matrix; their gradients go into one matrix, where torch's slices would make one each."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, parts: tuple[Part, ...]) -> Any:
+    def forward(ctx: Any, logits: Tensor, parts: tuple[LossPart, ...]) -> Any:
         ctx.shape, ctx.slices = logits.shape, [part.slice for part in parts]
         ctx.save_for_backward(*(part.rows for part in parts))
         return tuple(

@@ -24,7 +24,7 @@ DEFAULT_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LossPart:
     """The positions of one modality: which rows of the hidden states they are, and their true tokens."""
 
     reconstruction: Reconstruction
@@ -82,7 +82,7 @@ KERNELS: dict[str, ExpectationKernel] = {"cuda": _on_cuda}
 
 
 def expected_value_sums(
-    head: HeadOutput, parts: Sequence[Part], chunk_rows: int | Literal["auto"] = "auto"
+    head: HeadOutput, parts: Sequence[LossPart], chunk_rows: int | Literal["auto"] = "auto"
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return, for every part, the sum of its losses, which can be differentiated once, and of its squared errors."""
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])
@@ -104,7 +104,7 @@ class _ExpectedValues(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         softcap: float | None,
-        parts: tuple[Part, ...],
+        parts: tuple[LossPart, ...],
         chunk_rows: int | Literal["auto"],
         grads: bool,
     ) -> Any:
@@ -191,7 +191,7 @@ def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _problem(
-    part: Part,
+    part: LossPart,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,

@@ -255,7 +255,7 @@ class DistanceChunks(VectorChunks):
         return grads
 
 
-class Table:
+class VectorTable:
     """The vectors of a modality as factors of products in bfloat16."""
 
     def __init__(self, centred: Tensor) -> None:
@@ -282,15 +282,15 @@ class Table:
         return self._factors
 
 
-_tables: WeakKeyDictionary[Reconstruction, Table] = WeakKeyDictionary()
+_tables: WeakKeyDictionary[Reconstruction, VectorTable] = WeakKeyDictionary()
 
 
-def table_of(reconstruction: Reconstruction) -> Table:
+def table_of(reconstruction: Reconstruction) -> VectorTable:
     """Return the table of a reconstruction on its device; made once."""
     found = _tables.get(reconstruction)
     if found is None:
         with torch.inference_mode(False):  # a later step may need it for gradients
-            found = _tables[reconstruction] = Table(reconstruction.centred)
+            found = _tables[reconstruction] = VectorTable(reconstruction.centred)
     return found
 
 

@@ -13,7 +13,7 @@ from etude.core.model import HeadOutput
 from etude.core.spelling import suggest
 from etude.core.task import LossTerm, Terms
 from etude.multimodal.loss.blocks import logits_sums, squared_error_sums
-from etude.multimodal.loss.fused import Part, expected_value_sums
+from etude.multimodal.loss.fused import LossPart, expected_value_sums
 from etude.multimodal.loss.kinds import make_reconstruction
 from etude.multimodal.loss.positions import Positions, choose_positions
 from etude.multimodal.loss.reconstruction import HL_SIGMA, HUBER_DELTA, Reconstruction
@@ -172,8 +172,8 @@ def meaningful_terms(
     return terms
 
 
-def _part(reconstruction: Reconstruction, modality: Modality, chosen: Positions) -> Part:
-    return Part(reconstruction, modality.slice, chosen.rows, chosen.targets, chosen.row_weights)
+def _part(reconstruction: Reconstruction, modality: Modality, chosen: Positions) -> LossPart:
+    return LossPart(reconstruction, modality.slice, chosen.rows, chosen.targets, chosen.row_weights)
 
 
 def check_numbers(weights: Mapping[str, Any], sample_k: int | None) -> None:

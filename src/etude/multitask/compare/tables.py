@@ -15,10 +15,10 @@ _LEFT_OUT = ("penalty", "weight")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ResultRow:
     """One number of one task, from both models, for every seed.
 
-    >>> row = Row("quality", "f1", "test", (0.5, 0.6, 0.56), (0.4, 0.52, 0.47))
+    >>> row = ResultRow("quality", "f1", "test", (0.5, 0.6, 0.56), (0.4, 0.52, 0.47))
     >>> round(row.difference, 3), round(row.margin, 3), row.verdict
     (0.09, 0.025, 'multi-task')
     """
@@ -78,7 +78,7 @@ class Comparison:
     budget: str
     seeds: tuple[int, ...]
     runs: tuple[ComparedRun, ...] = ()
-    rows: tuple[Row, ...] = field(default=())
+    rows: tuple[ResultRow, ...] = field(default=())
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data, with difference and verdict of every row."""
@@ -218,7 +218,7 @@ Measured = Mapping[str, Mapping[str, float]]
 
 def make_rows(
     tasks: Sequence[str], multi: Sequence[Measured], single: Mapping[str, Sequence[Measured]]
-) -> tuple[Row, ...]:
+) -> tuple[ResultRow, ...]:
     """Return the rows from the numbers of each seed by split: those of the test split where the task has any.
 
     >>> made = make_rows(["a"], [{"test": {"a/loss": 1.0}}], {"a": [{"test": {"a/loss": 2.0, "loss": 2.0}}]})
@@ -226,7 +226,7 @@ def make_rows(
     [('loss', (1.0,), (2.0,), 'unclear')]
     """
     return tuple(
-        Row(task, number, split, _values(multi, split, name), _values(single[task], split, name))
+        ResultRow(task, number, split, _values(multi, split, name), _values(single[task], split, name))
         for task in tasks
         for name, number, split in _shared_numbers(task, [*multi, *single[task]])
     )

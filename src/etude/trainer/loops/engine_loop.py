@@ -19,7 +19,7 @@ from etude.engine.loop import Loop, Plan
 from etude.engine.meter import ForwardFlops, Meter
 from etude.engine.state import Saver, TrainState
 from etude.engine.step import GradientAccumulator, Step
-from etude.engine.step_log import StepLog, Tally
+from etude.engine.step_log import RunningSums, StepLog
 from etude.engine.stopping import Interrupts
 from etude.engine.update import LearningRate
 from etude.trainer.config import TrainerConfig
@@ -198,7 +198,7 @@ class EngineLoop(EpochLoop):
         resumed, self._is_restored = self._is_restored, False
         if not (resumed and self.clock.epoch == number):
             self.clock.epoch, self.clock.position = number, 0
-            self.log.window, self.log.epoch = Tally(), Tally()
+            self.log.window, self.log.epoch = RunningSums(), RunningSums()
         return resumed
 
     def _state(self, model: nn.Module, optimizer: Any, callbacks: CallbackList, task: Task) -> TrainState:

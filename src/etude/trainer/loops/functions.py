@@ -20,7 +20,7 @@ from etude.core import (
     num_samples,
 )
 from etude.engine.callback import Callback, Logs
-from etude.engine.precision import Precision
+from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses.functional import IGNORE_INDEX, accuracy_term, count_labels
@@ -64,7 +64,7 @@ def function_step(
     zero_gradients: Action,
     *,
     clip_norm: float | None = None,
-    precision: Precision | None = None,
+    precision: MixedPrecision | None = None,
     device: torch.device | None = None,
     accumulates: bool = False,
     metrics: bool = False,
@@ -98,7 +98,7 @@ def function_step(
         nn.Identity() if model is None else model,
         FunctionTask(model_forward, compute_loss, by_samples=accumulates),
         updater,  # type: ignore[arg-type]
-        Precision(name, updater.device if device is None else device),
+        MixedPrecision(name, updater.device if device is None else device),
         metrics=metrics,
     )
 
