@@ -37,7 +37,7 @@ def read_everything(path, memory_map):
         tokens.document_at(np.arange(tokens.num_tokens)).tolist(),
         [[sample.ids.tolist(), sample.labels.tolist()] for sample in tokens],
         tokens.rows([0], tokens.num_tokens, "types").tolist(),
-        tokens.sample_labels["label"].tolist(),
+        tokens.label("label", np.arange(len(tokens))).tolist(),
         dict(tokens.meta),
     ]
 

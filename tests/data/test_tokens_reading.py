@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from etude.core.errors import DataError
 from etude.data import TokenWriter, check_tokens, open_tokens, read_dataset
-from etude.data.tokens.vectors import MappedVector, PreadVector
+from etude.data.tokens.storage import PreadVector
+from etude.data.tokens.vectors import MappedVector
 
 FORKING = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 

@@ -52,8 +52,8 @@ def test_samples_streams_and_labels_come_back(tmp_path_factory, samples, cut, dt
     assert [tokens.read([s], [n], "types").tolist() for s, n in zip(starts, lengths, strict=True)] == [
         [-i] * len(sample) for i, sample in enumerate(samples)
     ]
-    assert tokens.sample_labels["score"].tolist() == scores
-    assert tokens.sample_labels["box"].tolist() == boxes
+    assert tokens.label("score", np.arange(len(tokens))).tolist() == scores
+    assert tokens.label("box", np.arange(len(tokens))).tolist() == boxes
     assert check_tokens(path).num_samples == len(samples)
 
 

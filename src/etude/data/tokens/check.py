@@ -9,7 +9,6 @@ import numpy as np
 
 from etude.core.errors import DataError
 from etude.data.tokens.file import TokenFile
-from etude.data.tokens.megatron import Documents
 from etude.data.tokens.opening import open_tokens
 from etude.data.tokens.vectors import Vector, chunks
 
@@ -60,7 +59,7 @@ def check_tokens(path: str | Path, **options: Any) -> TokenReport:
         largest_id=largest,
         vocab_size=file.vocab_size,
         streams=file.streams,
-        sample_labels=tuple(file.sample_labels),
+        sample_labels=file.sample_labels,
         is_dtype_assumed=file.format == "flat" and options.get("dtype") is None,
         checksums=bool(file.checksums),
     )
@@ -102,8 +101,7 @@ def _check_ids(file: TokenFile) -> int | None:
 
 def _check_spans(file: TokenFile) -> tuple[int, int]:
     """Return the lengths of the shortest and the longest sample; all must follow one another, from 0 to the end."""
-    if isinstance(file.boundaries, Documents):
-        file.boundaries.check()
+    file.boundaries.check()
     reached, shortest, longest, count = 0, file.num_tokens, 0, len(file)
     for first in range(0, count, _BATCH):
         starts, lengths = file.spans(np.arange(first, min(first + _BATCH, count)))

@@ -1,6 +1,7 @@
 """TokenFile: tokens, boundaries of samples, streams and labels of an open token file."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -9,7 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from etude.core.errors import DataError
 from etude.core.spelling import suggest
-from etude.data.tokens.boundaries import Boundaries
 from etude.data.tokens.vectors import CHUNK_BYTES, Array, Ints, Vector, as_indices, check_rows, largest_unsigned
 
 IGNORED = -100
@@ -34,6 +34,28 @@ class Label(NamedTuple):
     width: int | None
 
 
+class Offsets:
+    """Where samples begin and end that lie one after the other: sample i from offset i to offset i + 1."""
+
+    def __init__(self, offsets: Vector) -> None:
+        self._offsets, self.count = offsets, offsets.count - 1
+
+    def spans(self, indices: Ints) -> tuple[Ints, Ints]:
+        """Return starts and stops as the file has them; the caller checks that they lie inside it."""
+        return self._offsets.pairs(indices)
+
+    def at(self, positions: Ints) -> Ints:
+        """Return the last sample that starts at or before each position, if they are in order; the caller checks."""
+        return np.minimum(self._offsets.search(positions), self.count) - 1
+
+    def forget(self, first: int, stop: int) -> None:
+        """Let go of the memory that looking up these samples in order has made resident."""
+        self._offsets.forget(first, stop)
+
+    def check(self) -> None:
+        """Raise DataError if something is wrong that the spans do not show."""
+
+
 class TokenFile:
     """Random access to the samples of a token file, by sample (`tokens[i]`) or many at once.
 
@@ -41,35 +63,39 @@ class TokenFile:
     pickled (it opens the file again) and used by several threads.
     """
 
+    reopen: Callable[[], "TokenFile"]
+    """Opens the file again; set by `open_tokens`."""
+
     def __init__(
         self,
         path: str,
         format: str,
         tokens: Vector,
-        boundaries: Boundaries,
+        find_boundaries: Callable[[], Offsets],
         *,
-        meta: Mapping[str, Any],
-        streams: Mapping[str, Vector],
-        labels: Mapping[str, Label],
-        reopen: Callable[[], "TokenFile"],
+        meta: Mapping[str, Any] = {},
+        streams: Mapping[str, Vector] = {},
+        labels: Mapping[str, Label] = {},
         has_documents: bool = True,
-        checksums: Mapping[str, tuple[Vector, int]] = MappingProxyType({}),
+        checksums: Mapping[str, tuple[Vector, int]] = {},
     ) -> None:
         self.path, self.format = path, format
         self.num_tokens, self.dtype = tokens.count, tokens.dtype
         self.meta: Mapping[str, Any] = MappingProxyType(dict(meta))
         self.vocab_size: int | None = meta.get("vocab_size")
-        self.streams = tuple(streams)
-        self.sample_labels: Mapping[str, Array] = _Labels(labels)
-        self.boundaries = boundaries
+        self.streams, self.sample_labels = tuple(streams), tuple(labels)
         self.vectors: dict[str | None, Vector] = {None: tokens, **dict[str | None, Vector](streams.items())}
         """The tokens (None) and the streams by name."""
-        self._labels = dict(labels)
         self.has_documents = has_documents
         """False if nothing is known of where documents end: the file then counts as one."""
         self.checksums = checksums
         """Parts of the file by name, with the CRC-32 that each should have."""
-        self._reopen = reopen
+        self._labels, self._find_boundaries = labels, find_boundaries
+
+    @cached_property
+    def boundaries(self) -> Offsets:
+        """Where samples begin and end; in a file that does not say so they are searched for now."""
+        return self._find_boundaries()
 
     def __len__(self) -> int:
         return self.boundaries.count
@@ -78,7 +104,7 @@ class TokenFile:
         return f"TokenFile({self.path!r}, {self.format}, {self.num_tokens:,} tokens of {self.dtype.name})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (self._reopen, self.num_tokens)
+        return _reopened, (self.reopen, self.num_tokens)
 
     def __getitem__(self, index: int) -> Sample:
         count = len(self)
@@ -204,24 +230,6 @@ class TokenFile:
         else:
             labels = np.append(ids[1:], IGNORED)[:length]
         return Sample(ids, np.ones(length, np.int64), labels)
-
-
-class _Labels(Mapping[str, Array]):
-    """Labels by name, as arrays mapped into memory; looked at only when asked for."""
-
-    def __init__(self, labels: Mapping[str, Label]) -> None:
-        self._labels = labels
-
-    def __getitem__(self, name: str) -> Array:
-        values, width = self._labels[name]
-        array = values.slice(0, values.count)
-        return array if width is None else array.reshape(-1, width)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._labels)
-
-    def __len__(self) -> int:
-        return len(self._labels)
 
 
 def _reopened(reopen: Callable[[], TokenFile], num_tokens: int) -> TokenFile:

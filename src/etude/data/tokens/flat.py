@@ -1,14 +1,12 @@
 """Opening files that are nothing but tokens (nanoGPT's habit), and those of llm.c: the same after a short header."""
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from etude.core.errors import DataError
-from etude.data.tokens.boundaries import Offsets, Scanned
-from etude.data.tokens.file import TokenFile
+from etude.data.tokens.file import Offsets, TokenFile
 from etude.data.tokens.storage import Storage
 from etude.data.tokens.vectors import ArrayVector, Ints, Vector, chunks
 
@@ -42,9 +40,7 @@ MAX_HIGH = 16
 """Upper halves of 32-bit ids are below this: no vocabulary has more than 2**20 tokens."""
 
 
-def open_flat(
-    storage: Storage, dtype: str | None, delimiter: Delimiter | None, reopen: Callable[[], TokenFile]
-) -> TokenFile:
+def open_flat(storage: Storage, dtype: str | None, delimiter: Delimiter | None) -> TokenFile:
     """Open a file of nothing but tokens; without a `dtype` its ids decide."""
     dtype = flat_dtype(storage) if dtype is None else dtype
     if dtype not in FLAT_DTYPES:
@@ -52,7 +48,7 @@ def open_flat(
     size = np.dtype(dtype).itemsize
     if storage.size % size:
         raise DataError(f"{storage.name} has {storage.size:,} bytes, not a multiple of the {size} that {dtype} takes")
-    return _flat(storage, "flat", storage.vector(0, storage.size // size, dtype), delimiter, reopen)
+    return _flat(storage, "flat", storage.vector(0, storage.size // size, dtype), delimiter)
 
 
 def flat_dtype(storage: Storage) -> str:
@@ -89,7 +85,7 @@ def llmc_magic(head: bytes) -> int | None:
     return None
 
 
-def open_llmc(storage: Storage, delimiter: Delimiter | None, reopen: Callable[[], TokenFile]) -> TokenFile:
+def open_llmc(storage: Storage, delimiter: Delimiter | None) -> TokenFile:
     """Open a token file of llm.c."""
     head = storage.read(0, LLMC_BYTES)
     magic = llmc_magic(head)
@@ -111,29 +107,16 @@ def open_llmc(storage: Storage, delimiter: Delimiter | None, reopen: Callable[[]
     if storage.size != found:
         problem = "cut" if storage.size < found else "too long"
         raise DataError(f"{storage.name} is {problem}: {count:,} tokens take {found:,} bytes, found {storage.size:,}")
-    return _flat(storage, "llm.c", storage.vector(LLMC_BYTES, count, dtype), delimiter, reopen)
+    return _flat(storage, "llm.c", storage.vector(LLMC_BYTES, count, dtype), delimiter)
 
 
-def _flat(
-    storage: Storage, format: str, tokens: Vector, delimiter: Delimiter | None, reopen: Callable[[], TokenFile]
-) -> TokenFile:
-    name = storage.name
-    if delimiter is None:
-        whole = np.array([0, tokens.count], np.int64)
-        boundaries: Offsets | Scanned = Offsets(ArrayVector(name, whole if tokens.count else whole[:1]))
-    else:
-        boundaries = Scanned(name, lambda: scan(name, tokens, delimiter))
-    return TokenFile(
-        name,
-        format,
-        tokens,
-        boundaries,
-        meta={},
-        streams={},
-        labels={},
-        reopen=reopen,
-        has_documents=delimiter is not None,
-    )
+def _flat(storage: Storage, format: str, tokens: Vector, delimiter: Delimiter | None) -> TokenFile:
+    def find_boundaries() -> Offsets:
+        if delimiter is not None:
+            return Offsets(ArrayVector(storage.name, scan(storage.name, tokens, delimiter)))
+        return Offsets(ArrayVector(storage.name, np.unique([0, tokens.count])))
+
+    return TokenFile(storage.name, format, tokens, find_boundaries, has_documents=delimiter is not None)
 
 
 def scan(name: str, tokens: Vector, delimiter: Delimiter) -> Ints:

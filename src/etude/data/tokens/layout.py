@@ -29,6 +29,7 @@ _MAX_HEADER = 64 * 2**20
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
 Kind = Literal["tokens", "index", "stream", "label"]
+_SINGLE: tuple[Kind, ...] = ("tokens", "index")
 _DTYPES: dict[str, Sequence[str]] = {
     "tokens": TOKEN_DTYPES,
     "index": ("uint64",),
@@ -72,10 +73,14 @@ class Header:
         """Samples in the file."""
         return self.sections["index"].shape[0] - 1
 
+    def of_kind(self, kind: Kind) -> list[Section]:
+        """Return the sections of a kind."""
+        return [section for section in self.sections.values() if section.kind == kind]
+
 
 def check_name(name: str) -> None:
     """Refuse a name that a stream or label cannot have."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in ("tokens", "index"):
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _SINGLE:
         raise DataError(f"a stream or label has a name of up to 64 letters, digits and _.-, found {name!r}")
 
 
@@ -162,10 +167,11 @@ def _checked(content: Any) -> Header:
         if section.name in sections:
             raise DataError(f"two sections are named {section.name!r}")
         sections[section.name] = section
-    for kind in ("tokens", "index"):
-        if [s.name for s in sections.values() if s.kind == kind] != [kind]:
+    header = Header(sections, meta)
+    for kind in _SINGLE:
+        if [section.name for section in header.of_kind(kind)] != [kind]:
             raise DataError(f"it must have one section of kind {kind!r}, and that name")
-    return Header(sections, meta)
+    return header
 
 
 def _section(entry: Any) -> Section:
@@ -174,7 +180,7 @@ def _section(entry: Any) -> Section:
     name, kind, dtype, shape = (entry.get(key) for key in ("name", "kind", "dtype", "shape"))
     if not isinstance(kind, str) or kind not in _DTYPES:
         raise DataError(f"the kind of a section is one of {', '.join(_DTYPES)}, found {_short(kind)}")
-    if not isinstance(name, str) or (name != kind if kind in ("tokens", "index") else not _NAME.fullmatch(name)):
+    if not isinstance(name, str) or (name != kind if kind in _SINGLE else not _NAME.fullmatch(name)):
         raise DataError(f"a section of kind {kind} is named {_short(name)}")
     if not isinstance(dtype, str) or dtype not in _DTYPES[kind]:
         raise DataError(f"section {name!r} has dtype {_short(dtype)}; allowed are {', '.join(_DTYPES[kind])}")

@@ -1,12 +1,11 @@
 """Opening Megatron's pairs of files: tokens in .bin, sequences and documents in .idx. A sample is a document."""
 
 import struct
-from collections.abc import Callable
 
 import numpy as np
 
 from etude.core.errors import DataError
-from etude.data.tokens.file import TokenFile
+from etude.data.tokens.file import Offsets, TokenFile
 from etude.data.tokens.storage import Storage
 from etude.data.tokens.vectors import Ints, chunks, search
 
@@ -18,7 +17,7 @@ _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float6
 _BATCH = 2**18
 
 
-class Documents:
+class Documents(Offsets):
     """Documents of a Megatron index: each is the sequences from one document index to the next."""
 
     def __init__(self, index: Storage, sequences: int, entries: int, itemsize: int) -> None:
@@ -80,7 +79,7 @@ class Documents:
         raise DataError(f"{self._name} is damaged: {why}; make or copy it again")
 
 
-def open_megatron(tokens: Storage, index: Storage, reopen: Callable[[], TokenFile]) -> TokenFile:
+def open_megatron(tokens: Storage, index: Storage) -> TokenFile:
     """Open a pair of files; reads the head of the index and its last entries."""
     head = index.read(0, _HEAD.size)
     if not head.startswith(MAGIC):
@@ -106,13 +105,4 @@ def open_megatron(tokens: Storage, index: Storage, reopen: Callable[[], TokenFil
             f"{tokens.name} has {tokens.size:,} bytes, but its index {index.name} ends at {documents.end:,}; one of "
             "the two is cut, or they do not belong together"
         )
-    return TokenFile(
-        tokens.name,
-        "megatron",
-        tokens.vector(0, tokens.size // size, dtype),
-        documents,
-        meta={},
-        streams={},
-        labels={},
-        reopen=reopen,
-    )
+    return TokenFile(tokens.name, "megatron", tokens.vector(0, tokens.size // size, dtype), lambda: documents)

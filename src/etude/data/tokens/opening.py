@@ -1,19 +1,34 @@
-"""open_tokens: token files of every known format, recognised by what they hold."""
+"""open_tokens: token files of every known format, recognised by how they begin."""
 
+import codecs
+import re
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from etude.core.errors import DataError
 from etude.data.tokens import megatron
-from etude.data.tokens.file import TokenFile
+from etude.data.tokens.file import Label, Offsets, TokenFile
 from etude.data.tokens.flat import Delimiter, llmc_magic, open_flat, open_llmc
-from etude.data.tokens.layout import MAGIC
-from etude.data.tokens.native import open_native
+from etude.data.tokens.layout import MAGIC, PREAMBLE_BYTES, decode_header, decode_preamble
 from etude.data.tokens.places import exists, is_remote, local_path, open_storage
-from etude.data.tokens.recognise import HEAD_BYTES, TAIL_BYTES, damaged_native, other_kind
 from etude.data.tokens.storage import Storage
 
 FORMATS = ("auto", "etude", "flat", "llm.c", "megatron")
+
+HEAD_BYTES, TAIL_BYTES = 4096, 65536
+_OTHER_KINDS = {
+    b"\x93NUMPY": "a NumPy .npy file",
+    b"PK\x03\x04": "a zip archive (or a PyTorch file)",
+    b"\x80\x02": "a pickle",
+    b"\x80\x04": "a pickle",
+    b"\x1f\x8b": "a gzip archive",
+    b"MMIDIDX": "the .idx of a Megatron data set",
+}
+"""What is given by mistake most often, and might be named .bin."""
+_TOKENS_SECTION = re.compile(rb'"kind"\s*:\s*"tokens"')
+_CONTROL = re.compile(r"[\0-\x08\x0b\x0e-\x1a\x1c-\x1f\x7f]")
 
 
 def open_tokens(
@@ -39,32 +54,36 @@ def open_tokens(
     if format not in FORMATS:
         raise DataError(f"the format of a token file is one of {', '.join(FORMATS)}, found {format!r}")
     delimiter = _delimiter(document_end, document_start)
-    place = name if is_remote(name) else str(local_path(name).absolute())
-    reopen = partial(
+    file = _open(name, format, dtype, delimiter, memory_map)
+    file.reopen = partial(
         open_tokens,
-        place,
+        name if is_remote(name) else str(local_path(name).absolute()),
         format=format,
         dtype=dtype,
         document_end=document_end,
         document_start=document_start,
         memory_map=memory_map,
     )
+    return file
+
+
+def _open(name: str, format: str, dtype: str | None, delimiter: Delimiter | None, memory_map: bool) -> TokenFile:
     if (pair := _pair(name, format)) is not None:
         _no_delimiter(name, "Megatron", delimiter)
         tokens, index = (open_storage(part, memory_map=memory_map) for part in pair)
-        return megatron.open_megatron(tokens, index, reopen)
+        return megatron.open_megatron(tokens, index)
     storage = open_storage(name, memory_map=memory_map)
     if not storage.size:
         raise DataError(f"{name} is empty; make or copy it again")
     format = _recognise(storage) if format == "auto" else format
     if format == "llm.c":
-        return open_llmc(storage, delimiter, reopen)
+        return open_llmc(storage, delimiter)
     if format == "flat":
         if storage.read(0, len(MAGIC)) == MAGIC:
             raise DataError(f"{name} has a header, and knows the type of its tokens; leave out format='flat'")
-        return open_flat(storage, dtype, delimiter, reopen)
+        return open_flat(storage, dtype, delimiter)
     _no_delimiter(name, "etude", delimiter)
-    return open_native(storage, reopen)
+    return _open_native(storage)
 
 
 def _pair(name: str, format: str) -> tuple[str, str] | None:
@@ -90,9 +109,9 @@ def _recognise(storage: Storage) -> str:
         return "etude"
     if llmc_magic(head) is not None:
         return "llm.c"
-    if damaged_native(head, storage.read(max(storage.size - TAIL_BYTES, 0), TAIL_BYTES)):
+    if _was_native(head, storage.read(max(storage.size - TAIL_BYTES, 0), TAIL_BYTES)):
         raise DataError(f"{name} is damaged: it was a token file, but does not begin as one; make or copy it again")
-    if (kind := other_kind(head)) is not None:
+    if (kind := _other_kind(head)) is not None:
         raise DataError(f"{name} is {kind}, not a token file; `etude tokenize` makes token files of text")
     if not name.endswith(".bin"):
         raise DataError(
@@ -100,6 +119,25 @@ def _recognise(storage: Storage) -> str:
             "format='flat' and their dtype"
         )
     return "flat"
+
+
+def _was_native(head: bytes, tail: bytes) -> bool:
+    """Return whether a file was one of the project's own before its beginning was damaged, moved or lost."""
+    alike = sum(found == known for found, known in zip(head, MAGIC, strict=False))
+    return alike >= min(len(head), 4) or MAGIC in head or _TOKENS_SECTION.search(tail) is not None
+
+
+def _other_kind(head: bytes) -> str | None:
+    """Return in words what a file is that holds no tokens; None if nothing speaks against it."""
+    if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < 2**30:
+        return "a safetensors file"
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # which may be cut inside a character
+        if len(head) >= 16 and not _CONTROL.search(text):
+            return "a text file"
+    except UnicodeDecodeError:
+        pass
+    return next((kind for magic, kind in _OTHER_KINDS.items() if head.startswith(magic)), None)
 
 
 def _delimiter(document_end: int | None, document_start: int | None) -> Delimiter | None:
@@ -116,3 +154,30 @@ def _delimiter(document_end: int | None, document_start: int | None) -> Delimite
 def _no_delimiter(name: str, kind: str, delimiter: Delimiter | None) -> None:
     if delimiter is not None:
         raise DataError(f"{name} is a file of {kind} format, which knows its documents; leave out {delimiter.option}")
+
+
+def _open_native(storage: Storage) -> TokenFile:
+    """Open a file of the project's own format; reads the header and two entries of the index."""
+    offset, size, crc = decode_preamble(storage.read(0, PREAMBLE_BYTES), storage.size, storage.name)
+    header = decode_header(storage.read(offset, size), crc, offset, storage.size, storage.name)
+    vectors = {}
+    for name, section in header.sections.items():
+        dtype = "int64" if section.kind == "index" else section.dtype  # an offset above 2**63 is found to be negative
+        vectors[name] = storage.vector(section.offset, section.bytes // np.dtype(dtype).itemsize, dtype)
+    first, last = vectors["index"].take(np.array([0, header.num_samples])).tolist()
+    if (first, last) != (0, header.num_tokens):
+        raise DataError(
+            f"{storage.name} is damaged: its samples go from {first:,} to {last:,}, its tokens from 0 to "
+            f"{header.num_tokens:,}; make or copy it again"
+        )
+    boundaries = Offsets(vectors["index"])
+    return TokenFile(
+        storage.name,
+        "etude",
+        vectors["tokens"],
+        lambda: boundaries,
+        meta=header.meta,
+        streams={one.name: vectors[one.name] for one in header.of_kind("stream")},
+        labels={one.name: Label(vectors[one.name], (*one.shape, None)[1]) for one in header.of_kind("label")},
+        checksums={name: (vectors[name], section.crc32) for name, section in header.sections.items()},
+    )

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from etude.data.tokens.storage import Storage
 
 _LOCAL = ("file://", "local://")
@@ -39,8 +41,6 @@ def local_copy(name: str) -> Path:
     """Return a path of this machine with the whole file: its own, or that of a copy of a remote one."""
     if not is_remote(name):
         return local_path(name)
-    import numpy as np
-
     from etude.data.tokens.remote import RemoteCopy
 
     copy = RemoteCopy(name)
@@ -50,8 +50,9 @@ def local_copy(name: str) -> Path:
 
 def open_storage(name: str, *, memory_map: bool = True) -> Storage:
     """Open a local file, or the local copy of a remote one."""
-    if is_remote(name):
-        from etude.data.tokens.remote import open_remote
+    if not is_remote(name):
+        return Storage(local_path(name), name=name, memory_map=memory_map)
+    from etude.data.tokens.remote import RemoteCopy
 
-        return open_remote(name, memory_map=memory_map)
-    return Storage(local_path(name), name=name, memory_map=memory_map)
+    copy = RemoteCopy(name)
+    return Storage(copy.path, name=name, prepare=copy.prepare)

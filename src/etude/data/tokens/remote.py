@@ -1,23 +1,24 @@
-"""Remote token files: blocks fetched when they are first read, into a sparse local file that is read like any other."""
+"""Remote token files: blocks fetched when they are first read, into a sparse local file that is read like any other.
+
+fsspec finds and reads the remote file. Its own caches of blocks are not used: they count a block as present before it
+is fetched, and forget which are when the process is killed.
+"""
 
 import hashlib
 import json
 import logging
-import mmap
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from etude.core.errors import DataError
 from etude.core.files import cache_folder
 from etude.data.tokens.layout import PREAMBLE_BYTES
-from etude.data.tokens.storage import Storage
 from etude.data.tokens.vectors import Ints
 
 logger = logging.getLogger("etude")
@@ -34,11 +35,7 @@ RETRY_DELAY_S = 0.5
 _VERSION_KEYS = {"etag", "last-modified", "lastmodified", "mtime", "modified", "created", "generation", "versionid"}
 _VERSION_KEYS |= {"md5", "md5hash", "content-md5", "digest", "checksum", "blob_id"}
 
-
-def open_remote(url: str, *, memory_map: bool = True) -> Storage:
-    """Open a remote file through its local copy, of which nothing needs to be there yet."""
-    copy = RemoteCopy(url)
-    return Storage(copy.path, name=url, memory_map=memory_map, prepare=copy.prepare)
+Answer = TypeVar("Answer")
 
 
 def remote_exists(url: str) -> bool:
@@ -59,8 +56,7 @@ class RemoteCopy:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        filesystem, path = _filesystem(url)
-        self._size, self._version = _describe(filesystem, path, url)
+        self._size, self._version = _describe(url)
         digest = hashlib.sha256(json.dumps([url, self._size, self._version]).encode()).hexdigest()
         folder = cache_folder("tokens") / digest[:32]
         self.path, present = folder / "data", folder / "blocks"
@@ -73,8 +69,7 @@ class RemoteCopy:
                 present.unlink(missing_ok=True)  # of a copy that somebody has deleted to make room
             _extend(self.path, self._size)
             _extend(present, max(-(-self._size // BLOCK_BYTES), 1))
-            with present.open("r+b") as file:
-                self._present: NDArray[np.uint8] = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+            self._present = np.memmap(present, np.uint8, "r+")
         except OSError as error:
             self._cannot_store(error)
 
@@ -103,49 +98,36 @@ class RemoteCopy:
             for i in range(0, len(run), REQUEST_BLOCKS)
         ]
         ranges = [(int(run[0]) * BLOCK_BYTES, min((int(run[-1]) + 1) * BLOCK_BYTES, self._size)) for run in runs]
-        pieces = self._download(ranges)
-        filesystem, path = _filesystem(self.url)
-        filesystem.invalidate_cache(path)
-        if _describe(filesystem, path, self.url) != (self._size, self._version):
+        pieces: dict[tuple[int, int], bytes] = {}
+        _patiently(self.url, lambda: self._download(ranges, pieces))
+        if _describe(self.url) != (self._size, self._version):
             raise DataError(f"{self.url} has changed while it was being read; open it again")
         try:
-            descriptor = os.open(self.path, os.O_WRONLY | getattr(os, "O_BINARY", 0))
-            try:
-                for (start, _), piece in zip(ranges, pieces, strict=True):
-                    _write(descriptor, piece, start)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            with self.path.open("r+b") as file:
+                for (start, _), piece in pieces.items():
+                    file.seek(start)
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
             self._cannot_store(error)
         self._present[blocks] = 1
 
-    def _download(self, ranges: list[tuple[int, int]]) -> list[bytes]:
-        """Fetch all ranges; those that fail are asked for again, a few times."""
-        pieces: dict[tuple[int, int], bytes] = {}
-        problem: object = ""
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                logger.warning("%s: %s; trying again", self.url, problem)
-                time.sleep(RETRY_DELAY_S * 2 ** (attempt - 1))
-            wanted = [part for part in ranges if part not in pieces]
-            filesystem, path = _filesystem(self.url)
-            try:
-                starts, ends = [part[0] for part in wanted], [part[1] for part in wanted]
-                answers = filesystem.cat_ranges([path] * len(wanted), starts, ends, on_error="return")
-            except Exception as error:
-                answers = [error] * len(wanted)
-            for part, answer in zip(wanted, answers, strict=True):
-                if isinstance(answer, bytes) and len(answer) == part[1] - part[0]:
-                    pieces[part] = answer
-                else:
-                    found = f"{len(answer):,} bytes" if isinstance(answer, bytes) else _words(answer)
-                    problem = f"asked for {part[1] - part[0]:,} bytes from {part[0]:,}, got {found}"
-            if len(pieces) == len(ranges):
-                return [pieces[part] for part in ranges]
-        raise DataError(
-            f"{self.url} cannot be read ({problem}, {ATTEMPTS} times); check the connection, and start again"
-        )
+    def _download(self, ranges: list[tuple[int, int]], pieces: dict[tuple[int, int], bytes]) -> None:
+        """Ask for the ranges that are not there yet, together; raises OSError if one of them does not come."""
+        wanted = [part for part in ranges if part not in pieces]
+        filesystem, path = _filesystem(self.url)
+        starts, ends = zip(*wanted, strict=True)
+        answers = filesystem.cat_ranges([path] * len(wanted), list(starts), list(ends), on_error="return")
+        problem = ""
+        for part, answer in zip(wanted, answers, strict=True):
+            if isinstance(answer, bytes) and len(answer) == part[1] - part[0]:
+                pieces[part] = answer
+            else:
+                found = f"{len(answer):,} bytes" if isinstance(answer, bytes) else _words(answer)
+                problem = f"asked for {part[1] - part[0]:,} bytes from {part[0]:,}, got {found}"
+        if problem:
+            raise OSError(problem)
 
     def _cannot_store(self, error: OSError) -> None:
         raise DataError(
@@ -167,8 +149,10 @@ def _filesystem(url: str) -> tuple[Any, str]:
     return filesystem, str(path)
 
 
-def _describe(filesystem: Any, path: str, url: str) -> tuple[int, str]:
+def _describe(url: str) -> tuple[int, str]:
     """Return the size of a remote file, and what tells its versions apart: etag, time of change or checksum."""
+    filesystem, path = _filesystem(url)
+    filesystem.invalidate_cache(path)
     try:
         info = _patiently(url, lambda: filesystem.info(path))
     except FileNotFoundError as error:
@@ -185,7 +169,7 @@ def _describe(filesystem: Any, path: str, url: str) -> tuple[int, str]:
     return size, json.dumps(version, sort_keys=True)
 
 
-def _patiently(url: str, ask: Callable[[], Any]) -> Any:
+def _patiently(url: str, ask: Callable[[], Answer]) -> Answer:
     """Ask a file system something, a few times; raises DataError if it does not answer."""
     for attempt in range(ATTEMPTS):
         try:
@@ -194,7 +178,10 @@ def _patiently(url: str, ask: Callable[[], Any]) -> Any:
             raise
         except Exception as error:  # every file system has its own
             if attempt == ATTEMPTS - 1:
-                raise DataError(f"{url} cannot be reached ({_words(error)}); check address and connection") from error
+                raise DataError(
+                    f"{url} cannot be read ({_words(error)}, {ATTEMPTS} times); check address and connection"
+                ) from error
+            logger.warning("%s: %s; trying again", url, _words(error))
             time.sleep(RETRY_DELAY_S * 2**attempt)
     raise AssertionError
 
@@ -204,13 +191,6 @@ def _extend(path: Path, size: int) -> None:
     with path.open("ab") as file:
         if file.seek(0, os.SEEK_END) < size:
             file.truncate(size)
-
-
-def _write(descriptor: int, piece: bytes, offset: int) -> None:
-    view = memoryview(piece)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
 
 
 def _words(error: object) -> str:

@@ -1,10 +1,10 @@
 """Vectors: one-dimensional stretches of a file, read by rows, spans or single values without holding the whole."""
 
 import mmap
-import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -14,31 +14,34 @@ from etude.core.errors import DataError
 
 Ints = NDArray[np.int64]
 Array = NDArray[Any]
-Prepare = Callable[[Ints, Ints | int], None]
-"""Makes the bytes of a remote file present: offsets, and how many bytes from each."""
 
 CHUNK_BYTES = 4 * 2**20
 """How much of a file is looked at in one piece where all of it is read."""
 
 _AHEAD = 16  # chunks of a remote file that are fetched together
-_STRETCH = 512  # values of a sorted vector that are read together
-_PIECE = 2**30  # Linux reads at most 2 GiB at once
 
 
-class Vector(Protocol):
+class Vector(ABC):
     """Numbers of one type that lie one after the other. Indices given to it are in range, but for `rows`."""
 
     count: int
     dtype: np.dtype[Any]
 
+    @abstractmethod
     def rows(self, starts: Ints, length: int) -> Array:
         """Return `length` values from each start, as a fresh (n, length) array; a start out of range is an error."""
 
+    @abstractmethod
     def spans(self, starts: Ints, lengths: Ints) -> Array:
         """Return the spans one after the other, as a fresh array."""
 
+    @abstractmethod
     def take(self, indices: Ints) -> Array:
         """Return single values."""
+
+    @abstractmethod
+    def slice(self, start: int, stop: int) -> Array:
+        """Return the values of one span; not to be written to."""
 
     def pairs(self, indices: Ints) -> tuple[Array, Array]:
         """Return the values at these indices, and those after them."""
@@ -49,13 +52,10 @@ class Vector(Protocol):
         """Return for each value how many entries of this sorted vector are not above it, by reading a few of them."""
         return search(self.take, self.count, values)
 
-    def slice(self, start: int, stop: int) -> Array:
-        """Return the values of one span; not to be written to."""
-
-    def prepare(self, start: int, stop: int) -> None:
+    def prepare(self, start: int, stop: int) -> None:  # noqa: B027 -- nothing has to be fetched from this machine
         """Fetch a span of a remote file in few requests, before it is read piece by piece."""
 
-    def forget(self, start: int, stop: int) -> None:
+    def forget(self, start: int, stop: int) -> None:  # noqa: B027 -- nothing is held
         """Let go of the memory that reading this span has made resident."""
 
 
@@ -161,12 +161,6 @@ class ArrayVector(Vector):
         """Return a view."""
         return self._array[start:stop]
 
-    def prepare(self, start: int, stop: int) -> None:
-        """Nothing to fetch."""
-
-    def forget(self, start: int, stop: int) -> None:
-        """Nothing to let go of."""
-
 
 class MappedVector(ArrayVector):
     """A stretch of a memory-mapped file."""
@@ -182,117 +176,6 @@ class MappedVector(ArrayVector):
             size = self.dtype.itemsize
             first = (self._offset + start * size) // mmap.PAGESIZE * mmap.PAGESIZE
             self._mapping.madvise(mmap.MADV_DONTNEED, first, self._offset + stop * size - first)
-
-
-class PreadVector(Vector):
-    """A stretch of an open file, read by system calls: nothing is mapped, nothing stays in memory."""
-
-    def __init__(self, where: str, descriptor: int, offset: int, count: int, dtype: np.dtype[Any]) -> None:
-        self._where, self._descriptor, self._offset = where, descriptor, offset
-        self.count, self.dtype = count, dtype
-        self._signposts: Array | None = None
-
-    def rows(self, starts: Ints, length: int) -> Array:
-        """Read each row into its place."""
-        check_rows(self._where, starts, length, self.count)
-        out = np.empty((len(starts), length), self.dtype)
-        self._fill(out, starts, np.full(len(starts), length, np.int64))
-        return out
-
-    def spans(self, starts: Ints, lengths: Ints) -> Array:
-        """Read each span into its place."""
-        out = np.empty(int(lengths.sum()), self.dtype)
-        self._fill(out, starts, lengths)
-        return out
-
-    def take(self, indices: Ints) -> Array:
-        """Read single values."""
-        out = np.empty(len(indices), self.dtype)
-        self._fill(out, indices, np.ones(len(indices), np.int64))
-        return out
-
-    def search(self, values: Ints) -> Ints:
-        """Find the stretch by every 512th value, which are kept, and read one stretch for each value."""
-        length = min(_STRETCH, self.count)
-        if self._signposts is None:
-            self._signposts = self.take(np.arange(0, self.count, _STRETCH))
-        starts = (np.searchsorted(self._signposts, values, side="right") - 1) * _STRETCH
-        starts = np.clip(starts, 0, self.count - length)
-        found: Ints = starts + np.count_nonzero(self.rows(starts, length) <= values[:, None], axis=1)
-        return found
-
-    def slice(self, start: int, stop: int) -> Array:
-        """Read one span."""
-        return self.spans(np.array([start]), np.array([stop - start]))
-
-    def prepare(self, start: int, stop: int) -> None:
-        """Nothing to fetch."""
-
-    def forget(self, start: int, stop: int) -> None:
-        """Nothing is held."""
-
-    def _fill(self, out: Array, starts: Ints, lengths: Ints) -> None:
-        if not out.size:
-            return
-        place, target, size = 0, out.reshape(-1).view(np.uint8).data, self.dtype.itemsize
-        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            offset, end = self._offset + start * size, place + length * size
-            while place < end:
-                got = read_into(self._where, self._descriptor, target[place : min(end, place + _PIECE)], offset)
-                place, offset = place + got, offset + got
-
-
-def read_into(where: str, descriptor: int, target: memoryview, offset: int) -> int:
-    """Read some bytes at an offset; raises DataError if there are none."""
-    try:
-        if sys.platform == "win32":
-            raise DataError(f"{where} cannot be mapped into memory, and Windows has no other way to read it in parts")
-        got = os.preadv(descriptor, [target], offset)
-    except OSError as error:
-        raise DataError(f"{where} cannot be read ({error.strerror})") from error
-    if not got:
-        raise DataError(f"{where} ends at byte {offset:,}: it was cut while it was being read; make it again")
-    return got
-
-
-class FetchedVector(Vector):
-    """A stretch of a remote file's local copy; what is missing there is fetched before it is read."""
-
-    def __init__(self, where: str, inner: Vector, prepare: Prepare, offset: int) -> None:
-        self._where, self._inner, self._prepare, self._offset = where, inner, prepare, offset
-        self.count, self.dtype = inner.count, inner.dtype
-
-    def rows(self, starts: Ints, length: int) -> Array:
-        """Fetch, then read."""
-        check_rows(self._where, starts, length, self.count)
-        self._fetch(starts, length)
-        return self._inner.rows(starts, length)
-
-    def spans(self, starts: Ints, lengths: Ints) -> Array:
-        """Fetch, then read."""
-        self._fetch(starts, lengths)
-        return self._inner.spans(starts, lengths)
-
-    def take(self, indices: Ints) -> Array:
-        """Fetch, then read."""
-        self._fetch(indices, 1)
-        return self._inner.take(indices)
-
-    def slice(self, start: int, stop: int) -> Array:
-        """Fetch, then read."""
-        self.prepare(start, stop)
-        return self._inner.slice(start, stop)
-
-    def prepare(self, start: int, stop: int) -> None:
-        """Fetch what is missing, in as few requests as can be."""
-        self._fetch(np.array([start]), stop - start)
-
-    def forget(self, start: int, stop: int) -> None:
-        """Let go of memory; the local copy stays."""
-        self._inner.forget(start, stop)
-
-    def _fetch(self, starts: Ints, length: Ints | int) -> None:
-        self._prepare(self._offset + starts * self.dtype.itemsize, length * self.dtype.itemsize)
 
 
 def search(take: Callable[[Ints], Array], count: int, values: Ints) -> Ints:
