@@ -11,7 +11,8 @@ from etude.checkpoint import check_kind, record_of
 from etude.config.registry import register
 from etude.core import RunFolderError
 from etude.engine.callback import Callback, Logs, RunInfo
-from etude.monitor.sinks import CsvSink, count_rows, rewrite_csv
+from etude.monitor import CsvSink, read_rows
+from etude.monitor.sinks import rewrite_csv
 
 _STATE = record_of("CSVLogger", {"rows": Annotated[int, Ge(0)] | None})
 
@@ -82,7 +83,7 @@ class CSVLogger(Callback):
                 rewrite_csv(path, keep=lambda _: next(index) < rows)
             elif not self.append:
                 path.unlink(missing_ok=True)
-            self._rows = count_rows(path)
+            self._rows = len(read_rows(path))
         except OSError as error:
             raise RunFolderError(
                 f"CSVLogger cannot write {path}: {error.strerror or error}; give a writable filename"

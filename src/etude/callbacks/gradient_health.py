@@ -1,5 +1,6 @@
 """Judging gradients: which layers vanish, explode, are dead or not finite, in words and with a remedy."""
 
+import copy
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,10 +24,8 @@ MAX_NAMES = 3
 Words = Callable[[Sequence[str]], str]
 """Says of some layers what is wrong with them."""
 
-_STATE = record_of(
-    "Judge",
-    {"history": dict[str, list[float]], "zero_streak": dict[str, int], "bad_streak": int, "found": dict[str, int]},
-)
+_PAST = {"history": dict[str, list[float]], "zero_streak": dict[str, int], "bad_streak": int, "found": dict[str, int]}
+_STATE = record_of("Judge", _PAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +96,13 @@ class Judge:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the past as plain numbers."""
-        return {
-            "history": {name: list(norms) for name, norms in self._history.items()},
-            "zero_streak": dict(self._zero_streak),
-            "bad_streak": self._bad_streak,
-            "found": dict(self._found),
-        }
+        return copy.deepcopy({name: getattr(self, f"_{name}") for name in _PAST})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the past."""
         check_kind(_STATE, state, "judge")
-        self._history = {name: list(norms) for name, norms in state["history"].items()}
-        self._zero_streak = dict(state["zero_streak"])
-        self._bad_streak = state["bad_streak"]
-        self._found = dict(state["found"])
+        for name in _PAST:
+            setattr(self, f"_{name}", copy.deepcopy(state[name]))
 
     def judge(self, step: int, numbers: Sequence[ParameterNumbers], *, is_scaled: bool = False) -> GradientHealth:
         """Return the health of the layers, and remember them."""
@@ -120,22 +112,23 @@ class Judge:
         if bad := [name for name, norm in reversed(norms.items()) if not math.isfinite(norm)]:
             self._bad_streak += 1
             if not is_scaled or self._bad_streak > SCALED_PATIENCE:
-                self._report(health, "non-finite", bad, _nonfinite(bad, norms))
+                health.findings.append(Finding("non-finite", tuple(bad), _nonfinite(bad, norms)))
+                health.warnings.extend(health.findings if self._is_due("non-finite") else ())  # one for all layers
             return health
         self._bad_streak = 0
         unused = self._persisting([one.name for one in numbers if one.grad_norm is None], "unused")
-        self._report_each(health, "unused", unused, _unused)
+        self._report(health, "unused", unused, _unused)
         dead = self._persisting([name for name, norm in norms.items() if norm == 0], "dead")
-        self._report_each(health, "dead", dead, lambda names: _dead(names, self.patience))
+        self._report(health, "dead", dead, lambda names: _dead(names, self.patience))
         norms = {name: norm for name, norm in norms.items() if norm > 0}
         if not norms:
             return health
         median = statistics.median(norms.values())
         faint = [name for name, norm in norms.items() if norm < max(self.vanishing, FAR_BELOW * median)]
-        self._report_each(health, "vanishing", faint, lambda names: _vanishing(names, norms, median, len(layers)))
+        self._report(health, "vanishing", faint, lambda names: _vanishing(names, norms, median, len(layers)))
         usual = {name: self._usual(name) for name in norms}
         loud = [name for name, norm in norms.items() if self._is_loud(norm, usual[name])]
-        self._report_each(health, "exploding", loud, lambda names: _exploding(names, norms, median, usual))
+        self._report(health, "exploding", loud, lambda names: _exploding(names, norms, median, usual))
         for name, norm in norms.items():
             self._history.setdefault(name, []).append(norm)
             del self._history[name][:-HISTORY]
@@ -158,20 +151,13 @@ class Judge:
         self._zero_streak = others | {key: self._zero_streak.get(key, 0) + 1 for key in sorted(keys)}
         return [name for name in names if self._zero_streak[f"{kind} {name}"] >= self.patience]
 
-    def _report_each(self, health: GradientHealth, kind: Kind, names: list[str], words: Words) -> None:
+    def _report(self, health: GradientHealth, kind: Kind, names: list[str], words: Words) -> None:
         """Add a finding about all `names`, and a warning about those of them that are due to be reported."""
         if not names:
             return
         health.findings.append(Finding(kind, tuple(names), words(names)))
         if due := [name for name in names if self._is_due(f"{kind} {name}")]:
             health.warnings.append(Finding(kind, tuple(due), words(due)))
-
-    def _report(self, health: GradientHealth, kind: Kind, names: list[str], message: str) -> None:
-        """Add a finding that is one thing, whichever layers it touches."""
-        finding = Finding(kind, tuple(names), message)
-        health.findings.append(finding)
-        if self._is_due(kind):
-            health.warnings.append(finding)
 
     def _is_due(self, key: str) -> bool:
         """Count a finding; True the first time, the 10th, the 100th …"""

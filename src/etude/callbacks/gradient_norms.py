@@ -29,10 +29,8 @@ class Snapshot:
 
     step: int
     is_scaled: bool
-    parameters: tuple[tuple[str, int, bool], ...]
-    """Name, number of elements and whether there is a gradient, of all that can be trained, in the model's order."""
-    places: tuple[int, ...]
-    """Which parameter each column of `values` is."""
+    parameters: list[tuple[int, str, int, bool]]
+    """Of each column of `values`: place in the model, name, number of elements, and whether there is a gradient."""
     values: Tensor
     """Rows: gradient norm, weight norm, nonzero elements of the gradient."""
 
@@ -51,37 +49,24 @@ class Measuring:
     def __call__(self, divisor: Tensor | float, step: int, *, is_scaled: bool = False) -> Snapshot:
         """Measure the gradients as they would be after a division by `divisor`."""
         trained = [(name, param) for name, param in self._named if param.requires_grad]
-        groups: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
-        for place, (_, param) in enumerate(trained):
-            groups.setdefault((param.device, param.dtype, param.grad is not None), []).append(place)
-        parts = [
-            _with_gradient([trained[place][1] for place in places], divisor)
-            if has_gradient
-            else _without_gradient([trained[place][1] for place in places])
-            for (_, _, has_gradient), places in groups.items()
-        ]
-        return Snapshot(
-            step,
-            is_scaled,
-            tuple((name, param.numel(), param.grad is not None) for name, param in trained),
-            tuple(place for places in groups.values() for place in places),
-            torch.cat([part.to(parts[0].device) for part in parts], dim=1) if parts else torch.zeros(3, 0),
-        )
+        groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, str, nn.Parameter]]] = {}
+        for place, (name, param) in enumerate(trained):
+            groups.setdefault((param.device, param.dtype), []).append((place, name, param))
+        parts = [_values([param for _, _, param in group], divisor) for group in groups.values()]
+        order = [(at, name, p.numel(), p.grad is not None) for group in groups.values() for at, name, p in group]
+        values = torch.cat([part.to(parts[0].device) for part in parts], dim=1) if parts else torch.zeros(3, 0)
+        return Snapshot(step, is_scaled, order, values)
 
 
-def _with_gradient(params: list[nn.Parameter], divisor: Tensor | float) -> Tensor:
-    found = [param.grad for param in params if param.grad is not None]
+def _values(params: list[nn.Parameter], divisor: Tensor | float) -> Tensor:
+    """Return the rows of `Snapshot.values`; without a gradient they are zeros."""
+    found = [param.grad if param.grad is not None else param.new_zeros(1) for param in params]
     grads = [grad.coalesce()._values() if grad.is_sparse else grad for grad in found]
     norms = tensor_norms(grads)
     nonzero = torch.stack([torch.count_nonzero(grad) for grad in grads])
     if isinstance(divisor, Tensor):
         divisor = divisor.to(norms.device, norms.dtype)
     return torch.stack([norms / divisor, tensor_norms(list(params)), nonzero.to(norms.dtype)])
-
-
-def _without_gradient(params: list[nn.Parameter]) -> Tensor:
-    weights = tensor_norms(list(params))
-    return torch.stack([torch.zeros_like(weights), weights, torch.zeros_like(weights)])
 
 
 def read(snapshots: Sequence[Snapshot]) -> list[list[ParameterNumbers]]:
@@ -93,19 +78,11 @@ def read(snapshots: Sequence[Snapshot]) -> list[list[ParameterNumbers]]:
     answers, start = [], 0
     for one in snapshots:
         size = one.values.shape[1]
-        norms, weights, nonzero = (flat[start + row * size : start + (row + 1) * size] for row in range(3))
+        columns = zip(*(flat[start + row * size : start + (row + 1) * size] for row in range(3)), strict=True)
         start += 3 * size
-        column = {place: number for number, place in enumerate(one.places)}
-        answers.append(
-            [
-                ParameterNumbers(
-                    name,
-                    numel,
-                    norms[at := column[place]] if has_gradient else None,
-                    weights[at],
-                    max(0, numel - round(nonzero[at])),
-                )
-                for place, (name, numel, has_gradient) in enumerate(one.parameters)
-            ]
-        )
+        found = {
+            place: ParameterNumbers(name, numel, norm if is_there else None, weight, max(0, numel - round(nonzero)))
+            for (place, name, numel, is_there), (norm, weight, nonzero) in zip(one.parameters, columns, strict=True)
+        }
+        answers.append([found[place] for place in sorted(found)])
     return answers

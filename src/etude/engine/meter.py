@@ -100,29 +100,38 @@ def count_forward(model: nn.Module, batch: Batch, run: Run | None = None) -> int
     An output layer that the model leaves to the loss counts too. Raises whatever the model raises: one that looks at
     values, such as those of a mask, cannot run without them.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    device = next((param.device.type for param in model.parameters()), "cpu")
+
+    def count(inputs: Batch) -> int:
+        # With gradients, as in training: without, torch's own transformer layers take another path. Attention as two
+        # products: the counter does not know the kernel of the CPU.
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), fake, FlopCounterMode(display=False) as counter:
+            _apply_heads((run or ModelCall(shadow))(shadow, inputs))
+        return int(counter.get_total_flops())
+
     kept_rng = rng_state()
     try:
-        with warnings.catch_warnings(), torch.autocast(_device_type(model), enabled=False):
+        with warnings.catch_warnings(), torch.autocast(device, enabled=False):
             warnings.simplefilter("ignore")
-            shadow = _shadow(model, fake)
-            row = map_tensors(batch, lambda tensor: _fake_row(tensor, fake))
-            failure: Exception | None = None
+            with FakeCopyMode(fake):
+                shadow = copy.deepcopy(model).eval()
+            for module in shadow.modules():
+                module._forward_hooks.clear()
+                module._forward_pre_hooks.clear()
+            with fake:
+                row = map_tensors(
+                    batch, lambda one: torch.zeros((1, *one.shape[1:]), dtype=one.dtype, device=one.device)
+                )
             # Without padding masks first: they change no shapes, and many models ask whether they are all ones.
-            for inputs in (_without_masks(row), row):
-                # With gradients, as in training: without, torch's own transformer layers take another path.
-                counter = FlopCounterMode(display=False, custom_mapping=_attention_on_the_cpu())
-                try:
-                    with torch.enable_grad(), fake, counter:
-                        _apply_heads((run or ModelCall(shadow))(shadow, inputs))
-                    return int(counter.get_total_flops())
-                except Exception as error:
-                    failure = failure if failure is not None else error
-            assert failure is not None
-            raise failure
+            try:
+                return count(_without_masks(row))
+            except Exception:
+                return count(row)
     finally:
         set_rng_state(kept_rng)
 
@@ -147,26 +156,6 @@ def _apply_heads(output: Any) -> None:
             _apply_heads(part)
 
 
-def _shadow(model: nn.Module, fake: Any) -> nn.Module:
-    """Return a copy of the model in eval mode, without hooks, in which all tensors are fake."""
-    memo: dict[int, Any] = {}
-    kept = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
-    for tensor in (*model.parameters(), *model.buffers(), *kept):
-        stand_in = fake.from_tensor(tensor.detach())
-        is_param = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(stand_in, tensor.requires_grad) if is_param else stand_in
-    shadow = copy.deepcopy(model, memo).eval()
-    for module in shadow.modules():
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
-    return shadow
-
-
-def _fake_row(tensor: Tensor, fake: Any) -> Tensor:
-    with fake:
-        return torch.zeros((1, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
-
-
 def _without_masks(batch: Batch) -> Batch:
     if not isinstance(batch, Mapping):
         return batch
@@ -179,16 +168,6 @@ def _without_masks(batch: Batch) -> Batch:
     }
 
 
-def _attention_on_the_cpu() -> dict[Any, Any]:
-    """Return the formula for the one attention kernel that torch's own counter does not know."""
-    from torch.utils.flop_counter import sdpa_flop_count
-
-    def flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-        return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
-
-    return {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flops}
-
-
 def _through(known: Mapping[int, float], length: int) -> float:
     """Return a·L + b·L² with a and b of the shortest and the longest length known."""
     low, high = min(known), max(known)
@@ -197,10 +176,6 @@ def _through(known: Mapping[int, float], length: int) -> float:
     slope_low, slope_high = known[low] / low, known[high] / high
     slope = slope_low + (slope_high - slope_low) * (length - low) / (high - low)
     return float(round(max(slope, 0.0) * length))
-
-
-def _device_type(model: nn.Module) -> str:
-    return next((param.device.type for param in model.parameters()), "cpu")
 
 
 ID_TYPES = frozenset({torch.int64, torch.int32})

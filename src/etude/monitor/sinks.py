@@ -32,8 +32,8 @@ class AppendFile:
     problem is reported once, by `on_problem`, until a write succeeds again.
     """
 
-    def __init__(self, path: Path, on_problem: Callable[[str], None] = logger.warning) -> None:
-        self.path = path
+    def __init__(self, path: str | Path, on_problem: Callable[[str], None] = logger.warning) -> None:
+        self.path = Path(path)
         self._on_problem = on_problem
         self._descriptor: int | None = None
         self._pending: deque[bytes] = deque(maxlen=MAX_PENDING)
@@ -74,30 +74,22 @@ class AppendFile:
             raise
 
 
-class JsonlSink:
+class JsonlSink(AppendFile):
     """Appends records to a file of JSON lines.
 
     Numbers that are not finite are written as null and named under `nonfinite`, so every line is valid JSON.
     """
 
-    def __init__(self, path: str | Path, on_problem: Callable[[str], None] = logger.warning) -> None:
-        self._file = AppendFile(Path(path), on_problem)
-
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record; `tail -f` shows it at once."""
-        self._file.add(encode(record) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        self.add(encode(record) + "\n")
 
 
-class CsvSink:
+class CsvSink(AppendFile):
     """Appends records to a CSV file. A new key becomes a new last column; rows without it have an empty cell."""
 
     def __init__(self, path: str | Path, on_problem: Callable[[str], None] = logger.warning) -> None:
-        self._file = AppendFile(Path(path), on_problem)
-        self._on_problem = on_problem
+        super().__init__(path, on_problem)
         self._columns: list[str] | None = None
         self._waiting: deque[Mapping[str, Any]] = deque(maxlen=MAX_PENDING)
         """Records whose columns the file does not have, because its header could not be written."""
@@ -105,46 +97,35 @@ class CsvSink:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a row; `tail -F` shows it at once."""
         if self._columns is None:
-            self._columns = read_header(self._file.path)
+            self._columns = read_header(self.path)
         self._waiting.append(dict(record))
         new = dict.fromkeys(key for waiting in self._waiting for key in waiting if key not in self._columns)
         if new and not self._add_columns([*self._columns, *new]):
             return
         for waiting in self._waiting:
-            self._file.add(_csv_line([waiting.get(column, "") for column in self._columns]))
+            self.add(_csv_line([waiting.get(column, "") for column in self._columns]))
         self._waiting.clear()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
     def _add_columns(self, columns: list[str]) -> bool:
         """Write the longer header, keep the rows; False, with a word once, if the disk is full."""
         try:
-            rewrite_csv(self._file.path, columns)
+            rewrite_csv(self.path, columns)
         except OSError as error:
             if len(self._waiting) == 1:
-                self._on_problem(f"cannot write {self._file.path}: {error.strerror or error}; training goes on")
+                self._on_problem(f"cannot write {self.path}: {error.strerror or error}; training goes on")
             return False
-        self._file.close()  # it holds the file that was replaced
+        self.close()  # it holds the file that was replaced
         self._columns = columns
         return True
 
 
-class EventLog:
+class EventLog(AppendFile):
     """What happened to a run, for people and programs: one JSON line per event."""
-
-    def __init__(self, path: str | Path) -> None:
-        self._file = AppendFile(Path(path))
 
     def write(self, kind: str, message: str, **fields: Any) -> None:
         """Append an event: what kind, in words, and anything that belongs to it."""
         event = {"time": round(time.time(), 3), "kind": kind, "message": message, **fields}
-        self._file.add(encode(event) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        self.add(encode(event) + "\n")
 
 
 def encode(record: Mapping[str, Any]) -> str:
@@ -226,11 +207,6 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return []
 
 
-def count_rows(path: Path) -> int:
-    """Return how many rows a CSV file has below its header; 0 if it is absent."""
-    return len(read_rows(path))
-
-
 def rewrite_csv(
     path: Path, columns: list[str] | None = None, keep: Callable[[dict[str, str]], bool] = lambda _: True
 ) -> None:
@@ -254,15 +230,13 @@ def _csv_line(cells: list[Any]) -> str:
 
 def _drop_torn_line(descriptor: int) -> None:
     """Cut an open file after its last newline: what follows was being written when a process died."""
-    size = os.lseek(descriptor, 0, os.SEEK_END)
-    end, block = size, 4096
+    size = end = os.lseek(descriptor, 0, os.SEEK_END)
     while end > 0:
-        start = max(0, end - block)
+        start = max(0, end - 4096)
         os.lseek(descriptor, start, os.SEEK_SET)
         newline = os.read(descriptor, end - start).rfind(b"\n")
+        end = start + newline + 1
         if newline >= 0:
-            end = start + newline + 1
             break
-        end = start
     if end < size:
         os.ftruncate(descriptor, end)
