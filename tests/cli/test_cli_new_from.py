@@ -48,7 +48,7 @@ def test_columns_are_chosen(etude):
     assert etude("new", "last", "--from", "people.csv").code == 2  # values of the target are missing
     assert etude("new", "price", "--from", "people.csv", "--target", "price").code == 0
     data = config_of("price")["data"]
-    assert data["exclude"] == ["name", "constant"]
+    assert data["exclude"] == ["name", "constant", "id"]
     assert data["missing"] == "indicator"
     assert data["standardize_target"] is True
     assert config_of("price")["loss"] == "mse"

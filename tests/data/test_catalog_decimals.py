@@ -12,8 +12,9 @@ def parse(texts):
     buffer = b" " * PADDING + ",".join(texts).encode()
     ends = PADDING + np.cumsum([len(text.encode()) + 1 for text in texts]) - 1
     starts = ends - [len(text.encode()) for text in texts]
-    decimals = np.array([len(text.rpartition(".")[2]) if "." in text else -1 for text in texts])
-    return DecimalParser().parse(np.frombuffer(buffer, np.uint8), starts, ends, decimals)
+    decimals = np.array([len(text.rpartition(".")[2]) if "." in text else len(text.encode()) for text in texts])
+    buffer += b" " * (-len(buffer) % 8)
+    return DecimalParser().parse(np.frombuffer(buffer, np.uint64), starts, ends, decimals)
 
 
 @given(st.lists(st.from_regex(r"-?[0-9]{1,15}", fullmatch=True), min_size=1), st.data())

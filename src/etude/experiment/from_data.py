@@ -46,6 +46,10 @@ def look_at(path: Path, target: str | None = None) -> Finding:
     finding.splits = _load(finding.data)
     rows = finding.splits.facts["rows"]
     finding.words.insert(0, f"{path}: " + ", ".join(f"{count:,} for {part}" for part, count in rows.items()))
+    for name, reason in finding.splits.facts.get("left_out", {}).items():
+        finding.data.setdefault("exclude", []).append(name)
+        finding.words = [line for line in finding.words if not line.startswith(f"  {name}: ")]
+        finding.words.append(f"  left out: {name}: {reason}")
     classes = finding.splits.facts.get("classes")
     if classes:
         finding.words.append(f"  {len(classes)} classes: {shorten(', '.join(classes), 100)}")
@@ -202,14 +206,15 @@ def _target(path: Path, names: Sequence[str], target: str | None) -> str:
 
 
 def _parquet(path: Path, target: str | None) -> Finding:
-    from etude.data.catalog.table import TableFormat, TextColumn
+    from etude.data.catalog.table_files import TableFormat
 
     table = TableFormat(parquet=True).read(path, None)
     columns = []
-    for name, found in table.columns.items():
-        if isinstance(found, TextColumn):
-            columns.append(Column(name, False, dict.fromkeys(found.values), bool((found.codes < 0).any())))
+    for name in table.names:
+        if text := table.texts.get(name):
+            columns.append(Column(name, False, dict.fromkeys(text.values), bool((text.codes < 0).any())))
         else:
+            found = table.numbers[:, table.places([name])]
             gaps = np.isnan(found)
             some = sorted({f"{value:g}" for value in found[~gaps][:SURVEYED_LINES]})
             columns.append(Column(name, True, dict.fromkeys(some[: MAX_CATEGORIES + 1]), bool(gaps.any())))

@@ -3,13 +3,13 @@
 Python needs 100 ns and more for `float(text)`, and a table has millions of numbers. This takes 30 ns.
 """
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
 Places = npt.NDArray[np.intp]
 Numbers = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -34,47 +34,73 @@ _PAIRS = np.uint64(0x000000FF000000FF)
 _UPPER, _LOWER = np.uint64(0x000F424000000064), np.uint64(0x0000271000000001)
 _TEN, _BYTE, _TWO_BYTES, _HALF, _TOP = (np.uint64(number) for number in (10, 8, 16, 32, 56))
 _POWERS = 10.0 ** np.arange(MAX_CHARS)
+_SIGNED_POWERS = np.concatenate([_POWERS, -_POWERS])
 _WORD_BITS = np.uint64(64)
 
 
-class DecimalParser:
-    """Reads numbers of the form `-12.5`. It works in memory of its own: allocating takes longer than computing.
+class DecimalParser(threading.local):
+    """Reads numbers of the form `-12.5`. Each thread works in memory of its own.
 
-    >>> text = np.frombuffer(b" " * PADDING + b"-12.5,7", np.uint8)
-    >>> DecimalParser().parse(text, np.array([24, 30]), np.array([29, 31]), decimals=np.array([1, -1]))
+    >>> text = np.frombuffer(b" " * PADDING + b"-12.5,7 ", np.uint64)
+    >>> DecimalParser().parse(text, np.array([24, 30]), np.array([29, 31]), decimals=np.array([1, 1]))
     (array([-12.5,   7. ]), array([False, False]))
     """
 
     def __init__(self) -> None:
         self._memory: dict[str, npt.NDArray[Any]] = {}
 
-    def parse(self, buffer: Bytes, starts: Places, ends: Places, decimals: Places) -> tuple[Numbers, Flags]:
-        """Return the numbers at buffer[start:end], and which of them have another form, for others to read.
+    def words(self, text: Words, starts: Places, ends: Places) -> Words | None:
+        """Return the characters from each start to its end as words (words, texts), the last one first.
 
-        `decimals` says how many characters follow the decimal point, -1 where there is none. The first number begins
-        at PADDING or later. Numbers of up to 15 digits are the nearest float64, longer ones within 2 units in the last
-        place.
+        None if some are longer than MAX_CHARS.
+        """
+        lengths = ends - starts
+        longest = int(lengths.max(initial=1))
+        if longest > MAX_CHARS:
+            return None
+        words = self._words(text, ends, np.empty_like(lengths))
+        return np.array([next(words) & _LAST[place].take(lengths) for place in range(-(-longest // 8))])
+
+    def parse(self, text: Words, starts: Places, ends: Places, decimals: Places) -> tuple[Numbers, Flags]:
+        """Return the numbers from each start to its end, and which of them have another form, for others to read.
+
+        `decimals` says how many characters follow the decimal point, all of them where there is none. The first number
+        begins at PADDING or later. Numbers of up to 15 digits are the nearest float64, longer ones within 2 units in
+        the last place.
         """
         size = len(ends)
-        index, digits, kept = (self._array(name, np.intp, size) for name in ("index", "digits", "kept"))
-        word, other, mask = (self._array(name, np.uint64, size) for name in ("word", "other", "mask"))
-        negative = buffer.take(starts, mode="clip") == _MINUS
+        digits, power = (self._array(name, np.intp, size) for name in ("digits", "power"))
         np.subtract(ends, starts, out=digits)
-        longest = int(digits.max(initial=0))
         bad = digits > MAX_CHARS
+        has_point = decimals < digits
+        digits -= has_point
+        negative = text.view(np.uint8).take(starts, mode="clip") == _MINUS
         digits -= negative
-        digits -= decimals >= 0
         bad |= digits < 1
-        np.minimum(decimals.view(np.uintp), MAX_CHARS, out=kept.view(np.uintp))  # without a point, all that there is
+        num_words = min(MAX_WORDS, -(-int(digits.max(initial=1)) // 8))
+        longer = np.flatnonzero(digits > 8) if num_words > 1 else digits[:0]
+        are_few = 4 * len(longer) < size
+        values = self._digits(text, ends, decimals, digits, bad, 1 if are_few else num_words)
+        np.multiply(decimals, has_point, out=power)
+        power += np.multiply(negative, len(_POWERS), out=digits)
+        values /= _SIGNED_POWERS.take(power, mode="clip")
+        if are_few and len(longer):
+            values[longer], bad[longer] = self.parse(text, starts[longer], ends[longer], decimals[longer])
+        return values, bad
+
+    def _digits(self, text: Words, ends: Places, decimals: Places, digits: Places, bad: Flags, count: int) -> Numbers:
+        """Return the numbers that the last `digits` characters before each end make, without the decimal point."""
+        size = len(ends)
+        other, mask = (self._array(name, np.uint64, size) for name in ("other", "mask"))
         values = np.zeros(size)
-        words = self._words(buffer, ends, index)
+        words = self._words(text, ends, self._array("index", np.intp, size))
         behind = next(words)
-        for number in range(min(MAX_WORDS, -(-longest // 8))):  # from the last word backwards
+        for number in range(count):  # from the last word backwards
             word, behind = behind, next(words)
             # What precedes the decimal point moves by one character, over the point.
             np.left_shift(word, _BYTE, out=other)
             other |= np.right_shift(behind, _TOP, out=mask)
-            _LAST[number].take(kept, out=mask, mode="clip")
+            _LAST[number].take(decimals, out=mask, mode="clip")
             word &= mask
             other &= np.invert(mask, out=mask)
             word |= other
@@ -84,27 +110,24 @@ class DecimalParser:
             bad |= _other_than_digits(word, out=other)
             found = _as_number(word, other)
             values += found if number == 0 else found * 10.0 ** (8 * number)
-        values /= _POWERS.take(decimals, mode="clip")
-        values *= 1.0 - 2.0 * negative
-        return values, bad
+        return values
 
-    def _words(self, buffer: Bytes, ends: Places, index: Places) -> Iterator[Words]:
+    def _words(self, text: Words, ends: Places, index: Places) -> Iterator[Words]:
         """Yield the eight characters before each end, then the eight before those, and so on.
 
         Each is put together of two aligned words: NumPy would copy an unaligned array as a whole.
         """
         size = len(ends)
-        aligned: Words = np.concatenate([buffer, np.zeros(-len(buffer) % 8, np.uint8)]).view("<u8")
         low, high, first, second, shift, back = (
             self._array(name, np.uint64, size) for name in ("low", "high", "first", "second", "shift", "back")
         )
         np.left_shift(np.bitwise_and(ends, 7, out=index), 3, out=shift, casting="unsafe")
         np.subtract(_WORD_BITS, shift, out=back)
         np.right_shift(ends, 3, out=index)
-        aligned.take(index, out=high, mode="clip")
+        text.take(index, out=high, mode="clip")
         while True:
             index -= 1
-            aligned.take(index, out=low, mode="clip")
+            text.take(index, out=low, mode="clip")
             np.right_shift(low, shift, out=first)
             first |= np.left_shift(high, back, out=high)  # all of it is shifted out where the end is aligned
             yield first

@@ -5,6 +5,7 @@ import csv
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,9 +14,9 @@ import numpy.typing as npt
 
 from etude.core.errors import DataError
 from etude.core.spelling import shorten
-from etude.data.catalog.decimals import PADDING, DecimalParser, Numbers, Places
+from etude.data.catalog.decimals import PADDING, DecimalParser, Numbers, Places, Words
 
-BLOCK_BYTES = 2**18
+BLOCK_BYTES = 2**19
 QUOTED_ROWS = 4096
 """Rows of a block that has quotes."""
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none"))
@@ -55,17 +56,21 @@ class Layout:
 class Block:
     """Some rows of a file."""
 
-    def __init__(self, layout: Layout, lines: npt.NDArray[np.int64]) -> None:
-        """`lines` are those of the rows in the file, from 1."""
-        self.layout, self.lines = layout, lines
+    def __init__(self, layout: Layout, lines: npt.NDArray[np.int64], size: int) -> None:
+        """`lines` are those of the rows in the file, from 1; `size` is about that of the text in bytes."""
+        self.layout, self.lines, self.size = layout, lines, size
 
-    def texts(self, column: int) -> list[str]:
-        """Return a column as text, without spaces around."""
+    def texts(self, column: int, rows: Sequence[int] | None = None) -> list[str]:
+        """Return a column as text, without spaces around; all rows, or some."""
         raise NotImplementedError
 
+    def words(self, column: int) -> Words | None:  # noqa: ARG002
+        """Return a column of short texts as machine words (words, rows), last characters first; None if it is not."""
+        return None
+
     def numbers(self, columns: Sequence[int]) -> Numbers:
-        """Return columns as numbers (columns, rows), NaN where there is none. Raises NotANumber for other text."""
-        return np.array([self._read(column) for column in columns]).reshape(len(columns), len(self.lines))
+        """Return columns as numbers (rows, columns), NaN where there is none. Raises NotANumber for other text."""
+        return np.array([self._read(column) for column in columns]).reshape(len(columns), len(self.lines)).T.copy()
 
     def _read(self, column: int) -> Numbers:
         texts = self.texts(column)
@@ -86,15 +91,15 @@ class Block:
                 raise ValueError
             return float(self.layout.form.plain(text))
         except ValueError:
-            raise NotANumber(row, column, text) from None
+            raise NotANumber(int(self.lines[row]), column, text) from None
 
 
 class NotANumber(Exception):
-    """A text where a number was expected: row of the block, column, and the text."""
+    """A text where a number was expected: its line, column, and the text."""
 
-    def __init__(self, row: int, column: int, text: str) -> None:
+    def __init__(self, line: int, column: int, text: str) -> None:
         super().__init__(text)
-        self.row, self.column, self.text = row, column, text
+        self.line, self.column, self.text = line, column, text
 
 
 class PlainBlock(Block):
@@ -102,53 +107,66 @@ class PlainBlock(Block):
 
     def __init__(self, layout: Layout, buffer: bytes, first_line: int, cells: "Cells", parser: DecimalParser) -> None:
         self.buffer, self._cells, self._parser = buffer, cells, parser
-        super().__init__(layout, first_line + np.arange(len(cells[0])))
+        super().__init__(layout, first_line + np.arange(len(cells[0])), len(buffer))
 
-    def texts(self, column: int) -> list[str]:
+    def texts(self, column: int, rows: Sequence[int] | None = None) -> list[str]:
         """Return a column as text."""
-        return [self._cell(column, row) for row in range(len(self.lines))]
+        starts, ends, _ = (places[:, column] if rows is None else places[rows, column] for places in self._cells)
+        return [
+            self.buffer[start:end].decode().strip() for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+        ]
+
+    def words(self, column: int) -> Words | None:
+        """Return a column of short texts as machine words."""
+        if b"\0" in self.buffer:  # which is what shorter texts are filled with
+            return None
+        starts, ends, _ = self._cells
+        return self._parser.words(np.frombuffer(self.buffer, "<u8"), starts[:, column], ends[:, column])
 
     def numbers(self, columns: Sequence[int]) -> Numbers:
         """Return columns as numbers: all at once, but those of another form."""
-        chosen = slice(None) if len(columns) == self.layout.columns else list(columns)
+        begin, end = min(columns, default=0), max(columns, default=-1) + 1
+        chosen = slice(begin, end) if end - begin == len(columns) else list(columns)
         starts, ends, decimals = (places[:, chosen].reshape(-1) for places in self._cells)
-        values, bad = self._parser.parse(np.frombuffer(self.buffer, np.uint8), starts, ends, decimals)
+        values, bad = self._parser.parse(np.frombuffer(self.buffer, "<u8"), starts, ends, decimals)
         shape = len(self.lines), len(columns)
-        values, bad = values.reshape(shape).T, bad.reshape(shape).T
-        for place, count in enumerate(bad.sum(1) if bad.any() else ()):
-            if 8 * count > bad.shape[1]:
-                values[place] = self._read(columns[place])
+        values, bad = values.reshape(shape), bad.reshape(shape)
+        for place, count in enumerate(bad.sum(0) if bad.any() else ()):
+            if 8 * count > len(bad):
+                values[:, place] = self._read(columns[place])
                 continue
-            for row in np.flatnonzero(bad[place]).tolist():
-                values[place, row] = self._number(self._cell(columns[place], row), row, columns[place])
+            rows = np.flatnonzero(bad[:, place]).tolist()
+            for row, text in zip(rows, self.texts(columns[place], rows), strict=True):
+                values[row, place] = self._number(text, row, columns[place])
         return values
-
-    def _cell(self, column: int, row: int) -> str:
-        starts, ends, _ = self._cells
-        return self.buffer[starts[row, column] : ends[row, column]].decode().strip()
 
 
 Cells = tuple[Places, Places, Places]
-"""Of every cell (rows, columns): where it begins, where it ends, how many characters follow its decimal point."""
+"""Of every cell (rows, columns): where it begins, where it ends, how many characters follow its decimal point (all of
+them where there is none)."""
 
 
 def find_cells(layout: Layout, buffer: bytes) -> Cells | None:
     """Return the cells of text after PADDING bytes; None unless every line has all columns and no other."""
-    text, newline, point = np.frombuffer(buffer, np.uint8), ord("\n"), ord(layout.form.decimal)
-    is_mark = (text == ord(layout.delimiter)) | (text == newline) | (text == point)
+    text, point = np.frombuffer(buffer, np.uint8), ord(layout.form.decimal)
+    is_mark = text == ord(layout.delimiter)
+    is_mark |= text == ord("\n")
+    is_mark |= text == point
     is_mark[:PADDING] = False
     marks = np.flatnonzero(is_mark)
-    kinds = text[marks]
-    at = np.flatnonzero(kinds != point)
-    ends, is_line_end = marks[at], kinds[at] == newline
+    at = np.flatnonzero(text.take(marks) != point)
+    ends = marks.take(at)
     rows, rest = divmod(len(ends), layout.columns)
-    if rest or not is_line_end[layout.columns - 1 :: layout.columns].all() or np.count_nonzero(is_line_end) != rows:
+    are_line_ends = text.take(ends[layout.columns - 1 :: layout.columns]) == ord("\n")
+    if rest or not are_line_ends.all() or buffer.count(b"\n") != rows:
         return None
     starts = np.empty_like(ends)
-    starts[0], starts[1:] = PADDING, ends[:-1] + 1
-    before = marks[np.maximum(at - 1, 0)]
-    decimals = ends - before - 1
-    decimals[before < starts] = -1
+    starts[0], starts[1:] = PADDING, ends[:-1]
+    starts[1:] += 1
+    at -= 1
+    decimals = ends - marks.take(at, mode="wrap")
+    decimals -= 1
+    decimals[0] = min(decimals[0], ends[0] - PADDING) if at[0] >= 0 else ends[0] - PADDING
     shape = rows, layout.columns
     return starts.reshape(shape), ends.reshape(shape), decimals.reshape(shape)
 
@@ -157,12 +175,12 @@ class QuotedBlock(Block):
     """Rows that the csv module has read, with the line of each."""
 
     def __init__(self, layout: Layout, rows: Sequence[Sequence[str]], lines: Sequence[int]) -> None:
-        super().__init__(layout, np.array(lines, dtype=np.int64))
+        super().__init__(layout, np.array(lines, dtype=np.int64), sum(len(text) + 1 for row in rows for text in row))
         self.rows = rows
 
-    def texts(self, column: int) -> list[str]:
+    def texts(self, column: int, rows: Sequence[int] | None = None) -> list[str]:
         """Return a column as text."""
-        return [row[column].strip() for row in self.rows]
+        return [row[column].strip() for row in (self.rows if rows is None else [self.rows[place] for place in rows])]
 
 
 def read_blocks(
@@ -212,24 +230,28 @@ def _quoted_header(path: Path, head: bytes, delimiter: str) -> tuple[list[str], 
 
 def _blocks(layout: Layout, rest: bytes, pieces: Iterator[bytes], line: int) -> Iterator[Block]:
     parser = DecimalParser()
+    # The allocator of the C library keeps memory for later as long as it is smaller than the largest that was freed;
+    # without this, every array of every block would be taken from the system and cleared.
+    np.empty(32 * BLOCK_BYTES, np.uint8)
+    piece = next(pieces, None)
     while True:
         if b'"' in rest:
-            yield from _quoted(layout, _lines(rest, pieces), line)
+            yield from _quoted(layout, _lines(rest, pieces if piece is None else chain([piece], pieces)), line)
             return
+        if piece is None and rest and not rest.endswith(b"\n"):
+            rest += b"\n"
         cut = rest.rfind(b"\n") + 1
-        whole, rest = b" " * PADDING + rest[:cut], rest[cut:]
         if cut:
+            whole = b" " * PADDING + rest[:cut] + b" " * (-(PADDING + cut) % 8)
             cells = find_cells(layout, whole)
             if cells is None or (layout.columns == 1 and b"\n\n" in whole):  # empty lines, or lines too long or short
-                yield from _quoted(layout, _lines(b"", iter([whole[PADDING:]])), line)
-                line += whole.count(b"\n")
+                yield from _quoted(layout, _lines(b"", iter([rest[:cut]])), line)
             else:
                 yield PlainBlock(layout, whole, line, cells, parser)
-                line += len(cells[0])
-        piece = next(pieces, None)
-        if piece is None and not rest:
+            line += whole.count(b"\n")
+        if piece is None:
             return
-        rest = rest + piece if piece is not None else rest + b"\n"
+        rest, piece = rest[cut:] + piece, next(pieces, None)
 
 
 def _lines(rest: bytes, pieces: Iterator[bytes]) -> Iterator[str]:

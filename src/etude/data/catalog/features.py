@@ -1,6 +1,6 @@
 """From tables to one float32 matrix per part: numbers standardised, categories as 0 and 1, missing values filled."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,13 +11,17 @@ import torch
 from etude.core.errors import DataError
 from etude.core.spelling import shorten
 from etude.data.catalog.holdout import Rows, fingerprint
-from etude.data.catalog.table import Table, TextColumn
+from etude.data.catalog.screening import report, screen
+from etude.data.catalog.table import Numbers, Table
+from etude.data.catalog.table_files import TableFormat
 from etude.data.splits import DataSplits, TensorData
 
 Task = Literal["classification", "regression"]
 Missing = Literal["error", "mean", "indicator"]
+Flags = npt.NDArray[np.bool_]
 MAX_CATEGORIES = 32
 """Of a feature: each of them is a column of the matrix."""
+BLOCK_ROWS = 2**11
 
 
 @dataclass(slots=True)
@@ -36,52 +40,33 @@ class Part:
         """Return the place of a row in its file."""
         return self.table.where(place if isinstance(self.rows, slice) else int(self.rows[place]))
 
-    def numbers(self, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_] | None]:
-        """Return the part's numbers of a column, and where there are none. Raises DataError for infinities."""
-        column = self.table.columns[name]
-        assert not isinstance(column, TextColumn)
-        values = column[self.rows].astype(np.float64)
-        if np.isfinite(values).all():
-            return values, None
-        if len(wrong := np.flatnonzero(np.isinf(values))):
-            raise DataError(f"{self.where(int(wrong[0]))}: column {name!r} is infinite; fix it, or leave it empty")
-        return values, np.isnan(values)
+    def numbers(self, names: Sequence[str]) -> Iterator[tuple[slice, Numbers, Flags | None]]:
+        """Yield blocks of rows, their numbers less the table's reference, and where there are none.
+
+        Raises DataError for infinities.
+        """
+        places = self.table.places(names)
+        chosen = slice(None) if len(places) == self.table.numbers.shape[1] else places
+        for begin in range(0, self.num_rows, BLOCK_ROWS):
+            block = slice(begin, min(begin + BLOCK_ROWS, self.num_rows))
+            found = self.table.numbers[block if isinstance(self.rows, slice) else self.rows[block]]
+            values = found[:, chosen].astype(np.float64)
+            if np.isfinite(values).all():
+                yield block, values, None
+                continue
+            for row, place in np.argwhere(np.isinf(values))[:1].tolist():
+                raise DataError(
+                    f"{self.where(begin + row)}: column {names[place]!r} is infinite, or too large for "
+                    f"float32 (3.4e38); fix it, or leave it empty"
+                )
+            yield block, values, np.isnan(values)
 
     def codes(self, name: str, categories: Sequence[str]) -> npt.NDArray[np.int64]:
         """Return the part's values of a column of texts as places in `categories`: -1 missing, -2 none of them."""
-        column = self.table.columns[name]
-        assert isinstance(column, TextColumn)
+        column = self.table.texts[name]
         known = {category: place for place, category in enumerate(categories)}
         places = np.array([*(known.get(value, -2) for value in column.values), -1], dtype=np.int64)
         return places[column.codes[self.rows]]
-
-
-class Matrix:
-    """A matrix that is filled column by column, several at a time: single columns would touch all of its memory."""
-
-    def __init__(self, rows: int, columns: int) -> None:
-        self._matrix = np.empty((rows, columns), np.float32)
-        self._waiting = np.empty((min(16, columns), rows), np.float32)
-        self._count, self._begin = 0, 0
-
-    def add(self, values: npt.NDArray[Any] | float) -> None:
-        """Fill the next column."""
-        self._waiting[self._count] = values
-        self._count += 1
-        if self._count == len(self._waiting):
-            self._store()
-
-    def finish(self) -> npt.NDArray[np.float32]:
-        """Return the matrix."""
-        self._store()
-        assert self._begin == self._matrix.shape[1]
-        return self._matrix
-
-    def _store(self) -> None:
-        begin, end = self._begin, self._begin + self._count
-        for row in range(0, len(self._matrix), 2048):
-            self._matrix[row : row + 2048, begin:end] = self._waiting[: self._count, row : row + 2048].T
-        self._begin, self._count = end, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,58 +79,171 @@ class FeatureOptions:
     unseen: Literal["error", "zeros"] = "error"
     standardize: bool = True
     standardize_target: bool = False
+    named: frozenset[str] = frozenset()
+    """Columns that the user named, which are features whatever they hold."""
+
+    def table_format(self, categorical: Sequence[str] | None, exclude: Sequence[str] | None) -> TableFormat:
+        """Return how tables are read."""
+        classes = [self.target] if self.task == "classification" else []
+        return TableFormat(
+            texts=frozenset([*(categorical or ()), *classes]),
+            exclude=tuple(exclude or ()),
+            target=self.target,
+            standardize=self.standardize,
+            standardize_target=self.standardize_target,
+        )
 
 
 def make_splits(parts: Mapping[str, Part], options: FeatureOptions) -> DataSplits:
     """Return the parts as tensors, with what was computed from the training part as facts."""
     train = parts["train"]
     labels, facts = _labels(parts, options)
-    names = [name for name in train.table.columns if name != options.target]
+    left_out = screen(train.table, options.target, options.named)
+    names = [name for name in train.table.names if name != options.target and name not in left_out]
     if not names:
+        but = "".join(f" and {name!r} ({reason})" for name, reason in left_out.items())
         raise DataError(
-            f"{train.table.path} has no column besides the target {options.target!r}; there is nothing to learn from"
+            f"{train.table.path} has no column besides the target {options.target!r}{but}; "
+            f"there is nothing to learn from"
         )
-    features = [feature for name in names for feature in _names_of(parts, name, options)]
-    matrices = {part: Matrix(one.num_rows, len(features)) for part, one in parts.items()}
-    means, stds = {}, {}
-    for name in names:
-        if isinstance(column := train.table.columns[name], TextColumn):
-            for part, one in parts.items():
-                _one_hot(one, name, matrices[part], in_order(column.values), options)
-        else:
-            means[name], stds[name] = _numbers(parts, name, matrices, options)
-    facts |= {"features": features, "rows": {part: one.num_rows for part, one in parts.items()}}
+    layout = Layout(parts, names, options)
+    report(train.table, left_out, layout.constant)
+    facts |= {"features": layout.features, "rows": {part: one.num_rows for part, one in parts.items()}}
+    facts |= {"left_out": left_out} if left_out else {}
     # Of what was read, not of what was computed: that may differ in its last digits on another machine.
-    content = (one.table.row_keys()[one.rows] for one in parts.values())
-    digest = fingerprint(content, {"options": options, "features": features, "rows": facts["rows"]})
-    facts |= {"mean": list(means.values()), "std": list(stds.values())} if options.standardize else {}
+    content = (one.table.keys[one.rows] for one in parts.values())
+    digest = fingerprint(content, {"options": options, "features": layout.features, "rows": facts["rows"]})
+    facts |= {"mean": layout.mean.tolist(), "std": layout.std.tolist()} if options.standardize else {}
     is_classes = "classes" in facts
     tensors: dict[str, Any] = {
-        part: TensorData(torch.from_numpy(matrices[part].finish()), torch.from_numpy(labels[part])) for part in parts
+        part: TensorData(torch.from_numpy(layout.matrix(one)), torch.from_numpy(labels[part]))
+        for part, one in parts.items()
     }
     return DataSplits(
         **tensors,
         num_classes=len(facts["classes"]) if is_classes else None,
         num_targets=None if is_classes else 1,
-        input_shape=(len(features),),
+        input_shape=(len(layout.features),),
         facts={"fingerprint": digest, **facts},
     )
 
 
-def _names_of(parts: Mapping[str, Part], name: str, options: FeatureOptions) -> list[str]:
-    """Return the features that a column becomes."""
-    column = parts["train"].table.columns[name]
-    if not isinstance(column, TextColumn):
-        add = options.missing == "indicator" and bool(np.isnan(column).any())
-        return [name, f"{name} is missing"] if add else [name]
-    if len(column.values) > MAX_CATEGORIES:
-        few = ", ".join(repr(shorten(value)) for value in column.values[:3])
-        raise DataError(
-            f"{parts['train'].table.path}: column {name!r} has {len(column.values)} different texts (such as {few}); a "
-            f"category takes at most {MAX_CATEGORIES}: leave it out with `exclude: [{name}]`, or fix what should be "
-            f"numbers"
-        )
-    return [f"{name}={value}" for value in in_order(column.values)]
+class Layout:
+    """The features that columns become, and the matrix of a part."""
+
+    def __init__(self, parts: Mapping[str, Part], names: Sequence[str], options: FeatureOptions) -> None:
+        self._options, self._train = options, parts["train"]
+        table = self._train.table
+        self.numbers = [name for name in names if name not in table.texts]
+        self.categories = {name: in_order(table.texts[name].values) for name in names if name in table.texts}
+        self._indicators = [
+            name
+            for name, place in zip(self.numbers, table.places(self.numbers), strict=True)
+            if options.missing == "indicator" and np.isnan(table.numbers[:, place]).any()
+        ]
+        self.features: list[str] = []
+        self._places: dict[str, int] = {}
+        for name in names:
+            self._places[name] = len(self.features)
+            self.features += self._features_of(name)
+        self.mean, self.std = self._moments()
+        single = [name for name, values in self.categories.items() if len(values) == 1]
+        self.constant = [name for name, std in zip(self.numbers, self.std, strict=True) if not std] + single
+        self.std[self.std == 0] = 1.0
+
+    def _features_of(self, name: str) -> list[str]:
+        if name not in self.categories:
+            return [name, f"{name} is missing"] if name in self._indicators else [name]
+        values = self.categories[name]
+        if len(values) > MAX_CATEGORIES:
+            few = ", ".join(repr(shorten(value)) for value in self._train.table.texts[name].values[:3])
+            raise DataError(
+                f"{self._train.table.path}: column {name!r} has {len(values)} different texts (such as {few}); a "
+                f"category takes at most {MAX_CATEGORIES}: leave it out with `exclude: [{name}]`, or fix what should "
+                f"be numbers"
+            )
+        return [f"{name}={value}" for value in values]
+
+    def _moments(self) -> tuple[Numbers, Numbers]:
+        """Return mean and standard deviation of the training part; 0 for values that are all the same."""
+        mean, std, count = moments(self._train, self.numbers)
+        for place in np.flatnonzero(count == 0).tolist():
+            raise DataError(
+                f"{self._train.table.path}: column {self.numbers[place]!r} has no value to train on; "
+                f"leave it out with `exclude: [{self.numbers[place]}]`"
+            )
+        return mean, std
+
+    def matrix(self, part: Part) -> npt.NDArray[np.float32]:
+        """Return the features of a part (rows, features). Raises DataError for missing and unseen values."""
+        matrix = np.empty((part.num_rows, len(self.features)), np.float32)
+        reference = part.table.reference[part.table.places(self.numbers)]
+        fill = self.mean - reference
+        add, scale = (-fill, 1.0 / self.std) if self._options.standardize else (reference, None)
+        targets = [self._places[name] for name in self.numbers]
+        runs = np.split(np.arange(len(targets)), np.flatnonzero(np.diff(targets) != 1) + 1)
+        for block, values, gaps in part.numbers(self.numbers):
+            if gaps is not None:
+                self._fill(part, block, values, gaps, fill)
+            values += add
+            if scale is not None:
+                values *= scale
+            for run in runs if targets else ():
+                begin = targets[run[0]]
+                matrix[block, begin : begin + len(run)] = values[:, run[0] : run[-1] + 1]
+            for name in self._indicators:
+                matrix[block, self._places[name] + 1] = 0 if gaps is None else gaps[:, self.numbers.index(name)]
+        for name, categories in self.categories.items():
+            self._one_hot(part, name, matrix[:, self._places[name] :][:, : len(categories)])
+        return matrix
+
+    def _fill(self, part: Part, block: slice, values: Numbers, gaps: Flags, fill: Numbers) -> None:
+        if self._options.missing == "error":
+            row, place = np.argwhere(gaps)[0].tolist()
+            name = self.numbers[place]
+            raise DataError(
+                f"{part.where(block.start + row)}: column {name!r} has no value; set missing to mean or indicator, "
+                f"or leave the column out with `exclude: [{name}]`"
+            )
+        np.copyto(values, fill, where=gaps)
+
+    def _one_hot(self, part: Part, name: str, matrix: npt.NDArray[np.float32]) -> None:
+        codes = part.codes(name, self.categories[name])
+        lowest = int(codes.min(initial=0))
+        if lowest == -2 and self._options.unseen == "error":
+            place = int(np.argmin(codes))
+            column = part.table.texts[name]
+            text = shorten(column.values[column.codes[part.rows][place]])
+            raise DataError(
+                f"{part.where(place)}: column {name!r} holds {text!r}, which the training file does not have; "
+                f"fix it, or set unseen to zeros"
+            )
+        if lowest < 0 and self._options.missing == "error" and (codes == -1).any():
+            raise DataError(
+                f"{part.where(int(np.argmax(codes == -1)))}: column {name!r} has no value; set missing to mean (all "
+                f"categories 0), or leave the column out with `exclude: [{name}]`"
+            )
+        places = np.arange(matrix.shape[1])
+        for begin in range(0, len(matrix), BLOCK_ROWS):
+            matrix[begin : begin + BLOCK_ROWS] = codes[begin : begin + BLOCK_ROWS, None] == places
+
+
+def moments(part: Part, names: Sequence[str]) -> tuple[Numbers, Numbers, npt.NDArray[np.int64]]:
+    """Return mean, standard deviation and number of the values that are there; 0 where they are all the same."""
+    total, square = np.zeros(len(names)), np.zeros(len(names))
+    count = np.full(len(names), part.num_rows)
+    for _, values, gaps in part.numbers(names):
+        if gaps is not None:
+            values[gaps] = 0.0
+            count -= gaps.sum(0)
+        total += values.sum(0)
+        square += np.square(values, out=values).sum(0)
+    at_least_one = np.maximum(count, 1)
+    mean = total / at_least_one
+    std = np.sqrt(np.maximum(square / at_least_one - mean * mean, 0.0))
+    mean += part.table.reference[part.table.places(names)]
+    std[std <= 1e-12 * np.maximum(1.0, np.abs(mean))] = 0.0
+    return mean, std, count
 
 
 def in_order(values: Sequence[str]) -> list[str]:
@@ -160,74 +258,11 @@ def in_order(values: Sequence[str]) -> list[str]:
         return sorted(values)
 
 
-def _numbers(
-    parts: Mapping[str, Part], name: str, matrices: Mapping[str, Matrix], options: FeatureOptions
-) -> tuple[float, float]:
-    """Write a column of numbers into the matrices; return mean and standard deviation of the training part."""
-    found = {part: one.numbers(name) for part, one in parts.items()}
-    mean, std = _moments(*found["train"], parts["train"], name)
-    has_indicator = len(_names_of(parts, name, options)) == 2
-    for part, (values, gaps) in found.items():
-        if gaps is not None:
-            if options.missing == "error":
-                raise DataError(
-                    f"{parts[part].where(int(np.flatnonzero(gaps)[0]))}: column {name!r} has no value; "
-                    f"set missing to mean or indicator, or leave the column out with `exclude: [{name}]`"
-                )
-            values[gaps] = mean
-        if options.standardize:
-            values -= mean
-            values /= std
-        matrices[part].add(values)
-        if has_indicator:
-            matrices[part].add(0.0 if gaps is None else gaps)
-    return mean, std
-
-
-def _moments(
-    values: npt.NDArray[np.float64], gaps: npt.NDArray[np.bool_] | None, part: Part, name: str
-) -> tuple[float, float]:
-    """Return mean and standard deviation of the values that are there; 1 where they are all the same."""
-    there = values if gaps is None else values[~gaps]
-    if not len(there):
-        raise DataError(
-            f"{part.table.path}: column {name!r} has no value to train on; leave it out with `exclude: [{name}]`"
-        )
-    mean, std = float(there.mean()), float(there.std())
-    return mean, std if std > 1e-12 * max(1.0, abs(mean)) else 1.0
-
-
-def _one_hot(part: Part, name: str, matrix: Matrix, categories: Sequence[str], options: FeatureOptions) -> None:
-    codes = part.codes(name, categories)
-    problems = {-1: options.missing == "error", -2: options.unseen == "error"}
-    for code, is_error in problems.items():
-        if is_error and len(wrong := np.flatnonzero(codes == code)):
-            place = int(wrong[0])
-            if code == -1:
-                raise DataError(
-                    f"{part.where(place)}: column {name!r} has no value; set missing to mean (all categories 0), or "
-                    f"leave the column out with `exclude: [{name}]`"
-                )
-            raise DataError(
-                f"{part.where(place)}: column {name!r} holds {_text(part, name, place)!r}, which the training file "
-                f"does not have; fix it, or set unseen to zeros"
-            )
-    for code in range(len(categories)):
-        matrix.add(codes == code)
-
-
-def _text(part: Part, name: str, place: int) -> str:
-    column = part.table.columns[name]
-    assert isinstance(column, TextColumn)
-    return shorten(column.values[column.codes[part.rows][place]])
-
-
 def _labels(parts: Mapping[str, Part], options: FeatureOptions) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
     """Return the labels of each part: classes as int64 (N,), numbers as float32 (N, 1); and facts about them."""
     name, train = options.target, parts["train"]
-    column = train.table.columns[name]
-    if isinstance(column, TextColumn):
-        classes = in_order(column.values)
+    if name in train.table.texts:
+        classes = in_order(train.table.texts[name].values)
         if len(classes) < 2:
             raise DataError(
                 f"{train.table.path}: the target {name!r} has one class, {classes}; there is nothing to learn"
@@ -235,27 +270,29 @@ def _labels(parts: Mapping[str, Part], options: FeatureOptions) -> tuple[dict[st
         labels: dict[str, npt.NDArray[Any]] = {part: one.codes(name, classes) for part, one in parts.items()}
         for part, codes in labels.items():
             _refuse(parts[part], name, codes == -1, "no value; every row needs one")
-            _refuse(
-                parts[part],
-                name,
-                codes == -2,
-                f"a class that the training file does not have ({shorten(', '.join(classes))})",
-            )
+            unseen = f"a class that the training file does not have ({shorten(', '.join(classes))})"
+            _refuse(parts[part], name, codes == -2, unseen)
         return labels, {"target": name, "classes": classes}
     facts: dict[str, Any] = {"target": name}
-    labels = {}
-    mean, std = 0.0, 1.0
     if options.standardize_target:
-        mean, std = _moments(*train.numbers(name), train, name)
-        facts |= {"target_mean": mean, "target_std": std}
+        mean, std, _ = moments(train, [name])
+        facts |= {"target_mean": float(mean[0]), "target_std": float(std[0]) or 1.0}
+    labels = {}
     for part, one in parts.items():
-        values, gaps = one.numbers(name)
-        if gaps is not None:
-            _refuse(one, name, gaps, "no value; every row needs one")
-        labels[part] = ((values - mean) / std).astype(np.float32)[:, None]
+        labels[part] = label = np.empty((one.num_rows, 1), np.float32)
+        reference = one.table.reference[one.table.places([name])]
+        for block, values, gaps in one.numbers([name]):
+            if gaps is not None:
+                _refuse(one, name, gaps[:, 0], "no value; every row needs one", block.start)
+            values += reference - facts.get("target_mean", 0.0)
+            label[block] = values / facts.get("target_std", 1.0)
+    if train.num_rows > 1 and (labels["train"] == labels["train"][0]).all():
+        raise DataError(
+            f"{train.table.path}: the target {name!r} is the same in every row; there is nothing to learn"
+        )
     return labels, facts
 
 
-def _refuse(part: Part, name: str, wrong: npt.NDArray[np.bool_], problem: str) -> None:
+def _refuse(part: Part, name: str, wrong: Flags, problem: str, begin: int = 0) -> None:
     if len(places := np.flatnonzero(wrong)):
-        raise DataError(f"{part.where(int(places[0]))}: the target {name!r} has {problem}")
+        raise DataError(f"{part.where(begin + int(places[0]))}: the target {name!r} has {problem}")

@@ -31,11 +31,14 @@ def hold_out(keys: npt.NDArray[np.uint64], validation: float, test: float) -> di
             raise DataError(f"{part} is {share} of {total} samples, which is none; give a larger share, 0, or a file")
     if sum(sizes.values()) >= total:
         raise DataError(f"validation {validation} and test {test} leave none of {total} samples to train on")
-    order = np.argsort(keys, kind="stable")
-    bounds = np.cumsum([sizes["test"], sizes["validation"]])
-    held_test, held_validation, rest = np.split(order, bounds)
-    found = {"train": rest, "validation": held_validation, "test": held_test}
-    return {part: np.sort(rows) for part, rows in found.items() if len(rows)}
+    held = sum(sizes.values())
+    smallest = np.flatnonzero(keys <= np.partition(keys, held)[held])  # sorting all of them would take long
+    order = smallest[np.argsort(keys[smallest], kind="stable")][:held]
+    is_rest = np.ones(total, np.bool_)
+    is_rest[order] = False
+    held_test, held_validation = np.split(order, [sizes["test"]])
+    found = {"train": np.flatnonzero(is_rest), "validation": np.sort(held_validation), "test": np.sort(held_test)}
+    return {part: rows for part, rows in found.items() if len(rows)}
 
 
 def mix_keys(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -12,7 +12,8 @@ from etude.core.errors import ConfigError, DataError
 from etude.core.spelling import did_you_mean, listed, shorten
 from etude.data.catalog.features import FeatureOptions, Missing, Part, Task, make_splits
 from etude.data.catalog.holdout import Share, hold_out, mix_keys, shares
-from etude.data.catalog.table import Table, TableFormat, TextColumn, arrow_column
+from etude.data.catalog.table import Table
+from etude.data.catalog.table_files import ARROW_ROWS, TableFormat, arrow_table
 from etude.data.catalog.texts import LabeledText, label_name, text_splits
 from etude.data.splits import DataSplits
 
@@ -59,14 +60,15 @@ def load_huggingface(
         return text_splits(texts.pop("train"), texts, held, seed, tokenizer, max_length)
     if columns is not None and exclude:
         raise ConfigError("give columns or exclude, not both")
-    as_text = frozenset([*(categorical or ()), *([target] if task == "classification" else ())])
-    form = TableFormat(texts=as_text, exclude=tuple(exclude or ()))
+    named = frozenset([*(columns or ()), *(categorical or ())])
+    options = FeatureOptions(target, task, missing, unseen, standardize, standardize_target, named)
+    form = options.table_format(categorical, exclude)
     wanted = None if columns is None else [*columns, target]
     tables = {part: _table(path, splits[name], form, wanted, target) for part, name in names.items()}
-    rows = hold_out(mix_keys(tables["train"].row_keys() ^ np.uint64(seed)), *held)
+    rows = hold_out(mix_keys(tables["train"].keys ^ np.uint64(seed)), *held)
     parts = {part: Part(tables["train"], found) for part, found in rows.items()}
     parts |= {part: Part(table, slice(None)) for part, table in tables.items() if part != "train"}
-    return make_splits(parts, FeatureOptions(target, task, missing, unseen, standardize, standardize_target))
+    return make_splits(parts, options)
 
 
 def _open(path: str, subset: str | None) -> Mapping[str, Any]:
@@ -124,10 +126,17 @@ def _table(path: str, samples: Any, form: TableFormat, wanted: list[str] | None,
     names = form.wanted(Path(path), samples.column_names, wanted)
     form.wanted(Path(path), names, [target])
     arrow = samples.select_columns(names).with_format("arrow")[:]
-    columns = {name: arrow_column(Path(path), name, arrow.column(name), form) for name in names}
-    classes = getattr(samples.features[target], "names", None)
-    found = columns[target]
-    if classes and not isinstance(found, TextColumn):
-        codes = np.where(np.isnan(found), -1, found).astype(np.int32)
-        columns[target] = TextColumn(codes, list(classes))
-    return Table(Path(path), columns, len(samples))
+    if classes := getattr(samples.features[target], "names", None):
+        arrow = _with_classes(arrow, target, classes)
+    return arrow_table(form, Path(path), arrow.schema, names, arrow.to_batches(ARROW_ROWS), len(samples))
+
+
+def _with_classes(arrow: Any, target: str, classes: list[str]) -> Any:
+    """Return a table whose target has the names of its classes; -1 stands for none."""
+    import pyarrow as pa  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+    place = arrow.schema.get_field_index(target)
+    labels = [
+        classes[label] if label is not None and label >= 0 else None for label in arrow.column(place).to_pylist()
+    ]
+    return arrow.set_column(place, target, pa.array(labels, pa.string()))

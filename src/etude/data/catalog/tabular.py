@@ -1,5 +1,6 @@
 """Tables for config files: `csv` and `parquet`. A column is the target, the others are features."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,7 +12,7 @@ from etude.core.errors import ConfigError, DataError
 from etude.data.catalog.delimited import NumberForm
 from etude.data.catalog.features import FeatureOptions, Missing, Part, Task, make_splits
 from etude.data.catalog.holdout import Share, hold_out, mix_keys, shares
-from etude.data.catalog.table import TableFormat
+from etude.data.catalog.table_files import TableFormat
 from etude.data.splits import DataSplits
 
 Character = Annotated[str, Len(1, 1)]
@@ -42,7 +43,7 @@ def load_csv(
 
     path: the file to train on.
     target: the column to predict: texts are classes, numbers are predicted as numbers.
-    columns: the columns to learn from; all but the target by default.
+    columns: the columns to learn from; by default all but the target, its copies and names of rows (ids and keys).
     exclude: instead, columns to leave out.
     categorical: columns of numbers that are categories. Columns of text always are: one feature of 0 and 1 for each
         of up to 32 values.
@@ -58,9 +59,10 @@ def load_csv(
     encoding: of the text, such as latin-1 or utf-16.
     """
     _check_characters(delimiter, decimal, thousands)
-    texts = frozenset([*(categorical or ()), *([target] if task == "classification" else ())])
-    form = TableFormat(delimiter, encoding, NumberForm(decimal, thousands), texts, tuple(exclude or ()))
-    options = FeatureOptions(target, task, missing, unseen, standardize, standardize_target)
+    named = frozenset([*(columns or ()), *(categorical or ())])
+    options = FeatureOptions(target, task, missing, unseen, standardize, standardize_target, named)
+    form = options.table_format(categorical, exclude)
+    form = replace(form, delimiter=delimiter, encoding=encoding, form=NumberForm(decimal, thousands))
     return _load(path, columns, validation, test, seed, form, options)
 
 
@@ -81,9 +83,9 @@ def load_parquet(
     seed: Annotated[int, Ge(0)] = 0,
 ) -> DataSplits:
     """A Parquet file; the arguments are those of the data set `csv`."""
-    texts = frozenset([*(categorical or ()), *([target] if task == "classification" else ())])
-    options = FeatureOptions(target, task, missing, unseen, standardize, standardize_target)
-    form = TableFormat(texts=texts, exclude=tuple(exclude or ()), parquet=True)
+    named = frozenset([*(columns or ()), *(categorical or ())])
+    options = FeatureOptions(target, task, missing, unseen, standardize, standardize_target, named)
+    form = replace(options.table_format(categorical, exclude), parquet=True)
     return _load(path, columns, validation, test, seed, form, options)
 
 
@@ -104,16 +106,15 @@ def _load(
         )
     names = None if columns is None else [*columns, options.target]
     main = form.read(Path(path).expanduser(), names)
-    if options.target not in main.columns:
-        form.wanted(main.path, list(main.columns), [options.target])
+    form.wanted(main.path, main.names, [options.target])
     kinds = main.kinds()
     if options.task == "regression" and kinds[options.target] == "text":
         raise DataError(f"{main.path}: task is regression, but the target {options.target!r} holds text")
-    rows = hold_out(mix_keys(main.row_keys() ^ np.uint64(seed)), *shares(validation, test))
+    rows = hold_out(mix_keys(main.keys ^ np.uint64(seed)), *shares(validation, test))
     parts = {part: Part(main, found if len(rows) > 1 else slice(None)) for part, found in rows.items()}
     for part, place in (("validation", validation), ("test", test)):
         if isinstance(place, str):
-            parts[part] = Part(form.read(Path(place).expanduser(), list(main.columns), kinds), slice(None))
+            parts[part] = Part(form.read(Path(place).expanduser(), main.names, kinds), slice(None))
     return make_splits(parts, options)
 
 

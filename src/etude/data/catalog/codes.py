@@ -1,0 +1,74 @@
+"""Texts of a column as codes, block by block: short ones are looked up as machine words, many at once."""
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from etude.data.catalog.delimited import MISSING, Block
+from etude.data.catalog.holdout import mix_keys
+
+Codes = npt.NDArray[np.int32]
+Keys = npt.NDArray[np.uint64]
+_FACTORS = mix_keys(np.arange(3, dtype=np.uint64)) | np.uint64(1)
+_MAX_HASHED = 1000
+"""With more different texts, a dictionary of Python is faster."""
+
+
+class Texts:
+    """The different texts of a column: a code is a number of first appearance, -1 a missing value."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, int] = {}
+        self._digests = np.array([_digest("")], np.uint64)
+        self._hashes, self._codes = np.empty(0, np.uint64), np.empty(0, np.int32)
+        self._words = np.empty((0, len(_FACTORS)), np.uint64)
+
+    def encode(self, texts: Iterable[str]) -> Codes:
+        """Return the codes of texts."""
+        known = self.known
+        codes = [-1 if _is_missing(text) else known.setdefault(text, len(known)) for text in texts]
+        return np.array(codes, dtype=np.int32)
+
+    def encode_column(self, block: Block, column: int) -> Codes:
+        """Return the codes of a block's column."""
+        words = block.words(column) if len(self.known) <= _MAX_HASHED else None
+        found = None if words is None else self._look_up(block, column, words)
+        return self.encode(block.texts(column)) if found is None else found
+
+    def _look_up(self, block: Block, column: int, words: Keys) -> Codes | None:
+        """Find texts by hashes of their words (words, rows); None if two of them have the same hash."""
+        hashes = (words * _FACTORS[: len(words), None]).sum(0, dtype=np.uint64)
+        place = self._place(hashes)
+        if len(new := np.flatnonzero(self._hashes[place] != hashes) if len(self._hashes) else np.arange(len(hashes))):
+            rows = new[np.unique(hashes[new], return_index=True)[1]]
+            codes = self.encode(block.texts(column, rows.tolist()))
+            order = np.argsort(all_hashes := np.concatenate([self._hashes, hashes[rows]]))
+            padded = np.zeros((len(rows), len(_FACTORS)), np.uint64)
+            padded[:, : len(words)] = words[:, rows].T
+            self._hashes, self._codes = all_hashes[order], np.concatenate([self._codes, codes])[order]
+            self._words = np.concatenate([self._words, padded])[order]
+            place = self._place(hashes)
+        of_place = self._words[place].T
+        same = np.array_equal(of_place[: len(words)], words) and not of_place[len(words) :].any()
+        return self._codes[place] if same else None
+
+    def _place(self, hashes: Keys) -> npt.NDArray[np.intp]:
+        return np.minimum(np.searchsorted(self._hashes, hashes), max(0, len(self._hashes) - 1))
+
+    def keys(self, codes: Codes) -> Keys:
+        """Return a number for each row that depends on its text only."""
+        if len(self._digests) <= len(self.known):
+            new = list(self.known)[len(self._digests) - 1 :]
+            self._digests = np.concatenate([self._digests, np.array([_digest(text) for text in new], np.uint64)])
+        keys: Keys = self._digests[codes + 1]
+        return keys
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _is_missing(text: str) -> bool:
+    return not text or (len(text) < 5 and text.lower() in MISSING)

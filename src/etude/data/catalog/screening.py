@@ -1,0 +1,66 @@
+"""Columns that are no features: names of rows, and copies of what is to be predicted."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from etude.core.spelling import listed
+from etude.data.catalog.table import MIN_ROWS, Numbers, Table
+
+logger = logging.getLogger("etude")
+_FIRST = slice(0, 1000)
+
+
+def screen(table: Table, target: str, named: frozenset[str]) -> dict[str, str]:
+    """Return the columns to leave out and why; none that the user named."""
+    found: dict[str, str] = {}
+    for name in table.names:
+        if name == target or name in named or table.num_rows < MIN_ROWS:
+            continue
+        if name in table.row_names:
+            found[name] = "another value in every row"
+        elif _is_copy(table, name, target, _FIRST) and _is_copy(table, name, target, slice(None)):
+            found[name] = f"a copy of {target!r}"
+    return found
+
+
+def report(table: Table, left_out: Mapping[str, str], constant: Sequence[str]) -> None:
+    """Say in one line each what is left out, and which features say nothing."""
+    if left_out:
+        reasons = ", ".join(f"{name!r} ({reason})" for name, reason in left_out.items())
+        logger.warning("%s: left out: %s; a column named under columns is kept", table.path, reasons)
+    if constant:
+        logger.warning("%s: the same value in every training row: %s", table.path, listed(constant))
+    if counts := [name for name in table.names if name in table.row_counts and name not in left_out]:
+        logger.warning(
+            "%s: does nothing but count the rows: %s; exclude it unless it means something",
+            table.path,
+            listed(counts),
+        )
+
+
+def _is_copy(table: Table, name: str, target: str, rows: slice) -> bool:
+    """Return whether a column has the target's values, in some rows."""
+    if name not in table.texts and target not in table.texts:
+        return name in table.copies
+    if name in table.texts and target in table.texts:
+        column, goal = table.texts[name], table.texts[target]
+        places = {value: place for place, value in enumerate(goal.values)}
+        same = np.array([*(places.get(value, -2) for value in column.values), -1])[column.codes[rows]]
+        return bool((same == goal.codes[rows]).all())
+    one, other = (_numbers(table, each, rows) for each in (name, target))
+    return one is not None and other is not None and np.allclose(one, other, rtol=1e-6, atol=0.0, equal_nan=True)
+
+
+def _numbers(table: Table, name: str, rows: slice) -> Numbers | None:
+    """Return a column as numbers; None if its texts are none."""
+    if name not in table.texts:
+        (place,) = table.places([name])
+        found: Numbers = table.numbers[rows, place] + table.reference[place]
+        return found
+    try:
+        values = np.array([*map(float, table.texts[name].values), np.nan])
+    except ValueError:
+        return None
+    return values[table.texts[name].codes[rows]]

@@ -1,0 +1,171 @@
+"""Tables of files: delimited text, and what Arrow reads."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from etude.core.errors import DataError
+from etude.core.spelling import did_you_mean, shorten
+from etude.data.catalog.delimited import PLAIN, Block, NotANumber, NumberForm, read_blocks
+from etude.data.catalog.table import Kind, Numbers, Table, TableBuilder
+
+ARROW_ROWS = 2**13
+MAX_THREADS = 4
+_THOUSANDS = re.compile(r"-?\d{1,3}([,.' ]\d{3})+([.,]\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class TableFormat:
+    """How a file is written, and which of its columns are wanted."""
+
+    delimiter: str | None = None
+    encoding: str = "utf-8"
+    form: NumberForm = PLAIN
+    texts: frozenset[str] = frozenset()
+    """Columns to be taken as text, even if they look like numbers."""
+    exclude: tuple[str, ...] = ()
+    target: str | None = None
+    standardize: bool = False
+    standardize_target: bool = False
+    """Whether numbers will be standardised: those of all columns but the target, and those of the target."""
+    parquet: bool = False
+
+    def read(self, path: Path, names: Sequence[str] | None, kinds: Mapping[str, Kind] | None = None) -> Table:
+        """Read a file: the columns `names`, or all but the excluded ones. `kinds` says what they hold if that is known.
+
+        Raises DataError with the place of what cannot be.
+        """
+        if path.is_dir():
+            raise DataError(f"{path} is a folder; give a file")
+        if not path.exists():
+            raise DataError(f"{path} does not exist")
+        return read_parquet(self, path, names) if self.parquet else read_delimited(self, path, names, kinds)
+
+    def wanted(self, path: Path, there: Sequence[str], names: Sequence[str] | None) -> list[str]:
+        """Return the columns to read. Raises DataError for one that is not there."""
+        for name in names if names is not None else (*self.exclude, *self.texts):
+            if name not in there:
+                hint = did_you_mean(name, there) or f" (there are: {shorten(', '.join(there), 200)})"
+                raise DataError(f"{path} has no column {name!r}{hint}")
+        return [name for name in there if (name not in self.exclude if names is None else name in names)]
+
+    def builder(self, path: Path, kinds: Mapping[str, Kind], expected_rows: int) -> TableBuilder:
+        """Return what fills a table of these columns."""
+        relative = [name for name in kinds if (self.standardize_target if name == self.target else self.standardize)]
+        return TableBuilder(path, kinds, relative, self.target, expected_rows)
+
+
+def read_delimited(
+    form: TableFormat, path: Path, names: Sequence[str] | None, kinds: Mapping[str, Kind] | None = None
+) -> Table:
+    """Read a delimited text file. Without `kinds`, the first rows say whether a column has numbers or text."""
+    delimiter = form.delimiter or ("\t" if path.suffix in (".tsv", ".tab") else ",")
+    there, blocks = read_blocks(path, delimiter, form.encoding, form.form)
+    places = {name: there.index(name) for name in form.wanted(path, there, names)}
+    first = next(blocks, None)
+    if first is None:
+        raise DataError(f"{path} has no rows below the line of column names")
+    found: dict[str, Kind] = {
+        name: kinds[name] if kinds else _kind_of(first, place, name, name in form.texts)
+        for name, place in places.items()
+    }
+    builder = form.builder(path, found, int(1.1 * path.stat().st_size / first.size * len(first.lines)) + 1)
+    number_places = [places[name] for name in builder.number_names]
+    try:
+        for block, numbers in _parsed(chain([first], blocks), number_places):
+            codes = {name: texts.encode_column(block, places[name]) for name, texts in builder.texts.items()}
+            builder.add(numbers, codes, block.lines)
+    except NotANumber as wrong:
+        raise DataError(
+            f"{path}:{wrong.line}: column {there[wrong.column]!r} holds {shorten(wrong.text)!r}, "
+            f"but numbers elsewhere; fix it, or list {there[wrong.column]!r} under categorical"
+        ) from None
+    return builder.table()
+
+
+def _parsed(blocks: Iterable[Block], places: Sequence[int]) -> Iterator[tuple[Block, Numbers]]:
+    """Yield blocks with their numbers, which other threads read ahead where torch has threads."""
+    workers = min(torch.get_num_threads(), MAX_THREADS) - 1
+    if not workers:
+        yield from ((block, block.numbers(places)) for block in blocks)
+        return
+    waiting: list[tuple[Block, Future[Numbers]]] = []
+    with ThreadPoolExecutor(workers) as pool:
+        for block in blocks:
+            waiting.append((block, pool.submit(block.numbers, places)))
+            if len(waiting) > workers + 1:
+                ready, future = waiting.pop(0)
+                yield ready, future.result()
+        for ready, future in waiting:
+            yield ready, future.result()
+
+
+def _kind_of(block: Block, place: int, name: str, is_text: bool) -> Kind:
+    """Return what a column holds, by its first rows."""
+    if is_text:
+        return "text"
+    try:
+        block.numbers([place])
+    except NotANumber as found:
+        if _THOUSANDS.fullmatch(found.text):
+            raise DataError(
+                f"{block.layout.path}:{found.line}: column {name!r} holds {found.text!r}, a number with "
+                f"separators; set thousands (and decimal, if that is a comma), or list {name!r} under categorical"
+            ) from None
+        return "text"
+    return "number"
+
+
+def read_parquet(form: TableFormat, path: Path, names: Sequence[str] | None) -> Table:
+    """Read a Parquet file: numbers and booleans as numbers, texts as they are."""
+    try:
+        from pyarrow import ArrowException, parquet  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    except ImportError as error:
+        raise DataError("Parquet files need pyarrow: pip install 'etude[data]'") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            wanted = form.wanted(path, file.schema_arrow.names, names)
+            batches = file.iter_batches(batch_size=ARROW_ROWS, columns=wanted)
+            return arrow_table(form, path, file.schema_arrow, wanted, batches, file.metadata.num_rows)
+    except (OSError, ArrowException) as error:
+        raise DataError(f"{path} cannot be read as Parquet ({' '.join(str(error).split())})") from error
+
+
+def arrow_table(
+    form: TableFormat, path: Path, schema: Any, wanted: Sequence[str], batches: Iterable[Any], num_rows: int
+) -> Table:
+    """Return a table of Arrow's record batches. Raises DataError for a type that is neither numbers nor text."""
+    import pyarrow as pa  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+    kinds = {name: _arrow_kind(path, name, schema.field(name).type, form) for name in wanted}
+    builder = form.builder(path, kinds, num_rows)
+    for batch in batches:
+        numbers = np.empty((len(batch), len(builder.number_names)))
+        for place, name in enumerate(builder.number_names):
+            numbers[:, place] = batch.column(name).cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        codes = {}
+        for name, texts in builder.texts.items():
+            column = batch.column(name).cast(pa.string()).dictionary_encode()
+            known = [texts.known.setdefault(text, len(texts.known)) for text in column.dictionary.to_pylist()]
+            codes[name] = np.array([*known, -1], np.int32)[column.indices.fill_null(len(known)).to_numpy()]
+        builder.add(numbers, codes)
+    return builder.table()
+
+
+def _arrow_kind(path: Path, name: str, kind: Any, form: TableFormat) -> Kind:
+    import pyarrow as pa
+
+    types = pa.types
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    if name in form.texts or types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+        return "text"
+    if types.is_floating(kind) or types.is_integer(kind) or types.is_boolean(kind) or types.is_decimal(kind):
+        return "number"
+    raise DataError(f"{path}: column {name!r} is of type {kind}, neither numbers nor text; leave it out with exclude")
