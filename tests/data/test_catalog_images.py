@@ -5,6 +5,7 @@ import io
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 
 from etude.core import ConfigError, DataError
 from etude.data import make_loader
@@ -12,6 +13,7 @@ from etude.data.catalog import images
 from etude.data.catalog.augment import Augmentations, ColorJitter, HorizontalFlip, RandomCrop, VerticalFlip, uniform
 from etude.data.catalog.images import load_image_folder
 from etude.data.catalog.rows import ArrayRows, Scaling
+from etude.experiment.from_data import look_at
 
 # ------------------------------------------------------------------------------------------------ augmentation
 
@@ -72,6 +74,51 @@ def test_batches_do_not_depend_on_how_they_are_cut_or_when_they_are_made():
     assert torch.equal(epoch(1, 4), epoch(1, 20))
     assert torch.equal(epoch(1, 4)[8:], epoch(1, 4, position=8))
     assert not torch.equal(epoch(1, 4).sort(0)[0], epoch(2, 4).sort(0)[0])
+
+
+class Undecoded:
+    """Images that are decoded when they are asked for; says whether that happened in a worker process."""
+
+    ndim, dtype, shape = PIXELS.ndim, PIXELS.dtype, PIXELS.shape
+
+    def __init__(self):
+        self.here = 0
+
+    def __len__(self):
+        return len(PIXELS)
+
+    def __getitem__(self, rows):
+        self.here += get_worker_info() is None
+        return PIXELS[rows]
+
+
+@pytest.mark.parametrize(
+    "workers", [{"num_workers": 1}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
+)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_worker_processes_decode_the_same_batches(workers):
+    scaling, augment = Scaling(np.zeros(3), np.ones(3)), Augmentations([RandomCrop(2), HorizontalFlip()])
+
+    def rows(inputs):
+        return ArrayRows(inputs, np.arange(20), np.arange(3, 20), scaling=scaling, augment=augment)
+
+    undecoded = Undecoded()
+    loader, expected = make_loader(rows(undecoded), 4, seed=3, **workers), make_loader(rows(PIXELS), 4, seed=3)
+    for place in ((0, 0), (1, 0), (1, 8)):
+        batches = [list(one.iterate(*place)) for one in (loader, expected)]
+        assert len(batches[0]) == len(batches[1])
+        for one, two in zip(*batches, strict=True):
+            assert torch.equal(one.data, two.data)
+            assert torch.equal(one.labels, two.labels)
+    assert undecoded.here == 0
+    shares = [list(loader.shared(rank, 2).iterate(0)) for rank in (0, 1)]
+    assert sorted(torch.cat([batch.labels for share in shares for batch in share]).tolist()) == list(range(3, 20))
+    assert sum(len(batch.labels) for batch in shares[1]) < 17
+
+
+def test_images_that_are_decoded_are_made_beforehand():
+    assert make_loader(ArrayRows(Undecoded(), np.arange(20)), 4).prefetch > 0
+    assert make_loader(ArrayRows(PIXELS, np.arange(20)), 4).prefetch == 0
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -263,6 +310,66 @@ def test_forms_of_images(pillow, tmp_path):
     splits = load_image_folder(str(tmp_path), validation=0.0, test=0.0)
     assert splits.input_shape == (3, 4, 5)
     assert images._open(tmp_path / "x" / "z.jpg").size == (3, 6)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_sixteen_bits_become_eight(pillow, tmp_path, dtype):
+    pixels = np.arange(0, 65536, 257, dtype=dtype).reshape(16, 16)
+    path = tmp_path / f"deep.{'png' if dtype is np.uint16 else 'tif'}"
+    pillow.fromarray(pixels).save(path)
+    for channels in (1, 3):
+        found = images.decode_image(path, (channels, 16, 16), "crop")
+        assert np.array_equal(found, np.broadcast_to(np.arange(256).reshape(16, 16), (channels, 16, 16)))
+
+
+def test_floating_point_pixels_have_no_known_range(pillow, tmp_path):
+    pillow.fromarray(np.zeros((4, 4), np.float32)).save(tmp_path / "float.tif")
+    with pytest.raises(DataError, match=r"float\.tif.*8 bits"):
+        images.decode_image(tmp_path / "float.tif", (3, 4, 4), "crop")
+
+
+def test_a_large_jpeg_is_decoded_in_part_and_looks_the_same(pillow, tmp_path):
+    small = pillow.fromarray(np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8))
+    image = small.resize((1200, 900), pillow.Resampling.BICUBIC)
+    image.save(tmp_path / "large.jpg", quality=95)
+    image.save(tmp_path / "large.png")
+    found, expected = (
+        images.decode_image(tmp_path / f"large.{kind}", (3, 60, 60), "crop") for kind in ("jpg", "png")
+    )
+    assert np.abs(found.astype(int) - expected).mean() < 2
+    assert images.first_image([tmp_path / "large.jpg"], skip_broken=False)[1] == (900, 1200)
+
+
+def test_the_size_is_that_of_the_first_image_that_is_not_broken(folder):
+    root = folder(classes(5))
+    (root / "cat" / "0.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"cat/0\.png.*skip_broken"):
+        load_image_folder(str(root))
+    assert load_image_folder(str(root), skip_broken=True, validation=0.0, test=0.0).input_shape == (3, 6, 5)
+    for file in root.rglob("*.png"):
+        file.write_bytes(b"")
+    with pytest.raises(DataError, match="none of the 10 images"):
+        load_image_folder(str(root), skip_broken=True, validation=0.0, test=0.0)
+
+
+def test_folders_without_images_are_named(folder, caplog):
+    root = folder({**classes(5), "cat/.DS_Store.png": (4, 4)})
+    (root / "cow").mkdir()
+    (root / ".git").mkdir()
+    assert load_image_folder(str(root)).facts["classes"] == ["cat", "dog"]
+    assert "cow" in caplog.text
+    assert ".git" not in caplog.text
+
+
+def test_a_config_for_a_folder_with_broken_images_leaves_them_out(folder):
+    root = folder(classes(10))
+    (root / "cat" / "0.png").write_bytes(b"")
+    finding = look_at(root)
+    assert finding.data["skip_broken"]
+    assert finding.splits.facts["rows"]["train"] == 15
+    assert "cat/0.png" in "".join(finding.words)
+    (root / "cat" / "0.png").unlink()
+    assert "skip_broken" not in look_at(root).data
 
 
 def test_without_pillow(folder, monkeypatch):

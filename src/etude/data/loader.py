@@ -39,14 +39,15 @@ class DataLoader:
             little is padded; 0 does not. For sources that tell the lengths of their samples.
         prefetch: batches made ready beforehand by a background thread; of a dataset, only the copies to a CUDA device
             are made beforehand, as its workers have their own `prefetch_factor`. By default 2 for a CUDA device,
-            but 0 for data in memory, and on the CPU: a batch is there sooner than a thread can hand it over.
+            and for images that are decoded, but 0 for data in memory, and for others on the CPU: a batch is there
+            sooner than a thread can hand it over.
         transform: applied to the `data` of each batch (or to the whole batch, where it is no `DataBatch`), on
             `device`. One that draws random numbers takes a keyword `generator`, seeded for each batch. One with an
             attribute `elementwise = True` may be given several batches at once.
         device: where batches are delivered; to CUDA they travel from pinned memory without waiting.
         pin_memory: deliver batches in pinned memory; by default if `device` is CUDA. No effect without CUDA.
-        num_workers, persistent_workers, prefetch_factor: as in torch, for datasets. Without effect for all else,
-            which is faster without workers.
+        num_workers, persistent_workers, prefetch_factor: as in torch, for datasets and for images that are decoded
+            batch by batch. Without effect for all else, which is faster without workers.
         collate_fn: makes a batch of the samples of a dataset.
 
     A dataset's random augmentations are seeded by (seed, epoch, index), so batches do not depend on the number of

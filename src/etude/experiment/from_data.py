@@ -36,6 +36,8 @@ class Finding:
     model: dict[str, Any]
     words: list[str] = field(default_factory=list)
     splits: DataSplits | None = None
+    fallback: dict[str, Any] = field(default_factory=dict)
+    """Settings of the data with which it loads if it does not without."""
 
 
 def look_at(path: Path, target: str | None = None) -> Finding:
@@ -43,7 +45,14 @@ def look_at(path: Path, target: str | None = None) -> Finding:
     if not path.exists():
         raise DataError(f"{path} does not exist")
     finding = _survey(path)(path, target)
-    finding.splits = _load(finding.data)
+    try:
+        finding.splits = _load(finding.data)
+    except DataError as error:
+        if not finding.fallback:
+            raise
+        finding.data |= finding.fallback
+        finding.splits = _load(finding.data)
+        finding.words.append(f"  with {', '.join(finding.fallback)}, as {str(error).partition(';')[0]}")
     rows = finding.splits.facts["rows"]
     finding.words.insert(0, f"{path}: " + ", ".join(f"{count:,} for {part}" for part, count in rows.items()))
     for name, reason in finding.splits.facts.get("left_out", {}).items():
@@ -241,17 +250,17 @@ def _arrays(path: Path, target: str | None) -> Finding:
 
 
 def _images(path: Path, target: str | None) -> Finding:
-    from etude.data.catalog.images import find_images, image_size
+    from etude.data.catalog.images import find_images, first_image
 
     _no_target(target)
     found = find_images(path, 0.0, 0.0, 0)
-    size = image_size(found.parts["train"][0])
+    first, size = first_image(found.parts["train"], skip_broken=True)
     side = min(64, *size)
     data: dict[str, Any] = {"name": "image_folder", "path": str(path), "size": side}
     if side >= 12:
         data["augment"] = [{"name": "random_crop", "padding": max(1, side // 16)}]
-    words = [f"  images such as {found.parts['train'][0]}, {size[0]} x {size[1]}; they become {side} x {side}"]
-    return Finding(data, _for_inputs((3, side, side)), words)
+    words = [f"  images such as {first}, {size[0]} x {size[1]}; they become {side} x {side}"]
+    return Finding(data, _for_inputs((3, side, side)), words, fallback={"skip_broken": True})
 
 
 def _lines(path: Path, target: str | None) -> Finding:

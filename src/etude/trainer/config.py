@@ -134,7 +134,7 @@ class TrainerConfig(SectionModel):
     precision_dtype: Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] | None = None
     """Number format, unless use_mixed_precision is false."""
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Worker processes that load samples of a Dataset; tensors in memory need none."""
+    """Worker processes that load samples of a Dataset or decode images; tensors in memory need none."""
     pin_memory: bool = True
     """Page-locked host memory for asynchronous copies to CUDA."""
     persistent_workers: bool = False

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import numpy.typing as npt
 from annotated_types import Ge, Gt
+from torch.utils.data import get_worker_info
 
 from etude.config.registry import Section, register
 from etude.core.errors import ConfigError, DataError
@@ -60,13 +61,13 @@ def load_image_folder(
     validation, test: a folder, or the share of training images held out where there is no folder of that name. Which
         images depends on their paths and `seed`.
     skip_broken: leave out images that cannot be decoded, and say how many; otherwise they are an error.
-    in_memory: keep decoded images; by default where they take at most 1 GiB. Others are decoded batch by batch, in
-        threads.
+    in_memory: keep decoded images; by default where they take at most 1 GiB. Others are decoded batch by batch, by
+        threads, or by the worker processes of `training.num_workers`.
     """
     folder = Path(path).expanduser()
     found = find_images(folder, validation, test, seed)
     files = [file for part in found.parts.values() for file in part]
-    shape = (channels, *_size(files, size))
+    shape = (channels, *_size(files, size, skip_broken=skip_broken))
     images = DecodedImages(files, shape, fit)
     fits = len(images) * int(np.prod(shape)) <= IN_MEMORY_BYTES
     arrays, kept = _decode_all(images, keep=fits if in_memory is None else in_memory, skip_broken=skip_broken)
@@ -150,7 +151,7 @@ def find_images(folder: Path, validation: float | str, test: float | str, seed: 
     if len(classes) < 2:
         raise DataError(
             f"{roots['train']} has images of {len(classes)} classes; put them into one folder per class, such as "
-            f"{roots['train']}/cat/1.jpg and {roots['train']}/dog/1.jpg"
+            f"{roots['train']}/cat/1.jpg and {roots['train']}/dog/1.jpg ({listed(sorted(SUFFIXES))})"
         )
     for part, files in parts.items():
         if unknown := sorted({_class_of(file, roots[part]) for file in files} - set(classes)):
@@ -170,14 +171,16 @@ def _images_in(root: Path) -> list[Path]:
     """Return the images in the folders of a folder, sorted by path."""
     if not root.is_dir():
         raise DataError(f"{root} is no folder")
+    folders = [place for place in root.iterdir() if place.is_dir() and not place.name.startswith(".")]
     found = [
-        file
-        for place in root.iterdir()
-        if place.is_dir() and not place.name.startswith(".")
+        (place, file)
+        for place in folders
         for file in place.rglob("*")
         if file.suffix.lower() in SUFFIXES and not file.name.startswith(".") and file.is_file()
     ]
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+    if (empty := {*folders} - {place for place, _ in found}) and found:
+        logger.warning("%s: no images, so no class, in %s", root, listed(sorted(place.name for place in empty)))
+    return sorted((file for _, file in found), key=lambda file: file.relative_to(root).as_posix())
 
 
 def _keys(files: Sequence[Path], root: Path, seed: int) -> npt.NDArray[np.uint64]:
@@ -220,8 +223,8 @@ class DecodedImages:
                 return place, error
             return None
 
-        if len(rows) == 1:
-            return [found for found in (one(0),) if found is not None]
+        if len(rows) == 1 or get_worker_info() is not None:  # workers decode side by side as it is
+            return [found for found in map(one, range(len(rows))) if found is not None]
         with ThreadPoolExecutor(_THREADS) as threads:
             return [found for found in threads.map(one, range(len(rows))) if found is not None]
 
@@ -230,22 +233,38 @@ def decode_image(file: Path, shape: tuple[int, int, int], fit: Fit) -> npt.NDArr
     """Return an image as bytes (C, H, W). Raises DataError with its path if it is broken."""
     _, image_ops = _pillow()
     channels, height, width = shape
-    image = _open(file).convert("L" if channels == 1 else "RGB")
+    image = _open(file, least=2 * max(height, width)).convert("L" if channels == 1 else "RGB")
     if image.size != (width, height):
         image = image_ops.fit(image, (width, height)) if fit == "crop" else image.resize((width, height))
     pixels: npt.NDArray[np.uint8] = np.asarray(image, dtype=np.uint8)
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
 
-def _open(file: Path) -> Any:
-    """Return a Pillow image, decoded and upright."""
+def _open(file: Path, least: int | None = None) -> Any:
+    """Return a Pillow image, decoded and upright; a large JPEG at a half or less, if `least` pixels are left."""
     image_module, image_ops = _pillow()
     try:
         with image_module.open(file) as image:
+            if least is not None:
+                image.draft(None, (least, least))
             image.load()
-            return image_ops.exif_transpose(image)
+            return image_ops.exif_transpose(_as_bytes(image, image_module))
     except (OSError, ValueError, SyntaxError, EOFError, image_module.DecompressionBombError) as error:
         raise DataError(f"{file} cannot be decoded ({' '.join(str(error).split())})") from error
+
+
+def _as_bytes(image: Any, image_module: Any) -> Any:
+    """Return an image of 16 bits per pixel in 8: Pillow's own conversion cuts off what is above 255.
+
+    Raises ValueError for pixels whose range is not known.
+    """
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers of an unknown range; convert it to 8 bits")
+    if not image.mode.startswith("I"):
+        return image
+    made = image_module.fromarray((np.asarray(image).clip(0, 65535) // 256).astype(np.uint8))
+    made.getexif().update(image.getexif())
+    return made
 
 
 def _pillow() -> tuple[Any, Any]:
@@ -256,18 +275,26 @@ def _pillow() -> tuple[Any, Any]:
     return Image, ImageOps
 
 
-def _size(files: Sequence[Path], size: int | tuple[int, int] | None) -> tuple[int, int]:
+def _size(files: Sequence[Path], size: int | tuple[int, int] | None, *, skip_broken: bool) -> tuple[int, int]:
     if isinstance(size, int):
         return size, size
-    if size is not None:
-        return size
-    return image_size(files[0])
+    return first_image(files, skip_broken=skip_broken)[1] if size is None else size
 
 
-def image_size(file: Path) -> tuple[int, int]:
-    """Return height and width of an image. Raises DataError if it is broken."""
-    width, height = _open(file).size
-    return height, width
+def first_image(files: Sequence[Path], *, skip_broken: bool) -> tuple[Path, tuple[int, int]]:
+    """Return the first image, or the first that is not broken, with its height and width.
+
+    Raises DataError if it is broken, or all of them are.
+    """
+    for file in files:
+        try:
+            width, height = _open(file).size
+        except DataError as error:
+            if not skip_broken:
+                raise DataError(f"{error}; replace it, or set skip_broken") from error
+            continue
+        return file, (height, width)
+    raise DataError(f"none of the {len(files)} images can be decoded, such as {files[0]}")
 
 
 def _decode_all(images: DecodedImages, *, keep: bool, skip_broken: bool) -> tuple[Any, Rows]:

@@ -81,6 +81,11 @@ class ArrayRows:
     def __len__(self) -> int:
         return len(self.inputs) if self.rows is None else len(self.rows)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether inputs are no array, but decoded when they are asked for."""
+        return not isinstance(self.inputs, np.ndarray)
+
     def gather(self, indices: Rows, *, epoch: int, seed: int) -> Batch:
         """Return the samples at `indices`; augmentation depends on (seed, epoch, index) only."""
         rows = indices if self.rows is None else self.rows[indices]

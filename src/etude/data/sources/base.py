@@ -31,6 +31,16 @@ class BatchSource(Protocol):
 
 
 @runtime_checkable
+class DecodingSource(BatchSource, Protocol):
+    """A source whose samples may have to be decoded, which takes long enough for worker processes."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether they have to."""
+        ...
+
+
+@runtime_checkable
 class UniformSource(BatchSource, Protocol):
     """A source whose samples all have the same shape: several batches can be gathered in one go."""
 

@@ -14,9 +14,16 @@ from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data.order import BatchSampler, BucketOrder, Indices, Order, SequentialOrder, ShuffledOrder
 from etude.data.order.streams import EndlessOrder
-from etude.data.sources.base import BatchSource, GatheredBatches, MeasuredSource, OrderedSource
+from etude.data.sources.base import BatchSource, DecodingSource, GatheredBatches, MeasuredSource, OrderedSource
 from etude.data.sources.memory import TensorSource, is_in_memory
-from etude.data.sources.workers import Collate, DatasetSource, WorkerSettings, dataset_length
+from etude.data.sources.workers import (
+    Collate,
+    DatasetSource,
+    SeededSamples,
+    SourceSamples,
+    WorkerSettings,
+    dataset_length,
+)
 from etude.data.text import TokenDocuments
 from etude.data.tokens import open_tokens
 
@@ -72,12 +79,14 @@ class Samples:
             transform = None if at_once is not None else transform
             self.source = TensorSource(data, labels, pin_memory=pin, device=cuda, transform=at_once)
             self.size, there = self.source.num_samples, self.source.device
-        elif isinstance(data, BatchSource):
+        elif isinstance(data, BatchSource) and not (workers and workers.get("num_workers") and _decodes(data)):
             self.source = GatheredBatches(data, seed, device=cuda, pin_memory=pin)
             self.size, there = len(data), torch.device("cpu") if cuda is None else cuda
         else:
             self.size, there = dataset_length(data), None
-            self.source = DatasetSource(data, seed, collate_fn, WorkerSettings(pin_memory=pin, **workers or {}))
+            in_workers = isinstance(data, BatchSource)
+            samples = SourceSamples(data, seed) if in_workers else SeededSamples(data, collate_fn, seed)
+            self.source = DatasetSource(samples, WorkerSettings(pin_memory=pin, **workers or {}))
         self._target = None if device == there else device
         self._transform = None if transform is None else BatchTransform(transform)
         self._is_finished = self._target is None and transform is None and not self._pin_last
@@ -90,12 +99,13 @@ class Samples:
 
     @property
     def prefetch(self) -> int:
-        """Batches that are best made beforehand: those that are copied to CUDA.
+        """Batches that are best made beforehand: those that are copied to CUDA, and those that are decoded.
 
         On the CPU a thread takes longer to hand a batch over than it takes to make one, of tensors or token files.
         """
         to_cuda = self.place.device is not None and self.place.device.type == "cuda"
-        return 2 if to_cuda and not isinstance(self.source, TensorSource) else 0
+        is_slow = to_cuda or (self.threaded and _decodes(self.data))
+        return 2 if is_slow and not isinstance(self.source, TensorSource) else 0
 
     def order(self, *, shuffle: bool) -> Order:
         """Return the order of the samples in each epoch."""
@@ -182,6 +192,10 @@ class BatchTransform:
         else:
             inputs = self.transform(inputs)
         return DataBatch(inputs, batch.labels) if isinstance(batch, DataBatch) else inputs
+
+
+def _decodes(data: Any) -> bool:
+    return isinstance(data, DecodingSource) and data.decodes
 
 
 def is_elementwise(transform: object) -> bool:

@@ -16,6 +16,7 @@ from etude.core.batch import Batch, in_pinned_memory, without_samples
 from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data.order import BatchSampler, Indices
+from etude.data.sources.base import BatchSource
 from etude.data.sources.global_rng import GLOBALS, Preserved, seed_generators
 from etude.data.sources.rng import owned_generators, seed_owned
 from etude.data.sources.worker_process import WorkerStart, begin_workers, end_workers
@@ -138,6 +139,18 @@ class SeededSamples(Dataset[Batch]):
         return self.dataset[index]
 
 
+class SourceSamples(Dataset[Batch]):
+    """Whole batches of a source, by (epoch, indices): nothing is drawn, so nothing is seeded."""
+
+    def __init__(self, source: BatchSource, seed: int) -> None:
+        self.source, self.seed = source, seed
+
+    def __getitem__(self, request: Request) -> Batch:
+        epoch, indices = request
+        batch = self.source.gather(np.array(indices or [0], np.int64), epoch=epoch, seed=self.seed)
+        return batch if indices else without_samples(batch)
+
+
 def dataset_length(dataset: Any) -> int:
     """Return the number of samples, or raise DataError if this is no map-style dataset."""
     if isinstance(dataset, IterableDataset):
@@ -153,11 +166,10 @@ def dataset_length(dataset: Any) -> int:
 
 
 class DatasetSource:
-    """Batches of a map-style dataset in the sampler's order."""
+    """Batches of a map-style dataset, or of a source that is read by workers, in the sampler's order."""
 
-    def __init__(self, dataset: Any, seed: int, collate: Collate | None, settings: WorkerSettings) -> None:
-        self.samples = SeededSamples(dataset, collate, seed)
-        self.settings = settings
+    def __init__(self, samples: SeededSamples | SourceSamples, settings: WorkerSettings) -> None:
+        self.samples, self.settings = samples, settings
         self._start = WorkerStart(settings.num_workers) if settings.num_workers else None
         self._persistent: tuple[_Requests, TorchLoader[Batch]] | None = None
         self._turn = 0
