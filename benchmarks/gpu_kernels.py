@@ -14,8 +14,7 @@ from torch import Tensor
 from benchmarks.gpu_loops import autocast
 from benchmarks.gpu_race import DEVICE, Contestant, Section
 from benchmarks.gpu_training import device_words
-from benchmarks.linear_ce import chunked as own_linear
-from benchmarks.linear_ce import plain as plain_linear
+from benchmarks.linear_ce import chunked as own_linear, plain as plain_linear
 from benchmarks.meaningful import KINDS, Problem
 from etude.losses import linear_autograd
 from etude.losses.chunked import chunked

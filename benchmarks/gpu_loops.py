@@ -257,8 +257,7 @@ class LossOnly(nn.Module):
 
 def huggingface(work: Training) -> Numbers:
     """Train by the Hugging Face Trainer with torch_compile."""
-    from transformers import Trainer as TheirTrainer
-    from transformers import TrainerCallback
+    from transformers import Trainer as TheirTrainer, TrainerCallback
 
     quiet()
     batches = Shuffled(work)

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader as TorchLoader, Dataset, TensorDataset
 
 from etude.data import DataLoader, Normalize
 

@@ -12,135 +12,133 @@ if TYPE_CHECKING:
         CSVLogger,
         EarlyStopping,
         GradientMonitor,
-        LRSchedule,
+        LRSchedule as LRSchedule,
         ModelCheckpoint,
-        ProgressDisplay,
+        ProgressDisplay as ProgressDisplay,
     )
-    from etude.checkpoint import CheckpointManager
+    from etude.checkpoint import CheckpointManager as CheckpointManager
     from etude.config import register
-    from etude.core import Batch, Clock, Control, DataBatch, EtudeError, LossTerm, StepReport, Task
+    from etude.core import (
+        Batch as Batch,
+        Clock as Clock,
+        Control as Control,
+        DataBatch as DataBatch,
+        EtudeError,
+        LossTerm,
+        StepReport as StepReport,
+        Task,
+    )
     from etude.core.random import set_seed
     from etude.data import (
-        BatchSampler,
+        BatchSampler as BatchSampler,
         DataLoader,
-        DataLoaderFactory,
-        TokenBlocks,
-        collate,
-        prefetch_stream,
-        read_dataset,
+        DataLoaderFactory as DataLoaderFactory,
+        DataSplits,
+        TensorData,
+        TokenBlocks as TokenBlocks,
+        collate as collate,
+        prefetch_stream as prefetch_stream,
+        read_dataset as read_dataset,
     )
-    from etude.engine.callback import Callback, CallbackList
-    from etude.engine.step import GradientAccumulator
+    from etude.engine.callback import Callback, CallbackList as CallbackList
+    from etude.engine.step import GradientAccumulator as GradientAccumulator
     from etude.experiment import (
-        create_model_config,
-        create_trainer_config,
-        load_config,
+        create_model_config as create_model_config,
+        create_trainer_config as create_trainer_config,
+        load_config as load_config,
         load_experiment_config,
         resume_run,
         train_experiment,
     )
     from etude.losses import (
         LanguageModelingLoss,
-        LossStrategy,
-        SegmentationLoss,
-        TextClassificationLoss,
-        VisionClassificationLoss,
-        binary_cross_entropy,
-        cross_entropy,
-        multi_label_bce,
+        LossStrategy as LossStrategy,
+        SegmentationLoss as SegmentationLoss,
+        TextClassificationLoss as TextClassificationLoss,
+        VisionClassificationLoss as VisionClassificationLoss,
+        binary_cross_entropy as binary_cross_entropy,
+        cross_entropy as cross_entropy,
+        cross_entropy_loss as cross_entropy_loss,
+        multi_label_bce as multi_label_bce,
     )
-    from etude.metrics import F1, Accuracy, ConfusionMatrix, LossTracker, Precision, Recall, TrainingMetrics
-    from etude.models import MLP, CausalTransformerLM, LeNet5
-    from etude.multimodal.codebooks.loading import load_codebook, load_npz_key
-    from etude.multimodal.loss import MeaningfulLoss, combined_loss
-    from etude.multimodal.tokenizers.scalar import ScalarTokenizer
-    from etude.multimodal.tokenizers.vector import VectorTokenizer
-    from etude.multimodal.vocab import VocabSpec, build_vocab_spec
-    from etude.multitask.functional import default_weights, multi_task_loss
+    from etude.metrics import (
+        F1,
+        Accuracy,
+        ConfusionMatrix as ConfusionMatrix,
+        LossTracker as LossTracker,
+        Precision as Precision,
+        Recall as Recall,
+        TrainingMetrics as TrainingMetrics,
+    )
+    from etude.models import MLP as MLP, CausalTransformerLM, LeNet5
+    from etude.multimodal.codebooks.loading import load_codebook as load_codebook, load_npz_key as load_npz_key
+    from etude.multimodal.loss import MeaningfulLoss, combined_loss as combined_loss
+    from etude.multimodal.tokenizers.scalar import ScalarTokenizer as ScalarTokenizer
+    from etude.multimodal.tokenizers.vector import VectorTokenizer as VectorTokenizer
+    from etude.multimodal.vocab import VocabSpec as VocabSpec, build_vocab_spec as build_vocab_spec
+    from etude.multitask.curriculum.defaults import active_tasks as active_tasks, loss_weights as loss_weights
+    from etude.multitask.curriculum.phase import Phase
+    from etude.multitask.functional import (
+        default_weights as default_weights,
+        multi_task_loss as multi_task_loss,
+    )
     from etude.multitask.model import MultiTaskModel
+    from etude.multitask.spec import TaskSpec
+    from etude.multitask.task import MultiTask
+    from etude.optim import (
+        SGD as SGD,
+        Adam as Adam,
+        AdamW,
+        CosineAnnealingLR as CosineAnnealingLR,
+        RMSprop as RMSprop,
+        cosine_schedule_with_warmup as cosine_schedule_with_warmup,
+    )
     from etude.trainer import (
         BasicTrainingLoop,
-        EpochResult,
+        EpochResult as EpochResult,
         Trainer,
         TrainerConfig,
         TrainingLoop,
         ValidationLoop,
-        configure_cuda_performance,
-        training_step,
+        configure_cuda_performance as configure_cuda_performance,
+        training_step as training_step,
     )
 
 __all__ = [
     "F1",
-    "MLP",
     "Accuracy",
+    "AdamW",
     "BasicTrainingLoop",
-    "Batch",
-    "BatchSampler",
     "CSVLogger",
     "Callback",
-    "CallbackList",
     "CausalTransformerLM",
-    "CheckpointManager",
-    "Clock",
-    "ConfusionMatrix",
-    "Control",
-    "DataBatch",
     "DataLoader",
-    "DataLoaderFactory",
+    "DataSplits",
     "EarlyStopping",
-    "EpochResult",
     "EtudeError",
-    "GradientAccumulator",
     "GradientMonitor",
-    "LRSchedule",
     "LanguageModelingLoss",
     "LeNet5",
-    "LossStrategy",
     "LossTerm",
-    "LossTracker",
     "MeaningfulLoss",
     "ModelCheckpoint",
+    "MultiTask",
     "MultiTaskModel",
-    "Precision",
-    "ProgressDisplay",
-    "Recall",
-    "ScalarTokenizer",
-    "SegmentationLoss",
-    "StepReport",
+    "Phase",
     "Task",
-    "TextClassificationLoss",
-    "TokenBlocks",
+    "TaskSpec",
+    "TensorData",
     "Trainer",
     "TrainerConfig",
     "TrainingLoop",
-    "TrainingMetrics",
     "ValidationLoop",
-    "VectorTokenizer",
-    "VisionClassificationLoss",
-    "VocabSpec",
-    "binary_cross_entropy",
-    "build_vocab_spec",
-    "collate",
-    "combined_loss",
-    "configure_cuda_performance",
-    "create_model_config",
-    "create_trainer_config",
-    "cross_entropy",
-    "default_weights",
-    "load_codebook",
-    "load_config",
     "load_experiment_config",
-    "load_npz_key",
-    "multi_label_bce",
-    "multi_task_loss",
-    "prefetch_stream",
-    "read_dataset",
     "register",
     "resume_run",
     "set_seed",
     "train_experiment",
-    "training_step",
 ]
+"""What most programs need. Everything that is imported above can be imported from here too."""
 
 drop_missing(__all__, __file__, ("multimodal", "multitask"))
 _load = load_late(__name__, __file__)

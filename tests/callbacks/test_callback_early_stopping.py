@@ -4,8 +4,7 @@ import math
 
 import pytest
 from callback_life import Life
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from etude.callbacks import CallbackList, EarlyStopping
 from etude.core import ConfigError, TrainingError

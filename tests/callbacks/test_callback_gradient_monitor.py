@@ -8,8 +8,7 @@ import statistics
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -10,8 +10,7 @@ import threading
 import pytest
 import torch
 from callback_life import Life, report
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 from torch import nn

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from callback_life import Life, task_gradients
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
 from etude.callbacks import Callback, CallbackList

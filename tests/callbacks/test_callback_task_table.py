@@ -9,8 +9,7 @@ import re
 import pytest
 import torch
 from callback_life import report
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rich.cells import cell_len
 from test_callback_progress import picture, terminal, text_of
 from torch import nn

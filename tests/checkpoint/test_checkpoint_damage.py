@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_helpers import read_filled, write_filled
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from etude.checkpoint import newest_intact, read_checkpoint, read_newest_intact, verify_checkpoint
 from etude.core import CheckpointError

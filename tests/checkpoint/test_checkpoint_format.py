@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_helpers import assert_same
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor, nn
 
 from etude.checkpoint import pack, read_checkpoint, unpack, write_checkpoint

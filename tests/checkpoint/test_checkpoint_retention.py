@@ -2,8 +2,7 @@
 
 import math
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from etude.checkpoint.folder import Entry, Mode, best_first, to_delete
 

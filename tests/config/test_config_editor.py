@@ -7,8 +7,7 @@ import jsonschema
 import pytest
 import torch
 from annotated_types import Ge, Gt
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from pydantic import AliasChoices, Field
 
 from etude.config import Document, Section, SectionModel, SectionSpec, json_schema, register, validate_document

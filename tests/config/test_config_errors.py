@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from annotated_types import Ge, Gt, Len
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from etude.config import (
     Document,

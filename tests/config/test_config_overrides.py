@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from etude.config import Document, apply_overrides, dump_yaml, parse_override, read_config
 from etude.config.document import COMMAND_LINE

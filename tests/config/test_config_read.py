@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from etude.config import dump_yaml, parse_override, read_config
 from etude.config.dialect import parse_value, parse_yaml

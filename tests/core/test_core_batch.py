@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 

@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import etude
 from etude.core.spelling import did_you_mean, listed, nearest, shorten, suggest

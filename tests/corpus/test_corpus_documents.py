@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpus_texts import texts
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from tokenizers import Tokenizer
 
 from etude.core.errors import DataError

@@ -6,8 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from etude.core import DataError
 from etude.data import DataLoaderFactory

@@ -5,8 +5,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from batch_classes import GraphBatch, graphs
 from etude.core import DataBatch, Loader

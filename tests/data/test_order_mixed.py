@@ -5,8 +5,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from etude.core.errors import DataError
 from etude.data.order import BatchSampler, SequentialOrder, ShuffledOrder

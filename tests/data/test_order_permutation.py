@@ -7,8 +7,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from etude.core.random import mix
 from etude.data.order.permutation import BLOCK, MAX_SIZE, SORTED_LIMIT, KeyedPermutation

@@ -5,10 +5,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
-from torch.utils.data import DataLoader as TorchLoader
+from hypothesis import Phase, given, settings, strategies as st
 from torch.utils.data import (
+    DataLoader as TorchLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader as TorchLoader, Dataset, IterableDataset
 
 from etude.core.errors import DataError
 from etude.core.loader import StatefulLoader

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data import DataLoader as TorchLoader, Dataset, Subset, default_collate
 
 from etude.data import DataLoader, as_loader
 from etude.data.sources.rng import owned_generators, seed_owned

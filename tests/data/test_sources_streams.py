@@ -6,8 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from etude.core import Loader
 from etude.core.batch import JointBatch, num_samples

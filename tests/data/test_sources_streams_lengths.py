@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from token_samples import document_lengths, everything, numbered, opened_documents
 
 from etude.core.errors import DataError

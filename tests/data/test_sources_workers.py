@@ -7,10 +7,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
+from hypothesis import given, settings, strategies as st
+from torch.utils.data import DataLoader as TorchLoader, Dataset, Subset, default_collate, get_worker_info
 
 from batch_classes import graphs
 from etude.core.errors import DataError

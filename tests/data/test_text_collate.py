@@ -5,8 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from token_samples import numbered, opened_documents
 from torch.nn.utils.rnn import pad_sequence
 

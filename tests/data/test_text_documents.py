@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from token_samples import document_lengths, numbered, opened_documents, stream_values, write_tokens
 from torch.nn.utils.rnn import pad_sequence
 

@@ -5,8 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from token_samples import document_lengths, everything, numbered, opened_documents, stream_values
 
 from etude.core.errors import DataError

@@ -11,8 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from etude.core.errors import DataError
 from etude.data import TokenWriter, check_tokens, open_tokens

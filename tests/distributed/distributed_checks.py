@@ -10,8 +10,7 @@ import torch.distributed as dist
 from distributed_tasks import many_tasks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader as TorchDataLoader, DistributedSampler, TensorDataset
 
 from etude import DataLoader, Trainer
 from etude.core import CheckpointError, ConfigError, DataError

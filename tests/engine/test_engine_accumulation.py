@@ -1,8 +1,7 @@
 """How many steps a run has: as a plain count over its epochs, and at once however many epochs there are."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from etude.core import ConfigError
 from etude.engine.step import GradientAccumulator

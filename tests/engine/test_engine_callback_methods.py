@@ -4,8 +4,7 @@ from functools import partialmethod
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from etude import Callback
 from etude.core import ConfigError

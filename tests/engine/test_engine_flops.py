@@ -5,8 +5,7 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 from etude.core.random import rng_state

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from etude.core.batch import hand_out_parts
 from etude.core.report import RecordedReport, StepReport, joined

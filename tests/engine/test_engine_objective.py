@@ -6,8 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from etude.core import ConfigError, LossTerm, Task, TrainingError

@@ -6,8 +6,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from etude.core import StepReport
 from etude.engine.meter import Amounts

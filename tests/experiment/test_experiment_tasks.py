@@ -12,8 +12,15 @@ import yaml
 from etude.checkpoint import read_checkpoint
 from etude.core import ConfigError, EtudeError
 from etude.distributed import World
-from etude.experiment import build_data, build_trainer, evaluate_run, experiment_schema, load_config, resume_run
-from etude.experiment import train_experiment as train
+from etude.experiment import (
+    build_data,
+    build_trainer,
+    evaluate_run,
+    experiment_schema,
+    load_config,
+    resume_run,
+    train_experiment as train,
+)
 from etude.multitask.compare.tasks import single_task_config
 from etude.multitask.weighting import UncertaintyWeighting
 

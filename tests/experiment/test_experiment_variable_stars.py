@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from etude.config.imports import import_user_modules
 from etude.config.registry import lookup

@@ -7,8 +7,7 @@ import sys
 import time
 
 import torch
-from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader as TorchLoader, Dataset
 
 from etude import Callback, DataLoader, Trainer
 

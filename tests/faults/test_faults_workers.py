@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults_runs import HERE, wait_for
-from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader as TorchLoader, Dataset
 
 from etude import Callback, DataLoader, Trainer
 from etude.core import DataError

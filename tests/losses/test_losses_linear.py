@@ -7,8 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from etude.core import LossTerm
 from etude.core.errors import DataError, TrainingError

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from etude.core.errors import DataError
 from etude.losses import linear_autograd, linear_cross_entropy, linear_cross_entropy_terms

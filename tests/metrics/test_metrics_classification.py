@@ -8,8 +8,7 @@ import pytest
 import sklearn.metrics as sk
 import torch
 import torchmetrics.functional.classification as tm
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import etude

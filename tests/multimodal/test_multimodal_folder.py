@@ -6,8 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from etude import CausalTransformerLM, DataLoader, ScalarTokenizer, VectorTokenizer
 from etude.core.errors import ConfigError, DataError

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 from joblib_parts import CENTROIDS, COMPRESSIONS, PROTOCOLS, dumped, joblib, load_bytes, peak_of, quick, refusal
 

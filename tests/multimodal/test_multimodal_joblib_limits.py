@@ -13,8 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from joblib_parts import (
     CENTROIDS,
     CHECKSUMMED,

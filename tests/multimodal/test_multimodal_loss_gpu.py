@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from meaningful_problem import KINDS, TOLERANCES, Problem, check, from_hidden, total_of, values_of
 
 from etude.multimodal.loss import fused, gpu, make_reconstruction

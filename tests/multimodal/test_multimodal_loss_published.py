@@ -14,8 +14,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from scipy import optimize, stats
 
 from etude.multimodal import build_vocab_spec

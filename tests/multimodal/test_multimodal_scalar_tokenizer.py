@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from sklearn.preprocessing import KBinsDiscretizer
 
 from etude import ScalarTokenizer, VectorTokenizer

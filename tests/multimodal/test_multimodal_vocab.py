@@ -8,8 +8,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from etude.core import ConfigError, DataError
 from etude.multimodal import Modality, VocabSpec, build_vocab_spec

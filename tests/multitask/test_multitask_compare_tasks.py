@@ -8,8 +8,7 @@ from statistics import fmean, stdev
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from etude import TrainerConfig
 from etude.core import num_samples

@@ -2,8 +2,7 @@
 
 import pydantic
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from etude.core.errors import ConfigError
 from etude.multitask.curriculum import Curriculum, CurriculumState, Phase, Ramp, Start

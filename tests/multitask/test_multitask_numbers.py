@@ -20,8 +20,7 @@ from etude import Trainer
 from etude.core import StepReport
 from etude.engine.evaluation import evaluate
 from etude.engine.step_log import StepLog
-from etude.metrics import F1
-from etude.metrics import Precision as PrecisionMetric
+from etude.metrics import F1, Precision as PrecisionMetric
 
 
 def test_means_of_terms_that_come_and_go():

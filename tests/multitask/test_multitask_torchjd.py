@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import task_parts as parts
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from etude.config.registry import lookup, names

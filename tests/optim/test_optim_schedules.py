@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.optim import lr_scheduler
 
 from etude.config import build_component, lookup, names

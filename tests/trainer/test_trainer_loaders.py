@@ -5,11 +5,9 @@ import logging
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader as TorchDataLoader, DistributedSampler, TensorDataset
 
 from etude import DataLoader
 from etude.core import ConfigError, DataError

@@ -8,8 +8,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader as TorchDataLoader, Dataset, IterableDataset, TensorDataset
 
 from etude import Callback, DataLoader, EarlyStopping, Trainer, TrainerConfig
 from etude.checkpoint import read_checkpoint, write_checkpoint

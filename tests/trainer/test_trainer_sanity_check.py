@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader as TorchDataLoader, Dataset, IterableDataset
 
 from etude import (
     Accuracy,

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 
 from etude import BasicTrainingLoop, Callback, Trainer, TrainingLoop
 

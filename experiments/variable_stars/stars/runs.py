@@ -9,8 +9,14 @@ from torch import nn
 from etude.checkpoint import CheckpointManager, load_model_state
 from etude.core.errors import RunFolderError
 from etude.distributed import World
-from etude.experiment import build_data, build_trainer, load_config, load_experiment_config, resume_run
-from etude.experiment import train_experiment as train
+from etude.experiment import (
+    build_data,
+    build_trainer,
+    load_config,
+    load_experiment_config,
+    resume_run,
+    train_experiment as train,
+)
 from etude.monitor import RunFolder
 from stars.evaluate import Held, measure, open_split, runner
 

@@ -149,8 +149,7 @@ def evaluate(
 @app.command("list")
 def list_experiments() -> None:
     """List the experiments and components that can be named."""
-    from etude.config import kinds, names
-    from etude.config import list_experiments as found
+    from etude.config import kinds, list_experiments as found, names
 
     print("experiments")
     for name, path in found():

@@ -33,10 +33,24 @@ SETTING_KEYS = (STREAM, "causal", DOCUMENT_STARTS)
 
 
 class DataBatch(NamedTuple):
-    """Inputs and labels of one batch."""
+    """Inputs and labels of one batch; `inputs` and `targets` are other names for them.
+
+    >>> DataBatch(torch.zeros(2, 3), torch.tensor([1, 0])).targets
+    tensor([1, 0])
+    """
 
     data: Tensor
     labels: Tensor | None
+
+    @property
+    def inputs(self) -> Tensor:
+        """The inputs."""
+        return self.data
+
+    @property
+    def targets(self) -> Tensor | None:
+        """The labels."""
+        return self.labels
 
 
 _PAIRS = frozenset({tuple, list, DataBatch})

@@ -22,8 +22,7 @@ from etude.core.forms import class_form
 from etude.core.task import LossTerm
 from etude.engine.explain import first_line, first_of
 from etude.engine.meter import count_forward, matrix_parameters
-from etude.engine.recorder import Unfit
-from etude.engine.recorder import form_of as batch_form
+from etude.engine.recorder import Unfit, form_of as batch_form
 
 CompileMode = Literal["auto", "off", "model", "step"]
 Way = Literal["usual", "model", "step"]

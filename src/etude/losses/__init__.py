@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         multi_label_bce,
         multi_label_bce_term,
     )
-    from etude.losses.functional import accuracy_term, cross_entropy, cross_entropy_term, mean_of
+    from etude.losses.functional import accuracy_term, cross_entropy, cross_entropy_loss, cross_entropy_term, mean_of
     from etude.losses.language import LanguageModelingLoss, MaskedLanguageModelingLoss
     from etude.losses.linear import linear_cross_entropy, linear_cross_entropy_terms
     from etude.losses.strategies import (
@@ -45,6 +45,7 @@ __all__ = [
     "binary_cross_entropy",
     "binary_cross_entropy_term",
     "cross_entropy",
+    "cross_entropy_loss",
     "cross_entropy_term",
     "infer_strategy",
     "linear_cross_entropy",

@@ -40,6 +40,9 @@ def cross_entropy(
     return mean_of(cross_entropy_term(logits, targets, mask, label_smoothing, ignore_index, class_weights, class_dim))
 
 
+cross_entropy_loss = cross_entropy
+
+
 def cross_entropy_term(
     logits: Tensor,
     targets: Tensor,

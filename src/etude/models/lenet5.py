@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from etude.config.registry import register
 from etude.core.errors import ConfigError
-from etude.models.parts import ACTIVATIONS, Activation, Dtype
+from etude.models.parts import ACTIVATIONS, Activation, Dtype, takes_config
 
 Size = Annotated[int, Ge(1)]
 
@@ -25,6 +25,7 @@ class LeNet5(nn.Module):
     61706
     """
 
+    @takes_config
     def __init__(
         self,
         num_classes: Size = 10,

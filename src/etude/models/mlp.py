@@ -7,7 +7,7 @@ from annotated_types import Ge, Lt
 from torch import Tensor, nn
 
 from etude.config.registry import register
-from etude.models.parts import ACTIVATIONS, Activation
+from etude.models.parts import ACTIVATIONS, Activation, takes_config
 
 Size = Annotated[int, Ge(1)]
 
@@ -21,6 +21,7 @@ class MLP(nn.Module):
     torch.Size([5, 3])
     """
 
+    @takes_config
     def __init__(
         self,
         in_features: Size,

@@ -11,6 +11,7 @@ from torch import Tensor, library, nn
 from etude.config.registry import register
 from etude.core.errors import ConfigError, TrainingError
 from etude.models.packed_attention import DocumentSpans, VarlenAttention, document_offsets, few_places
+from etude.models.parts import takes_config
 from etude.models.sampling import check_sampling, evaluating, next_tokens
 
 Size = Annotated[int, Ge(1)]
@@ -38,6 +39,7 @@ class CausalTransformerLM(nn.Module):
     27936
     """
 
+    @takes_config
     def __init__(
         self,
         vocab_size: Size,

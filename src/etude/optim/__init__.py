@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import CosineAnnealingLR
+
     from etude.optim.clipping import clip_gradients, clip_gradients_by_value, clip_to_norm, global_norm, tensor_norms
     from etude.optim.optimizers import SGD, Adam, AdamW, RMSprop, choose_kernel, decay_groups, get_lr, set_lr
     from etude.optim.schedules import (
@@ -30,6 +32,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "CosineAnnealingLR",
     "RMSprop",
     "Schedule",
     "choose_kernel",

@@ -3,8 +3,10 @@
 Torch uses its fused kernels only when asked to. These classes ask it to, group by group, wherever that is safe.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, Literal, ParamSpec
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
@@ -16,6 +18,7 @@ from etude.core.arguments import checked
 from etude.core.errors import ConfigError
 from etude.optim.eager import without_compiler
 
+P = ParamSpec("P")
 Kernel = Literal["auto", "fused", "foreach", "loop"]
 Rate = Annotated[float, Gt(0)]
 Decay = Annotated[float, Ge(0)]
@@ -27,6 +30,25 @@ FOREACH_NUMEL = 16_384
 """On the CPU, foreach saves Python time on small tensors; on larger ones its temporaries cost more than that."""
 
 ALIASES = {"learning_rate": "lr", "epsilon": "eps"}
+"""Other names of arguments, in configs and in Python; there `beta1` and `beta2` stand for `betas`."""
+
+
+def _other_names(init: Callable[P, None]) -> Callable[P, None]:
+    """Let an optimizer be made with `learning_rate`, `epsilon`, `beta1` and `beta2` too."""
+    parameters = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def renamed(*args: P.args, **kwargs: P.kwargs) -> None:
+        given: dict[str, Any] = {ALIASES.get(name, name): value for name, value in kwargs.items()}
+        if "betas" in parameters and {"beta1", "beta2"} & given.keys():
+            betas = parameters["betas"].default
+            given["betas"] = (given.pop("beta1", betas[0]), given.pop("beta2", betas[1]))
+        if len(given) < len(kwargs) - ("beta1" in kwargs and "beta2" in kwargs):
+            # fewer than were given, beside two betas that became one argument
+            raise ConfigError(f"two of {', '.join(kwargs)} are names of one argument; give one of them")
+        init(*args, **given)
+
+    return renamed
 
 
 def get_lr(optimizer: torch.optim.Optimizer) -> float:
@@ -153,6 +175,7 @@ class SGD(KernelOptimizer, torch.optim.SGD):
     [0.5, 0.5]
     """
 
+    @_other_names
     @checked
     def __init__(
         self,
@@ -203,6 +226,7 @@ class SGD(KernelOptimizer, torch.optim.SGD):
 class Adam(KernelOptimizer, torch.optim.Adam):
     """Adam (Kingma and Ba, 2015); its weight decay is an L2 penalty, see AdamW for the decoupled one."""
 
+    @_other_names
     @checked
     def __init__(
         self,
@@ -224,6 +248,7 @@ class Adam(KernelOptimizer, torch.optim.Adam):
 class AdamW(KernelOptimizer, torch.optim.AdamW):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
 
+    @_other_names
     @checked
     def __init__(
         self,
@@ -247,6 +272,7 @@ class RMSprop(KernelOptimizer, torch.optim.RMSprop):
 
     _has_fused = False
 
+    @_other_names
     @checked
     def __init__(
         self,

@@ -6,9 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler as TorchBatchSampler
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler as TorchBatchSampler,
+    DataLoader as TorchDataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from etude.core import Batch, BatchIterator, ConfigError, DataError, Loader, to_device
 from etude.data import (

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 
 from etude.core import Batch, ConfigError, DataError, EtudeError, Loader, Task, TrainingError
 from etude.core.batch import is_empty

@@ -5,9 +5,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Si
 from types import MethodType
 from typing import Any
 
-from torch.utils.data import BatchSampler as TorchBatchSampler
-from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import (
+    BatchSampler as TorchBatchSampler,
+    DataLoader as TorchLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 
 from etude.core.errors import DataError
 from etude.data.sources.global_rng import Preserved

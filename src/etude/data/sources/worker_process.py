@@ -13,8 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import _DatasetKind
+from torch.utils.data import DataLoader as TorchLoader, _DatasetKind
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from etude.core.random import mix

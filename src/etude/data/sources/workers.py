@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, IterableDataset
-from torch.utils.data._utils.collate import collate as collate_by
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data import DataLoader as TorchLoader, Dataset, IterableDataset
+from torch.utils.data._utils.collate import collate as collate_by, default_collate_fn_map
 
 from etude.core.batch import Batch, in_pinned_memory, without_samples
 from etude.core.errors import DataError

@@ -67,6 +67,16 @@ class EpochResult:
         return self.num_samples / self.duration_s if self.duration_s > 0 else 0.0
 
     @property
+    def duration(self) -> float:
+        """Seconds: `duration_s`."""
+        return self.duration_s
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second: `samples_per_s`."""
+        return self.samples_per_s
+
+    @property
     def tokens_per_s(self) -> float | None:
         """Tokens per second over the epoch; None where there are none."""
         return self.num_tokens / self.duration_s if self.num_tokens and self.duration_s > 0 else None
