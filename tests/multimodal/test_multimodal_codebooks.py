@@ -285,7 +285,7 @@ def test_claims_cost_no_memory(tmp_path):
         archive.writestr("centroids.npy", header + bytes(80))
     with zipfile.ZipFile(tmp_path / "b.npz", "w", zipfile.ZIP_DEFLATED) as archive:  # a header of 30 MB
         archive.writestr("centroids.npy", b"\x93NUMPY\x02\x00" + struct.pack("<I", 30_000_000) + b" " * 30_000_000)
-    for name, words in (("a.npy", "truncated"), ("a.npz", "truncated"), ("b.npz", "a header of 30000000 bytes")):
+    for name, words in (("a.npy", "truncated"), ("a.npz", "truncated"), ("b.npz", "version (2, 0)")):
         tracemalloc.start()
         try:
             assert words in refusal(tmp_path / name)

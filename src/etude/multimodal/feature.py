@@ -1,6 +1,6 @@
 """The section `vocab` and the loss `meaningful` of experiment files: what they add to a config and to its run."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -18,10 +18,9 @@ from etude.config import (
     selections_in,
 )
 from etude.core import ConfigError, DataError
-from etude.core.spelling import suggest
 from etude.data import DataSplits
 from etude.engine.callback import Callback
-from etude.multimodal.folder import Modalities
+from etude.multimodal.folder import VOCAB_FILE, Modalities
 from etude.multimodal.loss.settings import DEFAULTS, settings_model
 from etude.multimodal.loss.strategy import NO_VOCABULARY, MeaningfulLoss, read_codebook
 from etude.multimodal.training_section import move_meaningful_loss
@@ -54,25 +53,15 @@ class VocabSection(SectionModel):
     special: list[str] = Field(default_factory=lambda: list(SPECIAL))
     """The special tokens, from id 0 on; PAD and MISS must be among them."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the section says nothing."""
-        return not self.has_sizes and "special" not in self.model_fields_set
-
-    @property
-    def has_sizes(self) -> bool:
-        """Whether it says the size of a modality."""
-        return any((self.image, self.scalar, self.spectrum, self.modalities))
-
     def build(self) -> VocabSpec | None:
-        """Return the vocabulary, None if the section is empty; raise ConfigError if it is not valid."""
-        if self.is_empty:
-            return None
-        if not self.has_sizes:
+        """Return the vocabulary, None if the section says nothing; raise ConfigError if it is not valid."""
+        if any((self.image, self.scalar, self.spectrum, self.modalities)):
+            return build_vocab_spec(
+                self.image, self.scalar, self.spectrum, modalities=self.modalities, special=self.special
+            )
+        if "special" in self.model_fields_set:
             raise ConfigError("names special tokens and no modality; add `image: 2048` or `modalities: {class: 8}`")
-        return build_vocab_spec(
-            self.image, self.scalar, self.spectrum, modalities=self.modalities, special=self.special
-        )
+        return None
 
 
 class Vocabularies(Feature):
@@ -94,30 +83,43 @@ class Vocabularies(Feature):
 
     def trainer_settings(self, sections: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of the meaningful loss, for a `Trainer` that is given `vocab=`."""
-        loss: Selection | None = sections.get("loss")
-        if loss is None or loss.component.factory is not MeaningfulLoss:
+        if (loss := _meaningful(sections)) is None:
             return {}
         return {"meaningful_loss": {key: value for key, value in loss.arguments.items() if key in DEFAULTS}}
 
     def settle(self, sections: dict[str, Any], document: Document) -> None:
-        """Raise ConfigError if `vocab` contradicts itself, the data or a loss."""
-        settle_vocabulary(sections, document)
+        """Raise ConfigError if `vocab` contradicts itself, the data or a loss, as far as is known without the data."""
+        try:
+            said = _section(sections).build()
+        except ConfigError as error:
+            raise config_error([Problem("vocab", str(error))], document) from error
+        try:
+            of_data, is_known = _peek(sections.get("data"))
+        except DataError as error:
+            raise config_error([Problem("data.root", str(error))], document) from error
+        problems = [*_disagreement(said, of_data)]
+        for path, one in selections_in(sections).items():
+            if path != "loss" and one.component.factory is MeaningfulLoss:
+                problems.append(Problem(path, OF_A_TASK))
+        if (loss := _meaningful(sections)) is not None:
+            if (vocab := of_data or said) is not None:
+                problems += _loss_problems(loss, vocab)
+            elif is_known:
+                problems.append(Problem("loss", NO_VOCABULARY))
+        _refuse(problems, document)
 
     def plain(self, sections: Mapping[str, Any]) -> dict[str, Any]:
         """Return the section unless it says nothing."""
-        section: VocabSection | None = sections.get("vocab")
-        return {} if section is None or section.is_empty else super().plain(sections)
+        return {} if _section(sections).build() is None else super().plain(sections)
 
     def before_model(self, draft: RunDraft) -> None:
         """Give the vocabulary to losses and checkpoints, and its size to the model."""
-        section = draft.sections.get("vocab") or VocabSection()
-        modalities = find_vocabulary(section, draft.splits, draft.document)
+        modalities = _find_vocabulary(_section(draft.sections), draft.splits, draft.document)
         if modalities is not None:
             # The data may ask for room for more.
             draft.vocab_size = max(draft.vocab_size or 0, modalities.vocab_size)
             draft.given["vocab"] = modalities
-            loss: Selection | None = draft.sections.get("loss")
-            if loss is None or loss.component.factory is not MeaningfulLoss:
+            if _meaningful(draft.sections) is None:
                 draft.callbacks.append(KeepsVocabulary(modalities))
 
 
@@ -137,72 +139,39 @@ class KeepsVocabulary(Callback):
         self.modalities.check_facts(saved, place)
 
 
-def find_vocabulary(section: VocabSection, splits: DataSplits, document: Document) -> Modalities | None:
+def _section(sections: Mapping[str, Any]) -> VocabSection:
+    return sections.get("vocab") or VocabSection()
+
+
+def _meaningful(sections: Mapping[str, Any]) -> Selection | None:
+    """Return the section `loss` if it chooses the meaningful loss."""
+    loss: Selection | None = sections.get("loss")
+    return loss if loss is not None and loss.component.factory is MeaningfulLoss else None
+
+
+def _find_vocabulary(section: VocabSection, splits: DataSplits, document: Document) -> Modalities | None:
     """Return the modalities of the data, else those of the section; raise ConfigError if they do not agree."""
-    said = section.build()
-    modalities = splits.token_schema
+    said, modalities = section.build(), splits.token_schema
     if isinstance(modalities, Modalities):
-        if said is not None:
-            _refuse([Problem("vocab", text) for text in _disagreement(said, modalities.vocab)], document)
+        _refuse([*_disagreement(said, modalities.vocab)], document)
         return modalities
-    if said is None:
-        return None
-    if splits.vocab_size is not None and splits.vocab_size > said.vocab_size:
+    if said is not None and splits.vocab_size is not None and splits.vocab_size > said.vocab_size:
         text = f"the data has {splits.vocab_size} tokens, the vocabulary only {said.vocab_size}; enlarge it"
         _refuse([Problem("vocab", text)], document)
-    return Modalities(said)
-
-
-def settle_vocabulary(sections: Mapping[str, Any], document: Document) -> None:
-    """Raise ConfigError if `vocab` contradicts itself, the data or a loss, as far as that is known without the data."""
-    section: VocabSection = sections.get("vocab") or VocabSection()
-    try:
-        said = section.build()
-    except ConfigError as error:
-        raise config_error([Problem("vocab", str(error))], document) from error
-    try:
-        of_data, is_known = _peek(sections.get("data"))
-    except DataError as error:
-        raise config_error([Problem("data.root", str(error))], document) from error
-    problems: list[Problem] = []
-    if said is not None and of_data is not None:
-        problems += [Problem("vocab", text) for text in _disagreement(said, of_data)]
-    vocab = of_data if of_data is not None else said
-    for path, one in selections_in(sections).items():
-        if path != "loss" and one.component.factory is MeaningfulLoss:
-            problems.append(Problem(path, OF_A_TASK))
-    loss: Selection | None = sections.get("loss")
-    if loss is not None and loss.component.factory is MeaningfulLoss:
-        if vocab is not None:
-            problems += _loss_problems(loss, vocab)
-        elif is_known:
-            problems.append(Problem("loss", NO_VOCABULARY))
-    _refuse(problems, document)
+    return None if said is None else Modalities(said)
 
 
 def _loss_problems(loss: Selection, vocab: VocabSpec) -> Iterator[Problem]:
     """Yield what is wrong with a meaningful loss for this vocabulary; codebook files are looked at where they exist."""
     for key in ("weights", "kind", "codebooks", "edges"):
         given = loss.arguments.get(key)
-        for name in given if isinstance(given, Mapping) else ():
-            if name not in vocab.modalities:
-                yield Problem(f"loss.{key}.{name}", _no_modality(name, vocab.modalities))
-    codebooks: Mapping[str, Any] = loss.arguments.get("codebooks") or {}
-    for name, file in codebooks.items():
-        if name in vocab.modalities and Path(file).expanduser().is_file():
+        for name, value in given.items() if isinstance(given, Mapping) else ():
             try:
-                read_codebook(file, name, vocab)
+                vocab.range_of(name)
+                if key == "codebooks" and Path(value).expanduser().is_file():
+                    read_codebook(value, name, vocab)
             except (ConfigError, DataError) as error:
-                yield Problem(f"loss.codebooks.{name}", str(error))
-
-
-def _no_modality(name: str, known: Collection[str]) -> str:
-    """Return the message about a modality that the vocabulary does not have.
-
-    >>> _no_modality("imgae", ["image", "scalar"])
-    "the vocabulary has no modality 'imgae'; did you mean 'image'? (there are: image, scalar)"
-    """
-    return f"the vocabulary has no modality '{name}'{suggest(name, known)}"
+                yield Problem(f"loss.{key}.{name}", str(error))
 
 
 def _peek(data: Selection | None) -> tuple[VocabSpec | None, bool]:
@@ -211,14 +180,17 @@ def _peek(data: Selection | None) -> tuple[VocabSpec | None, bool]:
         return None, False
     root = (data.defaults | data.arguments).get("root")
     folder = Path(str(root)).expanduser()
-    if (folder / "vocab.json").is_file():
-        return VocabSpec.load(folder / "vocab.json"), True
+    if (folder / VOCAB_FILE).is_file():
+        return VocabSpec.load(folder / VOCAB_FILE), True
     return None, (folder / "train.bin").is_file()
 
 
-def _disagreement(said: VocabSpec, of_data: VocabSpec) -> Iterator[str]:
+def _disagreement(said: VocabSpec | None, of_data: VocabSpec | None) -> Iterator[Problem]:
+    if said is None or of_data is None:
+        return
     if difference := of_data.difference(said, "the data", "this section"):
-        yield f"differs from the vocabulary of the data: {difference}; leave this section out to take that of the data"
+        remedy = "leave this section out to take that of the data"
+        yield Problem("vocab", f"differs from the vocabulary of the data: {difference}; {remedy}")
 
 
 def _refuse(problems: list[Problem], document: Document) -> None:

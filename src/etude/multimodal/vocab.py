@@ -17,6 +17,7 @@ from torch import Tensor
 from etude.core.errors import ConfigError, DataError
 from etude.core.files import write_text
 from etude.core.spelling import suggest
+from etude.multimodal.tokenizers.arrays import as_codes
 
 PAD, MISS = "PAD", "MISS"
 SPECIAL = (PAD, MISS, "BOS", "EOS", "SEP", "MASK")
@@ -118,16 +119,7 @@ class VocabSpec:
         Raises DataError for other codes out of range. Waits for the device.
         """
         modality = self.range_of(name)
-        if codes.is_floating_point():
-            raise DataError(
-                f"codes of the modality {name!r} are whole numbers, found {codes.dtype}; round them first"
-            )
-        codes = codes.long()
-        if codes.numel() and bool(((codes < -1) | (codes >= modality.size)).any()):
-            raise DataError(
-                f"codes {int(codes.min())} … {int(codes.max())} do not fit the modality {name!r}: it has codes "
-                f"0 … {modality.size - 1}, and -1 for missing values"
-            )
+        codes = as_codes(codes, modality.size, f"codes of the modality {name!r}")
         return torch.where(codes < 0, self.miss_id, codes + modality.base)
 
     def decode(self, name: str, tokens: Tensor) -> Tensor:

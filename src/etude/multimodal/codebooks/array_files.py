@@ -1,9 +1,9 @@
 """Arrays in .npy, .npz and .safetensors files, each under its name and read only when asked for."""
 
-import io
 import math
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,6 @@ Array = npt.NDArray[np.generic]
 MAX_ARRAY = 4 << 30
 """The most bytes of one array that is read."""
 CHUNK = 1 << 20
-_MAX_HEADER = 10_000  # NumPy's own limit, checked here before the header is in memory
-_HEADERS = {(1, 0): (2, np.lib.format.read_array_header_1_0), (2, 0): (4, np.lib.format.read_array_header_2_0)}
 
 
 @dataclass(frozen=True)
@@ -40,100 +38,93 @@ class Entry:
         return ".".join(self.keys)
 
 
+@contextmanager
+def reading(where: object) -> Iterator[None]:
+    """Make one DataError about a file of whatever goes wrong in the block: damaged files are wrong in many ways."""
+    try:
+        yield
+    except DataError:
+        raise
+    except EOFError as error:
+        raise DataError(
+            f"{where}: truncated: it ends in the middle of its content; copy or write it again"
+        ) from error
+    except Exception as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise DataError(f"{where}: cannot be read ({error.strerror})") from error
+        words = " ".join(str(error).split())[:160] or type(error).__name__
+        raise DataError(f"{where}: damaged, or not what its name says: {words}; copy or write it again") from error
+
+
 def npy_entries(path: Path) -> list[Entry]:
     """Return the one array of an .npy file."""
 
     def read() -> Array:
-        with path.open("rb") as file:
-            return _read_npy(file, path.stat().st_size, str(path))
+        with reading(path), path.open("rb") as file:
+            return _read_npy(file, str(path))
 
-    try:
-        with path.open("rb") as file:
-            dtype, shape, _ = _npy_header(file, str(path))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    with reading(path), path.open("rb") as file:
+        dtype, shape, _ = _npy_header(file, str(path))
     return [Entry((), describe(dtype, shape), True, read)]
 
 
 def npz_entries(path: Path) -> list[Entry]:
     """Return the arrays of an .npz file by their names."""
     entries = []
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for member in archive.infolist():
-                key, what, is_array = member.filename, f"a file of {member.file_size} bytes", False
-                if key.endswith(".npy"):
-                    with archive.open(member) as file:
-                        dtype, shape, _ = _npy_header(file, f"{path}, {key[:-4]!r}")
-                    key, what, is_array = key[:-4], describe(dtype, shape), True
-                entries.append(Entry((key,), what, is_array, partial(_read_member, path, member.filename)))
-    except (DataError, OSError) as error:
-        raise _unreadable(path, error) from error
-    except Exception as error:  # zipfile has no base class for what damaged archives raise
-        raise damaged(str(path), error) from error
+    with reading(path), zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            name, what = member.filename.removesuffix(".npy"), f"a file of {member.file_size} bytes"
+            is_array = name != member.filename
+            if is_array:
+                with archive.open(member) as file:
+                    dtype, shape, _ = _npy_header(file, f"{path}, {name!r}")
+                what = describe(dtype, shape)
+            entries.append(Entry((name,), what, is_array, partial(_read_member, path, member.filename)))
     return entries
 
 
 def safetensors_entries(path: Path) -> list[Entry]:
     """Return the tensors of a .safetensors file by their names."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     def read(key: str) -> Tensor:
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(key)
-                return tensor  # a view of the mapped file: the caller copies it
-        except (SafetensorError, AttributeError, ValueError) as error:  # a dtype that torch does not have
-            raise damaged(f"{path}, {key!r}", error) from error
+        with reading(f"{path}, {key!r}"), safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+            return tensor  # a view of the mapped file: the caller copies it
 
     entries = []
-    try:
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118  (not a dict)
-                piece = file.get_slice(key)
-                what = f"{str(piece.get_dtype()).lower()} {tuple(piece.get_shape())}"
-                entries.append(Entry((key,), what, True, partial(read, key)))
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    except SafetensorError as error:
-        raise damaged(str(path), error) from error
+    with reading(path), safe_open(path, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118  (not a dict)
+            piece = file.get_slice(key)
+            what = f"{str(piece.get_dtype()).lower()} {tuple(piece.get_shape())}"
+            entries.append(Entry((key,), what, True, partial(read, key)))
     return entries
 
 
-def describe(dtype: object, shape: tuple[int, ...]) -> str:
+def describe(dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> str:
     """Return what an array is, for messages.
 
     >>> describe(np.dtype("<f4"), (2048, 64))
     'float32 (2048, 64)'
     """
-    return f"{dtype.name if isinstance(dtype, np.dtype) else dtype} {shape}"
+    return f"{dtype.name} {shape}"
 
 
-def array_of(
-    raw: bytes | bytearray, dtype: np.dtype[np.generic], shape: tuple[int, ...], order: str, where: str
-) -> Array:
-    """Return the bytes as an array; the lengths must agree."""
-    try:
-        flat: Array = np.frombuffer(raw, dtype) if raw else np.empty(0, dtype)
-        return flat.reshape(shape, order="F" if order == "F" else "C")
-    except ValueError as error:  # more dimensions than NumPy has, or empty and too long
-        raise damaged(where, error) from error
+def array_of(raw: bytes | bytearray, dtype: np.dtype[np.generic], shape: tuple[int, ...], order: str) -> Array:
+    """Return the bytes as an array; ValueError unless the lengths agree."""
+    flat: Array = np.frombuffer(raw, dtype) if raw else np.empty(0, dtype)
+    return flat.reshape(shape, order="F" if order == "F" else "C")
 
 
 def _read_member(path: Path, name: str) -> Array:
     where = f"{path}, {name.removesuffix('.npy')!r}"
     if not name.endswith(".npy"):
         raise DataError(f"{where}: this is no array; numpy.savez puts arrays into files that end with .npy")
-    try:
-        with zipfile.ZipFile(path) as archive, archive.open(name) as file:
-            return _read_npy(file, archive.getinfo(name).file_size, where)
-    except (DataError, OSError) as error:
-        raise _unreadable(path, error) from error
-    except Exception as error:
-        raise damaged(where, error) from error
+    with reading(where), zipfile.ZipFile(path) as archive, archive.open(name) as file:
+        return _read_npy(file, where)
 
 
-def _read_npy(file: IO[bytes], size: int, where: str) -> Array:
+def _read_npy(file: IO[bytes], where: str) -> Array:
     dtype, shape, order = _npy_header(file, where)
     if dtype.hasobject:
         raise DataError(
@@ -149,37 +140,15 @@ def _read_npy(file: IO[bytes], size: int, where: str) -> Array:
     # The byte too many: an archive verifies its checksum only where a member ends.
     if len(data) < expected or file.read(1):
         what = "truncated" if len(data) < expected else "too long"
-        raise DataError(f"{where}: {what}: {size} bytes, but {describe(dtype, shape)} needs {expected} and a header")
-    return array_of(data, dtype, shape, order, where)
+        raise DataError(f"{where}: {what}: {describe(dtype, shape)} takes {expected} bytes; copy or write it again")
+    return array_of(data, dtype, shape, order)
 
 
 def _npy_header(file: IO[bytes], where: str) -> tuple[np.dtype[np.generic], tuple[int, ...], str]:
-    try:
-        version = np.lib.format.read_magic(file)
-        if version not in _HEADERS:
-            raise DataError(f"{where}: version {version} of the .npy format; 1.0 and 2.0 are read")
-        length_bytes, parse = _HEADERS[version]
-        head = file.read(length_bytes)
-        length = int.from_bytes(head, "little")
-        if length > _MAX_HEADER:
-            raise ValueError(f"a header of {length} bytes")
-        shape, fortran, dtype = parse(io.BytesIO(head + file.read(length)))
-        if any(size < 0 for size in shape):
-            raise ValueError(f"the shape {shape}")
-    except DataError:
-        raise
-    except Exception as error:  # a damaged header is parsed as Python text, which fails in many ways
-        raise damaged(where, error) from error
+    version = np.lib.format.read_magic(file)
+    if version != (1, 0):  # the others are for headers that no array of numbers has
+        raise DataError(f"{where}: version {version} of the .npy format; (1, 0) is read")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"the shape {shape}")
     return dtype, tuple(shape), "F" if fortran else "C"
-
-
-def _unreadable(path: Path, error: DataError | OSError) -> DataError:
-    if isinstance(error, DataError):
-        return error
-    return DataError(f"{path}: cannot be read ({error.strerror or error})")
-
-
-def damaged(where: str, error: Exception) -> DataError:
-    """Return the error for a file that makes no sense."""
-    words = " ".join(str(error).split())[:160] or type(error).__name__
-    return DataError(f"{where}: damaged, or not what its name says: {words}; copy or write it again")

@@ -236,12 +236,12 @@ class _Part:
             raise refused(path, f"{name} is {self}, not an array of real numbers", self.access)
         if array.num_bytes > MAX_ARRAY:
             raise refused(path, f"it has an array of {array.num_bytes} bytes; the most read here are {MAX_ARRAY}")
-        data: bytes | bytearray = array.data
-        if array.offset is not None:
-            with open_joblib(path) as stream:
+        with open_joblib(path) as stream:
+            data: bytes | bytearray = array.data
+            if array.offset is not None:
                 stream.skip(array.offset)
                 data = bytearray().join(stream.pieces(array.num_bytes))
-        return array_of(data, array.dtype, array.shape, array.order, str(path))
+            return array_of(data, array.dtype, array.shape, array.order)
 
 
 def joblib_entries(path: Path, wanted: tuple[str, ...] = ()) -> list[Entry]:

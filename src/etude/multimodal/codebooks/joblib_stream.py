@@ -17,7 +17,7 @@ from joblib.compressor import _COMPRESSORS  # type: ignore[import-untyped]
 from joblib.numpy_pickle_utils import _detect_compressor  # type: ignore[import-untyped]
 
 from etude.core.errors import DataError
-from etude.multimodal.codebooks.array_files import CHUNK, damaged
+from etude.multimodal.codebooks.array_files import CHUNK, reading
 
 MAX_STREAM = 16 << 30
 """The most bytes of a file, decompressed. They are streamed, not held."""
@@ -111,25 +111,18 @@ class JoblibStream:
 @contextmanager
 def open_joblib(path: Path) -> Iterator[JoblibStream]:
     """Open a file as joblib does; whatever goes wrong in the block becomes a DataError about the file."""
-    try:
-        with path.open("rb") as file:
-            for magic, what in _FOREIGN.items():
-                if file.peek().startswith(magic):
-                    raise DataError(f"{path}: this is no joblib file of today but {what}")
-            inner: BinaryIO = file
-            if (compression := _detect_compressor(file)) in _DECOMPRESSORS:
-                inner = io.BufferedReader(_Decompressed(file, _DECOMPRESSORS[compression]()), CHUNK)
-            elif compression in _COMPRESSORS:
-                inner = _COMPRESSORS[compression].decompressor_file(file)
-            stream = JoblibStream(path, inner)
-            yield stream
-            stream.skip(math.inf)  # to the end, where the checksum of a compressed file is
-    except DataError:
-        raise
-    except EOFError as error:
-        raise DataError(f"{path}: truncated: it ends in the middle of its content; copy or write it again") from error
-    except Exception as error:
-        raise damaged(str(path), error) from error
+    with reading(path), path.open("rb") as file:
+        for magic, what in _FOREIGN.items():
+            if file.peek().startswith(magic):
+                raise DataError(f"{path}: this is no joblib file of today but {what}")
+        inner: BinaryIO = file
+        if (compression := _detect_compressor(file)) in _DECOMPRESSORS:
+            inner = io.BufferedReader(_Decompressed(file, _DECOMPRESSORS[compression]()), CHUNK)
+        elif compression in _COMPRESSORS:
+            inner = _COMPRESSORS[compression].decompressor_file(file)
+        stream = JoblibStream(path, inner)
+        yield stream
+        stream.skip(math.inf)  # to the end, where the checksum of a compressed file is
 
 
 def refused(path: Path, why: str, access: str = '["centroids"]') -> DataError:

@@ -15,6 +15,7 @@ CODEBOOK_KEYS = ("centroids", "codebook", "centers", "cluster_centers_", "values
 NPZ_KEYS = ("bin_centers", "centers", "quantile_centers", "centroids", "codebook", "values")
 _JOBLIB = (".joblib", ".pkl", ".pickle")
 _COMPRESSED = (".z", ".gz", ".bz2", ".xz", ".lzma")
+_READERS = {".npz": npz_entries, ".npy": npy_entries, ".safetensors": safetensors_entries}
 _LISTED = 12
 
 
@@ -42,13 +43,12 @@ def load_codebook(path: str | Path, key_candidates: Sequence[str] = CODEBOOK_KEY
         except ImportError as error:
             raise DataError(f"{path}: joblib files need joblib: pip install 'etude[joblib]'") from error
         return _load(path, joblib_entries(path, candidates), candidates)
-    readers = {".npz": npz_entries, ".npy": npy_entries, ".safetensors": safetensors_entries}
-    if suffix not in readers:
+    if suffix not in _READERS:
         raise DataError(
             f"{path}: a codebook is a file .joblib, .pkl, .npz, .npy or .safetensors, not "
             f"{repr(suffix) if suffix else 'one without a suffix'}; write it with numpy.savez(path, centroids=array)"
         )
-    return _load(path, readers[suffix](path), candidates)
+    return _load(path, _READERS[suffix](path), candidates)
 
 
 def load_npz_key(path: str | Path, key_candidates: Sequence[str] = NPZ_KEYS) -> Tensor:
@@ -73,15 +73,9 @@ def _existing(path: str | Path) -> Path:
     if path.is_dir():
         raise DataError(f"{path}: this is a folder; give the codebook file in it")
     if not path.exists():
-        raise DataError(f"{path}: no such file{did_you_mean(path.name, [file.name for file in _siblings(path)])}")
+        beside = [file.name for file in path.parent.glob("*")]
+        raise DataError(f"{path}: no such file{did_you_mean(path.name, beside)}")
     return path
-
-
-def _siblings(path: Path) -> list[Path]:
-    try:
-        return list(path.parent.iterdir())
-    except OSError:
-        return []
 
 
 def _checked(candidates: Sequence[str]) -> tuple[str, ...]:

@@ -51,16 +51,16 @@ def as_whole_numbers(values: Any, what: str = "codes") -> Tensor:
     return values.to(torch.int64)
 
 
-def as_codes(codes: Any, size: int) -> Tensor:
+def as_codes(codes: Any, size: int, what: str = "codes") -> Tensor:
     """Return codes as a tensor of int64; raises DataError unless all are below `size`, or -1 for missing ones.
 
     >>> as_codes([0, 2, -1], 3)
     tensor([ 0,  2, -1])
     """
-    tensor = as_whole_numbers(codes)
+    tensor = as_whole_numbers(codes, what)
     if tensor.numel():
         low, high = (int(value) for value in tensor.aminmax())
         if low < MISSING or high >= size:
             bad = low if low < MISSING else high
-            raise DataError(f"codes are 0 … {size - 1}, or {MISSING} where a value is missing; found {bad}")
+            raise DataError(f"{what} are 0 … {size - 1}, or {MISSING} where a value is missing; found {bad}")
     return tensor

@@ -1,7 +1,6 @@
 """k-means: a greedy k-means++ start, then Lloyd's passes or mini-batches, in chunks that never hold all distances."""
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -54,17 +53,13 @@ def nearest(rows: Tensor, centroids: Tensor) -> Assignment:
     >>> nearest(torch.tensor([[0.0], [2.0], [9.0]]), torch.tensor([[1.0], [8.0]])).labels
     tensor([0, 0, 1])
     """
-    labels = torch.empty(rows.shape[0], dtype=torch.int64, device=rows.device)
-    distances = rows.new_empty(rows.shape[0])
-    norms = centroids.square().sum(1)
-    step = max(1, _CHUNK // max(centroids.shape[0], 1))
-    for start in range(0, rows.shape[0], step):
-        chunk = rows[start : start + step]
+    labels, distances, norms = [], [], centroids.square().sum(1)
+    for chunk in torch.split(rows, max(1, _CHUNK // centroids.shape[0])):
         # Squared distances without the norms of the rows, which do not change which centroid is nearest.
         least = torch.addmm(norms, chunk, centroids.T, alpha=-2).min(1)
-        labels[start : start + step] = least.indices
-        distances[start : start + step] = (least.values + chunk.square().sum(1)).clamp_(min=0)
-    return Assignment(labels, distances)
+        labels.append(least.indices)
+        distances.append((least.values + chunk.square().sum(1)).clamp_(min=0))
+    return Assignment(torch.cat(labels), torch.cat(distances))
 
 
 def nearest_exactly(rows: Tensor, centroids: Tensor) -> Assignment:
@@ -111,8 +106,8 @@ def _start(rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Choose the first centroids among the rows, or among some of them if there are very many."""
     number = max(_START_ROWS, _START_ROWS_PER_CENTROID * size)
     if rows.shape[0] > number:
-        chosen = rows[_sample(rows.shape[0], number, generator).to(rows.device)]
-        centroids = _spread(chosen, size, generator)
+        chosen = torch.randperm(rows.shape[0], generator=generator)[:number]
+        centroids = _spread(rows[chosen.to(rows.device)], size, generator)
         if centroids.shape[0] == size:
             return centroids
     return _spread(rows, size, generator)
@@ -168,7 +163,8 @@ def _mini_batches(
     totals = centroids.new_zeros(size, dtype=torch.float64)
     for _ in range(iterations):
         used, inertia = torch.zeros_like(totals), 0.0
-        for batch in _batches(rows, batch_size, generator):
+        order = torch.randperm(rows.shape[0], generator=generator).to(rows.device)
+        for batch in (rows[chosen] for chosen in torch.split(order, batch_size)):
             labels, distances = nearest(batch, centroids)
             sums, counts = _totals(batch, labels, size)
             used += counts
@@ -185,12 +181,6 @@ def _mini_batches(
             break
         before = inertia
     return centroids
-
-
-def _batches(rows: Tensor, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    order = torch.randperm(rows.shape[0], generator=generator).to(rows.device)
-    for start in range(0, rows.shape[0], batch_size):
-        yield rows[order[start : start + batch_size]]
 
 
 def _totals(rows: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -212,7 +202,3 @@ def _fill_empty(rows: Tensor, labels: Tensor, distances: Tensor, sums: Tensor, c
     sums.index_add_(0, labels[farthest], -taken)
     counts.index_add_(0, labels[farthest], -torch.ones_like(counts[: len(farthest)]))
     sums[empty], counts[empty] = taken, 1.0
-
-
-def _sample(count: int, number: int, generator: torch.Generator) -> Tensor:
-    return torch.randperm(count, generator=generator)[:number]

@@ -109,11 +109,6 @@ class ScalarTokenizer:
         """The number of bins."""
         return self.edges.numel() - 1
 
-    @property
-    def centers(self) -> Tensor:
-        """The centres of the bins: another name for `values`."""
-        return self.values
-
     def encode(self, values: Any) -> Tensor:
         """Return the codes of values, int64 of the same shape; -1 for NaN.
 

@@ -93,11 +93,6 @@ class VectorTokenizer:
         """Numbers of a vector."""
         return self.values.shape[1]
 
-    @property
-    def centroids(self) -> Tensor:
-        """The codebook: another name for `values`."""
-        return self.values
-
     def encode(self, vectors: Any) -> Tensor:
         """Return the codes of vectors (…, D), int64 of shape (…); -1 for vectors with NaN or infinite numbers."""
         rows = as_floats(vectors, "vectors")
