@@ -21,7 +21,8 @@ def prepare_corpus(
     *,
     workers: int | None = None,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    wait: bool = False,
+    progress: Progress = lambda *_: None,
     **options: Any,
 ) -> CorpusReport:
     """Make train.bin, validation.bin, test.bin, tokenizer.json and dataset.json of text, code or JSONL.
@@ -30,9 +31,25 @@ def prepare_corpus(
     The options are those of `CorpusOptions`. The files depend on the content of the documents and on the options
     alone: not on names, their order or the number of `workers`. Killed and called again, it goes on where it was; a
     corpus that is there already is returned at once. Raises DataError, also if the folder holds another corpus and
-    `overwrite` is not set.
+    `overwrite` is not set, or if another process writes into it and `wait` is not set.
     """
-    return _prepare(_names(inputs), Path(out), CorpusOptions(**options), workers, overwrite, progress)
+    require_tokenizers()
+    names, folder, chosen = _names(inputs), Path(out), CorpusOptions(**options)
+    if workers is not None and workers < 1:
+        raise DataError(f"workers must be at least 1, got {workers}")
+    facts = _facts(chosen)
+    found = find_sources(names, include=chosen.include, exclude=chosen.exclude, out=folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with folder_lock(folder, wait=wait):
+            job = Job(names, folder, chosen, facts, found, workers or _available_cores(), progress)
+            return (None if overwrite else job.reuse()) or job.make(overwrite)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename and Path(os.fsdecode(error.filename)) != folder else ""
+        raise DataError(f"{folder} cannot be written: {error.strerror or error}{where}") from error
+    except KeyboardInterrupt as stop:
+        stop.add_note("run the same command again to go on")
+        raise
 
 
 def ensure_corpus(
@@ -40,7 +57,7 @@ def ensure_corpus(
     out: str | Path = "data/tokenized",
     *,
     workers: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda *_: None,
     **options: Any,
 ) -> Path:
     """Return the folder of a corpus, made first if it is not there; several processes may call this at once.
@@ -49,7 +66,7 @@ def ensure_corpus(
     """
     names, folder, chosen = _names(inputs), Path(out), CorpusOptions(**options)
     if not (folder / FACTS).exists():
-        _prepare(names, folder, chosen, workers, overwrite=False, progress=progress, wait=True)
+        prepare_corpus(inputs, out, workers=workers, progress=progress, wait=True, **options)
         return folder
     compare_options(read_report(folder), _facts(chosen))
     check_complete(read_report(folder))
@@ -57,33 +74,6 @@ def ensure_corpus(
     if made_of != wanted:
         raise DataError(f"{folder} was made of {', '.join(made_of)}, not of {', '.join(wanted)}; give another folder")
     return folder
-
-
-def _prepare(
-    inputs: list[str],
-    out: Path,
-    options: CorpusOptions,
-    workers: int | None,
-    overwrite: bool,
-    progress: Progress | None,
-    wait: bool = False,
-) -> CorpusReport:
-    require_tokenizers()
-    if workers is not None and workers < 1:
-        raise DataError(f"workers must be at least 1, got {workers}")
-    facts = _facts(options)
-    found = find_sources(inputs, include=options.include, exclude=options.exclude, out=out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with folder_lock(out, wait=wait):
-            job = Job(inputs, out, options, facts, found, workers or _available_cores(), progress or _silent)
-            return (None if overwrite else job.reuse()) or job.make(overwrite)
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename and os.fspath(error.filename) != os.fspath(out) else ""
-        raise DataError(f"{out} cannot be written: {error.strerror or error}{where}") from error
-    except KeyboardInterrupt as stop:
-        stop.add_note("run the same command again to go on")
-        raise
 
 
 def _facts(options: CorpusOptions) -> dict[str, Any]:
@@ -97,10 +87,6 @@ def _facts(options: CorpusOptions) -> dict[str, Any]:
 
 def _names(inputs: str | Path | Sequence[str | Path]) -> list[str]:
     return [str(one) for one in ([inputs] if isinstance(inputs, str | Path) else inputs)] or [STDLIB]
-
-
-def _silent(_step: str, _done: int, _total: int) -> None:
-    pass
 
 
 def _available_cores() -> int:

@@ -25,8 +25,8 @@ TEXT_KINDS = frozenset(f".{ending}" for ending in _ENDINGS.split())
 """Endings of the files of a folder that are taken by default, besides .jsonl, and either of them with .gz."""
 
 NAMED_TEXT = frozenset({"Makefile", "Dockerfile", "README", "LICENSE", "CMakeLists.txt"})
-LEFT_OUT_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
-STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "encodings", "pydoc_data"})
+LEFT_OUT_FOLDERS = ("__pycache__", "node_modules", "site-packages", "dist-packages")
+STDLIB_LEFT_OUT = ("test", "tests", "idle_test", "encodings", "pydoc_data")
 """Folders of the standard library that would make a small corpus worse: repetitive tests and long tables."""
 
 
@@ -115,28 +115,26 @@ def _files(
 
 
 def _walk(
-    root: Path,
-    include: Sequence[str],
-    exclude: Sequence[str],
-    out: Path | None,
-    left_out: frozenset[str] = frozenset(),
+    root: Path, include: Sequence[str], exclude: Sequence[str], out: Path | None
 ) -> Iterator[tuple[Path, bool]]:
     def refuse(error: OSError) -> None:
         raise DataError(f"folder {error.filename} cannot be read ({error.strerror})")
 
     own = out.resolve() if out is not None else None
     for folder, names, files in os.walk(root, onerror=refuse):
-        here = Path(folder)
+        here, below = Path(folder), Path(folder).relative_to(root)
         names[:] = [
-            name for name in names if not _passed_over(here / name, left_out) and (here / name).resolve() != own
+            name
+            for name in names
+            if not name.startswith(".")
+            and not matches((below / name).as_posix(), (*LEFT_OUT_FOLDERS, *exclude))
+            and not (here / name / "pyvenv.cfg").exists()
+            and (here / name).resolve() != own
         ]
         for name in files:
-            if name.startswith("."):
-                continue
-            path = here / name
-            below = path.relative_to(root).as_posix()
-            if not matches(below, exclude):
-                yield path, matches(below, include) if include else is_text_name(name)
+            path = (below / name).as_posix()
+            if not name.startswith(".") and not matches(path, exclude):
+                yield here / name, matches(path, include) if include else is_text_name(name)
 
 
 def matches(path: str, patterns: Sequence[str]) -> bool:
@@ -160,15 +158,10 @@ def is_text_name(name: str) -> bool:
     return ending in TEXT_KINDS or ending in (".jsonl", ".ndjson") or name in NAMED_TEXT
 
 
-def _passed_over(folder: Path, left_out: frozenset[str]) -> bool:
-    name = folder.name
-    return name.startswith(".") or name in LEFT_OUT_FOLDERS or name in left_out or (folder / "pyvenv.cfg").exists()
-
-
 def _standard_library(include: Sequence[str], exclude: Sequence[str]) -> Iterator[tuple[Path, bool]]:
     root = Path(sysconfig.get_path("stdlib"))
     if not root.is_dir():
         raise DataError(f"this Python has no standard library in {root}; give a folder instead")
-    for path, wanted in _walk(root, include or ("*.py",), exclude, None, STDLIB_LEFT_OUT):
+    for path, wanted in _walk(root, include or ("*.py",), (*STDLIB_LEFT_OUT, *exclude), None):
         if wanted:  # the rest is no loss to speak of
             yield path, True

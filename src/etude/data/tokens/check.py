@@ -10,7 +10,7 @@ import numpy as np
 from etude.core.errors import DataError
 from etude.data.tokens.file import TokenFile
 from etude.data.tokens.opening import open_tokens
-from etude.data.tokens.vectors import Vector, chunks
+from etude.data.tokens.vectors import chunks
 
 _BATCH = 2**16
 
@@ -67,19 +67,15 @@ def check_tokens(path: str | Path, **options: Any) -> TokenReport:
 
 def _check_sums(file: TokenFile) -> None:
     for name, (vector, expected) in file.checksums.items():
-        if (found := _checksum(vector)) != expected:
+        found = 0
+        for _, values in chunks(vector):
+            found = zlib.crc32(values.data, found)
+        if found != expected:
             what = {"tokens": "its tokens do", "index": "its index does"}.get(name, f"its section {name!r} does")
             raise DataError(
                 f"{file.path} is damaged: {what} not have the checksum written with it ({found:08x}, expected "
                 f"{expected:08x}); make or copy it again"
             )
-
-
-def _checksum(vector: Vector) -> int:
-    crc = 0
-    for _, values in chunks(vector):
-        crc = zlib.crc32(values.data, crc)
-    return crc
 
 
 def _check_ids(file: TokenFile) -> int | None:
@@ -107,7 +103,7 @@ def _check_spans(file: TokenFile) -> tuple[int, int]:
         starts, lengths = file.spans(np.arange(first, min(first + _BATCH, count)))
         if int(starts[0]) != reached or bool(np.any(starts[1:] != starts[:-1] + lengths[:-1])):
             raise DataError(f"{file.path} is damaged: its samples do not follow one another; make or copy it again")
-        file.forget_samples(first, first + len(starts))
+        file.forget()
         reached = int(starts[-1] + lengths[-1])
         shortest, longest = min(shortest, int(lengths.min())), max(longest, int(lengths.max()))
     if reached != file.num_tokens:

@@ -52,5 +52,5 @@ def _blocks(file: TokenFile, size: int) -> Iterator[Sample]:
         labels = np.append(tokens[1:], [IGNORED] * (length + 1 - ahead))
         yield Sample(tokens[:length], np.ones(length, np.int64), labels)
         if (start - behind) * file.dtype.itemsize > CHUNK_BYTES:
-            file.forget(behind, start)
+            file.forget()
             behind = start

@@ -48,9 +48,9 @@ class Offsets:
         """Return the last sample that starts at or before each position, if they are in order; the caller checks."""
         return np.minimum(self._offsets.search(positions), self.count) - 1
 
-    def forget(self, first: int, stop: int) -> None:
-        """Let go of the memory that looking up these samples in order has made resident."""
-        self._offsets.forget(first, stop)
+    def forget(self) -> None:
+        """Let go of the memory that looking up samples in order has made resident."""
+        self._offsets.forget()
 
     def check(self) -> None:
         """Raise DataError if something is wrong that the spans do not show."""
@@ -124,10 +124,9 @@ class TokenFile:
                     reached = self._prepare(start, start + length)
                 yield self._sample(first + number, start, length)
                 if (start - behind) * self.dtype.itemsize > CHUNK_BYTES:
-                    self.forget(behind, start)
+                    self.forget()
                     behind = start
-            self.forget(behind, int(starts[-1] + lengths[-1]))
-            self.forget_samples(first, first + len(starts))
+            self.forget()
 
     def spans(self, indices: ArrayLike) -> tuple[Ints, Ints]:
         """Return where samples start and how long they are; raises DataError if that is not inside the file."""
@@ -153,7 +152,7 @@ class TokenFile:
         for first in range(0, len(self), 2**20):
             part = result[first : first + 2**20]
             part[:] = self.spans(np.arange(first, first + len(part)))[1]
-            self.forget_samples(first, first + len(part))
+            self.forget()
         return result
 
     def rows(self, starts: ArrayLike, length: int, stream: str | None = None) -> Array:
@@ -198,16 +197,10 @@ class TokenFile:
             raise DataError(f"{self.path} has {len(self):,} samples; there is no such sample to give the label of")
         return values.take(indices) if width is None else values.rows(indices * width, width)
 
-    def forget(self, start: int, stop: int) -> None:
-        """Let go of the memory that reading these tokens in order has made resident."""
-        for vector in self.vectors.values():
-            vector.forget(start, stop)
-
-    def forget_samples(self, first: int, stop: int) -> None:
-        """Let go of the memory that boundaries and labels of these samples take, once they were looked at in order."""
-        self.boundaries.forget(first, stop)
-        for values, width in self._labels.values():
-            values.forget(first * (width or 1), stop * (width or 1))
+    def forget(self) -> None:
+        """Let go of the memory that reading in order has made resident."""
+        self.vectors[None].forget()  # streams and labels lie in the same file
+        self.boundaries.forget()
 
     def _prepare(self, start: int, stop: int) -> int:
         stop = min(max(stop, start + 4 * CHUNK_BYTES // self.dtype.itemsize), self.num_tokens)

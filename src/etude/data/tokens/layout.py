@@ -4,7 +4,7 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal, NoReturn
@@ -112,8 +112,12 @@ def encode_preamble(header: bytes, offset: int) -> bytes:
     return raw + struct.pack("<I", zlib.crc32(raw))
 
 
-def decode_preamble(raw: bytes, size: int, name: str) -> tuple[int, int, int]:
-    """Return offset, size and CRC-32 of the header; raises DataError for a damaged, cut or newer file."""
+def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> Header:
+    """Return the header of a file of this size after checking all it says; `read` gives bytes from an offset.
+
+    Raises DataError for a damaged, cut or newer file.
+    """
+    raw = read(0, PREAMBLE_BYTES)
     if len(raw) < PREAMBLE_BYTES:
         raise DataError(
             f"{name} is cut: it has {size:,} bytes, less than the first 64 of a token file; make it again"
@@ -130,24 +134,23 @@ def decode_preamble(raw: bytes, size: int, name: str) -> tuple[int, int, int]:
         raise DataError(f"{name} is {problem}: {size:,} bytes, expected {file_bytes:,}; make or copy it again")
     if not 0 < header_bytes <= _MAX_HEADER or offset < PREAMBLE_BYTES or offset + header_bytes > size:
         raise DataError(f"{name}: a header of {header_bytes:,} bytes at {offset:,} does not fit the file")
-    return offset, header_bytes, crc
-
-
-def decode_header(raw: bytes, crc: int, offset: int, size: int, name: str) -> Header:
-    """Return the header, found at this offset of a file of this size, after checking all it says."""
+    raw = read(offset, header_bytes)
     if zlib.crc32(raw) != crc:
         raise DataError(f"{name} is damaged: its header does not have its checksum; make or copy it again")
     try:
-        content = json.loads(raw.decode(), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{name}: its header is not JSON ({str(error)[:100]})") from error
-    try:
-        header = _checked(content)
+        header = _checked(_decoded(raw))
         _check_shapes(header)
-        _check_places(header, (offset, offset + len(raw)), size)
+        _check_places(header, (offset, offset + header_bytes), size)
     except (DataError, RecursionError) as error:
         raise DataError(f"{name}: its header is wrong: {error}; fix the program that wrote it") from error
     return header
+
+
+def _decoded(raw: bytes) -> Any:
+    try:
+        return json.loads(raw.decode(), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"it is not JSON ({str(error)[:100]})") from error
 
 
 def _no_constant(text: str) -> NoReturn:

@@ -46,11 +46,9 @@ class Documents(Offsets):
         """Search among the starts of the documents."""
         return search(lambda documents: self.spans(documents)[0], self.count, positions) - 1
 
-    def forget(self, first: int, stop: int) -> None:
-        """Forget these documents, and all sequences: which of them were looked at is not worth finding out."""
-        self.documents.forget(first, stop)
-        for vector in (self.lengths, self.pointers):
-            vector.forget(0, vector.count)
+    def forget(self) -> None:
+        """Let go of the index."""
+        self.documents.forget()
 
     def check(self) -> None:
         """Go through the whole index: sequences lie one after the other, and documents take them all in order."""

@@ -11,7 +11,7 @@ from etude.core.errors import DataError
 from etude.data.tokens import megatron
 from etude.data.tokens.file import Label, Offsets, TokenFile
 from etude.data.tokens.flat import Delimiter, llmc_magic, open_flat, open_llmc
-from etude.data.tokens.layout import MAGIC, PREAMBLE_BYTES, decode_header, decode_preamble
+from etude.data.tokens.layout import MAGIC, read_header
 from etude.data.tokens.places import exists, is_remote, local_path, open_storage
 from etude.data.tokens.storage import Storage
 
@@ -158,8 +158,7 @@ def _no_delimiter(name: str, kind: str, delimiter: Delimiter | None) -> None:
 
 def _open_native(storage: Storage) -> TokenFile:
     """Open a file of the project's own format; reads the header and two entries of the index."""
-    offset, size, crc = decode_preamble(storage.read(0, PREAMBLE_BYTES), storage.size, storage.name)
-    header = decode_header(storage.read(offset, size), crc, offset, storage.size, storage.name)
+    header = read_header(storage.read, storage.size, storage.name)
     vectors = {}
     for name, section in header.sections.items():
         dtype = "int64" if section.kind == "index" else section.dtype  # an offset above 2**63 is found to be negative

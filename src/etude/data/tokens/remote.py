@@ -91,13 +91,12 @@ class RemoteCopy:
                 self._fetch(missing[start : start + ROUND_BLOCKS])
 
     def _fetch(self, blocks: Ints) -> None:
-        breaks = np.flatnonzero(np.diff(blocks) != 1) + 1
-        runs = [
-            run[i : i + REQUEST_BLOCKS]
-            for run in np.split(blocks, breaks)
-            for i in range(0, len(run), REQUEST_BLOCKS)
-        ]
-        ranges = [(int(run[0]) * BLOCK_BYTES, min((int(run[-1]) + 1) * BLOCK_BYTES, self._size)) for run in runs]
+        from fsspec.utils import merge_offset_ranges  # type: ignore[import-untyped]
+
+        starts, ends = blocks * BLOCK_BYTES, np.minimum((blocks + 1) * BLOCK_BYTES, self._size)
+        limit = REQUEST_BLOCKS * BLOCK_BYTES
+        _, *merged = merge_offset_ranges([""] * len(blocks), starts.tolist(), ends.tolist(), max_block=limit)
+        ranges = list(zip(*merged, strict=True))
         pieces: dict[tuple[int, int], bytes] = {}
         _patiently(self.url, lambda: self._download(ranges, pieces))
         if _describe(self.url) != (self._size, self._version):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from etude.core.errors import DataError
-from etude.data.tokens.vectors import Array, Ints, MappedVector, Vector, check_rows
+from etude.data.tokens.vectors import Array, Ints, MappedVector, Vector
 
 Prepare = Callable[[Ints, Ints | int], None]
 """Makes the bytes of a remote file present: offsets, and how many bytes from each."""
@@ -78,14 +78,9 @@ class PreadVector(Vector):
     """A stretch of an open file, read by system calls: nothing is mapped, nothing stays in memory."""
 
     def __init__(self, storage: Storage, offset: int, count: int, dtype: np.dtype[Any]) -> None:
+        super().__init__(storage.name, count, dtype)
         self._storage, self._offset = storage, offset
-        self.count, self.dtype = count, dtype
         self._signposts: Array | None = None
-
-    def rows(self, starts: Ints, length: int) -> Array:
-        """Read each row into its place."""
-        check_rows(self._storage.name, starts, length, self.count)
-        return self.spans(starts, np.full(len(starts), length, np.int64)).reshape(len(starts), length)
 
     def spans(self, starts: Ints, lengths: Ints) -> Array:
         """Read each span into its place."""
@@ -97,14 +92,6 @@ class PreadVector(Vector):
                 self._storage.fill(target[: length * size], self._offset + start * size)
                 target = target[length * size :]
         return out
-
-    def take(self, indices: Ints) -> Array:
-        """Read single values."""
-        return self.spans(indices, np.ones(len(indices), np.int64))
-
-    def slice(self, start: int, stop: int) -> Array:
-        """Read one span."""
-        return self.spans(np.array([start]), np.array([stop - start]))
 
     def search(self, values: Ints) -> Ints:
         """Find the stretch by every 512th value, which are kept, and read one stretch for each value."""

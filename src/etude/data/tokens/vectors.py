@@ -24,24 +24,25 @@ _AHEAD = 16  # chunks of a remote file that are fetched together
 class Vector(ABC):
     """Numbers of one type that lie one after the other. Indices given to it are in range, but for `rows`."""
 
-    count: int
-    dtype: np.dtype[Any]
-
-    @abstractmethod
-    def rows(self, starts: Ints, length: int) -> Array:
-        """Return `length` values from each start, as a fresh (n, length) array; a start out of range is an error."""
+    def __init__(self, where: str, count: int, dtype: np.dtype[Any]) -> None:
+        self._where, self.count, self.dtype = where, count, dtype
 
     @abstractmethod
     def spans(self, starts: Ints, lengths: Ints) -> Array:
         """Return the spans one after the other, as a fresh array."""
 
-    @abstractmethod
+    def rows(self, starts: Ints, length: int) -> Array:
+        """Return `length` values from each start, as a fresh (n, length) array; a start out of range is an error."""
+        check_rows(self._where, starts, length, self.count)
+        return self.spans(starts, np.full(len(starts), length, np.int64)).reshape(len(starts), length)
+
     def take(self, indices: Ints) -> Array:
         """Return single values."""
+        return self.spans(indices, np.ones(len(indices), np.int64))
 
-    @abstractmethod
     def slice(self, start: int, stop: int) -> Array:
         """Return the values of one span; not to be written to."""
+        return self.spans(np.array([start]), np.array([stop - start]))
 
     def pairs(self, indices: Ints) -> tuple[Array, Array]:
         """Return the values at these indices, and those after them."""
@@ -55,8 +56,8 @@ class Vector(ABC):
     def prepare(self, start: int, stop: int) -> None:  # noqa: B027 -- nothing has to be fetched from this machine
         """Fetch a span of a remote file in few requests, before it is read piece by piece."""
 
-    def forget(self, start: int, stop: int) -> None:  # noqa: B027 -- nothing is held
-        """Let go of the memory that reading this span has made resident."""
+    def forget(self) -> None:  # noqa: B027 -- nothing is held
+        """Let go of the memory that reading in order has made resident."""
 
 
 def chunks(vector: Vector, *, size: int = 0) -> Iterator[tuple[int, Array]]:
@@ -65,9 +66,8 @@ def chunks(vector: Vector, *, size: int = 0) -> Iterator[tuple[int, Array]]:
     for number, start in enumerate(range(0, vector.count, size)):
         if number % _AHEAD == 0:
             vector.prepare(start, min(start + _AHEAD * size, vector.count))
-        stop = min(start + size, vector.count)
-        yield start, vector.slice(start, stop)
-        vector.forget(start, stop)
+        yield start, vector.slice(start, min(start + size, vector.count))
+        vector.forget()
 
 
 def as_indices(values: Any) -> Ints:
@@ -102,9 +102,8 @@ class ArrayVector(Vector):
     """A vector that lies in memory or is mapped into it."""
 
     def __init__(self, where: str, array: Array) -> None:
-        self._where = where
+        super().__init__(where, len(array), array.dtype)
         self._array = array
-        self.count, self.dtype = len(array), array.dtype
         self._views: dict[int, Array] = {}
         # Values that are not aligned (Megatron's index) are gathered as bytes: numpy would copy the whole array first.
         self._bytes = None if array.flags.aligned else _rows_of_bytes(array)
@@ -168,14 +167,12 @@ class MappedVector(ArrayVector):
     def __init__(self, where: str, mapping: mmap.mmap, offset: int, count: int, dtype: np.dtype[Any]) -> None:
         array = np.frombuffer(mapping, dtype, count, offset) if count else np.empty(0, dtype)
         super().__init__(where, array)
-        self._mapping, self._offset = mapping, offset
+        self._mapping = mapping
 
-    def forget(self, start: int, stop: int) -> None:
-        """Unmap the pages behind a sequential reader; they stay in the page cache as long as there is room."""
-        if sys.platform != "win32" and stop > start:
-            size = self.dtype.itemsize
-            first = (self._offset + start * size) // mmap.PAGESIZE * mmap.PAGESIZE
-            self._mapping.madvise(mmap.MADV_DONTNEED, first, self._offset + stop * size - first)
+    def forget(self) -> None:
+        """Unmap all pages of the file; they stay in the page cache as long as there is room."""
+        if sys.platform != "win32":
+            self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def search(take: Callable[[Ints], Array], count: int, values: Ints) -> Ints:

@@ -66,7 +66,9 @@ class TokenWriter:
         self.num_tokens = self.num_samples = 0
         self._meta = encode_meta(meta)
         self._parts = _declare(dtype, streams, sample_labels)
-        self._limit = _limit(dtype, self._meta.get("vocab_size"))
+        self._vocab_size: int | None = self._meta.get("vocab_size")
+        if self._vocab_size is not None and self._vocab_size > int(np.iinfo(dtype).max) + 1:
+            raise DataError(f"a vocabulary of {self._vocab_size:,} does not fit {dtype}; use dtype='uint32'")
         with self._telling_of_the_disk():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._new = NewFile(self.path, buffering=_BUFFER)
@@ -112,7 +114,7 @@ class TokenWriter:
             arrays |= {name: self._parts[name].prepared(name, value, count) for name, value in given.items()}
         for name, array in arrays.items():  # all is checked before anything is written
             if name != "index":
-                self._parts[name].check(name, array, *(self._limit if name == "tokens" else ()))
+                self._parts[name].check(name, array, self._vocab_size if name == "tokens" else None)
         arrays["index"] = np.cumsum(arrays["index"], dtype=np.uint64) + np.uint64(self.num_tokens)
         with self._telling_of_the_disk():
             for name, array in arrays.items():
@@ -166,18 +168,16 @@ class TokenWriter:
     def _telling_of_the_disk(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except BaseException as error:
             if "_file" in vars(self):
                 self.discard()
+            if not isinstance(error, OSError):
+                raise
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 problem = f"the disk is full after {self.num_tokens:,} tokens; free some space, or write elsewhere"
             else:
                 problem = str(error.strerror or error)
             raise DataError(f"{self.path} cannot be written: {problem}") from error
-        except BaseException:
-            if "_file" in vars(self):
-                self.discard()
-            raise
 
 
 class _Part:
@@ -199,7 +199,7 @@ class _Part:
             return array.reshape(-1)
         return _whole_numbers(f"{self.kind} {name!r}", array.reshape(-1))
 
-    def check(self, name: str, array: NDArray[Any], below: int | None = None, why: str = "") -> None:
+    def check(self, name: str, array: NDArray[Any], below: int | None) -> None:
         """Refuse values that the type does not hold."""
         if self.dtype.kind == "f" or not array.size:
             return
@@ -213,9 +213,8 @@ class _Part:
             low, high = int(np.minimum.reduce(piece)), int(np.maximum.reduce(piece))
             if low < limits.min or high > highest:
                 bad = low if low < limits.min else high
-                raise DataError(
-                    f"{name} must be {limits.min} … {highest}{why or f' to fit {self.dtype.name}'}, found {bad}"
-                )
+                why = f"to fit {self.dtype.name}" if below is None else f"for a vocabulary of {below:,}"
+                raise DataError(f"{name} must be {limits.min} … {highest} {why}, found {bad}")
 
     def write(self, array: NDArray[Any]) -> None:
         """Append values."""
@@ -260,14 +259,6 @@ def _declare(
             raise DataError(f"{name!r} is both a stream and a label; give one of them another name")
         parts[name] = _Part("label", label, width)
     return parts
-
-
-def _limit(dtype: str, vocab_size: int | None) -> tuple[int, str] | tuple[()]:
-    if vocab_size is None:
-        return ()
-    if vocab_size > int(np.iinfo(dtype).max) + 1:
-        raise DataError(f"a vocabulary of {vocab_size:,} does not fit {dtype}; use dtype='uint32'")
-    return vocab_size, f" for a vocabulary of {vocab_size:,}"
 
 
 def _whole_numbers(what: str, values: ArrayLike) -> NDArray[Any]:
