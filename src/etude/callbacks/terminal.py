@@ -152,7 +152,7 @@ class Column(NamedTuple):
 def table(columns: Sequence[Column], width: int, best: int | None = None) -> list[Line]:
     """Return a heading and the rows of those columns that fit; row `best` is green.
 
-    Laid out by hand: rich's table takes 10 ms of a core for seven tasks, at every log point, and this 0.3 ms.
+    Laid out by hand: rich's own takes 60 times as long, 13 ms for seven tasks at every log point.
     """
     sizes: dict[int, int] = {}
     for place, column in sorted(enumerate(columns), key=lambda pair: pair[1].rank):
@@ -165,11 +165,10 @@ def table(columns: Sequence[Column], width: int, best: int | None = None) -> lis
         spans = []
         for place, size in sorted(sizes.items()):
             column = columns[place]
-            text = column.cells[row] if row >= 0 else column.title
+            text = " " * _GAP * (place > 0) + (column.cells[row] if row >= 0 else column.title)
             space = " " * (size - cell_len(text))
-            gap = " " * (_GAP if column.is_left and place > 0 else 0)
             style = "dim" if row < 0 else "green" if row == best else column.style
-            spans.append((gap + text + space[len(gap) :] if column.is_left else space + text, style))
+            spans.append((text + space if column.is_left else space + text, style))
         lines.append(_line(*spans))
     return lines
 
