@@ -147,6 +147,14 @@ HOSTILE = {
         {},
         ["'a'", "33", "exclude: [a]"],
     ),
+    "a typing error among numbers": (
+        "a,y\n" + "".join(f"{'1O.5' if i == 7 else i * 1.5},{i}\n" for i in range(60)),
+        {},
+        [":9", "'a'", "'1O.5'", "exclude: [a]"],
+    ),
+    "amounts": ("a,y\n" + "".join(f"${i}.50,{i}\n" for i in range(60)), {}, [":2", "'a'", "'$0.50'"]),
+    "percentages": ("a,y\n" + "".join(f"{i % 40} %,{i}\n" for i in range(60)), {}, [":2", "'a'", "'0 %'"]),
+    "UTF-16 without a mark": ("a,y\n1,2\n".encode("utf-16-le"), {}, [":1", "encoding", "utf-16-le"]),
     "a folder": (None, {}, ["folder"]),
 }
 

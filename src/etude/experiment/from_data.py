@@ -15,7 +15,8 @@ from etude.core import ConfigError, DataError
 from etude.core.spelling import did_you_mean, listed, shorten
 from etude.data import DataSplits
 from etude.data.catalog.delimited import PLAIN, Block, NotANumber, NumberForm, read_blocks
-from etude.data.catalog.features import MAX_CATEGORIES, in_order
+from etude.data.catalog.features import in_order
+from etude.data.catalog.screening import MAX_CATEGORIES
 
 TARGETS = ("target", "label", "class", "y", "output", "outcome", "species", "category")
 TEXTS = ("text", "sentence", "content", "review", "body", "comment", "question", "title")

@@ -42,7 +42,7 @@ class Texts:
         hashes = (words * _FACTORS[: len(words), None]).sum(0, dtype=np.uint64)
         place = self._place(hashes)
         if len(new := np.flatnonzero(self._hashes[place] != hashes) if len(self._hashes) else np.arange(len(hashes))):
-            rows = new[np.unique(hashes[new], return_index=True)[1]]
+            rows = np.sort(new[np.unique(hashes[new], return_index=True)[1]])
             codes = self.encode(block.texts(column, rows.tolist()))
             order = np.argsort(all_hashes := np.concatenate([self._hashes, hashes[rows]]))
             padded = np.zeros((len(rows), len(_FACTORS)), np.uint64)

@@ -214,6 +214,10 @@ def _head(path: Path, pieces: Iterator[bytes]) -> bytes:
     head = head.lstrip(b"\n")
     if not head.strip():
         raise DataError(f"{path}: the file is empty; it must begin with a line of column names")
+    if b"\0" in head[:BLOCK_BYTES].partition(b"\n")[0]:
+        raise DataError(
+            f"{path}:1: zero bytes between the characters; set encoding to utf-16-le, or save it as UTF-8"
+        )
     return head
 
 

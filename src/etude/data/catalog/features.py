@@ -11,7 +11,7 @@ import torch
 from etude.core.errors import DataError
 from etude.core.spelling import shorten
 from etude.data.catalog.holdout import Rows, fingerprint
-from etude.data.catalog.screening import report, screen
+from etude.data.catalog.screening import MAX_CATEGORIES, report, screen
 from etude.data.catalog.table import Numbers, Table
 from etude.data.catalog.table_files import TableFormat
 from etude.data.splits import DataSplits, TensorData
@@ -19,8 +19,6 @@ from etude.data.splits import DataSplits, TensorData
 Task = Literal["classification", "regression"]
 Missing = Literal["error", "mean", "indicator"]
 Flags = npt.NDArray[np.bool_]
-MAX_CATEGORIES = 32
-"""Of a feature: each of them is a column of the matrix."""
 BLOCK_ROWS = 2**11
 
 

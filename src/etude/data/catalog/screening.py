@@ -1,15 +1,20 @@
-"""Columns that are no features: names of rows, and copies of what is to be predicted."""
+"""Columns that are no features: names of rows, copies of what is to be predicted, and texts that should be numbers."""
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from etude.core.spelling import listed
+from etude.core.errors import DataError
+from etude.core.spelling import listed, shorten
 from etude.data.catalog.table import MIN_ROWS, Numbers, Table
 
 logger = logging.getLogger("etude")
+MAX_CATEGORIES = 32
+"""Of a feature: each of them is a column of the matrix."""
 _FIRST = slice(0, 1000)
+_LIKE_NUMBERS = re.compile(r"[-+]?\s?[$€£¥]?\s?\d[\d.,'_]*(e[-+]?\d+)?\s?[%$€£¥]?", re.IGNORECASE)
 
 
 def screen(table: Table, target: str, named: frozenset[str]) -> dict[str, str]:
@@ -18,11 +23,36 @@ def screen(table: Table, target: str, named: frozenset[str]) -> dict[str, str]:
     for name in table.names:
         if name == target or name in named or table.num_rows < MIN_ROWS:
             continue
+        _check_texts(table, name)
         if name in table.row_names:
             found[name] = "another value in every row"
         elif _is_copy(table, name, target, _FIRST) and _is_copy(table, name, target, slice(None)):
             found[name] = f"a copy of {target!r}"
     return found
+
+
+def _check_texts(table: Table, name: str) -> None:
+    """Raise DataError for a column of numbers that was read as text, because some of them are written otherwise."""
+    values = table.texts[name].values if name in table.texts else []
+    if len(values) <= MAX_CATEGORIES:
+        return
+    some = values[_FIRST]
+    if 2 * sum(_LIKE_NUMBERS.fullmatch(value) is not None for value in some) < len(some):
+        return
+    odd = next((place for place, value in enumerate(values) if not _is_number(value)), 0)
+    row = int(np.argmax(table.texts[name].codes == odd))
+    raise DataError(
+        f"{table.where(row)}: column {name!r} holds {shorten(values[odd])!r}, which is no number, but numbers "
+        f"elsewhere; fix the column, or leave it out with `exclude: [{name}]`"
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def report(table: Table, left_out: Mapping[str, str], constant: Sequence[str]) -> None:
