@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,14 @@ def test_a_new_experiment_trains_as_it_is(etude, tiny_mnist, tmp_path):
     assert "EXPERIMENT_NAME" not in "".join(
         path.read_text() for path in (tmp_path / "experiments" / "first_try").rglob("*.*")
     )
+
+
+def test_the_script_of_a_new_experiment_trains_it(etude, tiny_mnist, tmp_path, capsys):
+    assert etude("new", "second_try").code == 0
+    script = runpy.run_path(str(tmp_path / "experiments" / "second_try" / "examples" / "train.py"))
+    script["main"](["training.epochs=1"])
+    assert "finished" in capsys.readouterr().out
+    assert len([*(tmp_path / "runs" / "second_try" / "baseline").iterdir()]) == 1
 
 
 def test_the_configs_of_lenet5_train(etude, tiny_mnist):

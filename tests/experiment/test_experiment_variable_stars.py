@@ -469,6 +469,13 @@ def test_component_gives_the_vocabulary_and_the_codebooks(made):
     assert torch.equal(batch["labels"][:, :-1], batch["input_ids"][:, 1:])
 
 
+def test_the_script_in_python_trains_with_the_meaningful_loss(made, monkeypatch):
+    monkeypatch.syspath_prepend(EXPERIMENT)
+    options = {**OPTIONS.facts(), "root": str(made[1]), "download": False}
+    numbers = script("train_in_python").train(1, str(made[0]), **options)
+    assert {"loss_ce", "loss_period", "loss_total"} <= numbers.keys()
+
+
 def test_from_runs_to_tables_and_picture(made, tmp_path, capsys):
     compare, report = (script(name) for name in ("compare", "report"))
     arguments = ["--out", str(tmp_path / "runs"), "--seeds", "1", *overrides(made)]
