@@ -11,7 +11,7 @@ from pathlib import Path
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "CHANGELOG.md", "docs/**/*.md", "experiments/*/README.md", "benchmarks/README.md")
+PAGES = ("*.md", "docs/**/*.md", "experiments/*/README.md", "benchmarks/README.md")
 ROOMS = {
     "etude": "What most programs need",
     "etude.trainer": "Training",

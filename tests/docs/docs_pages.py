@@ -36,7 +36,7 @@ from etude.experiment import load_config
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = ("*.md", "docs/**/*.md", "experiments/*/README.md", "benchmarks/*.md")
 PAGES = sorted(page for place in PLACES for page in ROOT.glob(place))
-SHELL = {"cd", "git", "kill", "source"}
+SHELL = {"cd", "git", "kill", "pip", "source", ".venv/bin/pytest"}
 """Commands of the shell that a page may show; they are not looked at."""
 
 
