@@ -15,9 +15,10 @@ from tokenizers import Tokenizer
 
 from etude.core.errors import DataError
 from etude.corpus import tokenizer as encoding
-from etude.corpus.documents import Skip, Stretch, cut_at_lines, digests, documents, read_texts, scan
+from etude.corpus.documents import Skip, cut_at_lines, digests, documents, read_texts, scan
 from etude.corpus.options import SPECIAL_TOKENS, CorpusOptions
 from etude.corpus.pool import Unfinished, Workers
+from etude.corpus.sources import Source
 from etude.corpus.tokenizer import Encoder, train_tokenizer
 
 
@@ -49,7 +50,7 @@ def test_cutting_loses_nothing_and_keeps_to_the_limit(text, limit):
 
 def documents_of(path, kind="text", **options):
     """The documents of a file, packed if its name says so."""
-    return list(documents(Stretch(str(path), kind, path.suffix == ".gz"), CorpusOptions(**options)))
+    return list(documents(Source(str(path), kind, path.suffix == ".gz", 0, 0), CorpusOptions(**options)))
 
 
 def test_whole_file_is_one_document(tmp_path):
@@ -80,8 +81,8 @@ def test_what_is_not_text_is_passed_over(tmp_path, raw, reason):
 
 def scanned(folder, *paths, **options):
     """What a worker writes of some files: where their documents lie, and how many were passed over."""
-    stretches = [Stretch(str(path), "text", False) for path in paths]
-    scan(stretches, CorpusOptions(**options), 0, folder, folder / "scan.npz")
+    sources = [Source(str(path), "text", False, 0, 0) for path in paths]
+    scan(sources, CorpusOptions(**options), 0, folder, folder / "scan.npz")
     with np.load(folder / "scan.npz") as result:
         return result["rows"], json.loads(str(result["skipped"]))
 
@@ -117,7 +118,7 @@ def test_stretches_of_a_jsonl_file_give_every_line_once(tmp_path_factory, lines,
     found = [
         text
         for start, stop in pairwise(cuts)
-        for text in documents(Stretch(str(path), "json", False, start, stop), CorpusOptions())
+        for text in documents(Source(str(path), "json", False, 0, 0, start, stop), CorpusOptions())
     ]
     assert found == lines
 

@@ -9,7 +9,6 @@ import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, cast
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from etude.core.errors import DataError
 from etude.core.files import replacing
 from etude.corpus.options import CorpusOptions
+from etude.corpus.sources import Source
 
 HEAD_BYTES = 8192
 """Where a zero byte shows that a file is not text."""
@@ -33,30 +33,19 @@ the number of the file that a scan wrote, the first byte, and how many there are
 Locations = NDArray[Any]
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """A file, or the lines of a JSONL file that begin in some of its bytes."""
-
-    path: str
-    kind: str
-    packed: bool
-    start: int = 0
-    stop: int = 1 << 62
-
-
 class Skip(Exception):
     """A file that is passed over; says why."""
 
 
-def scan(stretches: Sequence[Stretch], options: CorpusOptions, number: int, folder: Path, result: Path) -> None:
+def scan(sources: Sequence[Source], options: CorpusOptions, number: int, folder: Path, result: Path) -> None:
     """Write the documents of files one after the other to a file of this number, and to `result` where each lies."""
     rows: list[tuple[int, ...]] = []
     skipped: Counter[str] = Counter()
     with replacing(_text_file(folder, number)) as file:
-        for stretch in stretches:
+        for source in sources:
             before, place = len(rows), file.tell()
             try:
-                for text in documents(stretch, options):
+                for text in documents(source, options):
                     if reason := _unwanted(text, options):
                         skipped[reason] += 1
                         continue
@@ -111,28 +100,28 @@ def digests(text: str, raw: bytes, salt: str) -> tuple[int, int, int]:
     return high, low, int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
 
 
-def documents(stretch: Stretch, options: CorpusOptions) -> Iterator[str]:
+def documents(source: Source, options: CorpusOptions) -> Iterator[str]:
     """Yield the documents of a file: the whole text or pieces of it, or those of every line of JSON."""
-    is_json = stretch.kind == "json"
+    is_json = source.kind == "json"
     try:
-        with _open(stretch) as file:
-            for text in _json_texts(file, stretch, options.text_key) if is_json else [_decoded(file)]:
+        with _open(source) as file:
+            for text in _json_texts(file, source, options.text_key) if is_json else [_decoded(file)]:
                 pieces = cut_at_lines(text, options.cut_chars) if options.cut_chars else iter([text.read()])
                 yield next(pieces, "")
                 yield from pieces
     except UnicodeDecodeError:
         raise Skip("not UTF-8") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{stretch.path} is not a readable gzip file ({error}); replace or exclude it") from None
+        raise DataError(f"{source.path} is not a readable gzip file ({error}); replace or exclude it") from None
     except OSError as error:
         if is_json:
-            raise DataError(f"{stretch.path} cannot be read ({error.strerror})") from None
+            raise DataError(f"{source.path} cannot be read ({error.strerror})") from None
         raise Skip("unreadable") from None
 
 
-def _open(stretch: Stretch) -> IO[bytes]:
-    path = Path(stretch.path)
-    return cast("IO[bytes]", gzip.open(path)) if stretch.packed else path.open("rb")
+def _open(source: Source) -> IO[bytes]:
+    path = Path(source.path)
+    return cast("IO[bytes]", gzip.open(path)) if source.packed else path.open("rb")
 
 
 def _decoded(file: IO[bytes]) -> IO[str]:
@@ -161,18 +150,18 @@ def cut_at_lines(file: IO[str], max_chars: int) -> Iterator[str]:
         yield "".join(held)
 
 
-def _json_texts(file: IO[bytes], stretch: Stretch, key: str) -> Iterator[IO[str]]:
-    """Yield the texts of the lines that begin in a stretch."""
-    offset = stretch.start
+def _json_texts(file: IO[bytes], source: Source, key: str) -> Iterator[IO[str]]:
+    """Yield the texts of the lines that begin in a source."""
+    offset = source.start
     if offset:
         file.seek(offset - 1)
         offset += len(file.readline()) - 1  # the line that holds this byte began before
-    while offset < stretch.stop and (line := file.readline()):
+    while offset < source.stop and (line := file.readline()):
         if line.strip():
             try:
                 text = _json_text(line, key)
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{stretch.path}:{_line_number(file, offset)}: {error}") from None
+                raise DataError(f"{source.path}:{_line_number(file, offset)}: {error}") from None
             yield io.StringIO(text, newline="\n")
         offset += len(line)
 

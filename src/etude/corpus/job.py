@@ -16,13 +16,13 @@ import numpy as np
 
 from etude.core.errors import DataError
 from etude.core.files import beside, replacing, write_bytes
-from etude.corpus.documents import Locations, Stretch, read_texts, scan
+from etude.corpus.documents import Locations, read_texts, scan
 from etude.corpus.index import SPLITS, Index, Part, read_scans
 from etude.corpus.options import SPECIAL_TOKENS, CorpusOptions
 from etude.corpus.place import INPUTS, check_complete, compare_options, read_inputs, write_json
 from etude.corpus.pool import Unfinished, Workers
 from etude.corpus.report import FACTS, CorpusReport, SplitCounts, entropy, read_report, unigram_loss
-from etude.corpus.sources import Found, absolute
+from etude.corpus.sources import Found, Source, absolute
 from etude.corpus.tokenizer import Encoder, Vocabulary, checksum, read_vocabulary, tokenizer_file, train_tokenizer
 from etude.data.tokens import TokenWriter
 
@@ -115,8 +115,8 @@ class Job:
         """Find all documents, and sort them."""
         groups = list(_groups(self.found))
         tasks = [
-            (stretches, self.options, number, self.work, self.work / f"scan-{number}.npz")
-            for number, (stretches, _) in enumerate(groups)
+            (sources, self.options, number, self.work, self.work / f"scan-{number}.npz")
+            for number, (sources, _) in enumerate(groups)
         ]
         self._run(pool, "reading", scan, tasks, [num_bytes for _, num_bytes in groups])
         rows, passed_over = read_scans(task[-1] for task in tasks)
@@ -217,21 +217,20 @@ class Job:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _groups(found: Found) -> Iterator[tuple[list[Stretch], int]]:
+def _groups(found: Found) -> Iterator[tuple[list[Source], int]]:
     """Group the files into tasks with their sizes: many small ones together, a large JSONL file in stretches."""
-    group: list[Stretch] = []
+    group: list[Source] = []
     num_bytes = 0
     for source in found.files:
-        whole = Stretch(source.path, source.kind, source.packed)
         if source.kind == "json" and not source.packed and source.size > _RANGE_BYTES:
             for start in range(0, source.size, _RANGE_BYTES):
                 stop = min(start + _RANGE_BYTES, source.size)
-                yield [replace(whole, start=start, stop=stop)], stop - start
+                yield [replace(source, start=start, stop=stop)], stop - start
             continue
         if group and (num_bytes + source.size > _SCAN_BYTES or len(group) >= _SCAN_FILES):
             yield group, num_bytes
             group, num_bytes = [], 0
-        group.append(whole)
+        group.append(source)
         num_bytes += source.size
     if group:
         yield group, num_bytes
