@@ -1,19 +1,21 @@
 """Drive a torch learning-rate scheduler from the hooks of a run."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from etude.callbacks.monitored import Monitored
-from etude.checkpoint import check_kind, record_of
+from etude.checkpoint import check_kind, pack, record_of, unpack
 from etude.core import CheckpointError, ConfigError, StepReport, TrainingError
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
 
-_STATE = record_of("LRSchedule", {"scheduler": dict[str, Any], "monitored": dict[str, Any] | None})
+_STATE = record_of(
+    "LRSchedule",
+    {"scheduler": dict[str, Any], "tensors": NotRequired[dict[str, Any]], "monitored": dict[str, Any] | None},
+)
 
 
 class LRSchedule(Callback):
@@ -100,12 +102,16 @@ class LRSchedule(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the scheduler."""
         monitored = self.monitored.state_dict() if self.monitored is not None else None
-        return {"scheduler": _encode(self.scheduler.state_dict()), "monitored": monitored}
+        # Counters with integer keys (milestones) and infinities (best so far) are more than JSON holds.
+        tensors, structure = pack(self.scheduler.state_dict(), "scheduler")
+        held = {name: tensor.clone() for name, tensor in tensors.items()}
+        return {"scheduler": structure, "tensors": held, "monitored": monitored}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the scheduler, and give its optimizer the rate it had set."""
         check_kind(_STATE, state, "state")
-        saved = _fitting(_decode(state["scheduler"]), self.scheduler.state_dict(), "scheduler")
+        held = unpack(state.get("tensors", {}), state["scheduler"])
+        saved = _fitting(held, self.scheduler.state_dict(), "scheduler")
         if self.monitored is not None and state["monitored"] is not None:
             self.monitored.load_state_dict(state["monitored"])
         self.scheduler.load_state_dict(saved)
@@ -135,26 +141,13 @@ class LRSchedule(Callback):
                 group["lr"] = lr
 
 
-# Schedulers keep things that JSON would change: counters with integer keys (milestones), infinities (best so far).
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, Counter):
-        return {"counter": [[_encode(key), count] for key, count in value.items()]}
-    if isinstance(value, dict):
-        return {"dict": {key: _encode(item) for key, item in value.items()}}
-    if isinstance(value, (list, tuple)):
-        return [_encode(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _fitting(saved: Any, own: Any, place: str) -> Any:
     """Return what of a saved state the scheduler knows; raise CheckpointError if a value is of another kind.
 
     torch would set every key as an attribute, whatever it is.
     """
+    if isinstance(own, Counter) and isinstance(saved, dict) and all(isinstance(n, int) for n in saved.values()):
+        return Counter(saved)
     if isinstance(own, dict) and not isinstance(own, Counter) and isinstance(saved, dict):
         return {key: _fitting(value, own[key], f"{place}.{key}") for key, value in saved.items() if key in own}
     if isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved):
@@ -164,16 +157,3 @@ def _fitting(saved: Any, own: Any, place: str) -> Any:
     if own is not None and (not isinstance(saved, kinds) or (numbers and isinstance(saved, bool))):
         raise CheckpointError(f"{place}: found {saved!r:.60}, the scheduler has {own!r:.60}")
     return saved
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "counter":
-        return Counter({_decode(key): count for key, count in content})
-    if kind == "dict":
-        return {key: _decode(item) for key, item in content.items()}
-    return float(content)
