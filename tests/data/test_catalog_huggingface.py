@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from etude.core import ConfigError, DataError
 from etude.data.catalog.huggingface import load_huggingface
 from etude.data.catalog.tabular import load_csv
 from etude.data.catalog.texts import load_jsonl
+from etude.experiment.from_data import look_at
 
 
 @pytest.fixture
@@ -92,6 +94,25 @@ def test_what_is_not_there(save, options, facts):
         load_huggingface(save(train=TEXTS), **options)
     for fact in facts:
         assert fact in str(caught.value)
+
+
+def test_settings_of_a_table_do_not_go_with_texts(save):
+    with pytest.raises(ConfigError, match=r"columns.*text"):
+        load_huggingface(save(train=TEXTS), text="text", columns=["text"])
+
+
+def test_a_config_takes_few_values_for_categories_and_many_for_texts(save):
+    finding = look_at(Path(save(train=TEXTS)))
+    assert (finding.data["text"], finding.data["target"]) == ("text", "label")
+    table = {
+        "a": [i / 7 for i in range(40)],
+        "c": [["x", "y"][i % 2] for i in range(40)],
+        "y": [i % 3 for i in range(40)],
+    }
+    finding = look_at(Path(save("table", train=table)))
+    assert "text" not in finding.data
+    assert finding.splits.num_classes == 3
+    assert finding.splits.facts["rows"]["train"] == 32
 
 
 def test_a_name_without_a_network_is_one_line(datasets):

@@ -135,7 +135,7 @@ HOSTILE = {
     "cut off": (good + '{"text": "a", "la', [":3", "JSON"]),
     "a list": (good + "[1, 2]\n", [":3", "list"]),
     "no label": (good + '{"text": "a", "lable": 1}\n', [":3", "'label'", "lable"]),
-    "null label": (good + '{"text": "a", "label": null}\n', [":3", "'label'"]),
+    "null label": (good + '{"text": "a", "label": null}\n', [":3", "'label' is null"]),
     "a label of numbers": (good + '{"text": "a", "label": 1.5}\n', [":3", "1.5"]),
     "a text that is none": (good + '{"text": 5, "label": "x"}\n', [":3", "'text'", "5"]),
     "one class": ('{"text": "a", "label": "x"}\n' * 3, ["'x'", "nothing to learn"]),

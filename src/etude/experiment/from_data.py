@@ -17,6 +17,7 @@ from etude.data import DataSplits
 from etude.data.catalog.delimited import PLAIN, Block, NotANumber, NumberForm, read_blocks
 from etude.data.catalog.features import in_order
 from etude.data.catalog.screening import MAX_CATEGORIES
+from etude.data.catalog.table import Table
 
 TARGETS = ("target", "label", "class", "y", "output", "outcome", "species", "category")
 TEXTS = ("text", "sentence", "content", "review", "body", "comment", "question", "title")
@@ -218,7 +219,10 @@ def _target(path: Path, names: Sequence[str], target: str | None) -> str:
 def _parquet(path: Path, target: str | None) -> Finding:
     from etude.data.catalog.table_files import TableFormat
 
-    table = TableFormat(parquet=True).read(path, None)
+    return _of_columns("parquet", path, _of_table(TableFormat(parquet=True).read(path, None)), target, {})
+
+
+def _of_table(table: Table) -> list[Column]:
     columns = []
     for name in table.names:
         if text := table.texts.get(name):
@@ -228,7 +232,7 @@ def _parquet(path: Path, target: str | None) -> Finding:
             gaps = np.isnan(found)
             some = sorted({f"{value:g}" for value in found[~gaps][:SURVEYED_LINES]})
             columns.append(Column(name, True, dict.fromkeys(some[: MAX_CATEGORIES + 1]), bool(gaps.any())))
-    return _of_columns("parquet", path, columns, target, {})
+    return columns
 
 
 # ------------------------------------------------------------------------------------------------ other kinds
@@ -294,15 +298,15 @@ def _text_key(objects: Iterable[dict[str, Any]], label: str, path: Path) -> str:
 
 
 def _dataset(path: Path, target: str | None) -> Finding:
-    from etude.data.catalog.huggingface import column_kinds
+    from etude.data.catalog.huggingface import column_kinds, training_table
 
     kinds = column_kinds(str(path))
     label = _target(path, list(kinds), target)
     texts = [name for name, is_text in kinds.items() if is_text and name != label]
-    data: dict[str, Any] = {"name": "huggingface", "path": str(path), "target": label}
     if not texts:
-        return Finding(data, dict(TABLE_MODEL), [f"  a table of {listed(kinds)}"])
-    data["text"] = next((name for name in TEXTS if name in texts), texts[0])
+        return _of_columns("huggingface", path, _of_table(training_table(str(path), label)), label, {})
+    text = next((name for name in TEXTS if name in texts), texts[0])
+    data = {"name": "huggingface", "path": str(path), "target": label, "text": text}
     return Finding(data, dict(TEXT_MODEL), [f"  texts in {data['text']!r}, classes in {label!r}"])
 
 

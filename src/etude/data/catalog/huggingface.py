@@ -12,6 +12,7 @@ from etude.core.errors import ConfigError, DataError
 from etude.core.spelling import did_you_mean, listed, shorten
 from etude.data.catalog.features import FeatureOptions, Missing, Part, Task, make_splits
 from etude.data.catalog.holdout import Share, hold_out, mix_keys, shares
+from etude.data.catalog.screening import MAX_CATEGORIES
 from etude.data.catalog.table import Table
 from etude.data.catalog.table_files import ARROW_ROWS, TableFormat, arrow_table
 from etude.data.catalog.texts import LabeledText, label_name, text_splits
@@ -19,6 +20,8 @@ from etude.data.splits import DataSplits
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "valid", "dev"), "test": ("test",)}
 """Names under which the parts are looked for."""
+SURVEYED = 2000
+"""Samples that show whether a column has texts or categories."""
 
 
 @register("data", "huggingface")
@@ -56,6 +59,9 @@ def load_huggingface(
     of_validation, of_test = shares(validation, test)
     held = 0.0 if "validation" in names else of_validation, 0.0 if "test" in names else of_test
     if text is not None:
+        of_tables = {"columns": columns, "exclude": exclude, "categorical": categorical, "task": task}
+        if given := [name for name, value in of_tables.items() if value is not None]:
+            raise ConfigError(f"{' and '.join(given)} goes with a table, and text: {text} says that this is none")
         texts = {part: list(_texts(path, splits[name], text, target)) for part, name in names.items()}
         return text_splits(texts.pop("train"), texts, held, seed, tokenizer, max_length)
     if columns is not None and exclude:
@@ -91,9 +97,19 @@ def _open(path: str, subset: str | None) -> Mapping[str, Any]:
 
 
 def column_kinds(path: str) -> dict[str, bool]:
-    """Return the columns of a saved dataset's training split, and whether each is text."""
+    """Return the columns of a saved dataset's training split, and whether each is text, rather than categories."""
     samples = _open(path, None)["train"]
-    return {name: getattr(kind, "dtype", "") in ("string", "large_string") for name, kind in samples.features.items()}
+    first = samples.select(range(min(len(samples), SURVEYED)))
+    most = min(MAX_CATEGORIES, len(first) // 2)
+    return {
+        name: getattr(kind, "dtype", "") in ("string", "large_string") and len(set(first[name])) > most
+        for name, kind in samples.features.items()
+    }
+
+
+def training_table(path: str, target: str) -> Table:
+    """Return the training split of a saved dataset as a table."""
+    return _table(path, _open(path, None)["train"], TableFormat(), None, target)
 
 
 def _split_names(path: str, splits: Mapping[str, Any], validation: float | str, test: float | str) -> dict[str, str]:

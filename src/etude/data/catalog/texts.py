@@ -164,7 +164,8 @@ def _parse(line: bytes, text: str, label: str, where: str) -> LabeledText:
         )
     for key in (text, label):
         if entry.get(key) is None:
-            raise DataError(f"{where}: there is no {key!r} (there are: {shorten(', '.join(entry))})")
+            found = f"{key!r} is null" if key in entry else f"there is no {key!r}"
+            raise DataError(f"{where}: {found} (there are: {shorten(', '.join(entry))})")
     if not isinstance(entry[text], str):
         raise DataError(f"{where}: {text!r} is {shorten(repr(entry[text]))}; it must be a text")
     readable = entry[text].encode(errors="replace").decode()  # JSON may hold halves of characters
