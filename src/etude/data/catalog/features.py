@@ -47,9 +47,10 @@ class Part:
         chosen = slice(None) if len(places) == self.table.numbers.shape[1] else places
         for begin in range(0, self.num_rows, BLOCK_ROWS):
             block = slice(begin, min(begin + BLOCK_ROWS, self.num_rows))
-            found = self.table.numbers[block if isinstance(self.rows, slice) else self.rows[block]]
+            numbers = self.table.numbers
+            found = numbers[block] if isinstance(self.rows, slice) else numbers.take(self.rows[block], 0)
             values = found[:, chosen].astype(np.float64)
-            if np.isfinite(values).all():
+            if np.isfinite(found).all():
                 yield block, values, None
                 continue
             for row, place in np.argwhere(np.isinf(values))[:1].tolist():
@@ -235,7 +236,7 @@ def moments(part: Part, names: Sequence[str]) -> tuple[Numbers, Numbers, npt.NDA
             values[gaps] = 0.0
             count -= gaps.sum(0)
         total += values.sum(0)
-        square += np.square(values, out=values).sum(0)
+        square += np.einsum("ij,ij->j", values, values)
     at_least_one = np.maximum(count, 1)
     mean = total / at_least_one
     std = np.sqrt(np.maximum(square / at_least_one - mean * mean, 0.0))

@@ -105,7 +105,7 @@ class TableBuilder:
         self._copies = np.setdiff1d(self._counts, self._target) if self._target else self._counts[:0]
 
     def add(self, numbers: Numbers, codes: Mapping[str, Codes], lines: npt.NDArray[np.int64] | None = None) -> None:
-        """Add rows: numbers (rows, columns), which are written to, and codes of every column of texts."""
+        """Add rows: numbers (rows, columns), and codes of every column of texts."""
         if not len(numbers):
             return
         begin, end = self._size, self._size + len(numbers)
@@ -118,9 +118,8 @@ class TableBuilder:
         for place in np.flatnonzero(np.isnan(self._reference)):
             finite = numbers[np.isfinite(numbers[:, place]), place][:_REFERENCE_ROWS]
             self._reference[place] = np.median(finite) if len(finite) else np.nan
-        numbers -= np.tile(np.nan_to_num(self._reference), (len(numbers), 1))  # broadcasting short rows is slower
         with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and refused later
-            self._matrix[begin:end] = numbers
+            np.subtract(numbers, np.nan_to_num(self._reference), out=self._matrix[begin:end], casting="same_kind")
         for name, found in codes.items():
             self._codes[name].append(found)
             self._check_values(name, end)
@@ -129,8 +128,7 @@ class TableBuilder:
 
     def _add_keys(self, numbers: Numbers, codes: Mapping[str, Codes]) -> None:
         """Mix the bits of every row: a product for each column, its halves together, and a weighted sum."""
-        bits = np.tile(self._number_factors, (len(numbers), 1))
-        bits *= numbers.view(np.uint64)
+        bits = numbers.view(np.uint64) * self._number_factors
         bits ^= bits >> _HALF
         keys: Keys = bits @ self._number_factors
         for name, found in codes.items():

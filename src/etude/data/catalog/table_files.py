@@ -72,10 +72,7 @@ def read_delimited(
     first = next(blocks, None)
     if first is None:
         raise DataError(f"{path} has no rows below the line of column names")
-    found: dict[str, Kind] = {
-        name: kinds[name] if kinds else _kind_of(first, place, name, name in form.texts)
-        for name, place in places.items()
-    }
+    found = _kinds(first, places, form.texts) if kinds is None else {name: kinds[name] for name in places}
     builder = form.builder(path, found, int(1.1 * path.stat().st_size / first.size * len(first.lines)) + 1)
     number_places = [places[name] for name in builder.number_names]
     try:
@@ -107,20 +104,23 @@ def _parsed(blocks: Iterable[Block], places: Sequence[int]) -> Iterator[tuple[Bl
             yield ready, future.result()
 
 
-def _kind_of(block: Block, place: int, name: str, is_text: bool) -> Kind:
-    """Return what a column holds, by its first rows."""
-    if is_text:
-        return "text"
-    try:
-        block.numbers([place])
-    except NotANumber as found:
-        if _THOUSANDS.fullmatch(found.text):
-            raise DataError(
-                f"{block.layout.path}:{found.line}: column {name!r} holds {found.text!r}, a number with "
-                f"separators; set thousands (and decimal, if that is a comma), or list {name!r} under categorical"
-            ) from None
-        return "text"
-    return "number"
+def _kinds(block: Block, places: Mapping[str, int], texts: frozenset[str]) -> dict[str, Kind]:
+    """Return what columns hold, by their first rows."""
+    names = {place: name for name, place in places.items()}
+    numbers = [place for place, name in names.items() if name not in texts]
+    while numbers:
+        try:
+            block.numbers(numbers)
+            break
+        except NotANumber as found:
+            name = names[found.column]
+            if _THOUSANDS.fullmatch(found.text):
+                raise DataError(
+                    f"{block.layout.path}:{found.line}: column {name!r} holds {found.text!r}, a number with "
+                    f"separators; set thousands (and decimal, if that is a comma), or list {name!r} under categorical"
+                ) from None
+            numbers.remove(found.column)
+    return {name: "number" if place in numbers else "text" for name, place in places.items()}
 
 
 def read_parquet(form: TableFormat, path: Path, names: Sequence[str] | None) -> Table:
