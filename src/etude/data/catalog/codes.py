@@ -52,7 +52,8 @@ class Texts:
             found = self._words[place].T
             if not np.array_equal(found[: len(words)], words) or found[len(words) :].any():
                 return None
-        return self._codes[place]
+        codes: Codes = self._codes[place]
+        return codes
 
     def _add(self, hashes: Keys, words: Keys, codes: Codes) -> None:
         padded = np.zeros((len(hashes), len(_FACTORS)), np.uint64)
