@@ -220,12 +220,18 @@ def test_unseen_categories_as_zeros(write):
 # ------------------------------------------------------------------------------------------------ parts and numbers
 
 
-@given(st.lists(st.integers(0, 2**64 - 1), min_size=10, max_size=200), st.floats(0.1, 0.4), st.floats(0.1, 0.4))
+@given(
+    st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 5), min_size=10, max_size=200),
+    st.floats(0.1, 0.4),
+    st.floats(0.1, 0.4),
+)
 def test_parts_are_disjoint_complete_and_as_large_as_asked(keys, validation, test):
     parts = hold_out(np.array(keys, dtype=np.uint64), validation, test)
     assert sorted(np.concatenate(list(parts.values())).tolist()) == list(range(len(keys)))
     assert len(parts["validation"]) == round(validation * len(keys))
     assert len(parts["test"]) == round(test * len(keys))
+    order = np.argsort(np.array(keys, dtype=np.uint64), kind="stable")
+    assert parts["test"].tolist() == sorted(order[: len(parts["test"])].tolist())
 
 
 def test_different_rows_have_different_keys(write):
@@ -359,6 +365,11 @@ def test_names_of_rows_and_copies_of_the_target_are_left_out_unless_named(write,
         named = whole(path, target="y", task=task, columns=["a", there])
         assert named.facts["features"][0] == "a"
         assert len(named.facts["features"]) > 1
+
+
+def test_a_test_file_needs_no_columns_that_are_left_out(write):
+    train, test = write(table_with("id", lambda i: i)), write("a,y\n1,2\n", "t.csv")
+    assert load_csv(train, "y", validation=0.0, test=test, standardize=False).test.data.tolist() == [[1.0]]
 
 
 @pytest.mark.parametrize(

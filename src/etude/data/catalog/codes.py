@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -65,9 +66,9 @@ class Texts:
 
     def keys(self, codes: Codes) -> Keys:
         """Return a number for each row that depends on its text only."""
-        if len(self._digests) <= len(self.known):
-            new = list(self.known)[len(self._digests) - 1 :]
-            self._digests = np.concatenate([self._digests, np.array([_digest(text) for text in new], np.uint64)])
+        if count := len(self.known) + 1 - len(self._digests):
+            new = [_digest(text) for text in islice(reversed(self.known), count)]
+            self._digests = np.concatenate([self._digests, np.array(new[::-1], np.uint64)])
         keys: Keys = self._digests[codes + 1]
         return keys
 

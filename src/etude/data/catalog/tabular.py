@@ -12,6 +12,7 @@ from etude.core.errors import ConfigError, DataError
 from etude.data.catalog.delimited import NumberForm
 from etude.data.catalog.features import FeatureOptions, Missing, Part, Task, make_splits
 from etude.data.catalog.holdout import Share, hold_out, mix_keys, shares
+from etude.data.catalog.screening import screen
 from etude.data.catalog.table_files import TableFormat
 from etude.data.splits import DataSplits
 
@@ -112,9 +113,11 @@ def _load(
         raise DataError(f"{main.path}: task is regression, but the target {options.target!r} holds text")
     rows = hold_out(mix_keys(main.keys ^ np.uint64(seed)), *shares(validation, test))
     parts = {part: Part(main, found if len(rows) > 1 else slice(None)) for part, found in rows.items()}
+    left_out = screen(main, options.target, options.named)
+    used = [name for name in main.names if name not in left_out]
     for part, place in (("validation", validation), ("test", test)):
         if isinstance(place, str):
-            parts[part] = Part(form.read(Path(place).expanduser(), main.names, kinds), slice(None))
+            parts[part] = Part(form.read(Path(place).expanduser(), used, kinds), slice(None))
     return make_splits(parts, options)
 
 
