@@ -222,8 +222,8 @@ def test_only_the_array_asked_for_is_in_memory(tmp_path):
         (b"\xff.", "damaged"),
         (b"\x80\x02cnumpy\ndtype\n(Vbfloat16\n\x89\x88tR.", "'bfloat16'"),
         (dumped({}), "a dict and no arrays"),
-        (dumped("text"), "the type str and no arrays"),
-        (dumped({"centroids": "text"}), "'centroids' is of the type str"),
+        (dumped("text"), "type str and no arrays"),
+        (dumped({"centroids": "text"}), "'centroids' is a value of type str"),
         (dumped({"centroids": np.array(["a"])}), "'centroids' is str32 (1,)"),
         (dumped({"centroids": np.zeros(2, [("x", "f4")])}), "'centroids' is void32 (2,)"),
         (dumped(np.float64(3)), "the shape ()"),
@@ -269,8 +269,8 @@ def test_the_listing_names_what_is_there(tmp_path):
     listed = {entry.name: entry.what for entry in joblib_entries(path)}
     assert listed["x"] == "float64 (7, 3)"
     assert listed["z.deep"] == "int16 (7, 3)"
-    assert listed["y"] == "of the type list"
-    assert listed["n"] == "of the type NoneType"
+    assert listed["y"] == "a value of type list"
+    assert listed["n"] == "a value of type NoneType"
     joblib.dump({f"key{i}": CENTROIDS for i in range(16)}, path)
     with pytest.raises(DataError, match=r"and 4 more; pass key_candidates=\('key0',\) or another"):
         load_codebook(path)

@@ -12,7 +12,7 @@ training_section    `training.meaningful_loss`, which moves to the section `loss
 """
 
 from etude.multimodal.codebooks.loading import load_codebook, load_npz_key
-from etude.multimodal.folder import Modalities, has_vocabulary, read_modalities, write_modalities
+from etude.multimodal.folder import Modalities, read_modalities, write_modalities
 from etude.multimodal.loss import MeaningfulLoss, combined_loss
 from etude.multimodal.tokenizers import ScalarTokenizer, Tokenizer, VectorTokenizer, load_tokenizer
 from etude.multimodal.vocab import Modality, VocabSpec, build_vocab_spec
@@ -29,7 +29,6 @@ __all__ = [
     "VocabSpec",
     "build_vocab_spec",
     "combined_loss",
-    "has_vocabulary",
     "load_codebook",
     "load_npz_key",
     "load_tokenizer",

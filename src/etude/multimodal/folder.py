@@ -149,15 +149,10 @@ def write_modalities(folder: str | Path, vocab: VocabSpec, tokenizers: Mapping[s
         raise DataError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
-def has_vocabulary(root: str | Path) -> bool:
-    """Return whether a folder or URL is one of multimodal data: it has a vocab.json."""
-    return exists(f"{folder_of(root)}/{VOCAB_FILE}")
-
-
 def read_modalities(root: str | Path) -> Modalities:
     """Return the vocabulary and the tokenizers of a folder or URL; DataError if they are missing or do not fit."""
     base = folder_of(root)
-    if not has_vocabulary(root):
+    if not exists(f"{base}/{VOCAB_FILE}"):
         raise DataError(f"{root} has no {VOCAB_FILE}; write it with write_modalities")
     vocab = VocabSpec.load(local_copy(f"{base}/{VOCAB_FILE}"))
     places = {name: f"{base}/{TOKENIZERS}/{name}{SUFFIX}" for name in vocab.modalities}

@@ -223,7 +223,7 @@ class _Part:
                 return describe(dtype, shape)
             case _Stored(kind):
                 return f"an object of {_brief(kind)}" if kind else "a dict"
-        return f"of the type {type(self.value).__name__}"
+        return f"a value of type {type(self.value).__name__}"
 
     def entry(self, path: Path) -> Entry:
         """Return it as something to choose and read."""
@@ -251,6 +251,7 @@ def joblib_entries(path: Path, wanted: tuple[str, ...] = ()) -> list[Entry]:
     """
     with open_joblib(path) as stream:
         root = _Part(_Unpickler(stream).load())
+        stream.skip(math.inf)  # to the end, where the checksum of a compressed file is
         found = list(root.parts(stream).values())
         found += [part for one in found for part in one.parts(stream).values()]
         for candidate in wanted:

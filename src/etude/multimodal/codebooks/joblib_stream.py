@@ -32,28 +32,29 @@ _FOREIGN = {
     b"ZF": "written by joblib < 0.10, which is not supported; load it with joblib and write it again",
 }
 # The highest preset of lzma needs 65 MiB; the header of a file could ask for 4 GiB.
-_LZMA = partial(lzma.LZMADecompressor, memlimit=256 << 20)
+_LZMA = (partial(lzma.LZMADecompressor, memlimit=256 << 20), 128)
 # joblib's own for zlib and gzip fill the memory if something follows the end, and miss a truncated checksum.
-_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
-    "zlib": zlib.decompressobj,
-    "gzip": partial(zlib.decompressobj, 31),
+_DECOMPRESSORS: dict[str, tuple[Callable[[], Any], int]] = {
+    "zlib": (zlib.decompressobj, 4096),
+    "gzip": (partial(zlib.decompressobj, 31), 4096),
     "lzma": _LZMA,
     "xz": _LZMA,
 }
+"""What decompresses, and how many bytes are given to it at a time: no more than some MB can come of them."""
 
 
 class _Decompressed(io.RawIOBase):
     """The stream inside a compressed file."""
 
-    def __init__(self, file: BinaryIO, decompressor: Any) -> None:
-        self._file, self._decompressor, self._ready = file, decompressor, b""
+    def __init__(self, file: BinaryIO, make: Callable[[], Any], block_bytes: int) -> None:
+        self._file, self._decompressor, self._block_bytes, self._ready = file, make(), block_bytes, b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # typeshed has no Buffer protocol here
         while not self._ready and not self._decompressor.eof:
-            if not (block := self._file.read(128)):  # of which lzma makes 1 MB at most
+            if not (block := self._file.read(self._block_bytes)):
                 raise EOFError
             self._ready = self._decompressor.decompress(block)
         size = min(len(buffer), len(self._ready))
@@ -117,12 +118,10 @@ def open_joblib(path: Path) -> Iterator[JoblibStream]:
                 raise DataError(f"{path}: this is no joblib file of today but {what}")
         inner: BinaryIO = file
         if (compression := _detect_compressor(file)) in _DECOMPRESSORS:
-            inner = io.BufferedReader(_Decompressed(file, _DECOMPRESSORS[compression]()), CHUNK)
+            inner = io.BufferedReader(_Decompressed(file, *_DECOMPRESSORS[compression]), CHUNK)
         elif compression in _COMPRESSORS:
             inner = _COMPRESSORS[compression].decompressor_file(file)
-        stream = JoblibStream(path, inner)
-        yield stream
-        stream.skip(math.inf)  # to the end, where the checksum of a compressed file is
+        yield JoblibStream(path, inner)
 
 
 def refused(path: Path, why: str, access: str = '["centroids"]') -> DataError:

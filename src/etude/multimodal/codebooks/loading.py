@@ -14,7 +14,7 @@ from etude.multimodal.codebooks.array_files import Array, Entry, npy_entries, np
 CODEBOOK_KEYS = ("centroids", "codebook", "centers", "cluster_centers_", "values")
 NPZ_KEYS = ("bin_centers", "centers", "quantile_centers", "centroids", "codebook", "values")
 _JOBLIB = (".joblib", ".pkl", ".pickle")
-_COMPRESSED = (".z", ".gz", ".bz2", ".xz", ".lzma")
+_COMPRESSED = (".z", ".gz", ".bz2", ".xz", ".lzma", ".lz4")
 _READERS = {".npz": npz_entries, ".npy": npy_entries, ".safetensors": safetensors_entries}
 _LISTED = 12
 
