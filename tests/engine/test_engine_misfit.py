@@ -1,5 +1,7 @@
 """Tensors that do not fit: the layer or the loss with its shapes, in one line, through every door."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -152,6 +154,28 @@ DOORS = {
 def test_through_every_door(door):
     with pytest.raises(DataError, match=r"Linear\(in_features=3.*\(\d+, 6\) float32"):
         DOORS[door](nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+
+
+@dataclass
+class Fields:
+    x: torch.Tensor
+    labels: torch.Tensor
+
+
+class ByParts(nn.Linear):
+    """Takes two parts of a batch."""
+
+    def forward(self, x, more):
+        return super().forward(x + more)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(6, 3), ByParts(6, 3)])
+def test_a_model_that_expects_the_parts_of_an_object_learns_what_it_is_given(model):
+    with pytest.raises(DataError, match="whole batch, a Fields"):
+        trainer(model, [Fields(X, Y)]).train()
+    if isinstance(model, ByParts):
+        with pytest.raises(DataError, match="all but the last"):
+            trainer(model, [(X, Y)]).train()
 
 
 def test_error_outside_of_model_and_loss_is_left_alone():

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -78,7 +78,8 @@ def explain_misfit(error: BaseException) -> str | None:
         return None
     said = first_line(error).rstrip(".") + ("" if by_layer else _place(error.__traceback__))
     remedy = "convert the data" if _TYPES.search(said) else "change the sizes of the model, or the data"
-    return f"{who}: {said}; {remedy}"
+    whole = _of_object(frames) if "must be Tensor" in said else None
+    return f"{who}: {said}; {whole or remedy}"
 
 
 def _wrong_inputs(error: TypeError, frames: list[FrameType]) -> str | None:
@@ -88,7 +89,16 @@ def _wrong_inputs(error: TypeError, frames: list[FrameType]) -> str | None:
     said = first_line(error)
     if (loss := _loss(frames)) is not None:
         return f"{loss}: {said}; wrap it in a function of (predictions, labels)"
-    return f"{_layer(frames)}: {said}; of a batch (a, b, …, labels) the model is given all but the last"
+    remedy = _of_object(frames) or "of a batch (a, b, …, labels) the model is given all but the last"
+    return f"{_layer(frames)}: {said}; {remedy}"
+
+
+def _of_object(frames: list[FrameType]) -> str | None:
+    """Return what to say of a batch that is an object, such as a dataclass or a graph: the model is given all of it."""
+    inputs = next((frame.f_locals.get("args", ()) for frame in frames if frame.f_code in _CALLS), ())
+    if len(inputs) != 1 or isinstance(inputs[0], (Tensor, Mapping, tuple, list)):
+        return None
+    return f"the model is called with the whole batch, a {type(inputs[0]).__name__}: let its `forward` take that"
 
 
 def _frames(trace: TracebackType | None) -> Iterator[FrameType]:

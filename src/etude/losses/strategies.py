@@ -233,5 +233,6 @@ def required_labels(batch: Batch, who: str) -> Tensor:
     found = "none" if labels is None else f"a {type(labels).__name__}"
     raise TrainingError(
         f"{who} needs a tensor of labels, the batch has {found} (it is a {type(batch).__name__}): give (input, "
-        f"labels), a mapping with 'labels', an object with .y or .labels, or a loss function of (output, batch)"
+        f"labels), a mapping with 'labels', an object with .y or .labels, or a loss function of (output, batch), with "
+        f"`batch` for the name of its second argument"
     )
