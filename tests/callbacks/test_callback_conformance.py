@@ -16,9 +16,10 @@ import etude.callbacks
 from etude.callbacks import CallbackList, LRSchedule, ProgressDisplay, RunRecorder, TextSamples
 from etude.config.registry import lookup, names
 from etude.core import Clock
-from etude.engine.callback import HOOKS, Callback
+from etude.engine.callback import HOOKS, Callback, RunParts
+from etude.losses import ClassificationLoss
 from etude.monitor import RunFolder
-from etude.multitask import CurriculumCallback, TaskGradientMonitor
+from etude.multitask import CurriculumCallback, MultiTask, TaskGradientMonitor, TaskSpec
 from etude.multitask.curriculum import Curriculum, Phase, Start
 
 ARGUMENTS = {
@@ -47,18 +48,12 @@ def milestones(life: Life) -> LRSchedule:
     return LRSchedule(torch.optim.lr_scheduler.MultiStepLR(life.optimizer, [3, 14, 15, 22, 33]), interval="step")
 
 
-class Switches:
-    """Several tasks that have nothing to do."""
-
-    def activate(self, weights: dict[str, float], variants: dict[str, str] | None = None) -> None: ...
-
-    def streams(self) -> None: ...
-
-
 def curriculum(life: Life) -> CurriculumCallback:
     starts = (Start(epoch=1), Start(step=6), Start(metric="val_loss", below=1.2), Start(epoch=8))
     phases = [Phase(f"phase {place}", start, ["a", "b"][: place + 1]) for place, start in enumerate(starts)]
-    return CurriculumCallback(Curriculum(phases), Switches())
+    callback = CurriculumCallback(Curriculum(phases))
+    callback.bind(RunParts(None, MultiTask({name: TaskSpec(name, ClassificationLoss()) for name in "abcd"})))
+    return callback
 
 
 MAKERS: dict[str, Callable[[Life], Callback]] = {

@@ -10,9 +10,9 @@ from etude import Callback, EarlyStopping, Trainer
 from etude.callbacks import LRSchedule, ModelCheckpoint
 from etude.checkpoint import read_meta
 from etude.core import Clock, TrainingError
-from etude.engine.callback import CallbackList, RunInfo
+from etude.engine.callback import CallbackList, RunInfo, RunParts
 from etude.multitask import CurriculumCallback
-from etude.multitask.curriculum import Curriculum, Phase, Ramp, Start
+from etude.multitask.curriculum import Phase, Ramp, Start
 
 
 def by_metric(values, curriculum, **config):
@@ -221,9 +221,8 @@ def test_only_the_main_process_logs_phases(tmp_path, caplog):
         caplog.clear()
         model = Model()
         with caplog.at_level(logging.INFO, logger="etude"):
-            listed = CallbackList(
-                [CurriculumCallback(Curriculum([Phase("a", 1, ["first"])], ["first", "last", "mean"]), tasks())]
-            )
+            listed = CallbackList([CurriculumCallback([Phase("a", 1, ["first"])])])
+            listed.bind(RunParts(model, tasks()))
             optimizer = torch.optim.SGD(model.parameters())
             listed.on_train_begin(
                 RunInfo("run", model, optimizer, Clock(), torch.device("cpu"), 1, 5, 5, tmp_path, is_main=is_main)

@@ -7,7 +7,7 @@ import torch
 from curriculum_runs import ACCUMULATION, STEPS, Diary, Model, loader, phases, run, tasks, trainer
 
 from etude import Trainer
-from etude.engine.callback import CallbackList
+from etude.engine.callback import CallbackList, RunParts
 from etude.multitask import CurriculumCallback
 from etude.multitask.curriculum import Curriculum, CurriculumState, Phase, Ramp, Start
 from etude.optim import AdamW
@@ -76,15 +76,14 @@ def test_batches_are_those_of_the_phase_and_resting_heads_do_not_run():
     ],
 )
 def test_steps_cost_nothing_unless_something_can_change_between_them(curriculum, listens):
-    callback = CurriculumCallback(Curriculum(curriculum, tasks().tasks.keys()), tasks())
-    listed = CallbackList([callback])
+    listed = CallbackList([CurriculumCallback(curriculum)])
     assert bool(listed.hooks("on_step_begin")) == listens
     assert not listed.hooks("on_step_end")
 
 
 @pytest.mark.parametrize("given", ["phases", "curriculum"])
 def test_curriculum_of_a_trainer_is_short_for_the_callback(given):
-    """Task, streams and learning rate, which the callback was not given, are those of the run."""
+    """Task, streams and learning rate are those of the run."""
     short, long = Diary(), Diary()
     run(None, short).train()
     made = phases(ACCUMULATION[1]["step"])
@@ -132,14 +131,15 @@ def test_a_loader_whose_batches_are_moved_to_a_device_still_chooses():
 
 def test_state_is_plain_data_and_goes_back():
     curriculum = Curriculum(phases(), ["first", "last", "mean"])
-    callback = CurriculumCallback(curriculum, tasks(), loader())
+    callback, other = CurriculumCallback(curriculum), CurriculumCallback(curriculum)
     listed = CallbackList([callback])
+    for one in (callback, other):
+        one.bind(RunParts(None, tasks(), loader()))
     for epoch in range(3):
         listed.on_epoch_begin(epoch)
         listed.on_step_begin(0)
     state = json.loads(json.dumps(callback.state_dict(), allow_nan=False))
-    other, task = CurriculumCallback(curriculum, again := tasks(), loader()), callback.task
     other.load_state_dict(state)
     assert other.state == callback.state != CurriculumState()
-    assert again.weights == task.weights
+    assert other.task.weights == callback.task.weights
     assert other.state_dict() == callback.state_dict()

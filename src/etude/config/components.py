@@ -57,12 +57,8 @@ MODULES: dict[str, dict[str, str]] = {
         "optim.schedules",
     ),
     "weighting": {
-        "dwa": "multitask.weighting.averaging",
-        "famo": "multitask.weighting.famo",
-        "gradnorm": "multitask.weighting.gradnorm",
-        "pcgrad": "multitask.weighting.pcgrad",
-        "static": "multitask.weighting.static",
-        **dict.fromkeys(("imtl_l", "uncertainty"), "multitask.weighting.uncertainty"),
+        **dict.fromkeys(("dwa", "imtl_l", "static", "uncertainty"), "multitask.weighting.losses"),
+        **dict.fromkeys(("famo", "gradnorm", "pcgrad"), "multitask.weighting.steps"),
         **dict.fromkeys(
             (
                 *("aligned_mtl", "cagrad", "config", "cosmos", "dualproj", "excess_mtl", "fairgrad"),

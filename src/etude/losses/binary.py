@@ -15,25 +15,8 @@ from etude.config.registry import register
 from etude.core.batch import Batch
 from etude.core.errors import ConfigError, DataError, TrainingError
 from etude.core.task import LossTerm, Terms
-from etude.losses.functional import IGNORE_INDEX, mean_of
+from etude.losses.functional import IGNORE_INDEX, averaged
 from etude.losses.strategies import LossStrategy, logits_of, required_labels
-
-
-def binary_cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    mask: Tensor | None = None,
-    pos_weight: Tensor | float | None = None,
-    ignore_index: int | None = IGNORE_INDEX,
-) -> Tensor:
-    """Return the mean binary cross entropy over the labels that count, a scalar; 0 if none does.
-
-    The arguments are those of `binary_cross_entropy_term`.
-
-    >>> round(binary_cross_entropy(torch.tensor([2.0, -1.0, 5.0]), torch.tensor([1, 0, -100])).item(), 4)
-    0.2201
-    """
-    return mean_of(binary_cross_entropy_term(logits, targets, mask, pos_weight, ignore_index))
 
 
 def binary_cross_entropy_term(
@@ -51,29 +34,14 @@ def binary_cross_entropy_term(
     `ignore_index=None` no label may be missing, and without a mask the count is a plain number. Half-precision logits
     are computed in float32. Raises TrainingError for shapes that do not fit and DataError for labels outside of 0 … 1
     (not on a GPU, where looking at them would make the host wait).
+
+    >>> round(binary_cross_entropy(torch.tensor([2.0, -1.0, 5.0]), torch.tensor([1, 0, -100])).item(), 4)
+    0.2201
     """
     return _term(_without_last(logits, targets), targets, mask, None, pos_weight, ignore_index)
 
 
-def multi_label_bce(
-    logits: Tensor,
-    targets: Tensor,
-    label_weights: Tensor | None = None,
-    mask: Tensor | None = None,
-    pos_weight: Tensor | float | None = None,
-    ignore_index: int | None = IGNORE_INDEX,
-) -> Tensor:
-    """Return the mean over all labels that are there of their binary cross entropy; 0 if none is.
-
-    The arguments are those of `multi_label_bce_term`.
-
-    >>> logits, targets = torch.tensor([[2.0, -1.0, 0.0]]), torch.tensor([[1.0, 0.0, 1.0]])
-    >>> round(multi_label_bce(logits, targets).item(), 4)
-    0.3778
-    >>> round(multi_label_bce(logits, targets, label_weights=torch.tensor([1.0, 1.0, 0.0])).item(), 4)
-    0.2201
-    """
-    return mean_of(multi_label_bce_term(logits, targets, label_weights, mask, pos_weight, ignore_index))
+binary_cross_entropy = averaged(binary_cross_entropy_term)
 
 
 def multi_label_bce_term(
@@ -90,6 +58,12 @@ def multi_label_bce_term(
     that of cross entropy with class weights: weights say how labels compare, not how large the loss is, and a label
     that is missing in some samples takes its weight out with it. `mask` is (…, K), or (…) for whole samples. All else
     is as in `binary_cross_entropy_term`; `pos_weight` may be (K,).
+
+    >>> logits, targets = torch.tensor([[2.0, -1.0, 0.0]]), torch.tensor([[1.0, 0.0, 1.0]])
+    >>> round(multi_label_bce(logits, targets).item(), 4)
+    0.3778
+    >>> round(multi_label_bce(logits, targets, label_weights=torch.tensor([1.0, 1.0, 0.0])).item(), 4)
+    0.2201
     """
     if label_weights is not None and label_weights.shape != logits.shape[-1:]:
         raise TrainingError(
@@ -97,6 +71,9 @@ def multi_label_bce_term(
             f"{tuple(logits.shape)}: give one weight per label, the last dimension"
         )
     return _term(logits, targets, mask, label_weights, pos_weight, ignore_index)
+
+
+multi_label_bce = averaged(multi_label_bce_term)
 
 
 @register("loss", "binary_cross_entropy")

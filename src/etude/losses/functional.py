@@ -3,6 +3,11 @@
 Nothing here waits for the device: a count that depends on the data stays a tensor.
 """
 
+import functools
+import math
+from collections.abc import Callable
+from typing import ParamSpec
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,37 +15,17 @@ from torch import Tensor
 from etude.core.errors import DataError, TrainingError
 from etude.core.task import LossTerm
 
+P = ParamSpec("P")
 IGNORE_INDEX = -100
 """The label that torch and most data sets use for positions without a label."""
 EXACT_IN_FLOAT32 = 2**24
 """Up to here a sum of ones in float32 is exact."""
 REDUCE_SUM = 2
 """What ATen calls reduction="sum"."""
+_LARGEST = math.log(1.7e308)
+"""The largest number whose exponential is one."""
 NO_LABEL = -(2**31)
 """A label that never occurs: stands in where no label is to be ignored."""
-
-
-def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    mask: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    ignore_index: int | None = IGNORE_INDEX,
-    class_weights: Tensor | None = None,
-    class_dim: int = -1,
-) -> Tensor:
-    """Return the mean cross entropy over the elements that count; 0 if none does.
-
-    The arguments are those of `cross_entropy_term`.
-
-    >>> logits = torch.tensor([[[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]]])
-    >>> round(cross_entropy(logits, torch.tensor([[0, 1, 1]]), mask=torch.tensor([[1, 1, 0]])).item(), 4)
-    0.1269
-    """
-    return mean_of(cross_entropy_term(logits, targets, mask, label_smoothing, ignore_index, class_weights, class_dim))
-
-
-cross_entropy_loss = cross_entropy
 
 
 def cross_entropy_term(
@@ -81,9 +66,38 @@ def cross_entropy_term(
         raise
     if all_count:
         return LossTerm(total, labels.numel() if hard else rows.numel() // logits.shape[class_dim])
-    if weights is not None:
-        return LossTerm(total, label_weights(labels, weights, skip).sum())
-    return LossTerm(total, labels.ne(skip).sum())
+    return LossTerm(total, count_labels(labels, skip, weights))
+
+
+def mean_of(term: LossTerm) -> Tensor:
+    """Return sum / count, and 0 where the count is 0.
+
+    >>> mean_of(LossTerm(torch.tensor(0.0), torch.tensor(0)))
+    tensor(0.)
+    """
+    if isinstance(term.count, Tensor):
+        return term.sum / torch.where(term.count == 0, 1, term.count)
+    return term.sum / (term.count or 1)
+
+
+def averaged(term: Callable[P, LossTerm]) -> Callable[P, Tensor]:
+    """Return the function of the same arguments that returns the mean over what counts, a scalar; 0 if nothing does.
+
+    >>> logits = torch.tensor([[[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]]])
+    >>> round(cross_entropy(logits, torch.tensor([[0, 1, 1]]), mask=torch.tensor([[1, 1, 0]])).item(), 4)
+    0.1269
+    """
+
+    def mean(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        return mean_of(term(*args, **kwargs))
+
+    functools.update_wrapper(mean, term)
+    mean.__name__ = mean.__qualname__ = term.__name__.removesuffix("_term")
+    mean.__doc__ = f"Return the mean over what counts, 0 if nothing does; arguments as for `{term.__name__}`."
+    return mean
+
+
+cross_entropy = cross_entropy_loss = averaged(cross_entropy_term)
 
 
 def nll_term(
@@ -101,9 +115,7 @@ def nll_term(
     except (IndexError, RuntimeError, ValueError) as error:
         raise_explained(error, log_probs, targets, ignore_index, weights, class_dim)
         raise
-    if weights is not None:
-        return LossTerm(total, label_weights(labels, weights, ignore_index).sum())
-    return LossTerm(total, labels.ne(ignore_index).sum())
+    return LossTerm(total, count_labels(labels, ignore_index, weights))
 
 
 def accuracy_term(
@@ -129,15 +141,13 @@ def accuracy_term(
     return LossTerm(correct.count_nonzero(), count, 0.0)
 
 
-def mean_of(term: LossTerm) -> Tensor:
-    """Return sum / count, and 0 where the count is 0.
+def perplexity(mean_loss: float) -> float:
+    """Return exp of a mean cross entropy in nats: between how many tokens, equally likely, a model chooses on average.
 
-    >>> mean_of(LossTerm(torch.tensor(0.0), torch.tensor(0)))
-    tensor(0.)
+    >>> round(perplexity(math.log(50257))), perplexity(1e9), perplexity(math.nan)
+    (50257, inf, nan)
     """
-    if isinstance(term.count, Tensor):
-        return term.sum / torch.where(term.count == 0, 1, term.count)
-    return term.sum / (term.count or 1)
+    return math.inf if mean_loss > _LARGEST else math.exp(mean_loss)
 
 
 def mask_labels(targets: Tensor, mask: Tensor, ignore_index: int) -> Tensor:
@@ -201,8 +211,10 @@ def _weighted_term(
     return LossTerm(total, counted.sum())
 
 
-def count_labels(targets: Tensor, ignore_index: int | None) -> Tensor | float:
-    """Return how many labels are not `ignore_index`."""
+def count_labels(targets: Tensor, ignore_index: int | None, class_weights: Tensor | None = None) -> Tensor | float:
+    """Return how many labels are not `ignore_index`; with weights of the classes, the sum of their weights."""
+    if class_weights is not None:
+        return label_weights(targets, class_weights, ignore_index).sum()
     return targets.numel() if ignore_index is None else targets.ne(ignore_index).sum()
 
 

@@ -11,10 +11,9 @@ from etude.core.batch import Batch, inputs_of, padding_mask_of, targets_of
 from etude.core.errors import CheckpointError, TrainingError
 from etude.core.model import HeadOutput, ModelCall, unwrap
 from etude.core.task import LossTerm, Terms
-from etude.losses.functional import IGNORE_INDEX, accuracy_term, cross_entropy_term, mask_labels
+from etude.losses.functional import IGNORE_INDEX, accuracy_term, cross_entropy_term, mask_labels, perplexity
 from etude.losses.fused_head import FusedHead
 from etude.losses.linear import linear_cross_entropy_terms
-from etude.losses.perplexity import perplexity
 from etude.losses.strategies import LossStrategy, Smoothing, head_of, logits_of
 
 

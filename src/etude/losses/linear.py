@@ -4,7 +4,9 @@ For 32,000 tokens and a vocabulary of 50,000 the logits alone take 6.5 GB in flo
 three tensors of that size. Here they are computed a chunk of positions at a time, together with the gradients.
 """
 
-from typing import Literal
+import functools
+from collections.abc import Callable
+from typing import Literal, ParamSpec
 
 import torch
 from torch import Tensor
@@ -14,44 +16,7 @@ from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, NO_LABEL, mask_labels
 from etude.losses.linear_autograd import loss_sums
 
-
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None = None,
-    *,
-    mask: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    ignore_index: int | None = IGNORE_INDEX,
-    softcap: float | None = None,
-    chunk_tokens: int | Literal["auto"] = "auto",
-) -> LossTerm:
-    """Return the sum of cross_entropy(hidden @ weight.T + bias, targets) and the number of labels that count.
-
-    `hidden` is (…, d), `weight` (V, d), `targets` (…) class indices; `mask` is shaped like the targets: elements where
-    it is 0 do not count, and a floating mask also weighs the others. With `softcap` the logits are
-    softcap · tanh(logits / softcap). Products are computed in the type of `hidden`, or of autocast; everything else in
-    float32 at least. `chunk_tokens` is how many positions are computed at a time; by default a few dozen megabytes of
-    logits. Gradients come with the values, so the result can be differentiated once, not twice. Raises TrainingError
-    for shapes or types that do not fit, and on the CPU DataError for labels out of range.
-
-    >>> hidden, weight = torch.zeros(2, 3, 8), torch.zeros(5, 8)
-    >>> linear_cross_entropy(hidden, weight, torch.tensor([[0, 4, -100], [1, 2, -100]]))
-    LossTerm(sum=tensor(6.4378), count=tensor(4), weight=1.0)
-    """
-    return linear_cross_entropy_terms(
-        hidden,
-        weight,
-        targets,
-        bias,
-        mask=mask,
-        label_smoothing=label_smoothing,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        chunk_tokens=chunk_tokens,
-        metrics=False,
-    )["loss"]
+P = ParamSpec("P")
 
 
 def linear_cross_entropy_terms(
@@ -65,11 +30,22 @@ def linear_cross_entropy_terms(
     ignore_index: int | None = IGNORE_INDEX,
     softcap: float | None = None,
     chunk_tokens: int | Literal["auto"] = "auto",
-    metrics: bool,
+    metrics: bool = False,
 ) -> Terms:
-    """Return "loss"; with `metrics` also "accuracy", and "nll", the loss without smoothing, if there is smoothing.
+    """Return cross_entropy(hidden @ weight.T + bias, targets) as "loss": the sum, and the number of labels that count.
 
-    The metrics come from the same pass. The arguments are those of `linear_cross_entropy`.
+    With `metrics` also "accuracy", and with label smoothing "nll", the loss without it; they come from the same pass.
+
+    `hidden` is (…, d), `weight` (V, d), `targets` (…) class indices; `mask` is shaped like the targets: elements where
+    it is 0 do not count, and a floating mask also weighs the others. With `softcap` the logits are
+    softcap · tanh(logits / softcap). Products are computed in the type of `hidden`, or of autocast; everything else in
+    float32 at least. `chunk_tokens` is how many positions are computed at a time; by default a few dozen megabytes of
+    logits. Gradients come with the values, so the result can be differentiated once, not twice. Raises TrainingError
+    for shapes or types that do not fit, and on the CPU DataError for labels out of range.
+
+    >>> hidden, weight = torch.zeros(2, 3, 8), torch.zeros(5, 8)
+    >>> linear_cross_entropy(hidden, weight, torch.tensor([[0, 4, -100], [1, 2, -100]]))
+    LossTerm(sum=tensor(6.4378), count=tensor(4), weight=1.0)
     """
     _check(hidden, weight, targets, bias)
     skip = NO_LABEL if ignore_index is None else ignore_index
@@ -99,6 +75,21 @@ def linear_cross_entropy_terms(
         if label_smoothing:
             terms["nll"] = LossTerm(nll, count, 0.0)
     return terms
+
+
+def _loss_of(terms: Callable[P, Terms]) -> Callable[P, LossTerm]:
+    """Return the function of the same arguments that returns the loss alone."""
+
+    def loss(*args: P.args, **kwargs: P.kwargs) -> LossTerm:
+        return terms(*args, **kwargs)["loss"]
+
+    functools.update_wrapper(loss, terms)
+    loss.__name__ = loss.__qualname__ = terms.__name__.removesuffix("_terms")
+    loss.__doc__ = f"Return the loss alone; arguments as for `{terms.__name__}`."
+    return loss
+
+
+linear_cross_entropy = _loss_of(linear_cross_entropy_terms)
 
 
 def product_type(hidden: Tensor) -> torch.dtype:

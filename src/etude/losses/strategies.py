@@ -16,14 +16,7 @@ from etude.core.batch import Batch, targets_of
 from etude.core.errors import TrainingError
 from etude.core.model import HeadOutput, ModelCall
 from etude.core.task import Terms, settings_of
-from etude.losses.functional import (
-    IGNORE_INDEX,
-    accuracy_term,
-    count_labels,
-    cross_entropy_term,
-    label_weights,
-    mean_of,
-)
+from etude.losses.functional import IGNORE_INDEX, accuracy_term, count_labels, cross_entropy_term, mean_of
 
 Smoothing = Annotated[float, Ge(0), Le(1)]
 LOGITS_KEYS = ("logits", "output", "out", "prediction", "predictions")
@@ -123,7 +116,9 @@ class ClassificationLoss(LossStrategy):
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
         """Return the number of labels that count; None for probabilities."""
         labels = self._labels(batch)
-        return None if labels.is_floating_point() else {"loss": self._count(labels)}
+        if labels.is_floating_point():
+            return None
+        return {"loss": count_labels(labels, self.ignore_index, self.class_weights)}
 
     def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return logits and labels; those that the loss ignores are -100."""
@@ -135,11 +130,6 @@ class ClassificationLoss(LossStrategy):
     def cross_entropy(self, means: Mapping[str, float]) -> float | None:
         """Return the loss, unless smoothing or class weights make it another number."""
         return None if self.label_smoothing or self.class_weights is not None else means.get("loss")
-
-    def _count(self, labels: Tensor) -> Tensor | float:
-        if self.class_weights is not None:
-            return label_weights(labels, self.class_weights, self.ignore_index).sum()
-        return count_labels(labels, self.ignore_index)
 
     def _labels(self, batch: Batch) -> Tensor:
         return required_labels(batch, type(self).__name__)

@@ -19,7 +19,7 @@ from etude.config.registry import register
 from etude.core.batch import Batch, num_samples
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.task import LossTerm, Terms, settings_of
-from etude.losses.functional import IGNORE_INDEX, count_labels, cross_entropy_term, label_weights, nll_term
+from etude.losses.functional import IGNORE_INDEX, count_labels, cross_entropy_term, nll_term
 from etude.losses.strategies import LossStrategy, add_accuracy, logits_of, required_labels
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -84,8 +84,7 @@ class FunctionLoss(LossStrategy):
     @property
     def name(self) -> str:
         """The name of the wrapped function, for messages."""
-        inner = self.function.func if isinstance(self.function, functools.partial) else self.function
-        return getattr(inner, "__name__", type(inner).__name__)
+        return _name(self.function.func if isinstance(self.function, functools.partial) else self.function)
 
     def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
         """Return "loss", and "accuracy" with `metrics` if the function is torch's cross entropy or nll_loss."""
@@ -112,7 +111,7 @@ class FunctionLoss(LossStrategy):
         if labels.is_floating_point():
             return None
         weight, skip = self._options.get("weight"), self._options.get("ignore_index", IGNORE_INDEX)
-        return {"loss": count_labels(labels, skip) if weight is None else label_weights(labels, weight, skip).sum()}
+        return {"loss": count_labels(labels, skip, weight)}
 
     def constants(self) -> Hashable:
         """Return the settings of the function, where it is an object, and those of torch's losses."""
@@ -169,11 +168,14 @@ def check_loss_arguments(function: Callable[..., Any]) -> None:
     try:
         signature.bind(None, None)
     except TypeError as error:
-        name = getattr(function, "__name__", type(function).__name__)
         raise ConfigError(
-            f"the loss {name}{signature} cannot be called with (predictions, labels): {error}; wrap it in a function "
-            f"of these two, or write a LossStrategy"
+            f"the loss {_name(function)}{signature} cannot be called with (predictions, labels): {error}; wrap it in "
+            f"a function of these two, or write a LossStrategy"
         ) from error
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from etude.core.errors import ConfigError
 from etude.core.spelling import suggest
 from etude.core.task import Task
+from etude.multitask.curriculum.phase import check_weight
 from etude.multitask.spec import ActiveTask, Measure, TaskSpec, check_known, check_task, strategy_of
 from etude.multitask.weighting import StaticWeights, Weighting
 
@@ -70,10 +71,7 @@ class ActiveTasks(Task):
         """
         for task, weight in weights.items():
             check_known("a weight", task, self.tasks)
-            if not 0 <= weight < math.inf:
-                raise ConfigError(
-                    f"the weight of the task '{task}' is {weight:g}; weights are finite and not below 0"
-                )
+            check_weight(weight, f"the weight of the task '{task}'")
         for task, variant in (variants or {}).items():
             check_known("a variant", task, self.tasks)
             if (task, variant) not in self._variants:

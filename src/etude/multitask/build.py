@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -30,24 +30,15 @@ logger = logging.getLogger("etude")
 _SPLITS = ("train", "validation", "test")
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltTasks:
-    """What the sections about tasks become."""
-
-    model: MultiTaskModel
-    task: MultiTask
-    samples: "SampleCount"
-
-
 # ------------------------------------------------------------------------------------------------ data
 
 
 def own_data(tasks: Mapping[str, TaskSection]) -> dict[str, tuple[str, Selection]]:
     """Return the data sets that tasks have of their own: by stream, where the config speaks of it and the component."""
     return {
-        variant.stream: (variant.path("data"), variant.data)
+        str(variant.stream): (variant.path("data"), variant.own_data)
         for variant in all_variants(tasks)
-        if isinstance(variant.data, Selection) and variant.stream is not None and "data" in variant.own
+        if variant.own_data is not None
     }
 
 
@@ -115,7 +106,7 @@ def _without(streams: Streams | None, unused: tuple[str, ...]) -> Streams | None
 # ------------------------------------------------------------------------------------------------ model and tasks
 
 
-def build_tasks(draft: RunDraft) -> BuiltTasks:
+def build_tasks(draft: RunDraft) -> tuple[MultiTaskModel, MultiTask]:
     """Put heads on the model and return model and tasks.
 
     The initial weights of a head depend on the seed and its name alone: other tasks change nothing.
@@ -134,7 +125,9 @@ def build_tasks(draft: RunDraft) -> BuiltTasks:
         main, *others = (_spec(draft, one) for one in all_of_task)
         by_name = {one.key: spec for one, spec in zip(all_of_task[1:], others, strict=True) if one.key}
         specs[name] = replace(main, weight=section.weight, variants=by_name)
-    weighting = _weighting(draft)
+    weighting = None
+    if (selection := draft.sections.get("weighting")) is not None:
+        weighting = _build(draft, "weighting", selection, Weighting, tasks=tuple(tasks))
     model = MultiTaskModel(trunk, heads)
     if weighting is not None and weighting.layer is not None:
         try:
@@ -143,11 +136,11 @@ def build_tasks(draft: RunDraft) -> BuiltTasks:
             raise ConfigError(f"{draft.document.place('weighting.layer')}: {error}") from error
     task = MultiTask(specs, weighting)
     task.join(model)
-    return BuiltTasks(model, task, SampleCount(task))
+    return model, task
 
 
 def _head(draft: RunDraft, variant: TaskVariant, supplied: Mapping[str, Any]) -> nn.Module:
-    head: nn.Module = _build(draft, variant.path("head"), variant.head, **supplied)
+    head: nn.Module = _build(draft, variant.path("head"), variant.head, nn.Module, **supplied)
     try:
         # A head may make layers when it is put on a model: now, by itself.
         MultiTaskModel(draft.model, {variant.head_name: head})
@@ -156,31 +149,14 @@ def _head(draft: RunDraft, variant: TaskVariant, supplied: Mapping[str, Any]) ->
     return head
 
 
-def _weighting(draft: RunDraft) -> Weighting | None:
-    selection: Selection | None = draft.sections.get("weighting")
-    if selection is None:
-        return None
-    built = _build(draft, "weighting", selection, tasks=tuple(draft.sections["tasks"]))
-    if not isinstance(built, Weighting):
-        raise ConfigError(
-            f"{draft.document.place('weighting')}: {selection.component.name} is a {type(built).__name__}, "
-            f"not a Weighting"
-        )
-    return built
-
-
 def _spec(draft: RunDraft, variant: TaskVariant) -> TaskSpec:
     loss = _build(draft, variant.path("loss"), variant.loss, **draft.given)
     classes = _classes(variant, loss, draft.vocab_size)
     metrics: dict[str, Any] = {}
     for place, selection in enumerate(variant.metrics):
         said = {"num_classes", "num_labels"} & set(selection.arguments)
-        metric = _build(draft, f"{variant.path('metrics')}.{place}", selection, **({} if said else classes))
-        if not isinstance(metric, Metric):
-            raise ConfigError(
-                f"{draft.document.place(variant.path('metrics'))}: {selection.component.name} is a "
-                f"{type(metric).__name__}, not a metric"
-            )
+        path = f"{variant.path('metrics')}.{place}"
+        metric = _build(draft, path, selection, Metric, **({} if said else classes))
         metrics[_new_name(selection.component.name, metrics)] = metric
     return TaskSpec(
         head=variant.head_name,
@@ -217,8 +193,12 @@ def _new_name(name: str, taken: Mapping[str, Any]) -> str:
     return candidate
 
 
-def _build(draft: RunDraft, path: str, selection: Selection, **provided: Any) -> Any:
-    return build_selection(selection, path=path, document=draft.document, provided=provided)
+def _build(draft: RunDraft, path: str, selection: Selection, kind: type = object, **provided: Any) -> Any:
+    built = build_selection(selection, path=path, document=draft.document, provided=provided)
+    if not isinstance(built, kind):
+        name, found = selection.component.name, type(built).__name__
+        raise ConfigError(f"{draft.document.place(path)}: {name} is a {found}, not a {kind.__name__}")
+    return built
 
 
 # ------------------------------------------------------------------------------------------------ counting samples
@@ -231,18 +211,13 @@ class SampleCount(Callback):
         super().__init__()
         self.task = task
 
-    @property
-    def samples(self) -> dict[str, int]:
-        """How many samples each task has learned from."""
-        return dict(self.task.samples)
-
     def outcome(self) -> dict[str, Any]:
         """Return the counts, for the result of the run."""
-        return {"samples": self.samples}
+        return self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""
-        return {"samples": self.samples}
+        return {"samples": dict(self.task.samples)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counts; a task that is new begins at 0."""

@@ -61,22 +61,18 @@ def make_curriculum(
 
 def streams_named(tasks: Mapping[str, TaskSection], sections: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Return the names of all streams as far as the config names them; None if only the data knows."""
+    own = [str(variant.stream) for variant in all_variants(tasks) if variant.own_data is not None]
+    given = _given_streams(sections)
+    if given is None and not own:
+        return None
+    return (*((SHARED,) if given is None else given), *own)
+
+
+def _given_streams(sections: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the streams that the data section names; None if it is a section of another kind."""
     data: Selection | None = sections.get("data")
-    own = [
-        variant.stream
-        for variant in all_variants(tasks)
-        if isinstance(variant.data, Selection) and "data" in variant.own
-    ]
-    of_data: Collection[str] = ()
-    if data is not None:
-        given = data.arguments.get("streams")
-        if data.component.name == "streams" and isinstance(given, Mapping):
-            of_data = tuple(given)
-        elif own:
-            of_data = (SHARED,)
-        else:
-            return None
-    return (*of_data, *(name for name in own if name is not None))
+    given = {} if data is None else data.arguments.get("streams") if data.component.name == "streams" else None
+    return tuple(given) if isinstance(given, Mapping) else None
 
 
 def stream_problems(
@@ -120,8 +116,7 @@ def _whole(tasks: Mapping[str, TaskSection], sections: Mapping[str, Any]) -> Ite
         yield Problem("tasks", "there is no task; name at least one, or take the section out")
     if sections.get("loss") is not None:
         yield Problem("loss", "every task has a loss of its own; move it to `tasks`, or take it out")
-    data: Selection | None = sections.get("data")
-    if data is not None and data.component.name == "streams" and data.arguments.get("streams") == {}:
+    if sections.get("data") is not None and _given_streams(sections) == ():
         yield Problem("data.streams", "there is no stream; name at least one")
     for name in tasks:
         if name.startswith("val_"):
@@ -190,13 +185,12 @@ def _no_task(name: str, phase: Phase, tasks: Collection[str]) -> str:
 
 
 def _own_data(variants: Sequence[TaskVariant], sections: Mapping[str, Any]) -> Iterator[Problem]:
-    data: Selection | None = sections.get("data")
-    given = data.arguments.get("streams") if data is not None and data.component.name == "streams" else None
-    taken = set(given) if isinstance(given, Mapping) else {SHARED} if data is not None else set()
+    given = _given_streams(sections)
+    taken = (SHARED,) if given is None else given
     for variant in variants:
-        if isinstance(variant.data, Selection) and "data" in variant.own and variant.stream in taken:
+        if variant.own_data is not None and variant.stream in taken:
             yield Problem(
                 variant.path("data"), f"there is a stream '{variant.stream}' already; call it or the task otherwise"
             )
-    if data is None and all(variant.data is None for variant in variants):
+    if sections.get("data") is None and all(variant.data is None for variant in variants):
         yield Problem("tasks", "no task has data, and there is no `data:` section; add one")

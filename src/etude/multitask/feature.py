@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from etude.config import Document, Feature, RunDraft, SectionSpec, Selection
 from etude.engine.state import callbacks_in
-from etude.multitask.build import build_tasks, own_data, with_own_data
+from etude.multitask.build import SampleCount, build_tasks, own_data, with_own_data
 from etude.multitask.checks import make_curriculum, settle_tasks
 from etude.multitask.curriculum.callback import CurriculumCallback
 from etude.multitask.sections import Name, Phases, TaskSection
@@ -62,12 +62,11 @@ class Tasks(Feature):
         tasks = draft.sections.get("tasks")
         if not tasks:
             return
-        built = build_tasks(draft)
-        draft.model = built.model
+        draft.model, task = build_tasks(draft)
         curriculum = make_curriculum(draft.sections.get("curriculum") or [], tasks, draft.document)
-        draft.trainer |= {"task": built.task, "curriculum": curriculum}
+        draft.trainer |= {"task": task, "curriculum": curriculum}
         if draft.world_size == 1:
-            draft.callbacks.append(built.samples)
+            draft.callbacks.append(SampleCount(task))
 
     def evaluating(self, trainer: Any, checkpoint: Any) -> None:
         """Evaluate with the tasks and variants of the checkpoint's phase."""

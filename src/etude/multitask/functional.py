@@ -1,21 +1,22 @@
 """The loss of several tasks at once: Σ weight·loss, with every task's loss reported."""
 
 import functools
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from etude.core.errors import ConfigError, DataError, TrainingError
-from etude.core.spelling import listed, nearest, suggest
+from etude.core.errors import ConfigError, TrainingError
+from etude.core.spelling import listed, suggest
 from etude.core.task import LossTerm, Terms
 from etude.losses.binary import binary_cross_entropy_term, multi_label_bce_term
 from etude.losses.functional import cross_entropy_term, mean_of
 from etude.losses.strategies import LossStrategy, logits_of, shape_of
 from etude.losses.task import as_strategy
 from etude.losses.wrapped import LossFunction
+from etude.multitask.curriculum.phase import check_spelling, check_weight
+from etude.multitask.spec import explained
 
 TaskLoss = str | LossStrategy | LossFunction
 """A name of `NAMED_LOSSES`, a strategy, or a function of (predictions, labels)."""
@@ -134,24 +135,16 @@ def check_weights(weights: Mapping[str, float | Tensor], tasks: Collection[str])
     There may be weights of tasks that are not active, and tasks without one. Weights that live on a GPU are not looked
     at: reading them would make the host wait.
     """
-    missing = [task for task in tasks if task not in weights]
-    for name in weights:
-        if name not in tasks and nearest(name, missing, cutoff=0.8):
-            raise ConfigError(f"the weights name a task '{name}' that is not there{suggest(name, tasks)}")
+    check_spelling(weights, tasks)
     for task, weight in weights.items():
         if isinstance(weight, Tensor) and not weight.is_cpu:
             continue
-        value = weight.item() if isinstance(weight, Tensor) else weight
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"the weight of the task '{task}' is {value:g}; weights are finite and not below 0")
+        check_weight(weight.item() if isinstance(weight, Tensor) else weight, f"the weight of the task '{task}'")
 
 
 def _task_term(task: str, prediction: Any, target: Tensor, weight: float | Tensor, loss: TaskLoss | None) -> LossTerm:
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not _is_zero(weight)):
-        try:
-            term = _unweighed_term(prediction, target, loss)
-        except (ConfigError, DataError, TrainingError) as error:
-            raise type(error)(f"task '{task}': {error}") from error
+    with explained(task), torch.set_grad_enabled(torch.is_grad_enabled() and not _is_zero(weight)):
+        term = _unweighed_term(prediction, target, loss)
     return LossTerm(term.sum, term.count, weight)
 
 

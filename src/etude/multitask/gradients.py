@@ -12,7 +12,6 @@ from etude.core import Batch, ConfigError, Terms, TrainingError
 from etude.core.model import unwrap
 from etude.distributed import World
 from etude.engine.callback import Callback, RunParts
-from etude.engine.objective import ObjectiveParts
 from etude.engine.precision import MixedPrecision
 
 Counts = Mapping[str, Tensor | float]
@@ -124,6 +123,16 @@ class TaskRows:
             rows.div_(self._precision.unscale(1.0))
         return self._world.sum(rows)
 
+    def products(self, step: int) -> TaskGradients:
+        """Return the products of the tasks' gradients with each other."""
+        tasks = tuple(self.found)
+        rows = self.matrix().float()
+        products = rows @ rows.T
+        if tasks != self.tasks:  # without a list of indices, whose copy to a device would make the host wait
+            places = [self.tasks.index(task) for task in tasks]
+            products = torch.stack([torch.stack([products[one, other] for other in places]) for one in places])
+        return TaskGradients(tasks, products, step)
+
     def _rows(self) -> Tensor:
         if self._matrix is None:
             first, sizes = self.params[0], [param.numel() for param in self.params]
@@ -160,36 +169,6 @@ class TaskRows:
         for place in places:
             self.reached[place] = 1
         return places, [found[place] for place in places]
-
-
-class GradientProbe:
-    """Each task's gradient of all shared parameters, for callbacks that ask for some of the steps."""
-
-    def __init__(self, tasks: Sequence[str], parts: ObjectiveParts) -> None:
-        self._rows = TaskRows(tasks, shares(parts.model).shared_parameters(), parts.world, parts.precision)
-
-    def begin(self) -> None:
-        """Begin a step that is probed."""
-        self._rows.begin()
-
-    def add(self, terms: Terms, totals: Counts) -> None:
-        """Take the gradients of one micro-batch, before its backward pass, which this does not change."""
-        self._rows.add(terms, totals)
-
-    @property
-    def has_any(self) -> bool:
-        """Whether a task had a gradient in this step."""
-        return bool(self._rows.found)
-
-    def gradients(self, step: int) -> TaskGradients:
-        """Return the products of the tasks' gradients with each other."""
-        tasks = tuple(self._rows.found)
-        rows = self._rows.matrix().float()
-        products = rows @ rows.T
-        if tasks != self._rows.tasks:  # without a list of indices, whose copy to a device would make the host wait
-            places = [self._rows.tasks.index(task) for task in tasks]
-            products = torch.stack([torch.stack([products[one, other] for other in places]) for one in places])
-        return TaskGradients(tasks, products, step)
 
 
 def shares(model: nn.Module) -> SharesParameters:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from etude.core.buffers import probing
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.model import ModelCall, linked
 from etude.core.spelling import did_you_mean, listed, suggest
+from etude.losses.fused_head import NamesItsHead
 from etude.models.features import Features, Trunk, feature_dim
 from etude.models.huggingface_trunk import HuggingFaceModel, HuggingFaceTrunk
 from etude.multitask.heads import LanguageModelHead
@@ -63,7 +64,7 @@ class MultiTaskModel(nn.Module):
     def _answers(self, batch: Batch, heads: Sequence[str]) -> dict[str, Any]:
         for name in heads:
             if name not in self.heads:
-                raise TrainingError(self._no_such_head(name))
+                raise TrainingError(f"the model has no head '{name}'{suggest(name, self.heads)}")
         features = self.features(batch)
         return {name: self.heads[name](features) for name in heads}
 
@@ -150,9 +151,6 @@ class MultiTaskModel(nn.Module):
             module = module.get_submodule(part)
         return parts
 
-    def _no_such_head(self, name: str) -> str:
-        return f"the model has no head '{name}'{suggest(name, self.heads)}"
-
 
 class FeatureCall:
     """Runs a trunk on a batch of any form that `ModelCall` takes; how to call it is decided once.
@@ -183,7 +181,7 @@ class FeatureCall:
 
     def output(self, trunk: nn.Module) -> nn.Linear | None:
         """Return the linear layer that makes the trunk's predictions of its features, None if there is none."""
-        if not isinstance(trunk, NamesItsOutput) or (self._huggingface and not self._huggingface.has_output):
+        if not isinstance(trunk, NamesItsHead) or (self._huggingface and not self._huggingface.has_output):
             return None
         layer = trunk.get_output_embeddings()
         return layer if isinstance(layer, nn.Linear) else None
@@ -192,14 +190,6 @@ class FeatureCall:
         if self._huggingface is not None:
             return self._huggingface(trunk, batch)
         return self._call(trunk.features if self._has_features else trunk, batch)
-
-
-@runtime_checkable
-class NamesItsOutput(Protocol):
-    """A model that says which of its modules is the output layer."""
-
-    def get_output_embeddings(self) -> Any:
-        """Return the output layer, or None."""
 
 
 def positions_of(batch: Batch) -> tuple[Tensor | None, Tensor | None]:

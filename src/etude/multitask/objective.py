@@ -16,7 +16,7 @@ from etude.core.task import LossTerm
 from etude.distributed import World, idle_output, local_gradients
 from etude.engine.callback import CallbackList
 from etude.engine.objective import Counts, Objective, ObjectiveParts
-from etude.multitask.gradients import LOSS, GradientProbe, TaskGradientWatcher
+from etude.multitask.gradients import LOSS, TaskGradientWatcher, TaskRows, shares
 
 if TYPE_CHECKING:
     from etude.multitask.task import MultiTask
@@ -42,7 +42,8 @@ class TaskObjective(Objective):
         self.notice: Callable[[str, Mapping[str, Any]], None] = lambda message, _facts: logger.info(message)
         """Receives what the user should know."""
         self._watchers: Sequence[TaskGradientWatcher] = ()
-        self._probe: GradientProbe | None = None
+        self._probe: TaskRows | None = None
+        """Each task's gradient of all shared parameters, for callbacks that ask for some of the steps."""
         self._is_probed = self._learns = False
         rule = self.weighting
         if rule is not None and rule.has_state and all(rule is not part for part in parts.model.modules()):
@@ -72,7 +73,10 @@ class TaskObjective(Objective):
         self._learns = False
         self._is_probed = not self.is_usual(step)
         if self._is_probed:
-            self._begin_probe()
+            if self._probe is None:
+                shared = shares(self.parts.model).shared_parameters()
+                self._probe = TaskRows(self.names, shared, self.parts.world, self.parts.precision)
+            self._probe.begin()
         if len(micro_batches) > 1:
             self.totals = self.totals_ahead()
             if not self.totals:
@@ -108,8 +112,11 @@ class TaskObjective(Objective):
                 param.grad = None  # zeros that only keep ranks in sync: weight decay must not be applied
         assert self.totals is not None
         self.complete(self.totals)
-        if self._is_probed and self._probe is not None:  # before the update, which may change the loss scale
-            self._show_gradients(self._probe)
+        if self._is_probed and self._probe is not None and self._probe.found:
+            found = self._probe.products(self.step)  # before the update, which may change the loss scale
+            for watcher in self._watchers:
+                if watcher.wants_task_gradients(self.step):
+                    watcher.on_task_gradients(found)
         return self.undo_average(1.0)
 
     def complete(self, totals: Counts) -> None:
@@ -156,20 +163,6 @@ class TaskObjective(Objective):
         if any(self.tasks.is_for(batch) for batch in self.micro_batches):
             return {}
         raise self.nothing_to_learn()
-
-    # --- gradient watchers
-
-    def _begin_probe(self) -> None:
-        if self._probe is None:
-            self._probe = GradientProbe(self.names, self.parts)
-        self._probe.begin()
-
-    def _show_gradients(self, probe: GradientProbe) -> None:
-        if probe.has_any:
-            found = probe.gradients(self.step)
-            for watcher in self._watchers:
-                if watcher.wants_task_gradients(self.step):
-                    watcher.on_task_gradients(found)
 
 
 class RankTasks(Task):

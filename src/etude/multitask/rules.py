@@ -41,26 +41,27 @@ class GradNormObjective(TaskObjective):
     def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
         super().__init__(task, parts)
         self._layer: str | None = self.weighting.layer
-        self._params = [] if self._layer is None else shares(parts.model).layer_parameters(self._layer)
-        self._rows = TaskRows(self.names, self._params, parts.world, parts.precision)
-        self._has_begun = self._reached = False
+        if self._layer is not None:
+            shares(parts.model).layer_parameters(self._layer)  # a name that is not there is refused now
+        self._rows: TaskRows | None = None
+        self._reached = False
 
     def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
         """Begin without gradients; the first step finds the layer and says which it is."""
         super().begin(micro_batches, step)
-        if not self._has_begun:
-            self._has_begun = True
-            self._choose_layer(micro_batches)
-            self._rows = TaskRows(self.names, self._params, self.parts.world, self.parts.precision)
+        if self._rows is None:
+            self._rows = self._choose_layer(micro_batches)
         self._rows.begin()
 
     def task_backward(self, weighted: Terms, totals: Counts) -> None:
         """Keep each task's gradient of the layer, then run the common backward pass."""
+        assert self._rows is not None
         self._rows.add(weighted, totals)
         super().task_backward(weighted, totals)
 
     def complete(self, totals: Counts) -> None:
         """Let the weighting see the gradients of the whole step; the first one shows whether the layer has any."""
+        assert self._rows is not None
         if not self._reached:
             self._reached = bool(self.parts.world.host_max([max(self._rows.reached)])[0])
             if not self._reached:
@@ -71,17 +72,18 @@ class GradNormObjective(TaskObjective):
         losses, scale = self.losses(self.sums, totals)
         self.weighting.observe(losses, self._rows.matrix(), scale)
 
-    def _choose_layer(self, micro_batches: Sequence[Batch]) -> None:
+    def _choose_layer(self, micro_batches: Sequence[Batch]) -> TaskRows:
         model = shares(self.parts.model)
         if self._layer is None:
             self._layer = self._last_layer(model, micro_batches)
-            self._params = model.layer_parameters(self._layer)
+        params = model.layer_parameters(self._layer)
         if self.parts.world.is_main:
-            number = sum(param.numel() for param in self._params)
+            number = sum(param.numel() for param in params)
             self.notice(
                 f"{type(self.weighting).__name__} looks at the gradients of {self._layer} ({number:,} parameters)",
                 {"event": "weighting", "layer": self._layer},
             )
+        return TaskRows(self.names, params, self.parts.world, self.parts.precision)
 
     def _last_layer(self, model: SharesParameters, micro_batches: Sequence[Batch]) -> str:
         """Return the name of the last shared layer; ranks without samples take it from the others."""
@@ -132,7 +134,7 @@ class CombinedGradients(TaskObjective):
             assign_gradients((scale.to(own.dtype) @ own).mul_(factor), self._own)
         # Weighed in place: a copy of all gradients takes longer than the rest of the method.
         shared.masked_fill_(scale[:, None] <= 0, 0.0).mul_(scale[:, None])
-        merged = self.weighting.combine(shared, step=self.step, active=scale > 0)
+        merged = self.weighting.merge(shared, self.step, scale > 0)
         assign_gradients(merged.mul_(factor), self._shared)
         for param, reached in zip(self._rows.params, self._params_reached(), strict=True):
             if not reached:

@@ -83,6 +83,11 @@ class TaskVariant:
             return self.name.replace(":", "-") if "data" in self.own else self.task
         return self.data
 
+    @property
+    def own_data(self) -> Selection | None:
+        """The data set that the task, or this variant of it, brings along."""
+        return self.data if isinstance(self.data, Selection) and "data" in self.own else None
+
     def path(self, key: str) -> str:
         """Return the dotted path of the value that holds for this variant."""
         inside = "" if self.key is None or key not in self.own else f".variants.{self.key}"

@@ -1,6 +1,5 @@
 """What a task is: the batches it learns from, the head that answers, and how the answer is judged."""
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -9,12 +8,13 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from etude.core.batch import STREAM, Batch, targets_of
-from etude.core.errors import ConfigError, TrainingError
+from etude.core.errors import ConfigError, EtudeError, TrainingError
 from etude.core.spelling import suggest
 from etude.losses.functional import IGNORE_INDEX
 from etude.losses.strategies import ClassificationLoss, LossStrategy
 from etude.losses.task import InferredLoss, as_strategy
 from etude.losses.wrapped import LossFunction
+from etude.multitask.curriculum.phase import check_weight
 
 
 class Measure(Protocol):
@@ -105,6 +105,19 @@ def learns_from(task: str, spec: TaskSpec, batch: Batch) -> bool:
     return True
 
 
+class explained:
+    """Errors inside this block say which task they are about."""
+
+    def __init__(self, task: str) -> None:
+        self.task = task
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, EtudeError):
+            raise type(error)(f"task '{self.task}': {error}") from error
+
+
 def check_labels(tasks: Mapping[str, TaskSpec], batch: Batch) -> None:
     """Raise TrainingError for a task, or a variant, of this stream whose labels the batch does not have.
 
@@ -141,8 +154,7 @@ def check_task(name: str, spec: TaskSpec, variant: str = "") -> None:
     what = f"the task '{name}'" + (f", variant '{variant}'" if variant else "")
     if not name or "/" in name:
         raise ConfigError(f"'{name}' cannot be the name of a task: a name is not empty and has no '/'")
-    if not 0 <= spec.weight < math.inf:
-        raise ConfigError(f"the weight of {what} is {spec.weight:g}; weights are finite and not below 0")
+    check_weight(spec.weight, f"the weight of {what}")
     for other, one in spec.variants.items():
         if one.variants:
             raise ConfigError(f"{what}: its variant '{other}' has variants of its own; give them all to the task")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.core.batch import LABEL_KEYS, STREAM, Batch, JointBatch, num_samples
-from etude.core.errors import EtudeError, TrainingError
+from etude.core.errors import TrainingError
 from etude.core.loader import Loader
 from etude.core.lookups import explain_lookup
 from etude.core.task import LossTerm, Terms
@@ -17,7 +17,7 @@ from etude.engine.objective import ObjectiveParts
 from etude.losses.strategies import head_of
 from etude.multitask.active import LOSS, ActiveTasks
 from etude.multitask.rules import make_objective
-from etude.multitask.spec import ActiveTask, check_labels, learns_from
+from etude.multitask.spec import ActiveTask, check_labels, explained, learns_from
 from etude.multitask.training import check_streams_of, holds_same_keys, join_weighting, train_weighting, warn_of_steps
 
 PENALTY, CAUSAL = "penalty", "causal"
@@ -151,7 +151,7 @@ class MultiTask(ActiveTasks):
         self, task: str, active: ActiveTask, output: Any, inputs: Batch, *, metrics: bool | None
     ) -> Terms:
         view = _view_for(inputs, active.spec.labels)
-        with _explained(task):
+        with explained(task):
             wanted = active.strategy.has_cheap_metrics(output, view) if metrics is None else metrics
             found = active.strategy.terms(output, view, metrics=wanted)
             if active.spec.metrics and (self._measuring or id(active.spec) not in self._tried):
@@ -252,19 +252,6 @@ def _several_terms(task: str, weighted: Iterable[str]) -> TrainingError:
         f"task '{task}': its loss has the weighted terms {', '.join(weighted) or 'none'}, a task has one, "
         f"'{LOSS}'; split the task"
     )
-
-
-class _explained:
-    """Errors inside this block say which task they are about."""
-
-    def __init__(self, task: str) -> None:
-        self.task = task
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, EtudeError):
-            raise type(error)(f"task '{self.task}': {error}") from error
 
 
 def _any(count: Tensor | float) -> Tensor | float:

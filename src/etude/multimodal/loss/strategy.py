@@ -16,10 +16,9 @@ from etude.core.batch import Batch
 from etude.core.errors import ConfigError, DataError
 from etude.core.model import ModelCall, unwrap
 from etude.core.task import LossTerm, Terms
-from etude.losses.functional import IGNORE_INDEX
+from etude.losses.functional import IGNORE_INDEX, perplexity
 from etude.losses.fused_head import FusedHead, NamesItsHead
 from etude.losses.language import LanguageModelingLoss, is_encoder_decoder, token_predictions
-from etude.losses.perplexity import perplexity
 from etude.losses.strategies import Smoothing
 from etude.multimodal.codebooks.loading import load_codebook, load_npz_key
 from etude.multimodal.facts import check_vocabulary, describe_vocabulary

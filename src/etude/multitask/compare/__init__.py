@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
-    from etude.multitask.compare.tables import Comparison, WeightingComparison
+    from etude.multitask.compare.tables import Comparison
     from etude.multitask.compare.tasks import compare_tasks
     from etude.multitask.compare.weightings import compare_weightings
 
-__all__ = ["Comparison", "WeightingComparison", "compare_tasks", "compare_weightings"]
+__all__ = ["Comparison", "compare_tasks", "compare_weightings"]
 
 __getattr__ = load_late(__name__, __file__)

@@ -3,7 +3,7 @@
 import re
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -44,20 +44,16 @@ def compare(
 
     The models have the same size and the same budget. Started again, the command goes on where it was stopped.
     """
-    from etude.multitask.compare import Comparison, WeightingComparison, compare_tasks, compare_weightings
+    from etude.multitask.compare import compare_tasks, compare_weightings
 
-    runner, changes, chosen = context.obj(), overrides or [], _numbers(seeds)
-    tell = partial(typer.echo, err=True)
-    comparison: Comparison | WeightingComparison
+    runner, changes = context.obj(), overrides or []
+    options: dict[str, Any] = {"out": out, "seeds": _numbers(seeds), "progress": not quiet}
+    options["tell"] = partial(typer.echo, err=True)
     if weightings is None:
-        comparison = compare_tasks(
-            runner, experiment, changes, out=out, budget=budget, seeds=chosen, progress=not quiet, tell=tell
-        )
+        comparison = compare_tasks(runner, experiment, changes, budget=budget, **options)
     else:
         names = [name.strip() for name in weightings.split(",") if name.strip()]
-        comparison = compare_weightings(
-            runner, experiment, names, changes, out=out, seeds=chosen, progress=not quiet, tell=tell
-        )
+        comparison = compare_weightings(runner, experiment, names, changes, **options)
     typer.echo(comparison.to_text())
 
 
@@ -69,19 +65,17 @@ def _numbers(text: str | None) -> list[int] | int | None:
     """
     if text is None:
         return None
+    from etude.core import ConfigError
+    from etude.core.spelling import shorten
+
     words = [word.strip() for word in text.removesuffix(",").split(",")]
     is_list = "," in text
     form = "[0-9]{1,18}" if is_list else "[1-9][0-9]{0,2}"
     if not all(re.fullmatch(form, word) for word in words):
-        from etude.core import ConfigError
-        from etude.core.spelling import shorten
-
         raise ConfigError(
             f"--seeds {shorten(text)}: give whole numbers separated by commas, such as 0,1,2, or how many, such as 3"
         )
     seeds = [int(word) for word in words]
     if len(set(seeds)) < len(seeds):
-        from etude.core import ConfigError
-
         raise ConfigError(f"--seeds {text}: a seed is there twice, which would look like agreement; give each once")
     return seeds if is_list else seeds[0]

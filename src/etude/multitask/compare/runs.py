@@ -1,22 +1,19 @@
-"""The runs of a comparison, trained and evaluated by a runner that is passed in, and the files of its tables."""
+"""The runs of a comparison, trained and evaluated by a runner that is passed in."""
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from etude.core import ConfigError
 from etude.core.files import write_text
-from etude.data import DataSplits, Streams
+from etude.data import Streams
 from etude.distributed import before_joining
 from etude.monitor import RunFolder
-from etude.multitask.compare.alone import stream_of
-from etude.multitask.compare.tables import ComparedRun, Comparison, WeightingComparison
-
-Numbers = dict[str, dict[str, float]]
-"""Split → numbers."""
+from etude.multitask.compare.tables import ComparedRun, Comparison, Measured
+from etude.multitask.sections import variants_of
 
 
 class Runner(Protocol):
@@ -35,21 +32,65 @@ class Runner(Protocol):
         """Return `step`, `parameters` and `splits` (split → numbers) of its last checkpoint."""
 
 
-def ready(runner: Runner, config: Any) -> Any:
-    """Return the data of an experiment to be compared; raise ConfigError if its models could not be evaluated."""
-    with before_joining():
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+Tell = Callable[[str], None]
+"""Receives what a comparison does now."""
+
+
+class ComparedRuns:
+    """Trains the runs of a comparison, each in `seed-<seed>/<name>`, and keeps what they found."""
+
+    def __init__(self, runner: Runner, config: Any, root: Path, progress: bool, tell: Tell) -> None:
+        """Load the data of an experiment; raise ConfigError if its models could not be evaluated."""
+        with before_joining():
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ConfigError(
+                    "a comparison trains its models one after the other in one process; start it without torchrun"
+                )
+        if not config.training.save_checkpoints:
             raise ConfigError(
-                "a comparison trains its models one after the other in one process; start it without torchrun"
+                f"{config.document.place('training.save_checkpoints')}: a comparison evaluates the last checkpoint of "
+                f"every model; set it to true"
             )
-    if not config.training.save_checkpoints:
-        raise ConfigError(
-            f"{config.document.place('training.save_checkpoints')}: a comparison evaluates the last checkpoint of "
-            f"every model; set it to true"
-        )
-    data = runner.data(config)
-    _check_splits(config, data.splits)
-    return data
+        self.runner, self.root, self.progress, self.tell = runner, root, progress, tell
+        self.data = runner.data(config)
+        self._check_splits(config)
+        self.runs: list[ComparedRun] = []
+        self.found: dict[str, list[Measured]] = {}
+        """Numbers by the name of the run, for each seed."""
+
+    def add(self, name: str, config: Any, data: Any, message: str) -> ComparedRun:
+        """Train a run and evaluate its last checkpoint, every task in its main variant."""
+        seed = config.training.seed
+        self.tell(f"seed {seed}: {message}")
+        folder = self.runner.train(config, self.root / f"seed-{seed}" / name, progress=self.progress)
+        found = self.runner.evaluate(replace(config, sections={**config.sections, "curriculum": None}), folder, data)
+        samples = folder.read_result()["samples"]
+        self.runs.append(ComparedRun(name, seed, str(folder.path), found["step"], samples, found["parameters"]))
+        self.found.setdefault(name, []).append(found["splits"])
+        return self.runs[-1]
+
+    def write(self, comparison: Comparison) -> Comparison:
+        """Write `compare.json` and `compare.md`."""
+        write_text(self.root / "compare.json", json.dumps(comparison.to_dict(), indent=2) + "\n")
+        write_text(self.root / "compare.md", comparison.to_markdown())
+        return comparison
+
+    def _check_splits(self, config: Any) -> None:
+        """Raise ConfigError if a task has nothing that it can be compared on."""
+        splits = self.data.splits
+        held_out = [part for part in (splits.validation, splits.test) if part is not None]
+        for name, section in config.tasks.items():
+            stream = next(variants_of(name, section)).stream
+            if not any(stream is None or not isinstance(part, Streams) or stream in part.parts for part in held_out):
+                raise ConfigError(
+                    f"{config.document.place(f'tasks.{name}')}: its data has neither a validation nor a test part, so "
+                    f"there is nothing to compare models on"
+                )
+
+
+def folder_of(config: Any, out: str | Path | None, name: str) -> Path:
+    """Return the folder of a comparison: `out`, or the one of this name among the runs of the experiment."""
+    return Path(out) if out is not None else Path("runs") / config.name / name
 
 
 def chosen_seeds(config: Any, seeds: Sequence[int] | int | None) -> tuple[int, ...]:
@@ -62,32 +103,3 @@ def with_training(config: Any, **changes: Any) -> Any:
     """Return the experiment with other settings of training."""
     training = config.sections["training"].model_copy(update=changes)
     return replace(config, sections={**config.sections, "training": training})
-
-
-def train_and_measure(
-    runner: Runner, name: str, config: Any, data: Any, root: Path, *, progress: bool
-) -> tuple[Numbers, ComparedRun]:
-    """Train a run in `seed-<seed>/<name>` and evaluate its last checkpoint, every task in its main variant."""
-    seed = config.training.seed
-    folder = runner.train(config, root / f"seed-{seed}" / name, progress=progress)
-    found = runner.evaluate(replace(config, sections={**config.sections, "curriculum": None}), folder, data)
-    samples = folder.read_result()["samples"]
-    return found["splits"], ComparedRun(name, seed, str(folder.path), found["step"], samples, found["parameters"])
-
-
-def write_tables(root: Path, comparison: Comparison | WeightingComparison) -> None:
-    """Write `compare.json` and `compare.md`."""
-    write_text(root / "compare.json", json.dumps(comparison.to_dict(), indent=2) + "\n")
-    write_text(root / "compare.md", comparison.to_markdown())
-
-
-def _check_splits(config: Any, splits: DataSplits) -> None:
-    """Raise ConfigError if a task has nothing that it can be compared on."""
-    for name, section in config.tasks.items():
-        stream = stream_of(name, section)
-        held_out = [part for part in (splits.validation, splits.test) if part is not None]
-        if not any(stream is None or not isinstance(part, Streams) or stream in part.parts for part in held_out):
-            raise ConfigError(
-                f"{config.document.place(f'tasks.{name}')}: its data has neither a validation nor a test part, so "
-                f"there is nothing to compare models on"
-            )

@@ -1,11 +1,13 @@
 """Tables of comparisons: of one model for all tasks with one for each, and of several weightings."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
 
+MULTI = "multi-task"
+"""The name of the run that learns all tasks."""
 LOWER_IS_BETTER = frozenset({"loss", "nll", "perplexity", "mse", "rmse", "mae", "error"})
 """Words in the names of numbers that are better if they are lower."""
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -53,93 +55,15 @@ class ResultRow:
             return "equal"
         if not abs(difference) > margin:  # also if one of them is NaN
             return "unclear"
-        return "multi-task" if (difference < 0) == lower_is_better(self.number) else "single-task"
+        return MULTI if (difference < 0) == lower_is_better(self.number) else "single-task"
 
+    def summary(self) -> dict[str, Any]:
+        """Return what follows from the values."""
+        return {"difference": self.difference, "better": self.verdict}
 
-@dataclass(frozen=True, slots=True)
-class ComparedRun:
-    """One of the runs that were compared."""
-
-    name: str
-    """multi-task, or the task it learned alone; or the weighting."""
-    seed: int
-    folder: str
-    steps: int
-    samples: Mapping[str, int]
-    """Samples that each of its tasks learned from."""
-    parameters: int
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A whole comparison."""
-
-    experiment: str
-    budget: str
-    seeds: tuple[int, ...]
-    runs: tuple[ComparedRun, ...] = ()
-    rows: tuple[ResultRow, ...] = field(default=())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data, with difference and verdict of every row."""
-        rows = [asdict(row) | {"difference": row.difference, "better": row.verdict} for row in self.rows]
-        return asdict(self) | {"rows": rows}
-
-    def cells(self) -> list[list[str]]:
-        """Return the table as text, the heading first."""
-        heading = ["task", "split", "number", "multi-task", "single-task", "difference", "better"]
-        return [heading] + [
-            [
-                row.task,
-                row.split,
-                row.number,
-                spread(row.multi),
-                spread(row.single),
-                f"{row.difference:+.4g}",
-                row.verdict,
-            ]
-            for row in self.rows
-        ]
-
-    def notes(self) -> list[str]:
-        """Return what a reader of the table must know."""
-        multi = [run for run in self.runs if run.name == "multi-task"]
-        single = [run for run in self.runs if run.name != "multi-task"]
-        steps = [sum(run.steps for run in runs) // len(self.seeds) for runs in (multi, single)]
-        sizes = [max((run.parameters for run in runs), default=0) for runs in (multi, single)]
-        chance = (
-            f"mean ± standard deviation over the seeds {', '.join(map(str, self.seeds))}; unclear: 0 lies in the 95 % "
-            f"interval of the mean difference"
-            if len(self.seeds) > 1
-            else "one seed: a difference may be chance, so none is called better; try several with --seeds 5"
-        )
-        return [
-            f"budget {self.budget}: {self._budget()}",
-            f"steps: multi-task {steps[0]:,}, all single-task models together {steps[1]:,}",
-            f"parameters: multi-task {sizes[0]:,}, a single-task model up to {sizes[1]:,}",
-            chance,
-        ]
-
-    def _budget(self) -> str:
-        """Return what the single-task models were given, as counted in their runs."""
-        if self.budget == "whole":
-            return "each single-task model took as many steps as the multi-task model"
-        multi = {run.seed: run.samples for run in self.runs if run.name == "multi-task"}
-        others = {
-            f"{run.name} {run.samples[run.name]:,} instead of {multi[run.seed][run.name]:,}": None
-            for run in self.runs
-            if run.name != "multi-task" and run.samples[run.name] != multi[run.seed][run.name]
-        }
-        rounded = f", rounded up to whole steps ({'; '.join(others)})" if others else ""
-        return f"each single-task model read as many samples as the multi-task model read for that task{rounded}"
-
-    def to_markdown(self) -> str:
-        """Return the table and its notes as Markdown."""
-        return as_markdown(f"{self.experiment}: one model for all tasks, or one for each", self.cells(), self.notes())
-
-    def to_text(self) -> str:
-        """Return the table and its notes in columns, for a terminal."""
-        return as_text(self.cells(), self.notes())
+    def cells(self) -> list[str]:
+        """Return the values as text."""
+        return [spread(self.multi), spread(self.single), f"{self.difference:+.4g}", self.verdict]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,95 +90,139 @@ class WeightingRow:
         best = [name for name, mean in finite.items() if mean == choose(finite.values())]
         return best[0] if len(best) == 1 else None
 
+    def summary(self) -> dict[str, Any]:
+        """Return what follows from the values."""
+        return {"best": self.best}
+
+    def cells(self) -> list[str]:
+        """Return the values as text; the best mean has a star."""
+        return [spread(values) + (" *" if name == self.best else "") for name, values in self.values.items()]
+
 
 @dataclass(frozen=True, slots=True)
-class WeightingComparison:
-    """The same experiment with several weightings."""
+class ComparedRun:
+    """One of the runs that were compared."""
+
+    name: str
+    """multi-task, or the task it learned alone; or the weighting."""
+    seed: int
+    folder: str
+    steps: int
+    samples: Mapping[str, int]
+    """Samples that each of its tasks learned from."""
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A whole comparison: its runs, a table of their numbers, and what a reader of the table must know."""
 
     experiment: str
-    weightings: tuple[str, ...]
+    title: str
+    columns: tuple[str, ...]
+    """Headings of the cells of a row."""
+    settings: Mapping[str, Any]
+    """What was compared, for `to_dict`."""
     seeds: tuple[int, ...]
-    runs: tuple[ComparedRun, ...] = ()
-    rows: tuple[WeightingRow, ...] = ()
+    runs: tuple[ComparedRun, ...]
+    rows: tuple[ResultRow, ...] | tuple[WeightingRow, ...]
+    notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data, with the best weighting of every row."""
-        return asdict(self) | {"rows": [asdict(row) | {"best": row.best} for row in self.rows]}
+        """Return it as plain data, with the verdict of every row."""
+        return {
+            "experiment": self.experiment,
+            **self.settings,
+            "seeds": self.seeds,
+            "runs": [asdict(run) for run in self.runs],
+            "rows": [asdict(row) | row.summary() for row in self.rows],
+        }
 
-    def cells(self) -> list[list[str]]:
-        """Return the table as text, the heading first; the best mean of a row has a star."""
-        return [["task", "split", "number", *self.weightings]] + [
-            [
-                row.task,
-                row.split,
-                row.number,
-                *(spread(row.values[name]) + (" *" if name == row.best else "") for name in self.weightings),
-            ]
-            for row in self.rows
-        ]
-
-    def notes(self) -> list[str]:
-        """Return what a reader of the table must know."""
-        several = len(self.seeds) > 1
-        shown = f"mean ± standard deviation over the seeds {', '.join(map(str, self.seeds))}"
-        chance = "one seed: a difference may be chance; try several with --seeds 5"
-        return [
-            f"{shown if several else chance}; * is the best mean of its row",
-            "every model after its last step, on the test split where its task has one",
-        ]
+    def lines(self) -> list[list[str]]:
+        """Return the table as text, the heading first."""
+        rows = [[row.task, row.split, row.number, *row.cells()] for row in self.rows]
+        return [["task", "split", "number", *self.columns], *rows]
 
     def to_markdown(self) -> str:
         """Return the table and its notes as Markdown."""
-        return as_markdown(f"{self.experiment} with several weightings", self.cells(), self.notes())
+        head, *rows = self.lines()
+        lines = [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
+        return "\n".join([f"# {self.title}", "", *lines, "", *(f"- {note}" for note in self.notes)]) + "\n"
 
     def to_text(self) -> str:
         """Return the table and its notes in columns, for a terminal."""
-        return as_text(self.cells(), self.notes())
+        table = self.lines()
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
+        return "\n".join([*lines, *self.notes])
+
+
+def spread_note(seeds: Sequence[int]) -> str | None:
+    """Return what the numbers of several seeds are, None for one seed."""
+    return f"mean ± standard deviation over the seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else None
+
+
+def task_notes(budget: str, seeds: Sequence[int], runs: Sequence[ComparedRun]) -> tuple[str, ...]:
+    """Return what a reader must know of one model for all tasks and one for each."""
+    multi = [run for run in runs if run.name == MULTI]
+    single = [run for run in runs if run.name != MULTI]
+    steps = [sum(run.steps for run in some) // len(seeds) for some in (multi, single)]
+    sizes = [max((run.parameters for run in some), default=0) for some in (multi, single)]
+    chance = "one seed: a difference may be chance, so none is called better; try several with --seeds 5"
+    if several := spread_note(seeds):
+        chance = f"{several}; unclear: 0 lies in the 95 % interval of the mean difference"
+    return (
+        f"budget {budget}: {_budget_note(budget, multi, single)}",
+        f"steps: multi-task {steps[0]:,}, all single-task models together {steps[1]:,}",
+        f"parameters: multi-task {sizes[0]:,}, a single-task model up to {sizes[1]:,}",
+        chance,
+    )
+
+
+def _budget_note(budget: str, multi: Sequence[ComparedRun], single: Sequence[ComparedRun]) -> str:
+    """Return what the single-task models were given, as counted in their runs."""
+    if budget == "whole":
+        return "each single-task model took as many steps as the multi-task model"
+    wanted = {(run.seed, task): samples for run in multi for task, samples in run.samples.items()}
+    pairs = [(run.name, run.samples[run.name], wanted[run.seed, run.name]) for run in single]
+    others = dict.fromkeys(f"{name} {read:,} instead of {share:,}" for name, read, share in pairs if read != share)
+    rounded = f", rounded up to whole steps ({'; '.join(others)})" if others else ""
+    return f"each single-task model read as many samples as the multi-task model read for that task{rounded}"
 
 
 Measured = Mapping[str, Mapping[str, float]]
 """Split → numbers of one run."""
 
 
-def make_rows(
-    tasks: Sequence[str], multi: Sequence[Measured], single: Mapping[str, Sequence[Measured]]
-) -> tuple[ResultRow, ...]:
-    """Return the rows from the numbers of each seed by split: those of the test split where the task has any.
+def make_rows(tasks: Iterable[str], found: Mapping[str, Sequence[Measured]]) -> tuple[ResultRow, ...]:
+    """Return the rows from the numbers of the runs of each model, one run for each seed.
 
-    >>> made = make_rows(["a"], [{"test": {"a/loss": 1.0}}], {"a": [{"test": {"a/loss": 2.0, "loss": 2.0}}]})
+    >>> made = make_rows(["a"], {"multi-task": [{"test": {"a/loss": 1.0}}], "a": [{"test": {"a/loss": 2.0}}]})
     >>> [(row.number, row.multi, row.single, row.verdict) for row in made]
     [('loss', (1.0,), (2.0,), 'unclear')]
     """
     return tuple(
-        ResultRow(task, number, split, _values(multi, split, name), _values(single[task], split, name))
+        ResultRow(task, number, split, values[MULTI], values[task])
         for task in tasks
-        for name, number, split in _shared_numbers(task, [*multi, *single[task]])
+        for number, split, values in _numbers_of(task, {name: found[name] for name in (MULTI, task)})
     )
 
 
-def make_weighting_rows(tasks: Sequence[str], found: Mapping[str, Sequence[Measured]]) -> tuple[WeightingRow, ...]:
+def make_weighting_rows(tasks: Iterable[str], found: Mapping[str, Sequence[Measured]]) -> tuple[WeightingRow, ...]:
     """Return the rows from the numbers of every weighting's runs, one run for each seed."""
+    return tuple(WeightingRow(task, *numbers) for task in tasks for numbers in _numbers_of(task, found))
+
+
+def _numbers_of(
+    task: str, found: Mapping[str, Sequence[Measured]]
+) -> Iterator[tuple[str, str, dict[str, tuple[float, ...]]]]:
+    """Yield name, split and values of every number of a task that all runs have: of the test split where it has any."""
     everything = [numbers for runs in found.values() for numbers in runs]
-    return tuple(
-        WeightingRow(task, number, split, {one: _values(runs, split, name) for one, runs in found.items()})
-        for task in tasks
-        for name, number, split in _shared_numbers(task, everything)
-    )
-
-
-def _shared_numbers(task: str, found: Sequence[Measured]) -> list[tuple[str, str, str]]:
-    """Return name, name within the task and split of every number of a task that all runs have."""
-    split = "test" if all(f"{task}/loss" in numbers.get("test", {}) for numbers in found) else "validation"
-    names = {name: name.removeprefix(f"{task}/") for name in found[0].get(split, {}) if name.startswith(f"{task}/")}
-    return [
-        (name, number, split)
-        for name, number in names.items()
-        if number not in _LEFT_OUT and all(name in numbers.get(split, {}) for numbers in found)
-    ]
-
-
-def _values(runs: Sequence[Measured], split: str, name: str) -> tuple[float, ...]:
-    return tuple(numbers[split][name] for numbers in runs)
+    split = "test" if all(f"{task}/loss" in numbers.get("test", {}) for numbers in everything) else "validation"
+    for name in everything[0].get(split, {}):
+        prefix, _, number = name.partition("/")
+        if prefix == task and number not in _LEFT_OUT and all(name in one.get(split, {}) for one in everything):
+            yield number, split, {key: tuple(one[split][name] for one in runs) for key, runs in found.items()}
 
 
 def lower_is_better(number: str) -> bool:
@@ -264,22 +232,6 @@ def lower_is_better(number: str) -> bool:
     (True, False)
     """
     return not LOWER_IS_BETTER.isdisjoint(number.split("_"))
-
-
-def as_text(cells: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
-    """Return a table and its notes in columns, for a terminal."""
-    widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
-    ]
-    return "\n".join([*lines, *notes])
-
-
-def as_markdown(title: str, cells: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
-    """Return a table and its notes as Markdown."""
-    head, *rows = cells
-    lines = [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
-    return "\n".join([f"# {title}", "", *lines, "", *(f"- {note}" for note in notes)]) + "\n"
 
 
 def spread(values: Sequence[float]) -> str:

@@ -1,29 +1,22 @@
 """One model for all tasks against one model for each, of the same size and for the same budget."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from etude.config import Selection
+from etude.config.signature import parameters_of
 from etude.core import ConfigError
 from etude.core.spelling import suggest
-from etude.data import DataLoader
+from etude.data import DataLoader, DataSplits, Streams, make_loader
 from etude.engine.step import GradientAccumulator
-from etude.multitask.compare.alone import sections_of_one
-from etude.multitask.compare.runs import (
-    Numbers,
-    Runner,
-    chosen_seeds,
-    ready,
-    train_and_measure,
-    with_training,
-    write_tables,
-)
-from etude.multitask.compare.tables import ComparedRun, Comparison, make_rows
+from etude.multitask.compare.runs import ComparedRuns, Runner, Tell, chosen_seeds, folder_of, with_training
+from etude.multitask.compare.tables import MULTI, Comparison, make_rows, task_notes
+from etude.multitask.sections import TaskSection, TaskVariant, variants_of
+from etude.multitask.spec import TaskSpec, learns_from
 
 BUDGETS = ("share", "whole")
-MULTI = "multi-task"
 
 
 def compare_tasks(
@@ -35,7 +28,7 @@ def compare_tasks(
     budget: str = "share",
     seeds: Sequence[int] | int | None = None,
     progress: bool = True,
-    tell: Callable[[str], None] = lambda _words: None,
+    tell: Tell = lambda _words: None,
 ) -> Comparison:
     """Train the experiment and one model per task, evaluate them all and write `compare.json` and `compare.md`.
 
@@ -55,38 +48,35 @@ def compare_tasks(
             f"{config.document.place('tasks')}: there must be two tasks or more to compare a model of all with models "
             f"of each, found {len(config.tasks or {})}"
         )
-    data = ready(runner, config)
-    root = Path(out) if out is not None else Path("runs") / config.name / "compare"
+    runs = ComparedRuns(runner, config, folder_of(config, out, "compare"), progress, tell)
     chosen = chosen_seeds(config, seeds)
-    runs: list[ComparedRun] = []
-    multi: list[Numbers] = []
-    single: dict[str, list[Numbers]] = {task: [] for task in config.tasks}
     for seed in chosen:
-        tell(f"seed {seed}: one model for {', '.join(config.tasks)}")
         whole = with_training(config, seed=seed)
-        numbers, multi_run = train_and_measure(runner, MULTI, whole, data, root, progress=progress)
-        multi.append(numbers)
-        runs.append(multi_run)
+        multi = runs.add(MULTI, whole, runs.data, f"one model for {', '.join(config.tasks)}")
         for task in config.tasks:
-            alone = single_task_config(whole, task, data)
+            alone = single_task_config(whole, task, runs.data)
             own = runner.data(alone)
-            steps = multi_run.steps if budget == "whole" else steps_for(own, multi_run.samples[task])
-            tell(f"seed {seed}: a model for {task} alone, {steps} steps")
-            alone = _for_steps(alone, steps, of_steps=multi_run.steps)
-            numbers, run = train_and_measure(runner, task, alone, own, root, progress=progress)
-            single[task].append(numbers)
-            runs.append(run)
-    rows = make_rows(list(config.tasks), multi, single)
-    comparison = Comparison(config.name, budget, chosen, tuple(runs), rows)
-    write_tables(root, comparison)
-    return comparison
+            steps = multi.steps if budget == "whole" else steps_for(own, multi.samples[task])
+            alone = _for_steps(alone, steps, of_steps=multi.steps)
+            runs.add(task, alone, own, f"a model for {task} alone, {steps} steps")
+    return runs.write(
+        Comparison(
+            experiment=config.name,
+            title=f"{config.name}: one model for all tasks, or one for each",
+            columns=(MULTI, "single-task", "difference", "better"),
+            settings={"budget": budget},
+            seeds=chosen,
+            runs=tuple(runs.runs),
+            rows=make_rows(config.tasks, runs.found),
+            notes=task_notes(budget, chosen, runs.runs),
+        )
+    )
 
 
 def single_task_config(config: Any, task: str, data: Any) -> Any:
     """Return the experiment with one task alone, in its main variant."""
     name = f"{config.name}: {task} alone"
-    alone = sections_of_one(config.sections, task, data.splits)
-    return replace(config, name=name, sections={**alone, "name": name})
+    return replace(config, name=name, sections={**sections_of_one(config.sections, task, data.splits), "name": name})
 
 
 def steps_for(data: Any, samples: int) -> int:
@@ -127,3 +117,49 @@ def _shortened(scheduler: Selection, share: float) -> Selection:
     return replace(
         scheduler, arguments={**scheduler.arguments, "warmup_steps": min(said, max(1, round(said * share)))}
     )
+
+
+def sections_of_one(sections: Mapping[str, Any], task: str, splits: DataSplits) -> dict[str, Any]:
+    """Return the sections with one task, without variants and with its own streams; no weighting, phase or callback."""
+    section: TaskSection = sections["tasks"][task]
+    main = next(variants_of(task, section))
+    vocabulary = splits.vocab_size  # of all streams: the models are to be of the same size
+    head = _with_vocabulary(main.head, vocabulary)
+    kept = {key: value for key, value in sections.items() if key not in ("weighting", "curriculum", "callbacks")}
+    return kept | {
+        "tasks": {task: section.model_copy(update={"variants": {}, "weight": 1.0, "head": head})},
+        "model": _with_vocabulary(sections["model"], vocabulary),
+        "data": _data_of(main, sections.get("data"), splits),
+    }
+
+
+def _data_of(variant: TaskVariant, data: Selection | None, splits: DataSplits) -> Selection | None:
+    """Return the data section with only the streams that a task reads."""
+    if isinstance(variant.data, Selection):
+        return None
+    if data is None or data.component.name != "streams":
+        return data
+    streams = data.arguments["streams"]
+    read = (variant.data,) if variant.data is not None else _streams_read(variant, splits, streams)
+    arguments: dict[str, Any] = {"streams": {name: streams[name] for name in read}}
+    if len(read) > 1:
+        arguments |= {key: data.arguments[key] for key in ("draw", "weights") if key in data.arguments}
+        if (weights := arguments.get("weights")) is not None:
+            arguments["weights"] = {name: weights[name] for name in read}
+    return Selection(data.component, arguments, {})
+
+
+def _streams_read(variant: TaskVariant, splits: DataSplits, known: Iterable[str]) -> tuple[str, ...]:
+    """Return the streams whose batches have the labels of a task that names no stream."""
+    assert isinstance(splits.train, Streams)
+    parts = {name: part for name, part in splits.train.parts.items() if name in known}
+    spec = TaskSpec(variant.head_name, labels=variant.labels)
+    firsts = {name: next(iter(make_loader(Streams({name: part}), 1))) for name, part in parts.items()}
+    return tuple(name for name, batch in firsts.items() if learns_from(variant.task, spec, batch))
+
+
+def _with_vocabulary(selection: Selection, vocab_size: int | None) -> Selection:
+    takes = "vocab_size" in parameters_of(selection.component.factory)[0]
+    if not takes or vocab_size is None or selection.arguments.get("vocab_size") is not None:
+        return selection
+    return replace(selection, arguments={**selection.arguments, "vocab_size": vocab_size})

@@ -1,20 +1,12 @@
 """One experiment with several weightings of its tasks, over seeds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from etude.config import lookup
 from etude.core import ConfigError
-from etude.multitask.compare.runs import (
-    Numbers,
-    Runner,
-    chosen_seeds,
-    ready,
-    train_and_measure,
-    with_training,
-    write_tables,
-)
-from etude.multitask.compare.tables import ComparedRun, WeightingComparison, make_weighting_rows
+from etude.multitask.compare.runs import ComparedRuns, Runner, Tell, chosen_seeds, folder_of, with_training
+from etude.multitask.compare.tables import Comparison, make_weighting_rows, spread_note
 
 
 def compare_weightings(
@@ -26,8 +18,8 @@ def compare_weightings(
     out: str | Path | None = None,
     seeds: Sequence[int] | int | None = None,
     progress: bool = True,
-    tell: Callable[[str], None] = lambda _words: None,
-) -> WeightingComparison:
+    tell: Tell = lambda _words: None,
+) -> Comparison:
     """Train the experiment with every weighting and seed, evaluate all runs and write `compare.json` and `compare.md`.
 
     A weighting is a name; the one that the experiment itself names keeps its settings, others have their defaults.
@@ -51,19 +43,24 @@ def compare_weightings(
         else runner.load(experiment, [*overrides, f"weighting={name}"])
         for name in weightings
     }
-    data = ready(runner, own)
-    root = Path(out) if out is not None else Path("runs") / own.name / "compare-weightings"
+    runs = ComparedRuns(runner, own, folder_of(own, out, "compare-weightings"), progress, tell)
     chosen = chosen_seeds(own, seeds)
-    runs: list[ComparedRun] = []
-    found: dict[str, list[Numbers]] = {name: [] for name in configs}
     for seed in chosen:
         for name, config in configs.items():
-            tell(f"seed {seed}: {name}")
-            seeded = with_training(config, seed=seed)
-            numbers, run = train_and_measure(runner, name, seeded, data, root, progress=progress)
-            found[name].append(numbers)
-            runs.append(run)
-    rows = make_weighting_rows(list(own.tasks), found)
-    comparison = WeightingComparison(own.name, tuple(configs), chosen, tuple(runs), rows)
-    write_tables(root, comparison)
-    return comparison
+            runs.add(name, with_training(config, seed=seed), runs.data, name)
+    note = spread_note(chosen) or "one seed: a difference may be chance; try several with --seeds 5"
+    return runs.write(
+        Comparison(
+            experiment=own.name,
+            title=f"{own.name} with several weightings",
+            columns=tuple(configs),
+            settings={"weightings": tuple(configs)},
+            seeds=chosen,
+            runs=tuple(runs.runs),
+            rows=make_weighting_rows(own.tasks, runs.found),
+            notes=(
+                f"{note}; * is the best mean of its row",
+                "every model after its last step, on the test split where its task has one",
+            ),
+        )
+    )

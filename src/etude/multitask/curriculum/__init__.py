@@ -5,7 +5,7 @@ an epoch has come: 11.5 is the middle of epoch 11. Steps are optimizer steps tak
 before the first.
 """
 
-from etude.multitask.curriculum.curriculum import Curriculum
+from etude.multitask.curriculum.curriculum import Curriculum, CurriculumState, PhaseStart
 from etude.multitask.curriculum.defaults import (
     DEFAULT_PHASES,
     DEFAULT_TASKS,
@@ -14,7 +14,6 @@ from etude.multitask.curriculum.defaults import (
     loss_weights,
 )
 from etude.multitask.curriculum.phase import ALL, Phase, Ramp, Start
-from etude.multitask.curriculum.state import CurriculumState, PhaseStart
 
 __all__ = [
     "ALL",

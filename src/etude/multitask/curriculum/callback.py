@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from etude.callbacks.lr_schedule import LRSchedule
 from etude.callbacks.monitored import with_other_names
@@ -12,21 +12,8 @@ from etude.core import Clock, ConfigError, EtudeError
 from etude.core.loader import ChoosesStreams
 from etude.core.spelling import suggest
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
-from etude.engine.update import LearningRate
 from etude.multitask.curriculum import Curriculum, CurriculumState, Phase
 from etude.multitask.task import MultiTask
-
-
-@runtime_checkable
-class SwitchesTasks(Protocol):
-    """Several tasks of which a run switches some on and off as it goes on: what a curriculum acts on."""
-
-    def activate(self, weights: Mapping[str, float], variants: Mapping[str, str] | None = None) -> None:
-        """Train the tasks that have a weight, with that weight and in the given variants; all others are inactive."""
-
-    def streams(self) -> frozenset[str] | None:
-        """Return the streams of data that active tasks read; None if one of them reads any."""
-
 
 _STATE = record_of(
     "Curriculum",
@@ -37,34 +24,25 @@ _STATE = record_of(
 class CurriculumCallback(Callback):
     """Sets the tasks, weights, data and learning rate of each step as its curriculum says. It is the first callback.
 
-    `Trainer(callbacks=[CurriculumCallback(phases)])` is enough: what is not given is taken
-    from the run. A list of phases takes the weights of the tasks from the task.
+    It acts on the task, the loaders and the learning rate of the run. A list of phases takes the weights of the tasks
+    from the task.
 
     A phase begins before a step, never between a step and the validation that follows it: at the beginning of an
     epoch, or inside one if a number of steps is reached or a validation said that a metric is. Numbers of an epoch,
     of a log point and of a checkpoint carry the `phase` they were measured in.
 
-    `task` is given its active tasks, `loader` what to read, the sequence length included; `val_loader` only which
-    streams, so that validation always measures the same samples of a stream. All this depends only on epoch, step
-    and the phases that have begun, so a resumed run goes on in the same way.
+    The task is given its active tasks, the training loader what to read, the sequence length included; that of
+    validation only which streams, so that it always measures the same samples of a stream. All this depends only on
+    epoch, step and the phases that have begun, so a resumed run goes on in the same way.
 
     Each phase is reported once: to the user, to the run folder as an event of kind "phase", to the other callbacks by
     `on_phase_begin`. A phase that began after the checkpoint that a run resumes from begins again.
     """
 
-    def __init__(
-        self,
-        curriculum: Curriculum | Sequence[Phase],
-        task: SwitchesTasks | None = None,
-        loader: Any = None,
-        val_loader: Any = None,
-        learning_rate: LearningRate | None = None,
-    ) -> None:
+    def __init__(self, curriculum: Curriculum | Sequence[Phase]) -> None:
         super().__init__()
         phases = _phases_of(curriculum)
-        self._given = (curriculum, task, loader, val_loader, learning_rate)
-        if task is not None:
-            self._act_on(curriculum, task, loader, val_loader, learning_rate)
+        self._given = curriculum
         self.state = CurriculumState()
         """The phases that have begun."""
         self._scales = any(phase.lr_scale != 1 for phase in phases)
@@ -80,41 +58,18 @@ class CurriculumCallback(Callback):
             self.on_step_begin = self._before_step  # type: ignore[method-assign]  # else a step costs nothing
 
     def bind(self, parts: RunParts) -> None:
-        """Act on the task, the loaders and the learning rate of the run, as far as it was not given others."""
-        curriculum, task, loader, val_loader, learning_rate = self._given
-        trained: object = parts.task
-        if task is not None and task is not trained:
-            raise ConfigError(
-                f"{type(self).__name__} was given another task than the Trainer; give it the same one, or none"
-            )
-        if not isinstance(parts.task, SwitchesTasks):
+        """Act on the task, the loaders and the learning rate of the run."""
+        if not isinstance(parts.task, MultiTask):
             raise ConfigError(
                 f"a curriculum needs several tasks, but {type(parts.task).__name__} is a single task; "
                 f"give the Trainer task=MultiTask({{...}}), or leave the curriculum out"
             )
-        self._act_on(
-            curriculum,
-            parts.task,
-            loader if loader is not None else parts.train_loader,
-            val_loader if val_loader is not None else parts.val_loader,
-            learning_rate if learning_rate is not None else parts.learning_rate,
-        )
-
-    def _act_on(
-        self,
-        curriculum: Curriculum | Sequence[Phase],
-        task: SwitchesTasks,
-        loader: Any,
-        val_loader: Any,
-        learning_rate: LearningRate | None,
-    ) -> None:
+        curriculum = self._given
         if not isinstance(curriculum, Curriculum):
-            known = {name: spec.weight for name, spec in task.tasks.items()} if isinstance(task, MultiTask) else None
-            curriculum = Curriculum(curriculum, known)
-        self.curriculum, self.task, self._learning_rate = curriculum, task, learning_rate
-        self._loader = loader if isinstance(loader, ChoosesStreams) else None
-        self._val_loader = val_loader if isinstance(val_loader, ChoosesStreams) else None
-        self._validates = val_loader is not None
+            curriculum = Curriculum(curriculum, {name: spec.weight for name, spec in parts.task.tasks.items()})
+        self.curriculum, self.task, self._learning_rate = curriculum, parts.task, parts.learning_rate
+        self._loader, self._val_loader = _choosing(parts.train_loader), _choosing(parts.val_loader)
+        self._validates = parts.val_loader is not None
 
     def acts_in_steps(self) -> bool:
         """It changes what a step trains."""
@@ -184,7 +139,11 @@ class CurriculumCallback(Callback):
         self._next_step = sys.maxsize if change is None else change
         if self._scales and self._learning_rate is not None:
             self._learning_rate.scale = phase.lr_scale
-        self.task.activate(self.curriculum.loss_weights(epoch, step, state), phase.variants)
+        self._switch(phase, self.curriculum.loss_weights(epoch, step, state), position)
+
+    def _switch(self, phase: Phase, weights: Mapping[str, float], position: int | None = None) -> None:
+        """Activate the tasks of a phase, and choose their data."""
+        self.task.activate(weights, phase.variants)
         only = self.task.streams()
         if self._val_loader is not None:
             self._val_loader.choose(only=only)
@@ -193,7 +152,7 @@ class CurriculumCallback(Callback):
 
     def _announce(self, state: CurriculumState) -> None:
         """Report the phase that began last to the callbacks and to the user."""
-        phase = self.curriculum.phases[self._place(state)]
+        phase = self.curriculum.current_phase(*self._moment, state)
         facts = self._facts(phase, state)
         if self._siblings is not None:
             self._siblings.on_phase_begin(phase.name, facts)
@@ -204,7 +163,7 @@ class CurriculumCallback(Callback):
         epoch, step = self._moment
         tasks = self.curriculum.active_tasks(phase)
         earlier = CurriculumState(state.starts[:-1])
-        before = self.curriculum.active_tasks(self.curriculum.phases[self._place(earlier)]) if earlier.starts else ()
+        before = self.curriculum.active_tasks(epoch, step, earlier) if earlier.starts else ()
         return {
             "phase": phase.name,
             "number": self._number(phase),
@@ -219,9 +178,6 @@ class CurriculumCallback(Callback):
             "epoch": epoch - 1,
             "step": step,
         }
-
-    def _place(self, state: CurriculumState) -> int:
-        return len(self.curriculum.phases) - len(self.curriculum.upcoming(state)) - 1
 
     def _number(self, phase: Phase) -> int:
         return self.curriculum.phases.index(phase) + 1
@@ -254,14 +210,7 @@ class CurriculumCallback(Callback):
             self._check(phase)
             weights = {task: self.curriculum.weights[task] for task in self.curriculum.active_tasks(phase)}
             try:
-                self.task.activate(weights, phase.variants)
-                only = self.task.streams()
-                for loader, choice in (
-                    (self._val_loader, (None, None)),
-                    (self._loader, (phase.mixture, phase.sequence_length)),
-                ):
-                    if loader is not None:
-                        loader.choose(*choice, only)
+                self._switch(phase, weights)
             except EtudeError as error:
                 raise type(error)(f"phase '{phase.name}': {error}") from error
         started = self.state.starts or self.curriculum.advance(self.state, *self._moment).starts
@@ -307,6 +256,10 @@ def _words(facts: Mapping[str, Any]) -> str:
     if facts["lr_scale"] != 1:
         words.append(f"lr x {facts['lr_scale']:g}")
     return "; ".join(words)
+
+
+def _choosing(loader: object) -> ChoosesStreams | None:
+    return loader if isinstance(loader, ChoosesStreams) else None
 
 
 def _phases_of(curriculum: Any) -> Sequence[Phase]:

@@ -1,14 +1,51 @@
-"""A curriculum: phases in order, the phase at a moment, its tasks and their weights."""
+"""A curriculum: phases in order, which of them have begun, the phase at a moment, its tasks and their weights."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from etude.core.errors import CheckpointError, ConfigError
 from etude.core.spelling import suggest
 from etude.multitask.curriculum.phase import ALL, Phase, Start, check_weight
-from etude.multitask.curriculum.state import CurriculumState, PhaseStart
 
-_START = CurriculumState()
+
+@dataclass(frozen=True, slots=True)
+class PhaseStart:
+    """When a phase began."""
+
+    phase: str
+    epoch: float
+    """The epoch at which it began, counted from 1; a fraction if that was inside an epoch."""
+    step: int
+    """The steps that had been taken by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurriculumState:
+    """The phases that have begun, in order. `Curriculum.advance` returns the next state and changes nothing.
+
+    >>> state = CurriculumState((PhaseStart("code", 1.0, 0),))
+    >>> CurriculumState.from_dict(state.to_dict()) == state
+    True
+    """
+
+    starts: tuple[PhaseStart, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state as lists, strings and numbers."""
+        return {"begun": [asdict(entry) for entry in self.starts]}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> "CurriculumState":
+        """Return the state that `to_dict` wrote."""
+        try:
+            entries = [(str(entry["phase"]), float(entry["epoch"]), int(entry["step"])) for entry in state["begun"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the saved curriculum cannot be read: {error!r}; resume from another checkpoint"
+            ) from None
+        return cls(tuple(PhaseStart(*entry) for entry in entries))
 
 
 class Curriculum:
@@ -109,10 +146,6 @@ class Curriculum:
                 return phase.begins.step
         return None
 
-    def transitions(self, before: CurriculumState, after: CurriculumState) -> tuple[tuple[PhaseStart, Phase], ...]:
-        """Return the phases that began between two states, for logs and events."""
-        return tuple((entry, self.phases[self._places[entry.phase]]) for entry in after.starts[len(before.starts) :])
-
     def _state(self, epoch: float, step: int, state: CurriculumState | None) -> CurriculumState:
         if state is not None and state.starts:
             _check_moment(epoch, step)
@@ -124,23 +157,16 @@ class Curriculum:
                     f"phase '{phase.name}' begins when {start.text}, which epoch and step do not tell; "
                     f"give the state that Curriculum.advance returns"
                 )
-            # In which epoch a step falls is not known here, so a ramp in epochs would start at the wrong moment.
-            if (
-                phase is not self.phases[0]
-                and start.step is not None
-                and phase.ramp.steps is None
-                and phase.ramp.epochs
-            ):
+            # In which epoch a step falls is not known here: a ramp in the other unit would start at the wrong moment.
+            unit, other = ("epochs", "steps") if start.step is None else ("steps", "epochs")
+            ramp_unit = "epochs" if phase.ramp.steps is None else "steps"
+            known = phase is self.phases[0] or start == Start(epoch=1)
+            if not known and ramp_unit == other and getattr(phase.ramp, other):
                 raise ConfigError(
-                    f"phase '{phase.name}' begins at {start.text}, but its ramp counts epochs; give the ramp in steps, "
-                    f"or the state that Curriculum.advance returns"
+                    f"phase '{phase.name}' begins at {start.text}, but its ramp counts {other}; give the ramp in "
+                    f"{unit}, or the state that Curriculum.advance returns"
                 )
-            if start.epoch is not None and start.epoch > 1 and phase.ramp.steps:
-                raise ConfigError(
-                    f"phase '{phase.name}' begins at {start.text}, but its ramp counts steps; give the ramp in epochs, "
-                    f"or the state that Curriculum.advance returns"
-                )
-        return self.advance(_START, epoch, step)
+        return self.advance(CurriculumState(), epoch, step)
 
     def _place(self, state: CurriculumState) -> int:
         if not state.starts:

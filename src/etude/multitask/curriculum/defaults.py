@@ -10,10 +10,8 @@
 
 from collections.abc import Mapping
 
-from etude.core.errors import ConfigError
-from etude.core.spelling import nearest, suggest
 from etude.multitask.curriculum.curriculum import Curriculum
-from etude.multitask.curriculum.phase import ALL, Phase
+from etude.multitask.curriculum.phase import ALL, Phase, check_spelling
 
 DEFAULT_TASKS = (
     "code_generation",
@@ -79,11 +77,5 @@ def loss_weights(epoch: float, weights: Mapping[str, float] | None = None) -> di
     """
     if weights is None:
         return _DEFAULT.loss_weights(epoch)
-    missing = [task for task in DEFAULT_TASKS if task not in weights]
-    for name in weights:
-        if name not in DEFAULT_TASKS and nearest(name, missing, cutoff=0.8):
-            raise ConfigError(
-                f"the weights name a task '{name}', which the default curriculum does not have"
-                f"{suggest(name, DEFAULT_TASKS)}"
-            )
+    check_spelling(weights, DEFAULT_TASKS)
     return Curriculum(DEFAULT_PHASES, dict.fromkeys(DEFAULT_TASKS, 1.0) | dict(weights)).loss_weights(epoch)

@@ -1,11 +1,12 @@
 """A phase of a curriculum: when it begins, what it trains, and how new tasks come in."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from etude.core.errors import ConfigError
+from etude.core.spelling import nearest, suggest
 
 ALL = "all"
 """As the tasks of a phase: every task that is defined."""
@@ -169,7 +170,17 @@ class Phase:
         return self.start
 
 
-def check_weight(weight: float, what: str) -> None:
-    """Raise ConfigError unless the weight is a finite number, 0 or more."""
-    if not (math.isfinite(weight) and weight >= 0):
-        raise ConfigError(f"{what} is {weight}; give a finite number, 0 or more")
+def check_spelling(names: Iterable[str], tasks: Collection[str]) -> None:
+    """Raise ConfigError for a name that looks like a misspelt task; tasks that are named do not count as such."""
+    given = tuple(names)
+    missing = [task for task in tasks if task not in given]
+    for name in given:
+        if name not in tasks and nearest(name, missing, cutoff=0.8):
+            raise ConfigError(f"the weights name the task '{name}', which is not there{suggest(name, tasks)}")
+
+
+def check_weight(weight: float, what: str) -> float:
+    """Return the weight; raise ConfigError unless it is a finite number, 0 or more."""
+    if not 0 <= weight < math.inf:
+        raise ConfigError(f"{what} is {weight}; give a finite number, not below 0")
+    return weight

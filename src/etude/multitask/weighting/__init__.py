@@ -20,7 +20,7 @@ micro-batches of a step can be weighed one after the other. `Weighting.needs` sa
 | those of torchjd | `TorchjdAggregator` | gradients |
 | | `TorchjdScalarizer` | losses of the step, for `coefficients` |
 
-In a step:
+In a step (`merge` is `combine` for gradients that are scaled already):
 
     losses = ...                                     # (tasks,), with gradient history
     if weighting.needs == "gradients":
@@ -39,14 +39,15 @@ State is buffers and parameters: `state_dict` holds tensors only, and `to(device
 process must be given the same losses and gradients, that is, the reduced ones; then all of them stay the same.
 """
 
-from etude.multitask.weighting.averaging import DynamicWeightAverage
 from etude.multitask.weighting.base import Needs, Weighting, assign_gradients, task_gradients
-from etude.multitask.weighting.famo import FAMO
-from etude.multitask.weighting.gradnorm import GradNorm
-from etude.multitask.weighting.pcgrad import PCGrad
-from etude.multitask.weighting.static import StaticWeights
+from etude.multitask.weighting.losses import (
+    DynamicWeightAverage,
+    ImpartialLosses,
+    StaticWeights,
+    UncertaintyWeighting,
+)
+from etude.multitask.weighting.steps import FAMO, GradNorm, PCGrad
 from etude.multitask.weighting.torchjd_adapter import TorchjdAggregator, TorchjdScalarizer
-from etude.multitask.weighting.uncertainty import ImpartialLosses, UncertaintyWeighting
 
 __all__ = [
     "FAMO",

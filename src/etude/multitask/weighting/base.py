@@ -1,7 +1,6 @@
-"""What every weighting has, the tasks' gradients as the rows of a matrix, and Adam for a vector of weights."""
+"""What every weighting has, and the tasks' gradients as the rows of a matrix."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
@@ -14,7 +13,7 @@ from etude.core.spelling import suggest
 Needs = Literal["nothing", "losses", "updates", "layer_gradients", "gradients"]
 
 
-class Weighting(nn.Module, ABC):
+class Weighting(nn.Module):
     """Turns the losses of several tasks into one objective."""
 
     needs: ClassVar[Needs] = "nothing"
@@ -45,9 +44,14 @@ class Weighting(nn.Module, ABC):
         """Whether the coefficients are known before the losses of the step."""
         return self.needs not in ("losses", "updates")
 
-    @abstractmethod
     def coefficients(self, losses: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Return the factor of each loss in the objective."""
+        """Return the factor of each loss in the objective: the weights, times the scale."""
+        weights = self.weights_of(losses, scale)
+        return weights if scale is None else weights * scale
+
+    def weights_of(self, losses: Tensor, scale: Tensor | None) -> Tensor:
+        """Return the weights before they are scaled; those of tasks that are not active do not matter."""
+        return torch.ones_like(losses).detach()
 
     def latest(self, scale: Tensor) -> Tensor:
         """Return the coefficients as they are now, or as they were last where only a step finds them."""
@@ -55,6 +59,11 @@ class Weighting(nn.Module, ABC):
 
     def penalties(self, scale: Tensor | None = None) -> Tensor | None:
         """Return what the objective adds for each task, (tasks,), or None."""
+        found = self.penalties_of()
+        return found if found is None or scale is None else found * scale
+
+    def penalties_of(self) -> Tensor | None:
+        """Return the same, before it is scaled."""
         return None
 
     # --- what a step gives it
@@ -68,14 +77,14 @@ class Weighting(nn.Module, ABC):
     def observe(self, losses: Tensor, gradients: Tensor, scale: Tensor | None = None) -> None:
         """Take in the losses and the tasks' gradients (tasks, elements), before any weighting."""
 
-    def combine(
-        self, gradients: Tensor, *, step: int, scale: Tensor | None = None, active: Tensor | None = None
-    ) -> Tensor:
-        """Return one gradient (elements,) of its own, made of the tasks' gradients (tasks, elements), which stay.
+    def combine(self, gradients: Tensor, *, step: int, scale: Tensor | None = None) -> Tensor:
+        """Return one gradient (elements,) of its own, made of the tasks' gradients (tasks, elements), which stay."""
+        if scale is None:
+            return self.merge(gradients, step, torch.ones_like(gradients[:, 0], dtype=torch.bool))
+        return self.merge(torch.where(scale[:, None] > 0, gradients, 0.0) * scale[:, None], step, scale > 0)
 
-        A scale of None says that the gradients are scaled already: then `active` says which tasks are active in
-        the step, all of them if it is None; the gradients of the others are zeros.
-        """
+    def merge(self, gradients: Tensor, step: int, active: Tensor) -> Tensor:
+        """Return the same of gradients that are scaled already; those of tasks that are not active are zeros."""
         raise NotImplementedError(f"{type(self).__name__} makes no gradients")
 
     # --- where its numbers are
@@ -131,22 +140,10 @@ def is_active(losses: Tensor, scale: Tensor | None) -> Tensor:
     return torch.ones_like(losses, dtype=torch.bool) if scale is None else scale > 0
 
 
-def scaled(values: Tensor, scale: Tensor | None) -> Tensor:
-    """Return the values times the scale, if there is one."""
-    return values if scale is None else values * scale
-
-
 def positive(value: float, what: str) -> float:
     """Return the value; raises ConfigError unless it is finite and above 0."""
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < value < math.inf:
         raise ConfigError(f"{what} is {value}; give a finite number above 0")
-    return value
-
-
-def not_negative(value: float, what: str) -> float:
-    """Return the value; raises ConfigError unless it is finite and 0 or more."""
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{what} is {value}; give a finite number, 0 or more")
     return value
 
 
@@ -176,32 +173,3 @@ def assign_gradients(gradient: Tensor, parameters: Sequence[Tensor]) -> None:
         parameter.grad = gradient[start : start + parameter.numel()].view_as(parameter).to(parameter.dtype)
         start += parameter.numel()
     assert start == gradient.numel(), f"{gradient.numel()} numbers for {start} elements"
-
-
-class VectorAdam(nn.Module):
-    """Adam with torch's defaults for a vector that some weighting adjusts; `weight_decay` is added to the gradient."""
-
-    mean: Tensor
-    square: Tensor
-    count: Tensor
-
-    def __init__(self, size: int, lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__()
-        self.lr, self.weight_decay, self.betas, self.eps = lr, weight_decay, (0.9, 0.999), 1e-8
-        for name in ("mean", "square", "count"):
-            self.register_buffer(name, torch.zeros(size))
-
-    @torch.no_grad()
-    def step(self, values: Tensor, gradient: Tensor, active: Tensor) -> None:
-        """Update the values in place where a task is active; the others, and their state, stay as they are."""
-        gradient = gradient + self.weight_decay * values
-        first, second = self.betas
-        count = self.count + active
-        mean = torch.where(active, self.mean.lerp(gradient, 1 - first), self.mean)
-        square = torch.where(active, self.square.lerp(gradient.square(), 1 - second), self.square)
-        self.count.copy_(count)
-        self.mean.copy_(mean)
-        self.square.copy_(square)
-        corrected = mean / (1 - first**count)
-        size = (square / (1 - second**count)).sqrt() + self.eps
-        values.copy_(torch.where(active, values - self.lr * corrected / size, values))

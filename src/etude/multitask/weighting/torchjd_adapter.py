@@ -25,7 +25,7 @@ from etude.config.registry import register
 from etude.config.signature import parameters_of
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.random import aside, mix
-from etude.multitask.weighting.base import Needs, Weighting, is_active, scaled
+from etude.multitask.weighting.base import Needs, Weighting, is_active
 
 CLASSES = {
     "aligned_mtl": "aggregation.AlignedMTL",
@@ -95,11 +95,6 @@ class TorchjdWeighting(Weighting):
             self.register_buffer(_buffer(path), torch.full((len(self.tasks),) * dimensions, first))
         self._make(range(len(self.tasks)), torch.zeros(()))  # settings that it refuses are refused now
 
-    @torch.no_grad()
-    def coefficients(self, losses: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Return the scale: the losses are summed, for parameters that the tasks do not share."""
-        return scaled(torch.ones_like(losses), scale).detach()
-
     def _check_vector(self, name: str, values: Mapping[str, float]) -> None:
         self.vector(values, 0.0, name)
         if missing := [task for task in self.tasks if task not in values]:
@@ -154,16 +149,12 @@ class TorchjdAggregator(TorchjdWeighting):
     needs: ClassVar[Needs] = "gradients"
 
     @torch.no_grad()
-    def combine(
-        self, gradients: Tensor, *, step: int, scale: Tensor | None = None, active: Tensor | None = None
-    ) -> Tensor:
+    def merge(self, gradients: Tensor, step: int, active: Tensor) -> Tensor:
         """Return what the aggregator makes of the gradients of the active tasks."""
-        if scale is not None:
-            gradients, active = torch.where(scale[:, None] > 0, gradients, 0.0) * scale[:, None], scale > 0
-        places = range(len(self.tasks)) if active is None else self._places(active)
+        places = self._places(active)
         if not places:
             return torch.zeros_like(gradients[0])
-        rows = gradients if len(places) == len(self.tasks) else gradients[list(places)]
+        rows = gradients if len(places) == len(self.tasks) else gradients[places]
         with aside(mix(self.seed, step)):
             method = self._method(places, rows)
         with aside(mix(self.seed, step)):
@@ -212,7 +203,7 @@ class TorchjdScalarizer(TorchjdWeighting):
             with torch.enable_grad():
                 total = self._call(self._method(places, values), values)
             found[places] = torch.autograd.grad(total, values)[0]
-        found = scaled(found, scale).detach()
+        found = found if scale is None else found * scale
         self.used[places] = found[places].to(self.used)
         return found
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from etude.core import Task
 from etude.losses import SupervisedTask
-from etude.losses.perplexity import perplexity
+from etude.losses.functional import perplexity
 
 
 @dataclass(frozen=True, slots=True)
