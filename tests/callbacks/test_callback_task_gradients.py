@@ -137,7 +137,7 @@ def test_many_conflicts_stay_short():
     report.add(tuple("abcdefg"), (vectors @ vectors.T).tolist())
     worst = min(report.cosines.values())
     assert len(report.conflicts) == (np.triu(vectors @ vectors.T, 1) < 0).sum() == 14
-    assert next(iter(report.conflicts.values())).cosine == worst
+    assert next(iter(report.conflicts.values())).mean == worst
     assert report.text().endswith(" and 11 more")
     aligned = TaskGradientReport()
     aligned.add(("a", "b"), [[1.0, 1.0], [1.0, 1.0]])

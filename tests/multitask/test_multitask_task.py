@@ -354,7 +354,7 @@ ONE_LINE = {
     "negative": (
         lambda: MultiTask({"a": TaskSpec("kind", weight=-1.0)}),
         ConfigError,
-        "task 'a' is -1; .* not below 0",
+        "task 'a' is -1.0; .* 0 or more",
     ),
     "nan": (lambda: MultiTask({"a": TaskSpec("kind", weight=NAN)}), ConfigError, "task 'a' is nan; .*finite"),
     "infinite": (lambda: MultiTask({"a": TaskSpec("kind", weight=math.inf)}), ConfigError, "is inf; .*finite"),

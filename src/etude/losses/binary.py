@@ -38,7 +38,7 @@ def binary_cross_entropy_term(
     >>> round(binary_cross_entropy(torch.tensor([2.0, -1.0, 5.0]), torch.tensor([1, 0, -100])).item(), 4)
     0.2201
     """
-    return _term(_without_last(logits, targets), targets, mask, None, pos_weight, ignore_index)
+    return multi_label_bce_term(_without_last(logits, targets), targets, None, mask, pos_weight, ignore_index)
 
 
 binary_cross_entropy = averaged(binary_cross_entropy_term)
@@ -70,7 +70,19 @@ def multi_label_bce_term(
             f"label weights of shape {tuple(label_weights.shape)} do not fit the model's output of shape "
             f"{tuple(logits.shape)}: give one weight per label, the last dimension"
         )
-    return _term(logits, targets, mask, label_weights, pos_weight, ignore_index)
+    _check_fit(logits, targets)
+    if logits.dtype is torch.bfloat16 or logits.dtype is torch.float16:
+        logits = logits.float()
+    weights = element_weights(targets, mask, label_weights, ignore_index)
+    labels = _filled(targets, weights)
+    if targets.is_cpu and not torch.compiler.is_compiling():
+        check_labels(labels)
+    labels = labels.to(logits.dtype)
+    if weights is None:
+        return LossTerm(_losses(logits, labels, pos_weight).sum(), targets.numel())
+    # What does not count must not reach the sum or a gradient even if it is not finite: 0 · inf is NaN.
+    losses = _losses(logits.masked_fill(weights == 0, 0.0), labels, pos_weight)
+    return LossTerm((losses * weights).sum(), _count(targets, weights))
 
 
 multi_label_bce = averaged(multi_label_bce_term)
@@ -100,7 +112,7 @@ class BinaryLoss(LossStrategy):
         if not self._checked:  # of a GPU, the first batch alone is looked at
             check_labels(_filled(labels, present_labels(labels, None, skip)))
             self._checked = True
-        terms = {"loss": _term(logits, labels, None, weights, self._pos_weight, skip)}
+        terms = {"loss": multi_label_bce_term(logits, labels, weights, None, self._pos_weight, skip)}
         if metrics:
             terms["accuracy"] = binary_accuracy_term(logits, labels, skip)
         return terms
@@ -209,29 +221,6 @@ def check_labels(targets: Tensor) -> None:
         f"binary labels are 0 and 1 or probabilities between them, found {found:g}: map the labels to 0 and 1, "
         f"and mark missing ones by NaN or ignore_index"
     )
-
-
-def _term(
-    logits: Tensor,
-    targets: Tensor,
-    mask: Tensor | None,
-    label_weights: Tensor | None,
-    pos_weight: Tensor | float | None,
-    ignore_index: int | None,
-) -> LossTerm:
-    _check_fit(logits, targets)
-    if logits.dtype is torch.bfloat16 or logits.dtype is torch.float16:
-        logits = logits.float()
-    weights = element_weights(targets, mask, label_weights, ignore_index)
-    labels = _filled(targets, weights)
-    if targets.is_cpu and not torch.compiler.is_compiling():
-        check_labels(labels)
-    labels = labels.to(logits.dtype)
-    if weights is None:
-        return LossTerm(_losses(logits, labels, pos_weight).sum(), targets.numel())
-    # What does not count must not reach the sum or a gradient even if it is not finite: 0 · inf is NaN.
-    losses = _losses(logits.masked_fill(weights == 0, 0.0), labels, pos_weight)
-    return LossTerm((losses * weights).sum(), _count(targets, weights))
 
 
 def _losses(logits: Tensor, labels: Tensor, pos_weight: Tensor | float | None) -> Tensor:

@@ -7,14 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from etude.core.errors import ConfigError
+from etude.core.loader import Loader
 from etude.core.spelling import suggest
 from etude.core.task import Task
+from etude.data import DataLoader, StreamLoader, Streams, make_loader
+from etude.data.sources.adapters import ForeignLoader
+from etude.metrics import Metric
 from etude.multitask.curriculum.phase import check_weight
-from etude.multitask.spec import ActiveTask, Measure, TaskSpec, check_known, check_task, strategy_of
+from etude.multitask.model import MultiTaskModel
+from etude.multitask.spec import ActiveTask, TaskSpec, check_known, check_streams, check_task, strategy_of
 from etude.multitask.weighting import StaticWeights, Weighting
+from etude.optim.eager import without_compiler
 
 logger = logging.getLogger("etude")
 
@@ -105,6 +111,67 @@ class ActiveTasks(Task):
         """Return the head that a task uses now, None if it is inactive."""
         return self._active[task].spec.head if task in self._active else None
 
+    # --- before training
+
+    def join(self, model: nn.Module) -> None:
+        """Make the weighting part of the model, so that it is saved, moved and trained with it.
+
+        Raises ConfigError if the model cannot have one, or has another one.
+        """
+        if self.weighting is None:
+            return
+        if not isinstance(model, MultiTaskModel):
+            raise ConfigError(
+                f"{type(self.weighting).__name__} weighs the tasks of a MultiTaskModel, but the model is a "
+                f"{type(model).__name__}; give MultiTaskModel(trunk, heads)"
+            )
+        if model.weighting is not None and model.weighting is not self.weighting:
+            raise ConfigError(
+                f"the model has the {type(model.weighting).__name__} of another task already; make a model for this one"
+            )
+        model.weighting = self.weighting
+
+    def extend(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add parameters of the weighting that the optimizer does not have, without weight decay.
+
+        Raises ConfigError if a torch scheduler has the optimizer already: it would know nothing of them.
+        """
+        if self.weighting is None:
+            return
+        groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+        wanted = [param for param in self.weighting.parameters() if param.requires_grad]
+        name = type(self.weighting).__name__
+        if any(groups[id(param)].get("weight_decay") for param in wanted if id(param) in groups):
+            logger.warning(
+                "the optimizer decays the parameters of %s, which pulls the tasks towards equal weights; "
+                "make it with model.parameter_groups()",
+                name,
+            )
+        missing = [param for param in wanted if id(param) not in groups]
+        if missing and getattr(optimizer.step, "_wrapped_by_lr_sched", False):  # as torch's schedulers leave it
+            raise ConfigError(
+                f"the optimizer has no parameters of {name} and a torch scheduler has taken it over, so that they "
+                f"cannot be added; call task.join(model) first and make it with model.parameter_groups()"
+            )
+        if missing:
+            with without_compiler():
+                optimizer.add_param_group({"params": missing, "weight_decay": 0.0})
+
+    def check_loader(self, loader: Loader | None, accumulation_steps: int) -> None:
+        """Raise TrainingError for labels that no stream has; warn if tasks that are compared never share a step."""
+        self.alike = isinstance(loader, DataLoader) or _is_shuffled_by_torch(loader)
+        if not isinstance(loader, StreamLoader):
+            return
+        alone = [Streams({name: part}) for name, part in loader.data.parts.items()]
+        check_streams(self.tasks, [next(iter(make_loader(streams, 1))) for streams in alone])
+        compares = self.weighting is not None and self.weighting.needs != "nothing"
+        if compares and loader.data.draw == "alternate" and accumulation_steps == 1:
+            logger.warning(
+                "%s compares tasks, but with `draw: alternate` a step sees one stream only; "
+                "set data.draw to together, or training.grad_accum_steps above 1",
+                type(self.weighting).__name__,
+            )
+
     # --- resuming
 
     def decisions(self) -> dict[str, Any]:
@@ -179,9 +246,20 @@ class ActiveTasks(Task):
                 found[name] = value
         return found
 
-    def _metrics(self) -> list[tuple[str, Measure]]:
+    def _metrics(self) -> list[tuple[str, Metric]]:
         return [
             (f"{task}/{name}", metric)
             for task, active in self._active.items()
             for name, metric in active.spec.metrics.items()
         ]
+
+
+def _is_shuffled_by_torch(loader: Loader | None) -> bool:
+    """Whether a loader of torch's puts samples together as they come: then all of them must hold the same keys."""
+    source = loader.source if isinstance(loader, ForeignLoader) else None
+    return (
+        isinstance(source, torch.utils.data.DataLoader)
+        and source.collate_fn is torch.utils.data.default_collate
+        and type(source.sampler) in (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
+        and type(source.batch_sampler) is torch.utils.data.BatchSampler
+    )

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Annotated, Any
 
 import torch
@@ -25,20 +25,25 @@ _REPORT = record_of("TaskGradientReport", {"tasks": list[list[str | float]], "pa
 
 
 @dataclass(slots=True)
-class PairTally:
-    """What was seen of two tasks."""
+class Tally:
+    """Norms of one task, or cosines of two."""
 
-    cosines: float = 0.0
-    """Sum over the steps."""
+    total: float = 0.0
     steps: int = 0
-    """Steps in which both had a gradient."""
+    """Steps in which the task, or both, had a gradient."""
     conflicts: int = 0
     """Those of them in which the cosine was negative."""
 
+    def add(self, value: float) -> None:
+        """Count a step."""
+        self.total += value
+        self.steps += 1
+        self.conflicts += value < 0
+
     @property
-    def cosine(self) -> float:
+    def mean(self) -> float:
         """The mean over the steps."""
-        return self.cosines / self.steps
+        return self.total / self.steps
 
 
 @dataclass(slots=True)
@@ -53,17 +58,15 @@ class TaskGradientReport:
     'gradient norms from 2.0000 (a) to 3.0000 (b); in conflict: a and b (cosine -0.50, in 1 of 1 steps)'
     """
 
-    tasks: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Sum of the norms, and steps."""
-    pairs: dict[Pair, PairTally] = field(default_factory=dict)
+    tasks: dict[str, Tally] = field(default_factory=dict)
+    pairs: dict[Pair, Tally] = field(default_factory=dict)
 
     def add(self, tasks: tuple[str, ...], products: list[list[float]], conflicts: bool = True) -> None:
         """Count a step. A gradient that is zero (no labels in the batch) or not finite has no part in it."""
         squares = {task: products[place][place] for place, task in enumerate(tasks)}
         norms = {task: math.sqrt(square) for task, square in squares.items() if 0 < square < math.inf}
         for task, norm in norms.items():
-            total, steps = self.tasks.get(task, (0.0, 0))
-            self.tasks[task] = (total + norm, steps + 1)
+            self.tasks.setdefault(task, Tally()).add(norm)
         pairs = itertools.combinations(enumerate(tasks), 2) if conflicts else ()
         for (row, first), (column, second) in pairs:
             product = products[row][column]
@@ -71,25 +74,22 @@ class TaskGradientReport:
                 # Rounding may take it a little beyond -1 or 1.
                 cosine = max(-1.0, min(1.0, product / (norms[first] * norms[second])))
                 pair = (first, second) if first < second else (second, first)
-                tally = self.pairs.setdefault(pair, PairTally())
-                tally.cosines += cosine
-                tally.steps += 1
-                tally.conflicts += cosine < 0
+                self.pairs.setdefault(pair, Tally()).add(cosine)
 
     @property
     def norms(self) -> dict[str, float]:
         """Mean norm by task."""
-        return {task: total / steps for task, (total, steps) in self.tasks.items()}
+        return {task: tally.mean for task, tally in self.tasks.items()}
 
     @property
     def cosines(self) -> dict[Pair, float]:
         """Mean cosine by pair."""
-        return {pair: tally.cosine for pair, tally in self.pairs.items()}
+        return {pair: tally.mean for pair, tally in self.pairs.items()}
 
     @property
-    def conflicts(self) -> dict[Pair, PairTally]:
+    def conflicts(self) -> dict[Pair, Tally]:
         """The pairs that are in conflict on average, the worst first."""
-        found = [(tally.cosine, pair) for pair, tally in self.pairs.items() if tally.cosine < 0]
+        found = [(tally.mean, pair) for pair, tally in self.pairs.items() if tally.mean < 0]
         return {pair: self.pairs[pair] for _, pair in sorted(found)}
 
     def numbers(self) -> dict[str, float]:
@@ -114,7 +114,7 @@ class TaskGradientReport:
         if not found:
             return f"{words}; no two tasks are in conflict on average"
         named = [
-            f"{first} and {second} (cosine {tally.cosine:.2f}, in {tally.conflicts} of {tally.steps} steps)"
+            f"{first} and {second} (cosine {tally.mean:.2f}, in {tally.conflicts} of {tally.steps} steps)"
             for (first, second), tally in itertools.islice(found.items(), MAX_PAIRS)
         ]
         more = len(found) - len(named)
@@ -123,16 +123,16 @@ class TaskGradientReport:
     def state_dict(self) -> dict[str, Any]:
         """Return the sums as lists, strings and numbers."""
         return {
-            "tasks": [[task, total, steps] for task, (total, steps) in self.tasks.items()],
-            "pairs": [[*pair, tally.cosines, tally.steps, tally.conflicts] for pair, tally in self.pairs.items()],
+            "tasks": [[task, *astuple(tally)] for task, tally in self.tasks.items()],
+            "pairs": [[*pair, *astuple(tally)] for pair, tally in self.pairs.items()],
         }
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "TaskGradientReport":
         """Return the report that `state_dict` wrote."""
         check_kind(_REPORT, state, "report")
-        tasks = {task: (total, steps) for task, total, steps in state["tasks"]}
-        return cls(tasks, {(first, second): PairTally(*sums) for first, second, *sums in state["pairs"]})
+        tasks = {task: Tally(*sums) for task, *sums in state["tasks"]}
+        return cls(tasks, {(first, second): Tally(*sums) for first, second, *sums in state["pairs"]})
 
 
 @register("callback", "task_gradients")
@@ -206,7 +206,7 @@ class TaskGradientMonitor(TaskGradientWatcher):
         self.report = found
         if self._is_main:
             conflicts = [
-                {"tasks": list(pair), "cosine": tally.cosine, "steps": tally.conflicts, "of": tally.steps}
+                {"tasks": list(pair), "cosine": tally.mean, "steps": tally.conflicts, "of": tally.steps}
                 for pair, tally in found.conflicts.items()
             ]
             message = f"epoch {epoch + 1}: {found.text()}"

@@ -3,9 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
-
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from etude.core.batch import STREAM, Batch, targets_of
 from etude.core.errors import ConfigError, EtudeError, TrainingError
@@ -14,26 +12,8 @@ from etude.losses.functional import IGNORE_INDEX
 from etude.losses.strategies import ClassificationLoss, LossStrategy
 from etude.losses.task import InferredLoss, as_strategy
 from etude.losses.wrapped import LossFunction
+from etude.metrics import Metric
 from etude.multitask.curriculum.phase import check_weight
-
-
-class Measure(Protocol):
-    """A metric: counts of predictions and labels that add up over batches and ranks."""
-
-    def update(self, predictions: Tensor, targets: Tensor) -> None:
-        """Add one batch."""
-
-    def reset(self) -> None:
-        """Forget everything."""
-
-    def state(self) -> Tensor:
-        """Return the counts."""
-
-    def load_state(self, sums: Tensor) -> None:
-        """Replace the counts."""
-
-    def compute(self) -> float:
-        """Return the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +37,7 @@ class TaskSpec:
     """The factor of its loss."""
     causal: bool | None = None
     """Where given, whether a position sees only those before it: the model finds it in the batch."""
-    metrics: Mapping[str, Measure] = field(default_factory=dict)
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Computed in validation, in addition to what the loss measures."""
     variants: Mapping[str, "TaskSpec"] = field(default_factory=dict)
     """Variants of the task, by name; a phase of a curriculum may choose one."""

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from etude.core.batch import LABEL_KEYS, STREAM, Batch, JointBatch, num_samples
 from etude.core.errors import TrainingError
-from etude.core.loader import Loader
 from etude.core.lookups import explain_lookup
 from etude.core.task import LossTerm, Terms
 from etude.engine.objective import ObjectiveParts
@@ -18,7 +17,6 @@ from etude.losses.strategies import head_of
 from etude.multitask.active import LOSS, ActiveTasks
 from etude.multitask.rules import make_objective
 from etude.multitask.spec import ActiveTask, check_labels, explained, learns_from
-from etude.multitask.training import check_streams_of, holds_same_keys, join_weighting, train_weighting, warn_of_steps
 
 PENALTY, CAUSAL = "penalty", "causal"
 
@@ -206,23 +204,6 @@ class MultiTask(ActiveTasks):
     def objective(self, parts: ObjectiveParts) -> Any:
         """Return the objective that the weighting needs."""
         return make_objective(self, parts)
-
-    def join(self, model: nn.Module) -> None:
-        """Make the weighting part of the model, so that it is saved, moved and trained with it."""
-        if self.weighting is not None:
-            join_weighting(self.weighting, model)
-
-    def extend(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer train the parameters of the weighting, without weight decay."""
-        if self.weighting is not None:
-            train_weighting(self.weighting, optimizer)
-
-    def check_loader(self, loader: Loader | None, accumulation_steps: int) -> None:
-        """Raise TrainingError for labels that no stream has; warn if tasks that are compared never share a step."""
-        self.alike = holds_same_keys(loader)
-        check_streams_of(self.tasks, loader)
-        if self.weighting is not None:
-            warn_of_steps(self.weighting, loader, accumulation_steps)
 
 
 def _run(model: nn.Module, requests: Sequence[tuple[Batch, dict[str, ActiveTask]]]) -> list[Mapping[str, Any]]:

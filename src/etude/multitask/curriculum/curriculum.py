@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from etude.core.errors import CheckpointError, ConfigError
@@ -200,27 +201,18 @@ def _check_phases(phases: tuple[Phase, ...]) -> None:
             f"the first phase, '{phases[0].name}', begins at {first.text}; let it begin at epoch 1 or step 0, "
             f"because nothing would be trained before"
         )
-    last: dict[str, Phase] = {}
-    for phase in phases:
-        for unit in ("epoch", "step"):
-            value, earlier = getattr(phase.begins, unit), last.get(unit)
-            if value is None:
-                continue
-            if earlier is not None:
-                _check_order(earlier, phase, getattr(earlier.begins, unit), value)
-            last[unit] = phase
-
-
-def _check_order(earlier: Phase, later: Phase, first: int, second: int) -> None:
-    if first == second:
-        raise ConfigError(
-            f"phases '{earlier.name}' and '{later.name}' both begin at {later.begins.text}; move one of them"
-        )
-    if first > second:
-        raise ConfigError(
-            f"phase '{later.name}' begins at {later.begins.text}, before '{earlier.name}' ({earlier.begins.text}), "
-            f"which stands above it; list phases in the order in which they begin"
-        )
+    for unit in ("epoch", "step"):
+        timed = [(phase, at) for phase in phases if (at := getattr(phase.begins, unit)) is not None]
+        for (earlier, first), (later, second) in pairwise(timed):
+            if first == second:
+                raise ConfigError(
+                    f"phases '{earlier.name}' and '{later.name}' both begin at {later.begins.text}; move one of them"
+                )
+            if first > second:
+                raise ConfigError(
+                    f"phase '{later.name}' begins at {later.begins.text}, before '{earlier.name}' "
+                    f"({earlier.begins.text}), which stands above it; list phases in the order in which they begin"
+                )
 
 
 def _check_tasks(phases: tuple[Phase, ...], weights: Mapping[str, float]) -> None:

@@ -182,5 +182,5 @@ def check_spelling(names: Iterable[str], tasks: Collection[str]) -> None:
 def check_weight(weight: float, what: str) -> float:
     """Return the weight; raise ConfigError unless it is a finite number, 0 or more."""
     if not 0 <= weight < math.inf:
-        raise ConfigError(f"{what} is {weight}; give a finite number, not below 0")
+        raise ConfigError(f"{what} is {weight}; give a finite number, 0 or more")
     return weight

@@ -241,22 +241,18 @@ class _Factory:
             inspect.Parameter("seed", _KEYWORD, annotation=int, default=0),
         ]
         try:
-            arguments = _arguments(self.kind())
+            arguments = parameters_of(self.kind())[0]
         except ConfigError:
             return inspect.Signature([*parameters, inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD)])
         for name, (hint, default) in arguments.items():
-            if hint is not None and name != "n_tasks":
+            if (said := _in_files(hint)) is not None and name != "n_tasks":
                 default = inspect.Parameter.empty if default is PydanticUndefined else default
-                parameters.append(inspect.Parameter(name, _KEYWORD, annotation=hint, default=default))
+                parameters.append(inspect.Parameter(name, _KEYWORD, annotation=said, default=default))
         return inspect.Signature(parameters)
 
 
-def _arguments(kind: type) -> dict[str, tuple[Any, Any]]:
-    """Return hint and default of the arguments of a class: vectors as mappings, None for what no file can hold."""
-    return {name: (_in_files(hint), default) for name, (hint, default) in parameters_of(kind)[0].items()}
-
-
 def _in_files(hint: Any) -> Any:
+    """Return the type of an argument as a file can give it: a vector as a mapping; None for what no file can hold."""
     members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     kept = [one for one in members if one in (int, float, bool, str) or typing.get_origin(one) is typing.Literal]
     if not kept and Tensor in members:
