@@ -376,12 +376,12 @@ ONE_LINE = {
     "activate negative": (
         lambda: MultiTask(specs()).activate({"kind": -0.5}),
         ConfigError,
-        "'kind' is -0.5; weights are finite",
+        "'kind' is -0.5; .*finite",
     ),
     "activate nan": (
         lambda: MultiTask(specs()).activate({"kind": NAN}),
         ConfigError,
-        "'kind' is nan; weights are finite",
+        "'kind' is nan; .*finite",
     ),
     "unknown variant": (
         lambda: MultiTask(specs()).activate({"kind": 1.0}, {"kind": "simple"}),
