@@ -29,10 +29,24 @@ def samples(loader, epoch=0):
     return [int(label) for batch in loader.iterate(epoch) for label in batch[1]]
 
 
+class Rows:
+    """A map-style dataset as those of Hugging Face: not of torch's class, but with its `__getitems__`."""
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        return X[index], Y[index]
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
 SOURCES = {
     "pair": lambda: (X, Y),
     "arrays": lambda: (X.numpy(), Y.numpy()),
     "dataset": lambda: TensorDataset(X, Y),
+    "dataset of another library": Rows,
     "etude loader": lambda: DataLoader(X, Y, 4),
     "torch loader": lambda: TorchDataLoader(TensorDataset(X, Y), batch_size=4),
     "list of batches": lambda: [(X[:4], Y[:4]), (X[4:8], Y[4:8]), (X[8:], Y[8:])],

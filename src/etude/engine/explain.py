@@ -95,7 +95,8 @@ def _wrong_inputs(error: TypeError, frames: list[FrameType]) -> str | None:
 
 def _of_object(frames: list[FrameType]) -> str | None:
     """Return what to say of a batch that is an object, such as a dataclass or a graph: the model is given all of it."""
-    inputs = next((frame.f_locals.get("args", ()) for frame in frames if frame.f_code in _CALLS), ())
+    calls = (frame.f_locals.get("args", ()) for frame in frames if frame.f_code in _CALLS)
+    inputs: tuple[Any, ...] = next(calls, ())
     if len(inputs) != 1 or isinstance(inputs[0], (Tensor, Mapping, tuple, list)):
         return None
     return f"the model is called with the whole batch, a {type(inputs[0]).__name__}: let its `forward` take that"

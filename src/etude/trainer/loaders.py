@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,19 @@ _OF_TORCH = ("pin_memory", "persistent_workers", "prefetch_factor")
 """Settings that are also attributes of torch's DataLoader."""
 _OF_VALIDATION = ("validate_interval", "validate_every_steps", "keep_best")
 """Settings that do nothing without validation."""
+
+
+@runtime_checkable
+class FetchesMany(Protocol):
+    """A map-style dataset that is none of torch's, but fetches several samples at once as those may: Hugging Face's."""
+
+    def __len__(self) -> int:
+        """Samples."""
+        ...
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        """Return the samples at these places."""
+        ...
 
 
 class Loaders:
@@ -88,7 +101,7 @@ class Loaders:
         """
         device, world = self._machine.device, self._machine.world
         source = _as_tensors(source, self._model)
-        known = (Tensor, Dataset, BatchSource, TensorData, LoaderData, Streams)
+        known = (Tensor, Dataset, FetchesMany, BatchSource, TensorData, LoaderData, Streams)
         if isinstance(source, known) or is_pair(source):
             source = DataLoaderFactory.from_config(self._config, device=device).create(source, training=training)
         loader = _share(source, world, training=training)
