@@ -403,11 +403,15 @@ def test_a_target_that_is_always_the_same(write):
 
 # ------------------------------------------------------------------------------------------------ texts and threads
 
+SAME_END = ["north district", "south district", " district", "district ", "\0district", "a district of 25 characters"]
 short_texts = st.text(st.characters(blacklist_characters='",\r\n', blacklist_categories=("Cs",)), max_size=12)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(texts=st.lists(short_texts, min_size=1, max_size=40), block=st.sampled_from([40, 4096]))
+@given(
+    texts=st.lists(short_texts | st.sampled_from(SAME_END), min_size=1, max_size=40),
+    block=st.sampled_from([40, 4096]),
+)
 def test_texts_are_those_that_python_reads(write, monkeypatch, texts, block):
     monkeypatch.setattr(delimited, "BLOCK_BYTES", block)
     texts = [text for text in texts if text.splitlines() in ([text], [])]
