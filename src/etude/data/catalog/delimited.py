@@ -237,25 +237,27 @@ def _blocks(layout: Layout, rest: bytes, pieces: Iterator[bytes], line: int) -> 
     # The allocator of the C library keeps memory for later as long as it is smaller than the largest that was freed;
     # without this, every array of every block would be taken from the system and cleared.
     np.empty(32 * BLOCK_BYTES, np.uint8)
-    piece = next(pieces, None)
-    while True:
-        if b'"' in rest:
-            yield from _quoted(layout, _lines(rest, pieces if piece is None else chain([piece], pieces)), line)
+    stream = chain([rest], pieces)
+    tail, piece = b"", next(stream, None)
+    while piece is not None:
+        following = next(stream, None)
+        if b'"' in piece:
+            yield from _quoted(layout, _lines(tail + piece, chain([following or b""], stream)), line)
             return
-        if piece is None and rest and not rest.endswith(b"\n"):
-            rest += b"\n"
-        cut = rest.rfind(b"\n") + 1
-        if cut:
-            whole = b" " * PADDING + rest[:cut] + b" " * (-(PADDING + cut) % 8)
+        if following is None and (tail or piece) and not piece.endswith(b"\n"):
+            piece += b"\n"
+        if cut := piece.rfind(b"\n") + 1:
+            end = PADDING + len(tail) + cut
+            whole = b"".join((b" " * PADDING, tail, memoryview(piece)[:cut], b" " * (-end % 8)))
             cells = find_cells(layout, whole)
             if cells is None or (layout.columns == 1 and b"\n\n" in whole):  # empty lines, or lines too long or short
-                yield from _quoted(layout, _lines(b"", iter([rest[:cut]])), line)
+                yield from _quoted(layout, _lines(b"", iter([whole[PADDING:end]])), line)
+                line += whole.count(b"\n")
             else:
                 yield PlainBlock(layout, whole, line, cells, parser)
-            line += whole.count(b"\n")
-        if piece is None:
-            return
-        rest, piece = rest[cut:] + piece, next(pieces, None)
+                line += len(cells[0])
+            tail = b""
+        tail, piece = tail + piece[cut:], following
 
 
 def _lines(rest: bytes, pieces: Iterator[bytes]) -> Iterator[str]:
