@@ -83,7 +83,7 @@ class Job:
                 return self._make(pool, overwrite)
         except DataError as error:
             if not isinstance(error, Unfinished) and not isinstance(error.__cause__, OSError):
-                self._clean()  # the same again would not go better
+                self._clean()  # retrying would fail the same way
             raise
 
     def _make(self, pool: Workers, overwrite: bool) -> CorpusReport:
