@@ -214,13 +214,13 @@ PARTS = st.sampled_from(
 @given(text=st.one_of(ASCII, st.text(st.characters(codec="utf-8"), max_size=60), st.lists(PARTS).map("".join)))
 @example(text="".join(map(chr, range(300))) + "\na\n".join(map(chr, range(300))))
 def test_ids_are_those_of_the_library(tokenizer, text):
-    """Words looked up, and lines apart, change nothing."""
+    """Words looked up, lines apart and long texts in pieces change nothing."""
     encoder = Encoder(tokenizer)
     assert encoder.words is not None
     expected = encoder.by_library(text)
     with pytest.MonkeyPatch.context() as patch:
-        for limit in (encoding.WHOLE_CHARS, 5):
-            patch.setattr(encoding, "WHOLE_CHARS", limit)
+        for limit in (encoding.PIECE_CHARS, 5):
+            patch.setattr(encoding, "PIECE_CHARS", limit)
             assert encoder.encode([text])[0].tolist() == expected.tolist()
 
 
@@ -231,6 +231,12 @@ def test_ids_of_real_code_are_those_of_the_library(tokenizer, monkeypatch):
     for ids, source in zip(encoder.encode(sources), sources, strict=True):
         assert ids.tolist() == encoder.by_library(source).tolist()
     assert len(encoder.words) <= 100
+
+
+def test_long_text_is_cut(monkeypatch):
+    """So that the test above says something."""
+    monkeypatch.setattr(encoding, "PIECE_CHARS", 5)
+    assert list(encoding._pieces("words\nmore words\nand more")) == ["words", "\nmore words", "\nand more"]
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ PATTERN = "|".join(
 MAX_WORDS = 1 << 18
 """How many words and their ids are remembered."""
 
-WHOLE_CHARS = 1 << 20
-"""The words of longer texts, which would take much memory, are looked up line by line."""
+PIECE_CHARS = 1 << 20
+"""How much text is cut into words at a time."""
 
 _ASCII_WORDS = re.compile(
     PATTERN.replace(r"\p{L}\p{N}", "A-Za-z0-9").replace(r"\p{L}", "[A-Za-z]").replace(r"\p{N}", "[0-9]"), re.ASCII
@@ -191,14 +191,23 @@ class Encoder:
     def _by_words(self, text: str, words: "_Words") -> NDArray[np.uint32]:
         """Look up the words of ASCII text; the library takes the lines that are not."""
         found: list[NDArray[np.uint32]] = [np.zeros(0, np.uint32)]
-        lines = [text] if text.isascii() and len(text) < WHOLE_CHARS else _SEAM.split(text)
-        for is_ascii, group in groupby(lines, str.isascii):
-            if is_ascii:
-                ids = map(words.__getitem__, chain.from_iterable(map(_ASCII_WORDS.findall, group)))
-                found.append(np.frombuffer(b"".join(ids), np.uint32))
-            else:
-                found += map(self.by_library, group)
+        for piece in _pieces(text):
+            for is_ascii, lines in groupby([piece] if piece.isascii() else _SEAM.split(piece), str.isascii):
+                if is_ascii:
+                    ids = map(words.__getitem__, chain.from_iterable(map(_ASCII_WORDS.findall, lines)))
+                    found.append(np.frombuffer(b"".join(ids), np.uint32))
+                else:
+                    found += map(self.by_library, lines)
         return np.concatenate(found)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a very long text, whose words would take much memory, where a cut changes nothing."""
+    start = 0
+    while seam := _SEAM.search(text, start + PIECE_CHARS):
+        yield text[start : seam.start()]
+        start = seam.start()
+    yield text[start:]
 
 
 class _Words(dict[str, bytes]):
