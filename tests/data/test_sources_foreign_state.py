@@ -239,6 +239,29 @@ def test_a_state_that_is_refused_is_explained():
         next(loader.iterate(0, 3))
 
 
+class Slots:
+    """Stateful, but no weak reference to it can be made."""
+
+    __slots__ = ("place",)
+
+    def __iter__(self):
+        return iter([torch.zeros(3)] * 4)
+
+    def state_dict(self):
+        return {"place": 1}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def test_a_class_with_slots_is_read_again():
+    loader = ForeignLoader(Slots())
+    iterator = loader.iterate(0)
+    next(iterator)
+    assert loader.state_dict() == {}
+    assert len(list(ForeignLoader(Slots()).iterate(0, iterator.position))) == 3
+
+
 class StatefulIterations:
     """As grain's: its iterators keep the state, in bytes, with the text of the data."""
 

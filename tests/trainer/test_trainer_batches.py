@@ -291,3 +291,40 @@ def test_a_share_of_no_graphs_is_refused_with_the_remedy():
     assert next(batches).num_graphs == 2
     with pytest.raises(DataError, match="drop_last"):
         list(batches)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_graphs_of_pytorch_geometric(tmp_path):
+    data, loader = pytest.importorskip("torch_geometric.data"), pytest.importorskip("torch_geometric.loader")
+    source = torch.Generator().manual_seed(0)
+    rows = [
+        data.Data(x=torch.randn(size, 4, generator=source), y=torch.tensor([size % 2]), num_nodes=size)
+        for size in SIZES
+    ]
+
+    class Net(MeanOfNodes):
+        def forward(self, batch):
+            nodes = self.node(batch.x)
+            sums = nodes.new_zeros(batch.num_graphs, nodes.shape[1]).index_add(0, batch.batch, nodes)
+            return self.out(sums)
+
+    class StopAt(Callback):
+        left = 5
+
+        def on_step_end(self, report):
+            self.left -= 1
+            if self.left == 0:
+                self.control.request_stop("test")
+
+    def run(folder, *callbacks, resume=False):
+        torch.manual_seed(1)
+        batches = loader.DataLoader(rows, batch_size=BATCH, shuffle=True)
+        options = {"output_dir": folder, "resume": resume, "callbacks": callbacks, "progress": False}
+        trainer = Trainer(Net(), batches, config={"epochs": EPOCHS, "device": "cpu"}, **options)
+        return trainer.train(), trainer.model
+
+    logs, straight = run(tmp_path / "straight")
+    assert "samples_per_s" in logs
+    run(tmp_path / "parts", StopAt())
+    _, resumed = run(tmp_path / "parts", resume=True)
+    assert all(map(torch.equal, straight.parameters(), resumed.parameters()))

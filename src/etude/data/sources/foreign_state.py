@@ -3,6 +3,7 @@
 import logging
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -104,11 +105,13 @@ class _Reading:
 
     @classmethod
     def of(cls, keeper: Stateful) -> "_Reading":
-        """Return the one of this object, whoever asks."""
+        """Return the one of this object, whoever asks; a new one each time, so no state, if its end cannot be seen."""
         found = cls._known.get(id(keeper))
         if found is None:
-            found = cls._known[id(keeper)] = cls()
-            weakref.finalize(keeper, cls._known.pop, id(keeper), None)
+            found = cls()
+            with suppress(TypeError):  # a class with slots, without one for weak references
+                weakref.finalize(keeper, cls._known.pop, id(keeper), None)
+                cls._known[id(keeper)] = found
         return found
 
 
