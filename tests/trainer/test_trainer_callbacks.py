@@ -141,9 +141,7 @@ def compares_tasks(case):
 
 
 def switches_tasks(case):
-    return CurriculumCallback(
-        Curriculum([Phase("only", Start(epoch=1), ["a"])])
-    ), None  # one task: refused everywhere
+    return CurriculumCallback([Phase("only", 1, ["a"])]), None  # one task: refused everywhere
 
 
 CALLBACKS = {

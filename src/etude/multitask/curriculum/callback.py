@@ -61,8 +61,8 @@ class CurriculumCallback(Callback):
         """Act on the task, the loaders and the learning rate of the run."""
         if not isinstance(parts.task, MultiTask):
             raise ConfigError(
-                f"a curriculum needs several tasks, but {type(parts.task).__name__} is a single task; "
-                f"give the Trainer task=MultiTask({{...}}), or leave the curriculum out"
+                f"a curriculum ({type(self).__name__}) needs several tasks, but {type(parts.task).__name__} is a "
+                f"single task; give the Trainer task=MultiTask({{...}}), or leave the curriculum out"
             )
         curriculum = self._given
         if not isinstance(curriculum, Curriculum):
