@@ -4,6 +4,7 @@ Nothing here waits for the device: a count that depends on the data stays a tens
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import ParamSpec
@@ -92,6 +93,7 @@ def averaged(term: Callable[P, LossTerm]) -> Callable[P, Tensor]:
         return mean_of(term(*args, **kwargs))
 
     functools.update_wrapper(mean, term)
+    mean.__signature__ = inspect.signature(term).replace(return_annotation=Tensor)  # type: ignore[attr-defined]
     mean.__name__ = mean.__qualname__ = term.__name__.removesuffix("_term")
     mean.__doc__ = f"Return the mean over what counts, 0 if nothing does; arguments as for `{term.__name__}`."
     return mean
