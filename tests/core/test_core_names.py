@@ -42,7 +42,7 @@ def test_optimizers_take_the_names_of_the_papers(kind):
 
 @pytest.mark.parametrize("given", [{"lr": 1, "learning_rate": 1}, {"betas": (0.9, 0.9), "beta1": 0.8}])
 def test_one_argument_under_two_names_is_refused(given):
-    with pytest.raises(ConfigError, match="two of"):
+    with pytest.raises(ConfigError, match=next(iter(given))):
         optim.Adam(nn.Linear(3, 2).parameters(), **given)
 
 

@@ -36,16 +36,19 @@ ALIASES = {"learning_rate": "lr", "epsilon": "eps"}
 def _other_names(init: Callable[P, None]) -> Callable[P, None]:
     """Let an optimizer be made with `learning_rate`, `epsilon`, `beta1` and `beta2` too."""
     parameters = inspect.signature(init).parameters
+    others = ALIASES | ({"beta1": "betas", "beta2": "betas"} if "betas" in parameters else {})
 
     @functools.wraps(init)
     def renamed(*args: P.args, **kwargs: P.kwargs) -> None:
-        given: dict[str, Any] = {ALIASES.get(name, name): value for name, value in kwargs.items()}
-        if "betas" in parameters and {"beta1", "beta2"} & given.keys():
-            betas = parameters["betas"].default
-            given["betas"] = (given.pop("beta1", betas[0]), given.pop("beta2", betas[1]))
-        if len(given) < len(kwargs) - ("beta1" in kwargs and "beta2" in kwargs):
-            # fewer than were given, beside two betas that became one argument
-            raise ConfigError(f"two of {', '.join(kwargs)} are names of one argument; give one of them")
+        given: dict[str, Any] = dict(kwargs)
+        for name in others.keys() & kwargs.keys():
+            if others[name] in kwargs:
+                raise ConfigError(f"{name} is another name for {others[name]}; give one of the two")
+            value = given.pop(name)
+            if others[name] == "betas":
+                first, second = given.get("betas", parameters["betas"].default)
+                value = (value, second) if name == "beta1" else (first, value)
+            given[others[name]] = value
         init(*args, **given)
 
     return renamed
