@@ -400,3 +400,14 @@ def test_graphs_of_a_dead_run_do_not_spoil_a_recording():
 def make(count):
     """Make so many objects that Python collects garbage by itself."""
     return len([[] for _ in range(count)])
+
+
+def test_a_recording_may_follow_graphs_that_are_gone_while_their_memory_is_used():
+    recorder = CudaRecorder(torch.device("cuda"))
+    one = torch.ones(3, device="cuda")
+    kept, replay = recorder.record(lambda: one * 2)
+    replay()
+    del replay
+    other, replay = recorder.record(lambda: one * 3)
+    replay()
+    assert (kept.tolist(), other.tolist()) == ([2.0] * 3, [3.0] * 3)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -33,7 +34,10 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory: only one of them runs at a time."""
+    """Records CUDA graphs that share one pool of memory: only one of them runs at a time.
+
+    A pool whose last graph is gone takes no other one, as long as anything (a gradient, say) still lies in it.
+    """
 
     recoveries: ClassVar[int] = 0
     """How often the generators were given another state: graphs of before, of any run, draw from the old one."""
@@ -41,17 +45,20 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool: Any = None
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        """Those that are in the pool."""
 
     def record(self, function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
         """Record the function on a stream of its own; other threads may use the device meanwhile."""
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
+        if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
         with (
             no_collection(),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
         ):
             result = function()
+        self._graphs.add(graph)
         return result, graph.replay
 
     def recover(self) -> None:
