@@ -14,6 +14,8 @@ from etude.models import MLP
 from etude.multitask import MultiTask, MultiTaskModel, TaskSpec
 from etude.multitask.heads import LinearHead
 from etude.multitask.weighting import UncertaintyWeighting
+from etude.optim.eager import take_step
+from etude.optim.pieces import InPieces
 
 def check(what):
     assert not {"torch._dynamo", "sympy", "torch._inductor"} & set(sys.modules), what
@@ -68,6 +70,12 @@ compiled.is_worthwhile = saves_time(14_000, 1, task.outputs)
 compiled(etude.LeNet5(), (torch.rand(64, 1, 28, 28), torch.randint(10, (64,))), metrics=None)
 assert compiled.refused
 check("a run that is too short to be compiled")
+
+layer = nn.Linear(100, 70)
+layer(torch.ones(2, 100)).sum().backward()
+with InPieces():
+    take_step(etude.optim.SGD(layer.parameters(), lr=0.1))
+check("an update that is recorded")
 print("fine")
 """
 

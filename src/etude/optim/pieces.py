@@ -25,6 +25,10 @@ class InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Entering it costs more than an update gains: it is for steps that are recorded.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, which takes seconds, to have nothing here compiled
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name in _FUSED:
             args = cut(args)

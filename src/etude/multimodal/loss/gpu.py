@@ -16,7 +16,7 @@ from etude.multimodal.loss.gpu_chunks import Chunks, DistanceChunks, ExpectedVec
 from etude.multimodal.loss.hl_gauss import HLGauss
 from etude.multimodal.loss.kinds import Huber, MeanSquaredError, Wasserstein
 
-CHUNK_BYTES = 192 << 20
+CHUNK_BYTES = 256 << 20
 """Size of what is held of a chunk."""
 ROW_TILE = 128
 """Chunks have a multiple of so many rows: products compute tiles of this height."""

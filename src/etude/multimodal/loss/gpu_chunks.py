@@ -6,7 +6,8 @@
     vectors, others      logits; products of the vectors with the true ones; one kernel for losses, gradients and
                          probabilities; expected values for the squared error
 
-Logits are float32. What comes after them, probabilities or gradients in the type of the products, takes their memory.
+Logits are float32. What comes after them, probabilities or gradients in the type of the products, takes the first half
+of their memory, expected vectors and slopes the second, if they are not longer.
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +45,7 @@ class Chunks(ABC):
         self.gradients = p.want_hidden or p.want_weight or p.want_bias
         self.kind = torch.bfloat16 if p.hidden.dtype is torch.bfloat16 else torch.float32
         self.logits = self._matrix(size, self.num_codes)
-        self.narrow = _same_memory(self.logits, self.kind)
+        self.narrow = _whole_rows(self.logits).view(self.kind)[:, : self.num_codes]
         self.spare = self.logits  # what `add_logit_gradients` may overwrite
         block = max(16, _power_of_2(self.num_codes))
         self.row_options: dict[str, Any] = {
@@ -125,16 +126,21 @@ class VectorChunks(Chunks):
 
     def __init__(self, p: ExpectationProblem, kernels: ModuleType, size: int) -> None:
         super().__init__(p, kernels, size)
-        self.table = table_of(p.reconstruction)
-        self.expected = self._empty(size, self.table.values.shape[1])
-        self.inverses = self._empty(size)
-        self.slopes = self.shifts = self.inverses  # not used, unless there is a penalty
+        self.table = table = table_of(p.reconstruction)
+        width, end = table.values.shape[1], table.values.shape[1] + table.padded // 2  # two slopes take one place
+        room, half = _whole_rows(self.logits), self.logits.stride(0) // 2
+        if end > half:
+            room, half = self._empty(size, end), 0
+        self.expected = room[:, half : half + width]
+        self.slopes = room[:, half + width : half + end].view(p.hidden.dtype)
+        self.inverses, self.shifts = self._empty(size), self._empty(size)
 
     def _compare_expected(self, result: ExpectationResult, rows: slice, probs: Tensor) -> None:
         """Compute squared errors, and with a penalty losses and slopes too."""
         p, table = self.p, self.table
         self.kernels.penalty_kernel[(len(probs),)](
             _product(probs, table.values, self.expected[: len(probs)]),
+            self.expected.stride(0),
             table.values,
             self.inverses,
             p.targets[rows],
@@ -142,6 +148,7 @@ class VectorChunks(Chunks):
             result.losses[rows],
             result.squared_errors[rows],
             self.slopes,
+            self.slopes.stride(0),
             self.shifts,
             table.size,
             table.padded,
@@ -161,14 +168,12 @@ class ExpectedVectorChunks(VectorChunks):
         super().__init__(p, kernels, size)
         self.penalty = p.reconstruction.name
         self.log_totals = self._empty(size)
-        if self.gradients:
-            self.slopes = p.hidden.new_empty((size, self.table.padded))
-            self.shifts = self._empty(size)
 
     @staticmethod
     def row_bytes(p: ExpectationProblem) -> int:
-        """Return the size of logits, the expected vector and slopes."""
-        return 4 * p.weight.shape[0] + 8 * p.reconstruction.centred.shape[1]
+        """Return the size of logits, or of an expected vector and its slopes as well, if those are longer."""
+        codes, values = p.weight.shape[0], p.reconstruction.centred.shape[1]
+        return 4 * codes if 5 * values <= codes else 4 * codes + 10 * values
 
     def solve(self, result: ExpectationResult, rows: slice) -> Tensor:
         """Run three kernels."""
@@ -195,6 +200,7 @@ class ExpectedVectorChunks(VectorChunks):
             probs,
             probs.stride(0),
             self.slopes,
+            self.slopes.stride(0),
             table.values,
             table.values.stride(0),
             self.inverses,
@@ -217,7 +223,7 @@ class DistanceChunks(VectorChunks):
     def __init__(self, p: ExpectationProblem, kernels: ModuleType, size: int) -> None:
         super().__init__(p, kernels, size)
         self.products = self._matrix(size, self.num_codes)
-        self.grads = _same_memory(self.products, self.kind)
+        self.grads = _whole_rows(self.products).view(self.kind)[:, : self.num_codes]
 
     @staticmethod
     def row_bytes(p: ExpectationProblem) -> int:
@@ -299,10 +305,10 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     return product(a, b, out) if a.is_cuda else torch.mm(a.float(), b.float(), out=out)
 
 
-def _same_memory(matrix: Tensor, kind: torch.dtype) -> Tensor:
-    """Return a matrix of this type whose rows begin where those of the given one do."""
-    (num_rows, width), stride = matrix.shape, matrix.stride(0)
-    return matrix.as_strided((num_rows, stride), (stride, 1)).view(kind)[:, :width]
+def _whole_rows(matrix: Tensor) -> Tensor:
+    """Return a matrix with what fills up its rows."""
+    stride = matrix.stride(0)
+    return matrix.as_strided((len(matrix), stride), (stride, 1))
 
 
 def _delta(reconstruction: Reconstruction) -> float:

@@ -212,6 +212,7 @@ def distance_kernel(
 @triton.jit
 def penalty_kernel(
     expected,  # (n, parts · padded): sums of probabilities times the table
+    expected_stride,
     table,  # (V, parts · padded): the vectors as one number of half precision, or as the sum of two
     inverses,
     targets,
@@ -219,6 +220,7 @@ def penalty_kernel(
     losses,
     squares,
     slopes,  # (n, padded)
+    slope_stride,
     shifts,  # (n,)
     size,
     padded,
@@ -235,10 +237,11 @@ def penalty_kernel(
     weight = tl.load(row_weights + row)
     target = tl.where(weight == 0.0, 0, tl.load(targets + row)).to(tl.int64)
     inverse = tl.load(inverses + row)
-    first = tl.load(expected + row * padded * PARTS + cols, mask=inside, other=0.0) * inverse
+    expected += row * expected_stride
+    first = tl.load(expected + cols, mask=inside, other=0.0) * inverse
     errors = first - tl.load(table + target * padded * PARTS + cols, mask=inside, other=0.0).to(tl.float32)
     if PARTS == 2:
-        errors += tl.load(expected + row * padded * 2 + padded + cols, mask=inside, other=0.0) * inverse
+        errors += tl.load(expected + padded + cols, mask=inside, other=0.0) * inverse
         errors -= tl.load(table + target * padded * 2 + padded + cols, mask=inside, other=0.0).to(tl.float32)
     tl.store(squares + row, tl.sum(errors * errors, 0) / size)
     if KIND != "":
@@ -246,7 +249,7 @@ def penalty_kernel(
         tl.store(losses + row, tl.sum(penalties, 0) / size)
         if GRADS:
             found = tl.where(weight == 0.0, 0.0, found * (weight / size)).to(slopes.dtype.element_ty)
-            tl.store(slopes + row * padded + cols, found, mask=inside)
+            tl.store(slopes + row * slope_stride + cols, found, mask=inside)
             tl.store(shifts + row, tl.sum(found.to(tl.float32) * first, 0))
 
 
@@ -255,6 +258,7 @@ def slope_kernel(
     probs,  # (n, V); overwritten by gradients of the logits
     stride,
     slopes,  # (n, padded)
+    slope_stride,
     table,  # (V, ≥ padded)
     table_stride,
     inverses,
@@ -277,7 +281,7 @@ def slope_kernel(
     row_inside, code_inside = rows < num_rows, codes < num_codes
     inside = row_inside[:, None] & code_inside[None, :]
     block = probs + rows.to(tl.int64)[:, None] * stride + codes[None, :]
-    lefts = slopes + rows[:, None] * padded + places[None, :]
+    lefts = slopes + rows.to(tl.int64)[:, None] * slope_stride + places[None, :]
     rights = table + codes[None, :] * table_stride + places[:, None]
     sums = tl.zeros((BLOCK_ROWS, BLOCK_CODES), tl.float32)
     for start in range(0, padded, BLOCK_SIZE):
