@@ -22,10 +22,10 @@ data: .venv/.core
 	.venv/bin/python experiments/variable_stars/prepare.py
 
 test: lint
-	.venv/bin/pytest -n 2 --dist worksteal -m "not slow" tests
+	.venv/bin/pytest -n 2 --dist worksteal -m "not slow"
 
 test-slow: .venv/.dev
-	.venv/bin/pytest -m "slow" tests
+	.venv/bin/pytest -m "slow"
 
 lint: .venv/.dev
 	.venv/bin/ruff check .

@@ -12,9 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_race import MARK, Contestant, Section, Stopwatch, run_section  # noqa: E402
-
 from benchmarks import gpu, gpu_race, table  # noqa: E402
+from benchmarks.gpu_race import MARK, Contestant, Section, Stopwatch, run_section  # noqa: E402
 
 
 def section(contestants, **settings):

@@ -6,9 +6,7 @@ import os
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from cli_components import Net, SignDescent
@@ -135,19 +133,6 @@ def test_list_names_experiments_and_components(etude):
     assert "lenet5" in by_kind["model"].split(", ")
 
 
-@pytest.fixture
-def tiny_mnist(monkeypatch):
-    """Random images in place of the real ones, enough for the warm-up of the template."""
-    rng = np.random.default_rng(0)
-    names = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"]
-    shapes = [(9000, 28, 28), (9000,), (60, 28, 28), (60,)]
-    arrays = {
-        name: rng.integers(0, 256 if len(shape) > 1 else 10, shape).astype(np.uint8)
-        for name, shape in zip(names, shapes, strict=True)
-    }
-    monkeypatch.setattr("etude.data.catalog.mnist.fetch_mnist", lambda root=None, download=True: arrays)
-
-
 def test_a_new_experiment_trains_as_it_is(etude, tiny_mnist, tmp_path):
     outcome = etude("new", "first_try")
     assert outcome.code == 0
@@ -168,13 +153,6 @@ def test_the_script_of_a_new_experiment_trains_it(etude, tiny_mnist, tmp_path, c
     script["main"](["training.epochs=1"])
     assert "finished" in capsys.readouterr().out
     assert len([*(tmp_path / "runs" / "second_try" / "baseline").iterdir()]) == 1
-
-
-def test_the_configs_of_lenet5_train(etude, tiny_mnist):
-    configs = sorted((Path(__file__).parents[2] / "experiments" / "lenet5").glob("configs/*.yaml"))
-    assert len(configs) >= 2
-    for path in configs:
-        assert etude("train", path, "-q", "training.epochs=1", "data.limit=500").code == 0
 
 
 # ------------------------------------------------------------------------------------------------ config

@@ -1,12 +1,14 @@
 """Installed from its wheel, without the repository, the command does what it does in a checkout."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +62,19 @@ def test_the_wheel_has_the_experiments_and_nothing_of_the_tests(wheel):
     assert "etude/experiments/code_multitask/components.py" in names
     assert "etude/py.typed" in names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"etude"}
-    assert not [name for name in names if "test_" in name or name.endswith((".pyc", ".svg"))]
+    assert not [name for name in names if "test_" in name or "/tests/" in name or "conftest" in name]
+    assert not [name for name in names if name.endswith((".pyc", ".svg"))]
+
+
+def test_links_of_the_description_lead_somewhere_outside_the_repository_too(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+    facts = message_from_bytes(archive.read(metadata))
+    assert facts["Description-Content-Type"] == "text/markdown"
+    description = facts.get_payload()
+    assert description.lstrip().startswith("# Etude\n")
+    assert "The loop and the step are two files" in description
+    assert [link for link in re.findall(r"\]\(([^)]*)\)", description) if not link.startswith("http")] == []
 
 
 def test_experiments_are_listed_in_an_empty_folder(installed, tmp_path):

@@ -258,6 +258,7 @@ def faults_of(tree, where):
 @pytest.mark.parametrize("place", ["src/etude", "experiments"])
 def test_nothing_in_the_source_loads_code_in_another_way(place):
     files = {file.relative_to(ROOT / place).as_posix(): file for file in sorted((ROOT / place).rglob("*.py"))}
+    files = {where: file for where, file in files.items() if "tests" not in file.parts[len(ROOT.parts) :]}
     assert len(files) > 10
     found = [
         f"{where}: {one}" for where, file in files.items() for one in faults_of(ast.parse(file.read_text()), where)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 
@@ -58,6 +59,9 @@ def etude(monkeypatch, tmp_path):
     logger = logging.getLogger("etude")
     monkeypatch.setattr(logger, "handlers", list(logger.handlers))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys.modules["__main__"], "__package__", None
+    )  # or the command is called python -m pytest.etude
     monkeypatch.setenv("ETUDE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("ETUDE_DATA_DIR", raising=False)
 
@@ -74,3 +78,16 @@ def etude(monkeypatch, tmp_path):
         return Outcome(code, out.getvalue(), err.getvalue())
 
     return call
+
+
+@pytest.fixture
+def tiny_mnist(monkeypatch):
+    """Random images in place of the real ones, enough for the warm-up of the template."""
+    rng = np.random.default_rng(0)
+    names = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"]
+    shapes = [(9000, 28, 28), (9000,), (60, 28, 28), (60,)]
+    arrays = {
+        name: rng.integers(0, 256 if len(shape) > 1 else 10, shape).astype(np.uint8)
+        for name, shape in zip(names, shapes, strict=True)
+    }
+    monkeypatch.setattr("etude.data.catalog.mnist.fetch_mnist", lambda root=None, download=True: arrays)

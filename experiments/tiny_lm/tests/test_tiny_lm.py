@@ -15,7 +15,7 @@ from etude.experiment import load_experiment_config, resume_run, train_experimen
 
 pytest.importorskip("tokenizers")
 
-EXPERIMENT = Path(__file__).parents[2] / "experiments" / "tiny_lm"
+EXPERIMENT = Path(__file__).parents[1]
 CONFIGS = sorted(path.stem for path in (EXPERIMENT / "configs").glob("*.yaml"))
 
 
@@ -145,11 +145,12 @@ def test_a_model_with_too_few_tokens_is_refused(corpus, tmp_path):
         )
 
 
-def test_the_loop_classes_train_the_same_model(corpus, tmp_path, capsys):
+def test_the_loop_classes_train_the_same_model(corpus, tmp_path, capsys, monkeypatch):
     spec = importlib.util.spec_from_file_location("train_with_loops", EXPERIMENT / "train_with_loops.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    best = module.train(epochs=2, blocks=480, inputs=[str(corpus)], vocab_size=300, out=str(tmp_path / "tokens"))
+    monkeypatch.setattr(module, "LENGTH", 32)
+    best = module.train(epochs=2, blocks=320, inputs=[str(corpus)], vocab_size=300, out=str(tmp_path / "tokens"))
     facts = json.loads((tmp_path / "tokens" / "dataset.json").read_text())
     assert best < facts["validation_unigram_loss"]
     shown = capsys.readouterr().out

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-EXPERIMENT = Path(__file__).parents[2] / "experiments" / "loss_kinds"
+EXPERIMENT = Path(__file__).parents[1]
 sys.path.insert(0, str(EXPERIMENT))
 try:
     import noisy_bins
