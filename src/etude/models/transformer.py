@@ -303,8 +303,9 @@ class Attention(nn.Module):
         """Return what each position gathers from those it sees: of `mask`, else all, if `causal` the earlier ones."""
         batch, length, width = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.n_heads, -1)
-        queries, keys = rotate(heads[:, :, :2], rotary).permute(2, 0, 3, 1, 4)  # (B, H, L, E) each
-        values = heads[:, :, 2].transpose(1, 2)
+        turned, values = heads.split((2, 1), 2)  # their gradients are written side by side, not added
+        queries, keys = rotate(turned, rotary).permute(2, 0, 3, 1, 4)  # (B, H, L, E) each
+        values = values.squeeze(2).transpose(1, 2)
         is_causal = causal and mask is None
         if length == 1:  # a single new token sees all that the cache holds
             is_causal = False
