@@ -20,7 +20,7 @@ from benchmarks.table import Table, publish, read_options
 from benchmarks.token_documents import VOCABULARY, documents_table, packed_table, seeking_table, write_documents
 from benchmarks.token_peers import BATCH_SIZE, LENGTH, Corpus, Peer
 from benchmarks.token_race import Contender, Pace, private_memory, race, rows_of
-from etude.data import DataLoader, TokenBlocks
+from etude.data import DataLoader, TokenBlocks, open_tokens
 
 MEMORY_TOKENS = 200_000_000
 
@@ -51,7 +51,9 @@ def in_order(corpus: Corpus) -> Iterator[Any]:
 
 
 def etude_blocks(corpus: Corpus, *, prefetch: int) -> Iterator[Any]:
-    loader = DataLoader(TokenBlocks(corpus.path, LENGTH), batch_size=BATCH_SIZE, prefetch=prefetch)
+    loader = DataLoader(
+        TokenBlocks(open_tokens(corpus.path, dtype="uint16"), LENGTH), batch_size=BATCH_SIZE, prefetch=prefetch
+    )
     for _ in loader:  # touches every page
         pass
     return loader.stream()
@@ -93,7 +95,7 @@ def check_blocks(corpus: Corpus, name: str, batch: Any) -> None:
 
 def memory_line(corpus: Corpus) -> str:
     """Say how much memory of its own the process takes while the loader reads."""
-    loader = DataLoader(TokenBlocks(corpus.path, LENGTH), batch_size=BATCH_SIZE)
+    loader = DataLoader(TokenBlocks(open_tokens(corpus.path, dtype="uint16"), LENGTH), batch_size=BATCH_SIZE)
     batches, wanted = loader.stream(), MEMORY_TOKENS // (BATCH_SIZE * LENGTH)
     for _ in range(50):
         next(batches)

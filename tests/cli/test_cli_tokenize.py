@@ -132,11 +132,12 @@ def test_ctrl_c_says_how_to_go_on(texts, tmp_path):
     assert not (tmp_path / "data/tokenized/dataset.json").exists()
 
 
-def test_checking_a_file_without_a_header_says_which_type_of_ids_it_assumed(etude, tmp_path):
+def test_checking_a_file_without_a_header_needs_the_type_of_its_ids(etude, tmp_path):
     np.arange(70_000, dtype=np.uint32).tofile(tmp_path / "ids.bin")
-    assumed, given = (
+    unknown, given = (
         etude("data", "check", str(tmp_path / "ids.bin"), *more) for more in ((), ("--dtype", "uint32"))
     )
-    assert "flat, uint32 (assumed" in assumed.out
-    assert "69,999" in assumed.out
-    assert "assumed" not in given.out
+    assert unknown.code == 2
+    assert "dtype" in unknown.err
+    assert "flat, uint32" in given.out
+    assert "69,999" in given.out

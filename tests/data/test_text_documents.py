@@ -160,9 +160,9 @@ def test_a_flat_file_without_documents_is_not_taken_for_one_long_document(tmp_pa
     path = tmp_path / "flat.bin"
     np.array([5, 6, 0, 7, 8, 9, 0], np.uint16).tofile(path)
     with pytest.raises(DataError, match="nothing is known of the documents"):
-        TokenDocuments(path, 4)
-    assert len(TokenDocuments(path, 4, long="split")) == 2
-    documents = TokenDocuments(open_tokens(path, document_end=0))
+        TokenDocuments(open_tokens(path, dtype="uint16"), 4)
+    assert len(TokenDocuments(open_tokens(path, dtype="uint16"), 4, long="split")) == 2
+    documents = TokenDocuments(open_tokens(path, dtype="uint16", document_end=0))
     assert gather(documents, [0, 1])["input_ids"].tolist() == [[5, 6, 0, 0], [7, 8, 9, 0]]
 
 

@@ -108,21 +108,21 @@ WRONG_HEADERS = [
     ("meta must be an object", right_header() | {"meta": [1]}),
     ("vocab_size", right_header() | {"meta": {"vocab_size": "10"}}),
     ("vocab_size", right_header() | {"meta": {"vocab_size": -1}}),
-    ("a section must be an object", {"sections": [5]}),
-    ("one section of kind 'tokens'", without("tokens")),
-    ("one section of kind 'index'", without("index")),
-    ("two sections are named 'roles'", with_extra(name="roles", offset=512)),
-    ("two sections are named 'tokens'", with_extra(**section("tokens", "tokens", "uint16", [5], 64, TOKENS))),
+    ("a section must have", {"sections": [5]}),
+    ("'tokens'", without("tokens")),
+    ("'index'", without("index")),
+    ("none twice", with_extra(name="roles", offset=512)),
+    ("none twice", with_extra(**section("tokens", "tokens", "uint16", [5], 64, TOKENS))),
     ("overlap", with_extra()),
-    ("kind of a section", changed(kind="other")),
-    ("kind of a section", changed(kind=["tokens"])),
-    ("is named 'words'", changed(name="words")),
-    ("is named 5", changed(of="roles", name=5)),
+    ("kind 'other'", changed(kind="other")),
+    ("kind ['tokens']", changed(kind=["tokens"])),
+    ("name 'words'", changed(name="words")),
+    ("name 5", changed(of="roles", name=5)),
     ("has dtype 'float32'", changed(dtype="float32")),
     ("has dtype '|O'", changed(of="roles", dtype="|O")),
     ("has dtype 5", changed(dtype=5)),
     ("has dtype 'uint32'", changed(of="index", dtype="uint32")),
-    ("has shape 5", changed(shape=5)),
+    ("whole numbers", changed(shape=5)),
     ("has shape []", changed(shape=[])),
     ("has shape", changed(shape=[5, 1])),
     ("has shape", changed(of="score", shape=[2, 0], bytes=0)),
@@ -135,18 +135,18 @@ WRONG_HEADERS = [
     ("whole numbers", changed(offset="64")),
     ("whole numbers", changed(bytes=None)),
     ("whole numbers", changed(crc32=1.5)),
-    ("takes 12 bytes, found 10", changed(shape=[6])),
-    ("takes", changed(shape=[2**62])),
-    ("section 'roles' has 5 entries", changed(shape=[2**40], bytes=2**41)),
+    ("shape [6] does not take 10 bytes", changed(shape=[6])),
+    ("does not take", changed(shape=[2**62])),
+    ("beyond the file", changed(shape=[2**40], bytes=2**41)),
     ("beyond the file", changed(of="score", shape=[2, 2**40], bytes=2**43)),
     ("beyond the file", changed(offset=2**40)),
     ("not a multiple of 64", changed(offset=66)),
-    ("section 'tokens' and the preamble overlap", changed(offset=0)),
+    ("'tokens' and 'preamble' overlap", changed(offset=0)),
     ("overlap", changed(offset=128)),
     ("section 'roles' has 4 entries, expected 5", changed(of="roles", shape=[4], bytes=4)),
     ("section 'score' has 1 entries, expected 2", changed(of="score", shape=[1, 2])),
     ("overlap", changed(of="score", offset=320 - 64 + 64)),
-    ("the index has no entry", changed(of="index", shape=[0], bytes=0)),
+    ("section 'index' has 0 entries", changed(of="index", shape=[0], bytes=0)),
     ("its samples go from 0 to 3", changed(of="index", shape=[2], bytes=16) | {"sections": None}),
 ]
 
@@ -184,7 +184,7 @@ def test_a_header_that_is_not_json_is_refused(tmp_path, text):
     ("words", "options"),
     [
         ("has version 2 of the token format, this etude reads 1; update etude", {"version": 2}),
-        ("big-endian", {"order": ">"}),
+        ("damaged", {"order": ">"}),
         ("is cut: .* bytes, expected 1,000,000", {"size": 1_000_000}),
         ("longer than it was written", {"size": 100}),
         ("does not fit the file", {"place": 2**63}),
@@ -203,13 +203,12 @@ def test_every_truncation_is_refused(tmp_path):
     raw = path.read_bytes()
     for length in [*range(80), *range(80, len(raw), 7)]:
         path.write_bytes(raw[:length])
-        with pytest.raises(DataError, match=r"cut|empty|damaged|not a token file|nothing but tokens"):
+        with pytest.raises(DataError, match=r"x\.bin .*(cut|empty|damaged|does not begin)"):
             open_tokens(path)
 
 
 @pytest.mark.parametrize("index", [(0, 4, 3, 5), (0, 2**63 + 3, 3, 5), (0, 100, 3, 5), (0, 6, 6, 5)])
-@pytest.mark.parametrize("memory_map", [True, False])
-def test_a_wrong_index_never_reads_outside(tmp_path, index, memory_map):
+def test_a_wrong_index_never_reads_outside(tmp_path, index):
     header = right_header()
     raw = struct.pack("<4Q", *index)
     header["sections"] = [header["sections"][0], section("index", "index", "uint64", [4], 128, raw)]
@@ -217,7 +216,7 @@ def test_a_wrong_index_never_reads_outside(tmp_path, index, memory_map):
     contents = bytearray(path.read_bytes())
     contents[128:160] = raw
     path.write_bytes(contents)
-    tokens = open_tokens(path, memory_map=memory_map)
+    tokens = open_tokens(path)
     for call in (
         lambda: tokens.spans(np.arange(3)),
         tokens.lengths,
@@ -236,25 +235,11 @@ def test_a_wrong_index_never_reads_outside(tmp_path, index, memory_map):
 
 
 @pytest.mark.parametrize(
-    ("words", "raw"),
-    [
-        ("a zip archive", b"PK\x03\x04" + bytes(100)),
-        (
-            "a safetensors file",
-            struct.pack("<Q", 60) + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}' + bytes(8),
-        ),
-        ("a text file", b"Once upon a time there was a file.\n" * 10),
-        ("a text file", ("Es wär’ einmal … \U0001f600" * 1000).encode()),
-        ("a NumPy", b"\x93NUMPY" + bytes(100)),
-        ("a pickle", b"\x80\x04" + bytes(100)),
-        ("llm.c evaluation", struct.pack("<3i", 20240522, 1, 5) + bytes(1012)),
-        ("is empty", b""),
-        ("not a multiple of the 2", bytes(101)),
-    ],
+    "raw", [b"PK\x03\x04" + bytes(100), b"Once upon a time.\n" * 10, b"\x80\x04" + bytes(101), b""]
 )
-def test_files_of_other_kinds_are_named(tmp_path, words, raw):
+def test_files_of_other_kinds_are_refused(tmp_path, raw):
     (tmp_path / "x.bin").write_bytes(raw)
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, match=r"x\.bin (does not begin|is empty)"):
         open_tokens(tmp_path / "x.bin")
 
 
@@ -263,7 +248,7 @@ def test_paths_that_are_no_files_are_named(tmp_path):
         open_tokens(tmp_path / "missing.bin")
     with pytest.raises(DataError, match="not a file"):
         open_tokens(tmp_path)
-    with pytest.raises(DataError, match="not a path"):
+    with pytest.raises(DataError, match="no such file"):
         open_tokens("a\0b")
     with pytest.raises(DataError, match="format of a token file is one of"):
         open_tokens(tmp_path, format="parquet")

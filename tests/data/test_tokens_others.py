@@ -47,12 +47,11 @@ documents_strategy = st.lists(st.lists(st.lists(st.integers(0, 100), max_size=6)
     documents=documents_strategy,
     dtype=st.sampled_from(["uint8", "int16", "int32", "int64", "uint16"]),
     modes=st.booleans(),
-    memory_map=st.booleans(),
 )
-def test_megatron_documents_are_their_sequences(tmp_path_factory, documents, dtype, modes, memory_map):
+def test_megatron_documents_are_their_sequences(tmp_path_factory, documents, dtype, modes):
     prefix = tmp_path_factory.mktemp("megatron") / "corpus_text_document"
     write_megatron(prefix, documents, dtype, modes=modes)
-    tokens = open_tokens(f"{prefix}.bin", memory_map=memory_map)
+    tokens = open_tokens(f"{prefix}.bin")
     expected = [[token for sequence in document for token in sequence] for document in documents]
     assert tokens.format == "megatron"
     assert tokens.dtype == dtype
@@ -90,18 +89,18 @@ def damage(path, offset, raw):
         ("does not begin", 0, b"XMIDIDX"),
         ("version 2", 9, struct.pack("<Q", 2)),
         ("of type 99", 17, b"\x63"),
-        ("of type float32", 17, b"\x07"),
+        ("of type 7", 17, b"\x07"),
         ("sequences and", 18, struct.pack("<Q", 4)),
         ("sequences and", 18, struct.pack("<Q", 2**63)),
         ("sequences and", 26, struct.pack("<Q", 2**61)),
-        ("do not belong together", 42, struct.pack("<i", 7)),
+        ("one after the other", 42, struct.pack("<i", 7)),
         ("one after the other", 34, struct.pack("<i", 1)),
         ("one after the other", 34, struct.pack("<i", -5)),
         ("one after the other", 46, struct.pack("<q", 4)),
         ("one after the other", 54, struct.pack("<q", 6)),
         ("one after the other", 54, struct.pack("<q", 2**62)),
-        ("sequences that are not there|not in order", 78, struct.pack("<q", 9)),
-        ("sequences that are not there|not in order", 78, struct.pack("<q", -1)),
+        ("do not hold all", 78, struct.pack("<q", 9)),
+        ("do not hold all", 78, struct.pack("<q", -1)),
         ("do not hold all", 86, struct.pack("<q", 2)),
         ("do not hold all", 70, struct.pack("<q", 1)),
     ],
@@ -123,7 +122,7 @@ def test_megatron_files_that_are_cut_or_missing(tmp_path):
     write_megatron(tmp_path / "x", [[[1, 2], [3]], [[4]]], "int32")
     whole, index = (tmp_path / "x.bin").read_bytes(), (tmp_path / "x.idx").read_bytes()
     (tmp_path / "x.bin").write_bytes(whole[:-4])
-    with pytest.raises(DataError, match="is cut, or they do not belong together"):
+    with pytest.raises(DataError, match=r"fill the \.bin"):
         open_tokens(tmp_path / "x.bin")
     (tmp_path / "x.bin").unlink()
     with pytest.raises(DataError, match=r"x.bin: no such file"):
@@ -142,7 +141,7 @@ def test_a_token_file_with_some_index_beside_it_is_a_token_file(tmp_path):
     assert open_tokens(tmp_path / "x.bin").format == "etude"
     IDS.astype(np.uint16).tofile(tmp_path / "y.bin")
     (tmp_path / "y.idx").write_text("something else")
-    assert open_tokens(tmp_path / "y.bin").format == "flat"
+    assert open_tokens(tmp_path / "y.bin", dtype="uint16").format == "flat"
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
@@ -157,12 +156,11 @@ def test_headerless_files(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("begins", [False, True])
-@pytest.mark.parametrize("memory_map", [True, False])
-def test_documents_are_found_by_an_id(tmp_path, begins, memory_map, monkeypatch):
+def test_documents_are_found_by_an_id(tmp_path, begins, monkeypatch):
     monkeypatch.setattr("etude.data.tokens.vectors.CHUNK_BYTES", 256)  # documents across chunks
     IDS.astype(np.uint16).tofile(tmp_path / "train.bin")
-    option = {"document_start" if begins else "document_end": 17}
-    tokens = open_tokens(tmp_path / "train.bin", memory_map=memory_map, **option)
+    option = {"dtype": "uint16", "document_start" if begins else "document_end": 17}
+    tokens = open_tokens(tmp_path / "train.bin", **option)
     expected, current = [], []
     for token in IDS.tolist():
         if begins and token == 17 and current:
@@ -184,7 +182,7 @@ def test_documents_are_found_by_an_id(tmp_path, begins, memory_map, monkeypatch)
 def test_wrong_ids_of_document_ends(tmp_path):
     IDS.astype(np.uint16).tofile(tmp_path / "train.bin")
     with pytest.raises(DataError, match="the id 5000 does not occur"):
-        len(open_tokens(tmp_path / "train.bin", document_end=5000))
+        len(open_tokens(tmp_path / "train.bin", dtype="uint16", document_end=5000))
     for options in ({"document_end": -1}, {"document_end": "x"}, {"document_end": True}, {"document_start": 2**40}):
         with pytest.raises(DataError, match="token ids"):
             open_tokens(tmp_path / "train.bin", **options)
@@ -196,13 +194,15 @@ def test_wrong_ids_of_document_ends(tmp_path):
         open_tokens(tmp_path / "own.bin", document_end=1)
 
 
-def test_a_headerless_file_is_guessed_only_by_its_name(tmp_path):
-    IDS.astype(np.uint16).tofile(tmp_path / "tokens.dat")
-    with pytest.raises(DataError, match="format='flat'"):
-        open_tokens(tmp_path / "tokens.dat")
-    assert open_tokens(tmp_path / "tokens.dat", format="flat").num_tokens == 4000
+@pytest.mark.parametrize("name", ["tokens.dat", "train.bin"])
+def test_a_headerless_file_needs_a_dtype(tmp_path, name):
+    IDS.astype(np.uint16).tofile(tmp_path / name)
+    for options in ({}, {"format": "flat"}):
+        with pytest.raises(DataError, match=rf"{name} .*dtype"):
+            open_tokens(tmp_path / name, **options)
+    assert open_tokens(tmp_path / name, dtype="uint16").num_tokens == 4000
     with pytest.raises(DataError, match="dtype of a headerless"):
-        open_tokens(tmp_path / "tokens.dat", format="flat", dtype="float32")
+        open_tokens(tmp_path / name, dtype="float32")
 
 
 def test_a_token_file_is_never_taken_for_headerless(tmp_path):
@@ -210,21 +210,19 @@ def test_a_token_file_is_never_taken_for_headerless(tmp_path):
     with TokenWriter(path) as writer:
         writer.add(range(100))
     raw = path.read_bytes()
-    changes = {
-        "magic": b"ETUDEtok" + raw[8:],
-        "version": raw[:8] + b"\x09" + raw[9:],
-        "cut": raw[: len(raw) // 2 // 2 * 2],
-        "moved": b"\0\0" + raw,
-        "beheaded": raw[64:] + b"\0" * (len(raw) % 2),
-        "blank": bytes(64) + raw[64:] + b" " * (len(raw) % 2),
-    }
-    for change, contents in changes.items():
+    for contents in (
+        b"ETUDEtok" + raw[8:],
+        raw[:8] + b"\x09" + raw[9:],
+        raw[: len(raw) // 2],
+        b"\0\0" + raw,
+        raw[64:],
+    ):
         path.write_bytes(contents)
-        with pytest.raises(DataError, match=r"damaged|cut|version"):
-            pytest.fail(f"{change}: {open_tokens(path)}")
+        with pytest.raises(DataError, match=r"x\.bin"):
+            open_tokens(path)
     path.write_bytes(raw)
     with pytest.raises(DataError, match="leave out format"):
-        open_tokens(path, format="flat")
+        open_tokens(path, format="flat", dtype="uint16")
 
 
 @pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "uint16"), (20240801, 7, "uint32")])
@@ -244,7 +242,6 @@ def test_llmc_files(tmp_path, magic, version, dtype):
         ("is cut", raw[:100]),
         ("too long", raw + b"12"),
         ("version 99", raw[:4] + b"\x63" + raw[5:]),
-        ("big-endian", np.frombuffer(raw, np.int32).byteswap().tobytes()),
     ):
         path.write_bytes(contents)
         with pytest.raises(DataError, match=words):
@@ -255,28 +252,3 @@ def test_negative_ids_are_found_by_the_check(tmp_path):
     np.array([3, -4, 5], np.int32).tofile(tmp_path / "x.bin")
     with pytest.raises(DataError, match="token 1 is -4"):
         check_tokens(tmp_path / "x.bin", dtype="int32")
-
-
-@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
-@settings(max_examples=40, deadline=None)
-@given(vocab=st.sampled_from([2, 12, 40, 300, 50_257, 65_536, 128_256, 260_000]), count=st.integers(256, 40_000))
-def test_the_ids_of_a_flat_file_say_how_wide_they_are(tmp_path_factory, dtype, vocab, count):
-    if vocab > 65_536 and dtype == "uint16":
-        return
-    ids = np.random.default_rng(count).integers(0, vocab, count)
-    path = tmp_path_factory.mktemp("flat") / "train.bin"
-    ids.astype(dtype).tofile(path)
-    tokens = open_tokens(path)
-    assert tokens.dtype == dtype
-    assert tokens.rows([0], count)[0].tolist() == ids.tolist()
-    report = check_tokens(path)
-    assert (report.dtype, report.is_dtype_assumed, report.largest_id) == (dtype, True, ids.max())
-    assert not check_tokens(path, dtype=dtype).is_dtype_assumed
-
-
-@pytest.mark.parametrize("dtype", ["uint32", "int64"])
-def test_too_few_ids_to_be_sure_ask_for_a_dtype(tmp_path, dtype):
-    np.array([500, 7, 20_000, 1], dtype).tofile(tmp_path / "few.bin")
-    with pytest.raises(DataError, match=r"few\.bin.*dtype"):
-        open_tokens(tmp_path / "few.bin")
-    assert open_tokens(tmp_path / "few.bin", dtype=dtype).num_tokens == 4

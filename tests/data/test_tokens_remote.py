@@ -1,6 +1,5 @@
-"""Remote token files: the same data as local ones, fetched in parts, kept, and never mixed with another version."""
+"""Remote token files: the same data as local ones, fetched once, kept, and never mixed with another version."""
 
-import asyncio
 import http.server
 import multiprocessing
 import os
@@ -12,15 +11,13 @@ import threading
 import fsspec
 import numpy as np
 import pytest
-from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from etude.core.errors import DataError
 from etude.data import TokenWriter, check_tokens, open_tokens, read_dataset
-from etude.data.tokens import remote
+from etude.data.tokens import places
 
 IDS = np.random.default_rng(0).integers(0, 50_000, 40_000)
-BLOCK = 4096
 FORKING = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
@@ -37,21 +34,20 @@ class Recorded(MemoryFileSystem):
     def _strip_protocol(cls, path):
         return MemoryFileSystem._strip_protocol(path.replace("recorded://", "memory://"))
 
-    def cat_file(self, path, start=None, end=None, **kwargs):
-        type(self).requests.append((start, end))
+    def open(self, path, mode="rb", **kwargs):
+        type(self).requests.append(path)
         if self.failures:
-            problem = self.failures.pop(0)
-            if isinstance(problem, Exception):
-                raise problem
-            return super().cat_file(path, start, end)[:problem]
-        return super().cat_file(path, start, end)
+            raise self.failures.pop(0)
+        return super().open(path, mode, **kwargs)
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        return super().open(path, "rb").read(end)
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(tmp_path, monkeypatch):
+def recorded(tmp_path, monkeypatch):
     monkeypatch.setenv("ETUDE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(remote, "RETRY_DELAY_S", 0.0)
+    monkeypatch.setattr(places, "RETRY_DELAY_S", 0.0)
     fsspec.register_implementation("recorded", Recorded, clobber=True)
     Recorded.store.clear()
     Recorded.requests.clear()
@@ -75,49 +71,46 @@ def url(tmp_path):
     return put(token_bytes(tmp_path))
 
 
-@pytest.mark.parametrize("memory_map", [True, False])
-def test_remote_files_read_like_local_ones(url, memory_map):
-    tokens = open_tokens(url, memory_map=memory_map)
+def test_remote_files_read_like_local_ones(url):
+    tokens = open_tokens(url)
     starts = np.random.default_rng(1).integers(0, 39_000, 20)
     assert np.array_equal(tokens.rows(starts, 700), IDS[starts[:, None] + np.arange(700)])
     assert np.array_equal(tokens.read([5, 30_000], [10, 9_000]), np.r_[IDS[5:15], IDS[30_000:39_000]])
     assert tokens.document_at([0, 150, 39_999]).tolist() == [0, 1, 399]
     assert np.array_equal(np.concatenate([sample.ids for sample in tokens]), IDS)
-    assert check_tokens(url, memory_map=memory_map).checksums
+    assert check_tokens(url).checksums
     assert np.array_equal(next(read_dataset("recorded://data", "train")).ids, IDS[:100])
     with pytest.raises(DataError, match="do not lie within"):
         tokens.rows([40_000], 1)
 
 
-def test_only_what_is_needed_is_fetched_and_only_once(url):
+def test_a_file_is_fetched_once(url):
     tokens = open_tokens(url)
-    Recorded.requests.clear()
-    tokens.rows([20_000], 10)
-    (request,) = Recorded.requests
-    assert request[1] - request[0] == BLOCK
-    tokens.rows([20_001, 20_000], 10)
     pickle.loads(pickle.dumps(tokens)).rows([20_000], 10)
+    open_tokens(url).rows([0], 40_000)
     assert len(Recorded.requests) == 1
-
-
-def test_neighbouring_blocks_come_in_one_request(url):
-    tokens = open_tokens(url)
-    Recorded.requests.clear()
-    tokens.rows([10_000, 25_000], 4 * BLOCK // 2)
-    sizes = [(end - start) // BLOCK for start, end in Recorded.requests]
-    assert max(sizes) == remote.REQUEST_BLOCKS
-    assert len(sizes) == 4
-    assert len(set(Recorded.requests)) == 4
 
 
 def test_a_changed_file_is_not_mixed_with_the_old_one(url, tmp_path):
     old = open_tokens(url)
-    assert old.rows([0], 5)[0].tolist() == IDS[:5].tolist()
     put(token_bytes(tmp_path, IDS[::-1]))
     assert open_tokens(url).rows([20_000], 5)[0].tolist() == IDS[::-1][20_000:20_005].tolist()
-    assert old.rows([0], 5)[0].tolist() == IDS[:5].tolist()  # fetched before
+    assert old.rows([20_000], 5)[0].tolist() == IDS[20_000:20_005].tolist()
+
+
+def test_a_file_that_changes_while_it_is_fetched_is_refused(url, tmp_path, monkeypatch):
+    other, opened = token_bytes(tmp_path, IDS[::-1]), Recorded.open
+
+    def change(self, path, mode="rb", **kwargs):
+        file = opened(self, path, mode, **kwargs)
+        if mode == "rb":
+            Recorded().pipe_file(path, other)
+        return file
+
+    monkeypatch.setattr(Recorded, "open", change)
     with pytest.raises(DataError, match="has changed while it was being read"):
-        old.rows([20_000], 5)
+        open_tokens(url)
+    monkeypatch.undo()
 
 
 def test_versions_are_told_apart_by_their_first_bytes_where_nothing_else_does(url, tmp_path, monkeypatch):
@@ -131,15 +124,12 @@ def test_versions_are_told_apart_by_their_first_bytes_where_nothing_else_does(ur
 
 
 def test_failed_requests_are_tried_again(url, caplog):
-    tokens = open_tokens(url)
-    Recorded.failures += [OSError("connection lost"), TimeoutError(), 100]
-    assert tokens.rows([20_000], 5)[0].tolist() == IDS[20_000:20_005].tolist()
-    assert "connection lost; trying again" in caplog.text
     Recorded.failures += [OSError("connection\nlost")] * 10
     with pytest.raises(DataError, match=r"recorded://.*connection lost, 4 times\); check address and connection"):
-        tokens.rows([30_000], 5)
-    Recorded.failures.clear()
-    assert tokens.rows([30_000], 5)[0].tolist() == IDS[30_000:30_005].tolist()
+        open_tokens(url)
+    Recorded.failures[:] = [OSError("connection lost"), TimeoutError()]
+    assert open_tokens(url).rows([20_000], 5)[0].tolist() == IDS[20_000:20_005].tolist()
+    assert "connection lost; trying again" in caplog.text
 
 
 def test_a_server_that_does_not_answer_is_asked_again(url, monkeypatch):
@@ -155,37 +145,6 @@ def test_a_server_that_does_not_answer_is_asked_again(url, monkeypatch):
     problems += [OSError("lost")] * 20
     with pytest.raises(DataError, match=r"recorded://data/train\.\w+ cannot be read \(OSError: lost, 4 times\)"):
         open_tokens(url)
-
-
-class Together(AsyncFileSystem):
-    """Answers a request only when another one is there too: requests have to be sent together."""
-
-    protocol = "together"
-    raw = b""
-    waiting = 0
-    both = None
-
-    async def _info(self, path, **kwargs):
-        if path.endswith(".idx"):
-            raise FileNotFoundError(path)
-        return {"name": path, "size": len(self.raw), "type": "file", "ETag": "one"}
-
-    async def _cat_file(self, path, start=None, end=None, **kwargs):
-        if type(self).both is not None:
-            type(self).waiting += 1
-            if self.waiting >= 2:
-                self.both.set()
-            await asyncio.wait_for(self.both.wait(), 20)
-        return self.raw[start:end]
-
-
-def test_different_requests_are_sent_together(tmp_path, monkeypatch):
-    fsspec.register_implementation("together", Together, clobber=True)
-    monkeypatch.setattr(Together, "raw", token_bytes(tmp_path))
-    tokens = open_tokens("together://data/train.bin")
-    monkeypatch.setattr(Together, "both", asyncio.Event())
-    assert np.array_equal(tokens.rows([10_000, 30_000], 10), np.stack([IDS[10_000:10_010], IDS[30_000:30_010]]))
-    assert Together.waiting == 2
 
 
 def test_missing_and_unknown_places(tmp_path):
@@ -222,7 +181,7 @@ def test_a_cache_that_cannot_be_written_is_named(url, tmp_path, monkeypatch):
         open_tokens(url)
 
 
-def test_a_deleted_copy_is_fetched_anew(url, tmp_path):
+def test_a_deleted_copy_is_fetched_again(url, tmp_path):
     open_tokens(url).rows([0], 40_000)
     for path in (tmp_path / "cache").rglob("data"):
         path.unlink()
@@ -239,23 +198,6 @@ def test_megatron_pairs_are_found_remotely(tmp_path):
         assert open_tokens(f"recorded://m/{name}").lengths().tolist() == [4, 6]
 
 
-def test_threads_fetch_a_block_once(url):
-    tokens, wrong = open_tokens(url), []
-    Recorded.requests.clear()
-
-    def read():
-        if not np.array_equal(tokens.rows([0], 40_000)[0], IDS):
-            wrong.append(1)
-
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert len(set(Recorded.requests)) == len(Recorded.requests)
-
-
 def reads_right(url, seed):
     tokens = open_tokens(url)
     starts = np.random.default_rng(seed).integers(0, 39_900, 300)
@@ -263,7 +205,7 @@ def reads_right(url, seed):
 
 
 @FORKING
-def test_several_processes_fill_one_copy(url):
+def test_several_processes_open_one_copy(url):
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     workers = [context.Process(target=lambda seed=seed: queue.put(reads_right(url, seed))) for seed in range(3)]
@@ -276,29 +218,14 @@ def test_several_processes_fill_one_copy(url):
 
 
 @FORKING
-def test_a_process_killed_while_it_fetches_leaves_a_right_copy(url, in_child, monkeypatch):
+def test_a_process_killed_while_it_fetches_leaves_no_copy(url, in_child, tmp_path):
     def fetch_and_die():
-        synced, fsync = [], os.fsync
-
-        def killed(descriptor):
-            fsync(descriptor)
-            synced.append(descriptor)
-            if len(synced) > 3:  # what was fetched last is half there
-                start, end = Recorded.requests[-1]
-                os.pwrite(descriptor, bytes((end - start) // 2), start)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        tokens = open_tokens(url)
-        os.fsync = killed
-        for start in range(0, 39_000, 1000):
-            tokens.rows([start], 1000)
+        os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        open_tokens(url)
 
     assert in_child(fetch_and_die) == (-9, None)
-    tokens = open_tokens(url)
-    Recorded.requests.clear()
-    assert np.array_equal(tokens.rows([0], 40_000)[0], IDS)
-    fetched = sum(end - start for start, end in Recorded.requests)
-    assert 0 < fetched < 80_000 - 2 * BLOCK  # what was fetched whole is not fetched again
+    assert not list((tmp_path / "cache").rglob("data"))
+    assert np.array_equal(open_tokens(url).rows([0], 40_000)[0], IDS)
 
 
 class RangeHandler(http.server.BaseHTTPRequestHandler):

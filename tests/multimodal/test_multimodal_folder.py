@@ -337,7 +337,7 @@ def test_ids_beyond_the_vocabulary_are_refused_when_a_file_is_opened(tmp_path, f
         with TokenWriter(tmp_path / "train.bin", meta=meta) as writer:
             writer.add(ids)
     with pytest.raises(DataError, match=r"ids up to 45, but vocab\.json beside it has 45 tokens"):
-        load_tokens(str(tmp_path), length=4)
+        load_tokens(str(tmp_path), length=4, dtype="uint16")
 
 
 def test_ids_of_a_file_that_tells_nothing_may_reach_the_last_one(tmp_path):

@@ -140,7 +140,7 @@ def test_files_that_do_not_tell_a_vocabulary(root, tmp_path):
     path = write_config(tmp_path, "blocks", root)
 
     def trainer(*overrides):
-        changes = [f"data.root={tmp_path}", *overrides]
+        changes = [f"data.root={tmp_path}", "data.dtype=uint16", *overrides]
         return build_trainer(load_config(path, overrides=changes), progress=False)
 
     with pytest.raises(ConfigError, match=r"model: causal_transformer_lm.* vocab_size.*set model.vocab_size"):

@@ -88,9 +88,7 @@ def tokenize(
 
 
 Format = Annotated[str, typer.Option(help="auto, or the format of a file of another tool.")]
-Dtype = Annotated[
-    str | None, typer.Option(help="Type of the ids in a file without a header; by default the ids decide.")
-]
+Dtype = Annotated[str | None, typer.Option(help="Type of the ids in a file without a header, such as uint16.")]
 DocumentEnd = Annotated[int | None, typer.Option(help="Id that ends a document, in a file without boundaries.")]
 
 
@@ -107,8 +105,7 @@ def check(
     for file in files:
         report = check_tokens(file, format=format, dtype=dtype, document_end=document_end)
         checksums = "checksums match" if report.checksums else "the format has no checksums"
-        assumed = " (assumed by its ids; --dtype sets another)" if report.is_dtype_assumed else ""
-        print(f"{report.path}: intact; {report.format}, {report.dtype}{assumed}, {checksums}")
+        print(f"{report.path}: intact; {report.format}, {report.dtype}, {checksums}")
         print(
             f"  {report.num_tokens:,} tokens in {report.num_samples:,} samples of {report.shortest:,} to "
             f"{report.longest:,} tokens, {report.mean_length:,.1f} on average"

@@ -11,7 +11,6 @@ from etude.core.errors import DataError
 from etude.data.tokens import TokenFile
 from etude.data.tokens.places import exists, is_remote, local_copy, local_path
 from etude.data.tokens.schema import TokenSchema, folder_of
-from etude.data.tokens.vectors import chunks
 from etude.multimodal.facts import check_vocabulary, describe_vocabulary
 from etude.multimodal.tokenizers import Tokenizer, load_tokenizer
 from etude.multimodal.tokenizers.scalar import ScalarTokenizer
@@ -179,4 +178,4 @@ def _limit(file: TokenFile) -> int | None:
     """The number that all ids of a file are below; None if nothing is known."""
     if file.vocab_size is not None or is_remote(file.path):
         return file.vocab_size
-    return 1 + max((int(ids.max()) for _, ids in chunks(file.vectors[None])), default=-1)
+    return 1 + max((int(ids.max()) for _, ids in file.vectors[None].chunks()), default=-1)

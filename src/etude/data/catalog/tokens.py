@@ -103,10 +103,10 @@ def load_tokens(
     mask_rate: Share = 0.0,
     mask_id: Annotated[int, Ge(0)] | None = None,
     bucket_batches: Annotated[int, Ge(0)] = 100,
-    dtype: Literal["uint16", "uint32"] | None = None,
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None,
     document_end: Annotated[int, Ge(0)] | None = None,
     vocab_size: Annotated[int, Gt(0)] | None = None,
-    memory_map: bool = True,
+    memory_map: Literal[True] = True,  # noqa: ARG001 -- of runs that were saved when there was a choice
     attention: Literal["ids", "starts", "full"] = "starts",
 ) -> DataSplits:
     """Token files train.bin, validation.bin (or val.bin) and test.bin of a folder or a URL.
@@ -121,10 +121,10 @@ def load_tokens(
     mask_rate: share of tokens hidden for masked language modelling (0.15 in BERT); 0 predicts next tokens.
     mask_id: the token put in place of hidden ones, if the file does not tell.
     bucket_batches: with `documents`, batches over which samples of similar length are brought together; 0 does not.
-    dtype: of files without a header; by default the ids decide, those of train.bin for all of them.
+    dtype: of files without a header (those of nanoGPT are uint16).
     document_end: of files without a header, the token that ends a document.
     vocab_size: if the file does not tell, or to leave room for more tokens.
-    memory_map: false reads by system calls, so that what was read does not count as memory of the process; slower.
+    memory_map: files are always mapped into memory.
     attention: with `packed`, `starts` says where documents begin, with which our transformer needs no mask on a GPU;
         `ids` leaves that out; `full` adds a mask of length x length for models that cannot part documents by
         `document_ids` or `position_ids`, such as encoders.
@@ -134,13 +134,11 @@ def load_tokens(
     files = {split: find_split(root, split) for split in SPLIT_NAMES}
     if files["train"] is None:
         raise DataError(f"{root} has no train.bin; make it with `etude tokenize --out {root}`, or set root")
-    opened: dict[str, TokenFile] = {}
-    wanted: str | None = dtype
-    for split, path in files.items():
-        if path is not None:
-            opened[split] = open_tokens(path, dtype=wanted, document_end=document_end, memory_map=memory_map)
-            if opened[split].format == "flat":
-                wanted = opened[split].dtype.name
+    opened = {
+        split: open_tokens(path, dtype=dtype, document_end=document_end)
+        for split, path in files.items()
+        if path is not None
+    }
     known = token_fields(schema, opened.values(), vocab_size)
     parts: dict[str, Any] = {split: reading.split(file, split) for split, file in opened.items()}
     return DataSplits(**parts, tokenizer=_tokenizer(root), **known)

@@ -16,8 +16,8 @@ from etude.data.tokens.vectors import CHUNK_BYTES
 def read_dataset(root: str | Path, split: str, *, block_size: int = 1024, **options: Any) -> Iterator[Sample]:
     """Stream the samples of `root/tokenized/{split}.bin`, or of `root/{split}.bin`, in order.
 
-    A file that knows no documents (a headerless one without `document_end`) is streamed in blocks of `block_size`
-    tokens. Takes the options of `open_tokens`. Raises DataError if there is no such split, or its file is damaged.
+    A file that knows no documents (a flat one without `document_end`) is streamed in blocks of `block_size` tokens.
+    Takes the options of `open_tokens`. Raises DataError if there is no such split, or its file is damaged.
     """
     file = open_tokens(find_split(root, split), **options)
     return iter(file) if file.has_documents else _blocks(file, block_size)
@@ -30,27 +30,21 @@ def find_split(root: str | Path, split: str) -> str:
     for folder in folders:
         if exists(path := f"{folder}/{split}.bin"):
             return path
-    found: set[str] = set()
-    if not is_remote(root):
-        found = {path.stem for folder in folders for path in local_path(folder).glob("*.bin")}
-    there = (
-        f"the splits there are: {', '.join(sorted(found))}"
-        if found
-        else "no split is there; `etude tokenize` makes them"
-    )
+    found = [] if is_remote(root) else [path for folder in folders for path in local_path(folder).glob("*.bin")]
+    splits = ", ".join(sorted({path.stem for path in found}))
+    there = f"the splits there are: {splits}" if splits else "no split is there; `etude tokenize` makes them"
     raise DataError(f"there is no {root}/tokenized/{split}.bin and no {root}/{split}.bin; {there}")
 
 
 def _blocks(file: TokenFile, size: int) -> Iterator[Sample]:
     if size < 1:
         raise DataError(f"block_size must be at least 1, found {size}")
-    behind = 0
-    for start in range(0, file.num_tokens, size):
-        length = min(size, file.num_tokens - start)
-        ahead = min(length + 1, file.num_tokens - start)
-        tokens = file.rows([start], ahead)[0].astype(np.int64)
-        labels = np.append(tokens[1:], [IGNORED] * (length + 1 - ahead))
-        yield Sample(tokens[:length], np.ones(length, np.int64), labels)
-        if (start - behind) * file.dtype.itemsize > CHUNK_BYTES:
+    tokens = file.vectors[None]
+    for start in range(0, tokens.count, size):
+        values = tokens.slice(start, start + size + 1).astype(np.int64)
+        ids, labels = values[:size], values[1:]
+        if len(labels) < len(ids):
+            labels = np.append(labels, IGNORED)
+        yield Sample(ids, np.ones(len(ids), np.int64), labels)
+        if start % (CHUNK_BYTES // tokens.dtype.itemsize) < size:
             file.forget()
-            behind = start

@@ -34,28 +34,6 @@ class Label(NamedTuple):
     width: int | None
 
 
-class Offsets:
-    """Where samples begin and end that lie one after the other: sample i from offset i to offset i + 1."""
-
-    def __init__(self, offsets: Vector) -> None:
-        self._offsets, self.count = offsets, offsets.count - 1
-
-    def spans(self, indices: Ints) -> tuple[Ints, Ints]:
-        """Return starts and stops as the file has them; the caller checks that they lie inside it."""
-        return self._offsets.pairs(indices)
-
-    def at(self, positions: Ints) -> Ints:
-        """Return the last sample that starts at or before each position, if they are in order; the caller checks."""
-        return np.minimum(self._offsets.search(positions), self.count) - 1
-
-    def forget(self) -> None:
-        """Let go of the memory that looking up samples in order has made resident."""
-        self._offsets.forget()
-
-    def check(self) -> None:
-        """Raise DataError if something is wrong that the spans do not show."""
-
-
 class TokenFile:
     """Random access to the samples of a token file, by sample (`tokens[i]`) or many at once.
 
@@ -71,12 +49,11 @@ class TokenFile:
         path: str,
         format: str,
         tokens: Vector,
-        find_boundaries: Callable[[], Offsets],
+        find_offsets: Callable[[], Vector] | None = None,
         *,
         meta: Mapping[str, Any] = {},
         streams: Mapping[str, Vector] = {},
         labels: Mapping[str, Label] = {},
-        has_documents: bool = True,
         checksums: Mapping[str, tuple[Vector, int]] = {},
     ) -> None:
         self.path, self.format = path, format
@@ -86,19 +63,42 @@ class TokenFile:
         self.streams, self.sample_labels = tuple(streams), tuple(labels)
         self.vectors: dict[str | None, Vector] = {None: tokens, **dict[str | None, Vector](streams.items())}
         """The tokens (None) and the streams by name."""
-        self.has_documents = has_documents
+        self.has_documents = find_offsets is not None
         """False if nothing is known of where documents end: the file then counts as one."""
         self.checksums = checksums
         """Parts of the file by name, with the CRC-32 that each should have."""
-        self._labels, self._find_boundaries = labels, find_boundaries
+        self._labels = labels
+        self._find_offsets = find_offsets or (lambda: Vector(path, np.unique([0, tokens.count])))
 
     @cached_property
-    def boundaries(self) -> Offsets:
-        """Where samples begin and end; in a file that does not say so they are searched for now."""
-        return self._find_boundaries()
+    def offsets(self) -> Vector:
+        """Where samples begin and end: sample i from offset i to offset i + 1.
+
+        In a file that does not say so they are searched for now.
+        """
+        return self._find_offsets()
+
+    def cut_documents(self, delimiter: int, *, begins: bool) -> None:
+        """Let documents end with an id, or begin with it; they are found by going through all tokens once."""
+        option = "document_start" if begins else "document_end"
+        if self.has_documents:
+            raise DataError(f"{self.path} is of {self.format} format, which knows its documents; leave out {option}")
+
+        def find() -> Vector:
+            tokens = self.vectors[None]
+            found = [np.flatnonzero(values == delimiter) + position for position, values in tokens.chunks()]
+            places = np.concatenate(found)
+            if not places.size:
+                raise DataError(
+                    f"{self.path}: the id {delimiter} does not occur in it, so that it is one document; give another "
+                    f"{option}, or none"
+                )
+            return Vector(self.path, np.unique([0, *(places if begins else places + 1), tokens.count]))
+
+        self.has_documents, self._find_offsets = True, find
 
     def __len__(self) -> int:
-        return self.boundaries.count
+        return self.offsets.count - 1
 
     def __repr__(self) -> str:
         return f"TokenFile({self.path!r}, {self.format}, {self.num_tokens:,} tokens of {self.dtype.name})"
@@ -118,10 +118,8 @@ class TokenFile:
         """Yield all samples in order, in constant memory."""
         for first in range(0, len(self), _BATCH):
             starts, lengths = self.spans(np.arange(first, min(first + _BATCH, len(self))))
-            behind = reached = int(starts[0])
+            behind = int(starts[0])
             for number, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-                if start + length > reached:
-                    reached = self._prepare(start, start + length)
                 yield self._sample(first + number, start, length)
                 if (start - behind) * self.dtype.itemsize > CHUNK_BYTES:
                     self.forget()
@@ -133,10 +131,10 @@ class TokenFile:
         indices = as_indices(indices)
         if not indices.size:
             return indices.copy(), indices.copy()
-        if largest_unsigned(indices) >= self.boundaries.count:
-            bad = indices[(indices < 0) | (indices >= self.boundaries.count)][0]
-            raise DataError(f"{self.path} has {self.boundaries.count:,} samples, there is no sample {int(bad):,}")
-        starts, stops = self.boundaries.spans(indices)
+        if largest_unsigned(indices) >= len(self):
+            bad = indices[(indices < 0) | (indices >= len(self))][0]
+            raise DataError(f"{self.path} has {len(self):,} samples, there is no sample {int(bad):,}")
+        starts, stops = self.offsets.take(indices), self.offsets.take(indices + 1)
         lengths = stops - starts
         # One of two numbers is negative if what they are or-ed to is.
         if int(np.maximum.reduce(stops)) > self.num_tokens or int(np.minimum.reduce(starts | lengths)) < 0:
@@ -181,7 +179,7 @@ class TokenFile:
         """Return the number of the sample that holds the token at each position."""
         positions = as_indices(positions)
         check_rows(self.path, positions, 1, self.num_tokens)
-        samples = self.boundaries.at(positions)
+        samples = np.minimum(self.offsets.search(positions), len(self)) - 1
         if samples.size:
             starts, lengths = self.spans(np.clip(samples, 0, max(len(self) - 1, 0)))
             if bool(np.any((positions < starts) | (positions >= starts + lengths))):
@@ -199,14 +197,7 @@ class TokenFile:
 
     def forget(self) -> None:
         """Let go of the memory that reading in order has made resident."""
-        self.vectors[None].forget()  # streams and labels lie in the same file
-        self.boundaries.forget()
-
-    def _prepare(self, start: int, stop: int) -> int:
-        stop = min(max(stop, start + 4 * CHUNK_BYTES // self.dtype.itemsize), self.num_tokens)
-        for vector in self.vectors.values():
-            vector.prepare(start, stop)
-        return stop
+        self.vectors[None].forget()  # all else lies in the same file
 
     def _stream(self, name: str) -> Vector:
         if name not in self.vectors:

@@ -18,13 +18,10 @@ from etude.core.errors import DataError
 from etude.core.files import NewFile
 from etude.data.tokens.layout import (
     ALIGNMENT,
-    LABEL_DTYPES,
     PREAMBLE_BYTES,
-    STREAM_DTYPES,
-    TOKEN_DTYPES,
+    FileSection,
     Kind,
-    Section,
-    check_name,
+    declaration_problem,
     encode_header,
     encode_meta,
     encode_preamble,
@@ -65,10 +62,10 @@ class TokenWriter:
         self.path = Path(path)
         self.num_tokens = self.num_samples = 0
         self._meta = encode_meta(meta)
-        self._parts = _declare(dtype, streams, sample_labels)
-        self._vocab_size: int | None = self._meta.get("vocab_size")
-        if self._vocab_size is not None and self._vocab_size > int(np.iinfo(dtype).max) + 1:
-            raise DataError(f"a vocabulary of {self._vocab_size:,} does not fit {dtype}; use dtype='uint32'")
+        vocab_size: int | None = self._meta.get("vocab_size")
+        self._parts = _declare(dtype, vocab_size, streams, sample_labels)
+        if vocab_size is not None and vocab_size > int(np.iinfo(dtype).max) + 1:
+            raise DataError(f"a vocabulary of {vocab_size:,} does not fit {dtype}; use dtype='uint32'")
         with self._telling_of_the_disk():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._new = NewFile(self.path, buffering=_BUFFER)
@@ -103,24 +100,30 @@ class TokenWriter:
         """Add many samples, whose ids lie one after the other."""
         if self._file.closed:
             raise DataError(f"{self.path} is already written; open another TokenWriter to write more")
-        arrays = {"tokens": _whole_numbers("ids", ids), "index": _whole_numbers("lengths", lengths)}
-        self._check_counts(arrays["tokens"], arrays["index"])
-        for kind, given in (("stream", streams), ("label", labels)):
+        given: dict[Kind, Mapping[str, ArrayLike]] = {"tokens": {"tokens": ids}, "index": {"index": lengths}}
+        given |= {"stream": streams, "label": labels}
+        counts = {
+            "tokens": np.size(ids),
+            "index": np.size(lengths),
+            "stream": np.size(ids),
+            "label": np.size(lengths),
+        }
+        arrays: dict[str, NDArray[Any]] = {}
+        for kind, values in given.items():  # all is checked before anything is written
             declared = {name for name, part in self._parts.items() if part.kind == kind}
-            if given.keys() != declared:
-                found, allowed = (", ".join(sorted(names)) or "none" for names in (given.keys(), declared))
+            if values.keys() != declared:
+                found, allowed = (", ".join(sorted(names)) or "none" for names in (values.keys(), declared))
                 raise DataError(f"every sample has the {kind}s that were declared ({allowed}), found {found}")
-            count = arrays["tokens"].size if kind == "stream" else arrays["index"].size
-            arrays |= {name: self._parts[name].prepared(name, value, count) for name, value in given.items()}
-        for name, array in arrays.items():  # all is checked before anything is written
-            if name != "index":
-                self._parts[name].check(name, array, self._vocab_size if name == "tokens" else None)
-        arrays["index"] = np.cumsum(arrays["index"], dtype=np.uint64) + np.uint64(self.num_tokens)
+            arrays |= {name: self._parts[name].checked(value, counts[kind]) for name, value in values.items()}
+        ends = np.cumsum(arrays["index"], dtype=np.uint64)
+        if (total := int(ends[-1]) if ends.size else 0) != counts["tokens"]:
+            raise DataError(f"the lengths add up to {total:,}, but there are {counts['tokens']:,} ids")
+        arrays["index"] = ends + np.uint64(self.num_tokens)
         with self._telling_of_the_disk():
             for name, array in arrays.items():
                 self._parts[name].write(array)
-        self.num_tokens += arrays["tokens"].size
-        self.num_samples += arrays["index"].size
+        self.num_tokens += counts["tokens"]
+        self.num_samples += counts["index"]
 
     def close(self) -> None:
         """Finish the file and put it in its place. Without this, nothing is there."""
@@ -158,12 +161,6 @@ class TokenWriter:
         if "_file" in vars(self) and not self._file.closed:
             self.discard()
 
-    def _check_counts(self, ids: NDArray[Any], lengths: NDArray[Any]) -> None:
-        if lengths.size and int(lengths.min()) < 0:
-            raise DataError(f"a sample cannot have {int(lengths.min())} tokens")
-        if int(lengths.sum()) != ids.size:
-            raise DataError(f"the lengths add up to {int(lengths.sum()):,}, but there are {ids.size:,} ids")
-
     @contextlib.contextmanager
     def _telling_of_the_disk(self) -> Iterator[None]:
         try:
@@ -183,38 +180,40 @@ class TokenWriter:
 class _Part:
     """One section on its way: its values go to a file, their checksum and count are kept."""
 
-    def __init__(self, kind: Kind, dtype: str, width: int | None = None) -> None:
-        self.kind, self.width = kind, width
+    def __init__(
+        self, title: str, kind: Kind, dtype: str, *, width: int | None = None, vocab_size: int | None = None
+    ) -> None:
+        self.title, self.kind, self.width, self.vocab_size = title, kind, width, vocab_size
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.file: IO[bytes] | None = None
         self._count = self._crc = 0
 
-    def prepared(self, name: str, values: ArrayLike, count: int) -> NDArray[Any]:
-        """Return values of a stream or label, flat, as many as there are tokens or samples."""
+    def checked(self, values: ArrayLike, count: int) -> NDArray[Any]:
+        """Return `count` values (or rows of `width`) as a flat array; refuse those that the type does not hold."""
         array = np.asarray(values)
         shape = (count,) if self.width is None else (count, self.width)
         if array.shape != shape:
-            raise DataError(f"{self.kind} {name!r} must have shape {shape}, found {array.shape}")
+            raise DataError(f"{self.title} must have shape {shape}, found shape {array.shape}")
+        array = array.reshape(-1)
+        if not array.size:
+            return array.astype(self.dtype)
         if self.dtype.kind == "f" and array.dtype.kind in "iuf":
-            return array.reshape(-1)
-        return _whole_numbers(f"{self.kind} {name!r}", array.reshape(-1))
-
-    def check(self, name: str, array: NDArray[Any], below: int | None) -> None:
-        """Refuse values that the type does not hold."""
-        if self.dtype.kind == "f" or not array.size:
-            return
-        limits = np.iinfo(self.dtype)
-        highest = limits.max if below is None else below - 1
-        kept = np.iinfo(array.dtype)
-        if kept.min >= limits.min and kept.max <= highest:
-            return
-        for start in range(0, array.size, _PIECE):
-            piece = array[start : start + _PIECE]
-            low, high = int(np.minimum.reduce(piece)), int(np.maximum.reduce(piece))
-            if low < limits.min or high > highest:
-                bad = low if low < limits.min else high
-                why = f"to fit {self.dtype.name}" if below is None else f"for a vocabulary of {below:,}"
-                raise DataError(f"{name} must be {limits.min} … {highest} {why}, found {bad}")
+            return array
+        if array.dtype.kind not in "iu":
+            raise DataError(f"{self.title} must be whole numbers, found {array.dtype}")
+        limits, kept = np.iinfo(self.dtype), np.iinfo(array.dtype)
+        highest = int(limits.max) if self.vocab_size is None else self.vocab_size - 1
+        if kept.min < limits.min or kept.max > highest:
+            for start in range(0, array.size, _PIECE):
+                piece = array[start : start + _PIECE]
+                low, high = int(np.minimum.reduce(piece)), int(np.maximum.reduce(piece))
+                if low < limits.min or high > highest:
+                    bad = low if low < limits.min else high
+                    why = (
+                        f"for a vocabulary of {self.vocab_size:,}" if self.vocab_size else f"to fit {self.dtype.name}"
+                    )
+                    raise DataError(f"{self.title} must be {limits.min} … {highest} {why}, found {bad}")
+        return array
 
     def write(self, array: NDArray[Any]) -> None:
         """Append values."""
@@ -225,7 +224,7 @@ class _Part:
             self.file.write(piece)
         self._count += array.size
 
-    def finish(self, name: str, target: IO[bytes]) -> Section:
+    def finish(self, name: str, target: IO[bytes]) -> FileSection:
         """Append the section to the token file (the tokens are there already) and say where it lies."""
         size = self._count * self.dtype.itemsize
         offset = PREAMBLE_BYTES
@@ -236,40 +235,33 @@ class _Part:
             shutil.copyfileobj(self.file, target, 4 * _BUFFER)
             self.file.close()
         shape = (self._count,) if self.width is None else (self._count // self.width, self.width)
-        return Section(name, self.kind, self.dtype.name, shape, offset, size, self._crc)
+        return FileSection(name, self.kind, self.dtype.name, shape, offset, size, self._crc)
 
 
 def _declare(
-    dtype: str, streams: Mapping[str, str], sample_labels: Mapping[str, str | tuple[str, int]]
+    dtype: str,
+    vocab_size: int | None,
+    streams: Mapping[str, str],
+    sample_labels: Mapping[str, str | tuple[str, int]],
 ) -> dict[str, _Part]:
-    if dtype not in TOKEN_DTYPES:
-        raise DataError(f"the dtype of tokens is {' or '.join(TOKEN_DTYPES)}, found {dtype!r}")
-    parts = {"tokens": _Part("tokens", dtype), "index": _Part("index", "uint64")}
-    for name, stream in streams.items():
-        check_name(name)
-        if stream not in STREAM_DTYPES:
-            raise DataError(f"stream {name!r} has dtype {stream!r}; allowed are {', '.join(STREAM_DTYPES)}")
-        parts[name] = _Part("stream", stream)
+    declared: list[tuple[str, Kind, str, int | None]] = [
+        (name, "stream", kind, None) for name, kind in streams.items()
+    ]
     for name, spec in sample_labels.items():
-        check_name(name)
-        label, width = spec if isinstance(spec, tuple) else (spec, None)
-        if label not in LABEL_DTYPES or (width is not None and width < 1):
-            raise DataError(f"label {name!r} has type {spec!r}; allowed are {', '.join(LABEL_DTYPES)}, with a width")
+        declared.append((name, "label", *(spec if isinstance(spec, tuple) else (spec, None))))
+    if problem := declaration_problem("tokens", "tokens", dtype):
+        raise DataError(f"the tokens have {problem}")
+    parts = {
+        "tokens": _Part("ids", "tokens", dtype, vocab_size=vocab_size),
+        "index": _Part("lengths", "index", "uint64"),
+    }
+    for name, kind, its_dtype, width in declared:
+        if (problem := declaration_problem(name, kind, its_dtype)) or (width is not None and width < 1):
+            raise DataError(f"{kind} {name!r} has {problem or f'width {width}; at least 1 is needed'}")
         if name in parts:
             raise DataError(f"{name!r} is both a stream and a label; give one of them another name")
-        parts[name] = _Part("label", label, width)
+        parts[name] = _Part(f"{kind} {name!r}", kind, its_dtype, width=width)
     return parts
-
-
-def _whole_numbers(what: str, values: ArrayLike) -> NDArray[Any]:
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise DataError(f"{what} must be a row of whole numbers, found shape {array.shape}")
-    if not array.size:
-        return array.astype(np.int64)
-    if array.dtype.kind not in "iu":
-        raise DataError(f"{what} must be whole numbers, found {array.dtype}")
-    return array
 
 
 def _align(file: IO[bytes]) -> int:

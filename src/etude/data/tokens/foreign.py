@@ -1,0 +1,96 @@
+"""Opening token files of other tools: flat ones (nanoGPT), those of llm.c, and Megatron's pairs of .bin and .idx."""
+
+import struct
+from itertools import pairwise
+
+import numpy as np
+
+from etude.core.errors import DataError
+from etude.data.tokens.file import TokenFile
+from etude.data.tokens.vectors import Ints, MappedFile, Vector
+
+FLAT_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+
+LLMC_BYTES = 1024
+"""An llm.c file begins with 256 int32: magic, version, number of tokens, zeros."""
+LLMC_KINDS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
+"""Type of the tokens by magic and version: GPT-2's vocabulary and Llama 3's."""
+
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+_INDEX_HEAD = struct.Struct("<9sQBQQ")
+"""Magic, version, code of the type, number of sequences, number of document indices (documents + 1)."""
+_INDEX_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+
+
+def open_flat(file: MappedFile, dtype: str) -> TokenFile:
+    """Open a file of nothing but tokens."""
+    if dtype not in FLAT_DTYPES:
+        raise DataError(f"the dtype of a headerless token file is one of {', '.join(FLAT_DTYPES)}, found {dtype!r}")
+    size = np.dtype(dtype).itemsize
+    if file.size % size:
+        raise DataError(f"{file.name} has {file.size:,} bytes, not a multiple of the {size} that {dtype} takes")
+    return TokenFile(file.name, "flat", file.vector(0, file.size // size, dtype))
+
+
+def is_llmc(file: MappedFile) -> bool:
+    """Return whether a file begins with the magic number of llm.c's token files."""
+    head = file.read(0, 4)
+    return any(head == struct.pack("<i", magic) for magic, _ in LLMC_KINDS)
+
+
+def open_llmc(file: MappedFile) -> TokenFile:
+    """Open a token file of llm.c."""
+    magic, version, count = struct.unpack("<iiI", file.read(0, 12).ljust(12, b"\0"))
+    dtype = LLMC_KINDS.get((magic, version))
+    if dtype is None:
+        raise DataError(f"{file.name} begins with {magic} and version {version}, which no llm.c token file does")
+    expected = LLMC_BYTES + count * np.dtype(dtype).itemsize
+    if file.size != expected:
+        problem = "cut" if file.size < expected else "too long"
+        raise DataError(f"{file.name} is {problem}: {count:,} tokens take {expected:,} bytes, found {file.size:,}")
+    return TokenFile(file.name, "llm.c", file.vector(LLMC_BYTES, count, dtype))
+
+
+def open_megatron(tokens: MappedFile, index: MappedFile) -> TokenFile:
+    """Open a pair of files. A sample is a document; where documents begin is held in memory, 8 bytes for each."""
+    head = index.read(0, _INDEX_HEAD.size)
+    if not head.startswith(INDEX_MAGIC) or len(head) < _INDEX_HEAD.size:
+        raise DataError(f"{index.name} is damaged: it does not begin as the index of a Megatron data set does")
+    _, version, code, sequences, entries = _INDEX_HEAD.unpack(head)
+    dtype = _INDEX_DTYPES.get(code)
+    if version != 1 or dtype is None:
+        raise DataError(
+            f"{index.name} has version {version} and tokens of type {code}; version 1 of integers is known"
+        )
+    expected = _INDEX_HEAD.size + 12 * sequences + 8 * entries
+    if index.size not in (expected, expected + sequences):  # multimodal data has a byte per sequence at the end
+        raise DataError(
+            f"{index.name} is damaged: {sequences:,} sequences and {entries:,} document indices take {expected:,} "
+            f"bytes, found {index.size:,}; make or copy it again"
+        )
+    size = np.dtype(dtype).itemsize
+    if tokens.size % size:
+        raise DataError(f"{tokens.name} has {tokens.size:,} bytes, not a multiple of the {size} that {dtype} takes")
+    vector = tokens.vector(0, tokens.size // size, dtype)
+    documents = _documents(index, sequences, entries, vector)
+    return TokenFile(tokens.name, "megatron", vector, lambda: documents)
+
+
+def _documents(index: MappedFile, sequences: int, entries: int, tokens: Vector) -> Vector:
+    """Return the offsets of documents: each is the sequences from one document index to the next."""
+    sizes = (4 * sequences, 8 * sequences, 8 * entries)
+    places = pairwise(np.cumsum([_INDEX_HEAD.size, *sizes]).tolist())
+    lengths, pointers, documents = (
+        np.frombuffer(index.read(start, stop - start), kind)
+        for (start, stop), kind in zip(places, ("<i4", "<i8", "<i8"), strict=True)
+    )
+    ends: Ints = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    adjoin = np.array_equal(pointers, ends[:-1] * tokens.dtype.itemsize) and not (lengths < 0).any()
+    if not adjoin or ends[-1] != tokens.count:
+        raise DataError(
+            f"{index.name} is damaged: its sequences do not lie one after the other and fill the .bin; make or copy "
+            f"both again"
+        )
+    if (np.diff(documents) < 0).any() or (entries and (documents[0], documents[-1]) != (0, sequences)):
+        raise DataError(f"{index.name} is damaged: its documents do not hold all sequences in order; copy it again")
+    return Vector(index.name, ends[documents] if entries else ends[:1])
