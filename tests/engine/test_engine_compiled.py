@@ -12,8 +12,7 @@ from torch import nn
 from batch_classes import GraphBatch, Plain, graphs
 from etude import Trainer
 from etude.core import DataError, num_samples
-from etude.engine.compiled import CompiledTask, most_flops, saves_time
-from etude.engine.meter import count_forward
+from etude.engine.compiled import CompiledTask, count_flops, most_flops, saves_time
 from etude.losses import ClassificationLoss, LanguageModelingLoss, SupervisedTask
 from etude.models import CausalTransformerLM, LeNet5
 from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
@@ -244,8 +243,8 @@ def test_a_run_that_is_surely_too_short_is_decided_without_counting(name, monkey
     """Counting imports the compiler, which takes longer than a short run."""
     model, batch = ZOO[name]()
     run, counted = SupervisedTask().outputs, []
-    assert most_flops(model, batch) >= 3 * count_forward(model, batch, run) * num_samples(batch)
-    monkeypatch.setattr("etude.engine.compiled.count_forward", lambda *_: counted.append(1) or 0)
+    assert most_flops(model, batch) >= count_flops(model, batch, run)
+    monkeypatch.setattr("etude.engine.compiled.count_flops", lambda *_: counted.append(1) or 0)
     assert not saves_time(100, 1, run)(model, batch)
     assert not counted
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from etude import Callback, Trainer
-from etude.engine.meter import ForwardFlops, Meter
-from etude.engine.peak import _measured, listed_flops
+from etude.engine.flops import _measured, listed_flops
+from etude.engine.meter import measure
 from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
@@ -42,29 +42,17 @@ def test_a_step_with_padding_never_waits():
     precision = MixedPrecision("bf16", torch.device("cuda"))
     updater = Updater(AdamW(model.parameters(), lr=1e-3), clip_norm=1.0, precision=precision)
     task = SupervisedTask(LanguageModelingLoss())
-    step, meter = Step(model, task, updater, precision, metrics=True), Meter(task, ForwardFlops(model))
+    step = Step(model, task, updater, precision, metrics=True)
     batches = [batch(4, 32), batch(4, 48)]
     step(batches)
-    meter(batches)
+    measure(batches)
     torch.cuda.set_sync_debug_mode("error")
     try:
         step(batches)
-        amounts = meter(batches)
+        amounts = measure(batches)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert amounts.tokens == sum(int(one["attention_mask"].sum()) for one in batches)
-    assert amounts.forward_flops > 0
-
-
-def test_flops_are_the_same_as_on_the_cpu():
-    on_cpu, on_cuda = (
-        ForwardFlops(Model().to(device))({"input_ids": torch.zeros(2, 64, dtype=torch.long, device=device)},
-                                         rows=2, length=64)
-        for device in ("cpu", "cuda")
-    )  # fmt: skip
-    width, length = 512, 64
-    formula = 4 * (24 * length * width**2 + 4 * length**2 * width) + 2 * length * width * 1024
-    assert on_cpu == on_cuda == 2 * formula
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

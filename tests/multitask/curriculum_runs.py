@@ -115,7 +115,7 @@ def trainer(
     source, task = loader() if data is None else data, tasks() if task is None else task
     if diary is not None:
         diary.task, diary.loader = task, source
-    built = Trainer(
+    return Trainer(
         Model(),
         source,
         loader(training=False, shuffle=False, weights=None, epoch_samples=None),
@@ -128,8 +128,6 @@ def trainer(
         overwrite=overwrite,
         progress=False,
     )
-    built.step._flops = None  # counting them takes longer than these steps
-    return built
 
 
 def run(folder, diary, accumulation=1, **config):

@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
+import torch
 from torch import Tensor, nn
 
 from etude.core import Batch, Task, Terms, num_samples
@@ -21,7 +22,7 @@ from etude.core.buffers import probing
 from etude.core.forms import class_form
 from etude.core.task import LossTerm
 from etude.engine.explain import first_line, first_of
-from etude.engine.meter import count_forward, matrix_parameters
+from etude.engine.flops import FLOPS_PER_WEIGHT, matrix_parameters
 from etude.engine.recorder import Unfit, form_of as batch_form
 
 CompileMode = Literal["auto", "off", "model", "step"]
@@ -165,9 +166,9 @@ class CompiledTask:
             return
         with probing(model, training=True):
             self.task(model, batch, metrics=metrics)  # what the first batch decides is no part of compiled code
-        import torch._dynamo
+        from torch._dynamo import config
 
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * MOST_SHAPES)
+        config.recompile_limit = max(config.recompile_limit, 2 * MOST_SHAPES)
         self._way, self._compiled = "step", torch.compile(_parts, dynamic=False, backend=self.backend)
         self.notice("compiling the step; later runs take it from a cache")
 
@@ -215,14 +216,19 @@ def saves_time(steps: int | None, micro_batches: int, run: Callable[[nn.Module, 
             saved = steps * micro_batches * (SAVED * flops / FLOPS_PER_S + SAVED_LAYER_S * layers)
             return saved > WORTH * (COMPILE_S + COMPILE_LAYER_S * layers)
 
-        if not pays(most_flops(model, batch)):
-            return False  # without counting, which imports the compiler and takes seconds
-        try:
-            return pays(3.0 * count_forward(model, batch, run) * num_samples(batch))
-        except Exception:  # code of any kind, on tensors it was not written for
-            return pays(6.0 * matrix_parameters(model) * num_samples(batch))
+        # The counter imports the compiler, which takes seconds.
+        return pays(most_flops(model, batch)) and pays(count_flops(model, batch, run))
 
     return decide
+
+
+def count_flops(model: nn.Module, batch: Batch, run: Callable[[nn.Module, Batch], Any]) -> float:
+    """Return about how many FLOPs a training step on the batch takes: three times those of a forward pass."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with probing(model, training=True), FlopCounterMode(display=False) as counter:
+        run(model, batch)
+    return max(3.0 * counter.get_total_flops(), FLOPS_PER_WEIGHT * matrix_parameters(model) * num_samples(batch))
 
 
 def most_flops(model: nn.Module, batch: Batch) -> float:
@@ -238,4 +244,4 @@ def most_flops(model: nn.Module, batch: Batch) -> float:
         return tensor
 
     map_tensors(batch, add)
-    return 10 * 6.0 * matrix_parameters(model) * numbers
+    return 10.0 * FLOPS_PER_WEIGHT * matrix_parameters(model) * numbers

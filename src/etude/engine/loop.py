@@ -8,7 +8,7 @@ from functools import partial
 
 from etude.core import Batch, Control, DataError, Loader
 from etude.engine.callback import CallbackList
-from etude.engine.meter import ForwardFlops, Meter
+from etude.engine.meter import measure
 from etude.engine.state import Saver, TrainState
 from etude.engine.step import GradientAccumulator, Step
 from etude.engine.stopping import OTHER_PROCESS, FiniteCheck, Interrupted, Interrupts, StopPoll
@@ -49,7 +49,6 @@ class Loop:
         validate: Callable[[], dict[str, float]] | None = None,
         saver: Saver | None = None,
         interrupts: Interrupts | None = None,
-        meter: Meter | None = None,
     ) -> None:
         self.state = state
         self.clock = state.clock
@@ -65,7 +64,6 @@ class Loop:
         self.saver = saver
         self.interrupts = interrupts if interrupts is not None else Interrupts()
         self.stop_poll = StopPoll(self.interrupts, state.world)
-        self.meter = meter if meter is not None else Meter(step.task, ForwardFlops(step.model, step.task.outputs))
         self.finite = FiniteCheck(state.log, step, plan.max_skipped_steps)
         self.logs: dict[str, float] = {}
         """Numbers of the last epoch or validation."""
@@ -124,7 +122,7 @@ class Loop:
                 self.learning_rate.set(clock.step)
                 report = self.step(micro_batches)
                 clock.step += 1
-                self.log.add(report, self.meter(micro_batches), clock.step, clock.position, end)
+                self.log.add(report, measure(micro_batches), clock.step, clock.position, end)
                 clock.samples += end - clock.position
                 clock.position = end
                 for hook in on_step_end:

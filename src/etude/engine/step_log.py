@@ -16,8 +16,8 @@ from torch import Tensor
 from etude.core import StepReport
 from etude.core.report import joined
 from etude.distributed import World
-from etude.engine.meter import NO_AMOUNTS, STEP_PER_FORWARD, Amounts
-from etude.engine.peak import peak_flops
+from etude.engine.flops import FLOPS_PER_WEIGHT, matrix_parameters, peak_flops
+from etude.engine.meter import NO_AMOUNTS, Amounts
 from etude.engine.step import Step
 
 Rows = npt.NDArray[np.float64]
@@ -35,7 +35,6 @@ class RunningSums:
     uncounted: float = 0.0
     """Batches that do not tell their samples."""
     tokens: float = 0.0
-    forward_flops: float = 0.0
     skipped: int = 0
     """Updates that were not finite."""
     bad_losses: int = 0
@@ -178,17 +177,18 @@ class StepLog:
         For tokens also their total and the MFU.
         """
         logs = {**step.task.summary(tally.means()), **tally.rates(), **step.task.numbers()}
-        if tally.forward_flops and tally.seconds > 0:
-            logs["mfu"] = STEP_PER_FORWARD * tally.forward_flops / (tally.seconds * self._peak_flops(step))
+        if tally.tokens and tally.seconds > 0:
+            logs["mfu"] = tally.tokens / tally.seconds / self._peak_tokens_per_s(step)
         if self.tokens:
             logs["tokens"] = int(self.tokens)
         return logs
 
-    def _peak_flops(self, step: Step) -> float:
-        """Return what all ranks together could do in a second, if nothing but large matrix products were asked for."""
+    def _peak_tokens_per_s(self, step: Step) -> float:
+        """Return how many tokens all ranks could train on in a second if they did nothing but matrix products."""
         if self._peak is None:
             dtype = _DTYPES.get(step.precision.name, next(step.model.parameters()).dtype)
-            self._peak = self.world.size * peak_flops(step.updater.device, dtype)
+            flops_per_token = FLOPS_PER_WEIGHT * max(matrix_parameters(step.model), 1)
+            self._peak = self.world.size * peak_flops(step.updater.device, dtype) / flops_per_token
             self.restart_timer()  # measuring is no part of a step
         return self._peak
 
@@ -205,7 +205,6 @@ class StepLog:
         columns.append(_column([entry.amounts.samples for entry in entries]))
         columns.append(_column([entry.amounts.uncounted for entry in entries]))
         columns.append(_column([entry.amounts.tokens for entry in entries]))
-        columns.append(_column([entry.amounts.forward_flops for entry in entries]))
         device = reports[0].norm.device
         per_rank = self.world.sum(torch.stack([column.to(device) for column in columns]))
         shared = torch.stack(
@@ -218,10 +217,8 @@ class StepLog:
         self, names: list[str], optional: set[str], rows: Rows, places: list[tuple[int, int, int]]
     ) -> "tuple[RunningSums, Series]":
         norms, divisors, skipped = rows[-3:]
-        samples, uncounted, tokens, flops = rows[-7:-3].sum(axis=1).tolist()
-        tally = RunningSums(
-            steps=rows.shape[1], samples=samples, uncounted=uncounted, tokens=tokens, forward_flops=flops
-        )
+        samples, uncounted, tokens = rows[-6:-3].sum(axis=1).tolist()
+        tally = RunningSums(steps=rows.shape[1], samples=samples, uncounted=uncounted, tokens=tokens)
         tally.skipped = int(skipped.sum())
         finite = np.isfinite(rows[: 2 * len(names) : 2])
         tally.bad_losses = int((~finite).any(axis=0).sum())
@@ -274,7 +271,7 @@ def _column(values: list[Any]) -> Tensor:
 
 def _merge(total: RunningSums, fresh: RunningSums) -> None:
     """Add the numbers whose sums are exact."""
-    counters = ("steps", "samples", "uncounted", "tokens", "forward_flops", "skipped", "bad_losses", "norm_count")
+    counters = ("steps", "samples", "uncounted", "tokens", "skipped", "bad_losses", "norm_count")
     for key in (*counters, "seconds", "waited"):
         setattr(total, key, getattr(total, key) + getattr(fresh, key))
     total.first_skipped = total.first_skipped or fresh.first_skipped

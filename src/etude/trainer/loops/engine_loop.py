@@ -16,7 +16,6 @@ from etude.core.model import unwrap
 from etude.core.random import RunRandom, rng_state, set_rng_state
 from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
 from etude.engine.loop import Loop, Plan
-from etude.engine.meter import ForwardFlops, Meter
 from etude.engine.state import Saver, TrainState
 from etude.engine.step import GradientAccumulator, Step
 from etude.engine.step_log import RunningSums, StepLog
@@ -44,7 +43,6 @@ class Epoch:
     """None if training is by functions that belong to no module."""
     validated: Task
     """What is evaluated on the validation data."""
-    flops: ForwardFlops | None = None
     total_epochs: int | None = None
 
 
@@ -174,7 +172,6 @@ class EngineLoop(EpochLoop):
                 validate=validate,
                 saver=saver,
                 interrupts=interrupts,
-                meter=Meter(step.task, epoch.flops),
             )
             try:
                 if not self._has_begun:

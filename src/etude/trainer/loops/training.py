@@ -15,7 +15,6 @@ from etude.core.arguments import as_whole
 from etude.core.model import unwrap
 from etude.data import TensorData, make_loader
 from etude.engine.callback import Callback
-from etude.engine.meter import ForwardFlops
 from etude.engine.step import GradientAccumulator, Step
 from etude.engine.update import LearningRate, Updater
 from etude.losses import LossStrategy
@@ -101,7 +100,6 @@ class TrainingLoop(EngineLoop):
         self.max_grad_norm = max_grad_norm
         self.gradient_monitor = gradient_monitor
         self._is_placed = device is not None
-        self._flops: ForwardFlops | None = None
 
     @property
     def clip_norm(self) -> float | None:
@@ -145,8 +143,6 @@ class TrainingLoop(EngineLoop):
         callbacks = self._listed(*drivers)
         check_validation(callbacks, val_dataloader, "train_epoch(val_dataloader=…)")
         names = ("dataloader", "val_dataloader")
-        if self._flops is None or self._flops.model is not unwrap(model):
-            self._flops = ForwardFlops(model, self.task.outputs)
         updater = Updater(optimizer, clip_norm=self.clip_norm, precision=machine.precision)
         made = Epoch(
             Step(model, self.task, updater, machine.precision, metrics=True),
@@ -156,7 +152,6 @@ class TrainingLoop(EngineLoop):
             LearningRate(optimizer, None if drivers else scheduler),  # type: ignore[arg-type]
             model,
             validated=self.task,
-            flops=self._flops,
         )
         model.train()
         start, samples, tokens = time.perf_counter(), self.clock.samples, self.tokens

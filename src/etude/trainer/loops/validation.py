@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from etude.core import Batch, Clock, ConfigError, Task
 from etude.core.model import unwrap
 from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
-from etude.engine.meter import count_tokens, token_ids
+from etude.engine.meter import count_tokens
 from etude.losses import LossStrategy
 from etude.trainer.arguments import as_callbacks, check_model, plain_task
 from etude.trainer.config import TrainerConfig
@@ -130,8 +130,7 @@ class _Counting:
             line.begin(self._label, num_batches(self.loader))
         try:
             for batch in self.batches:
-                if (ids := token_ids(batch)) is not None:
-                    self.tokens = self.tokens + count_tokens(batch, ids)
+                self.tokens = self.tokens + count_tokens(batch)
                 yield batch
                 if line is not None:
                     line.advance()

@@ -1,10 +1,16 @@
-"""The most arithmetic a device can do in a second: from data sheets where its name is known, measured where not."""
+"""Floating-point operations: how many a model takes for a token, and how many a device can do in a second.
+
+A training step takes about 6 FLOPs for every weight that a token is multiplied with: a product and a sum in the forward
+pass, and twice as many in the backward pass. Products of activations (attention) are left out, and so is what is
+computed twice to save memory.
+"""
 
 import functools
 import re
 import time
 
 import torch
+from torch import nn
 
 TABLE: tuple[tuple[str, float | None, float | None, float | None], ...] = (
     # name              16 bit   TF32    fp32     dense, in TFLOP/s; 16-bit products added up in fp32
@@ -44,10 +50,23 @@ VARIANTS = frozenset({"ti", "super", "laptop", "max", "mig", "d"})
 """Words that make another device of a name."""
 NO_BF16 = frozenset({"T4", "V100 PCIE", "V100"})
 
+FLOPS_PER_WEIGHT = 6
+"""Of a training step, for every token and every weight that it is multiplied with."""
 MEASURE_S = 0.05
 SIDES = {"cpu": 512}
 """Sides of the matrices multiplied to measure a device; others take `DEVICE_SIDE`."""
 DEVICE_SIDE = 4096
+
+
+def matrix_parameters(model: nn.Module) -> int:
+    """Return the number of parameters that a token is multiplied with: all but embeddings, which are looked up.
+
+    >>> matrix_parameters(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)))
+    40
+    """
+    products = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - products
+    return sum(param.numel() for param in model.parameters() if id(param) not in tables)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
