@@ -29,11 +29,14 @@ Saving and validating are phases of the loop, not callbacks, so no order of call
 Epochs are counted from zero. A hook that no callback overrides costs nothing.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -41,7 +44,7 @@ from torch import Tensor, nn
 
 from etude.core import Clock, ConfigError, Control, Loader, StepReport, Task
 from etude.core.run_layout import output_problems
-from etude.engine.callback_methods import check_methods
+from etude.core.spelling import did_you_mean
 from etude.engine.precision import MixedPrecision
 from etude.engine.update import LearningRate
 
@@ -116,8 +119,6 @@ class Callback:
     """True if `on_notice` shows its message to the user; if no callback does, notices are logged."""
     needs_model = False
     """True if it looks at the layers or weights of the model: functions that belong to no module cannot be trained."""
-    more_hooks: Sequence[str] = ()
-    """Names of hooks that a class adds, and that others than the engine call; further methods `on_…` are refused."""
     _siblings: "CallbackList | None" = None
 
     def __init__(self) -> None:
@@ -221,12 +222,39 @@ class Callback:
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+_CALLED = (*HOOKS, "bind", "numbers", "outcome", "state_dict", "load_state_dict", "facts", "check_facts")
+"""What a run calls."""
 
 
 def implements(callback: Callback, method: str) -> bool:
     """Return whether a callback overrides a method."""
     own = getattr(callback, method)
     return getattr(own, "__func__", own) is not getattr(Callback, method)
+
+
+def check_methods(callback: Callback) -> None:
+    """Raise ConfigError if a callback has a method `on_…` that is no hook, or a method that cannot be called as one.
+
+    Hooks are those of the library's own classes. Classes that do not derive from Callback may have other methods.
+    """
+    ours = [kind for kind in type(callback).__mro__ if issubclass(kind, Callback)]
+    known = {name for kind in ours if kind.__module__.startswith("etude.") for name in vars(kind)}
+    for kind in ours:
+        for name, value in vars(kind).items():
+            is_method = isinstance(value, (FunctionType, classmethod, staticmethod))
+            if name.startswith("on_") and name not in known and is_method:
+                raise ConfigError(
+                    f"{kind.__name__}.{name} would never be called, it is no hook{did_you_mean(name, HOOKS) or ';'} "
+                    f"rename it; a method that you call yourself must not start with on_"
+                )
+    for name in _CALLED:
+        _, *arguments = inspect.signature(getattr(Callback, name)).parameters
+        try:
+            inspect.signature(getattr(callback, name)).bind(*arguments)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{type(callback).__name__}.{name} is called with ({', '.join(arguments)}), and cannot be: {error}"
+            ) from None
 
 
 class CallbackList:
@@ -256,7 +284,7 @@ class CallbackList:
         Raises ConfigError if a method `on_…` of it is no hook, or does not take the arguments of its hook.
         """
         if not type(callback).__module__.startswith("etude."):
-            check_methods(type(callback), Callback)
+            check_methods(callback)
         callback.control = self.control
         callback._siblings = self
         self._callbacks.append(callback)
@@ -286,6 +314,12 @@ class CallbackList:
                 raise ConfigError(f"{name} needs the layers: pass a module as model_forward, or its method")
             callback.bind(parts)
 
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Return what calls a hook of every callback: `callbacks.on_epoch_end(epoch, logs)`."""
+        if name not in HOOKS:
+            raise AttributeError(f"CallbackList has no attribute '{name}'")
+        return partial(self._call, name)
+
     def _call(self, name: str, *args: Any) -> None:
         if hooks := self._hooks[name]:
             with self.around(name):
@@ -299,46 +333,6 @@ class CallbackList:
             raise ConfigError(f"{writer}: {problem}; give it another file name")
         self._call("on_train_begin", run)
 
-    def on_epoch_begin(self, epoch: int) -> None:
-        """Call the hook of every callback."""
-        self._call("on_epoch_begin", epoch)
-
-    def on_step_begin(self, step: int) -> None:
-        """Call the hook of every callback."""
-        self._call("on_step_begin", step)
-
-    def on_gradients(self, gradients: Gradients) -> None:
-        """Call the hook of every callback."""
-        self._call("on_gradients", gradients)
-
-    def on_step_end(self, report: StepReport) -> None:
-        """Call the hook of every callback."""
-        self._call("on_step_end", report)
-
-    def on_log(self, record: Logs) -> None:
-        """Call the hook of every callback."""
-        self._call("on_log", record)
-
-    def on_validation_begin(self, epoch: int) -> None:
-        """Call the hook of every callback."""
-        self._call("on_validation_begin", epoch)
-
-    def on_validation_end(self, epoch: int, metrics: Logs) -> None:
-        """Call the hook of every callback."""
-        self._call("on_validation_end", epoch, metrics)
-
-    def on_validation_cut_off(self, epoch: int) -> None:
-        """Call the hook of every callback."""
-        self._call("on_validation_cut_off", epoch)
-
-    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Call the hook of every callback."""
-        self._call("on_epoch_end", epoch, logs)
-
-    def on_checkpoint(self, path: Path) -> None:
-        """Call the hook of every callback."""
-        self._call("on_checkpoint", path)
-
     def on_exception(self, error: BaseException) -> None:
         """Call the hook of every callback, also if the one before it fails: files are closed, and `error` is raised."""
         for hook in self._hooks["on_exception"]:
@@ -347,14 +341,6 @@ class CallbackList:
                     hook(error)
             except Exception:
                 logger.exception("on_exception of a callback failed, after %s: %s", type(error).__name__, error)
-
-    def on_train_end(self, result: Logs) -> None:
-        """Call the hook of every callback."""
-        self._call("on_train_end", result)
-
-    def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
-        """Call the hook of every callback."""
-        self._call("on_phase_begin", phase, facts)
 
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
         """Call the hook of every callback; log the message if none shows it."""

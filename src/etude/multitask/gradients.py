@@ -34,8 +34,6 @@ class TaskGradients:
 class TaskGradientWatcher(Callback):
     """A callback that looks at the gradients of the tasks in some of the steps."""
 
-    more_hooks = ("on_task_gradients",)
-
     def bind(self, parts: RunParts) -> None:
         """Raise ConfigError where there is one task only, and if it does not say which steps it wants."""
         from etude.multitask.task import MultiTask  # which is made of this
