@@ -11,7 +11,7 @@ from torch import nn
 
 from batch_classes import GraphBatch, Plain, graphs
 from etude import Trainer
-from etude.core import DataError, num_samples
+from etude.core import DataError
 from etude.engine.compiled import CompiledTask, count_flops, most_flops, saves_time
 from etude.losses import ClassificationLoss, LanguageModelingLoss, SupervisedTask
 from etude.models import CausalTransformerLM, LeNet5

@@ -11,7 +11,7 @@ from torch import nn
 from etude.core import ConfigError, TrainingError
 from etude.trainer import TrainerConfig
 from etude.trainer.loaders import Loaders
-from etude.trainer.machine import Machine
+from etude.trainer.machine import Machine, making_model
 
 
 def test_the_config_names_device_number_format_and_batch_size():
@@ -31,7 +31,7 @@ def test_a_device_that_cannot_train_is_refused_by_name(device):
 SETTINGS = """
 import torch
 from etude.trainer import TrainerConfig
-from etude.trainer.machine import Machine
+from etude.trainer.machine import Machine, making_model
 Machine.from_config(TrainerConfig(device="cpu", num_threads=3, deterministic=True))
 print(torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
 """
@@ -69,7 +69,7 @@ def out_of_memory():
             ["activation_checkpointing"],
         ),
         (lambda machine: machine.validating(), ["in validation", "batch_size=8"]),
-        (lambda machine: machine.making_model(), ["a smaller model"]),
+        (lambda machine: making_model(machine.device), ["a smaller model"]),
     ],
 )
 def test_memory_that_runs_out_has_the_remedies_of_the_moment(context, remedies):

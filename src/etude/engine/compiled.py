@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Mapping
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Lt
 import torch
+from annotated_types import Ge, Lt
 from torch import Tensor, nn
 
 from etude.core import Batch, Task, Terms, num_samples

@@ -12,9 +12,8 @@ import functools
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -65,47 +64,31 @@ def raise_misfit(error: Exception) -> None:
 
 def explain_misfit(error: BaseException) -> str | None:
     """Return in one line which layer or loss was given what, or None if the error is of another kind."""
-    frames = list(_frames(error.__traceback__))
-    if isinstance(error, torch.OutOfMemoryError) or _OTHERS.search(str(error)) or not frames:
+    steps = list(traceback.walk_tb(error.__traceback__))
+    if not steps or isinstance(error, torch.OutOfMemoryError) or _OTHERS.search(str(error)):
         return None
-    if isinstance(error, TypeError) and "forward()" in str(error):
-        return _wrong_inputs(error, frames)
+    frames = [frame for frame, _ in steps]
     by_layer = _is_in_torch_nn(frames[-1])
-    if not by_layer and not (isinstance(error, (RuntimeError, IndexError)) and _SIZES.search(str(error))):
+    by_sizes = isinstance(error, (RuntimeError, IndexError)) and _SIZES.search(str(error))
+    by_call = _is_call_of_model(error, frames)
+    if not (by_layer or by_sizes or by_call):
         return None
     who = _loss(frames) or _layer(frames)
     if who is None:
         return None
-    said = first_line(error).rstrip(".") + ("" if by_layer else _place(error.__traceback__))
+    said = first_line(error).rstrip(".")
+    if by_sizes and not by_layer:  # in the model's or the loss's own code
+        said += f" ({Path(frames[-1].f_code.co_filename).name}:{steps[-1][1]})"
     remedy = "convert the data" if _TYPES.search(said) else "change the sizes of the model, or the data"
-    whole = _of_object(frames) if "must be Tensor" in said else None
-    return f"{who}: {said}; {whole or remedy}"
+    if by_call:
+        remedy = "of a batch (a, b, …, labels) the model is given all but the last, of another object all"
+    return f"{who}: {said}; {remedy}"
 
 
-def _wrong_inputs(error: TypeError, frames: list[FrameType]) -> str | None:
-    """Return what to say of a batch with more or fewer inputs than the model takes."""
-    if frames[-1].f_code not in _CALLS or sum(frame.f_code is nn.Module._call_impl.__code__ for frame in frames) > 1:
-        return None  # a call by the model's own code
-    said = first_line(error)
-    if (loss := _loss(frames)) is not None:
-        return f"{loss}: {said}; wrap it in a function of (predictions, labels)"
-    remedy = _of_object(frames) or "of a batch (a, b, …, labels) the model is given all but the last"
-    return f"{_layer(frames)}: {said}; {remedy}"
-
-
-def _of_object(frames: list[FrameType]) -> str | None:
-    """Return what to say of a batch that is an object, such as a dataclass or a graph: the model is given all of it."""
-    calls = (frame.f_locals.get("args", ()) for frame in frames if frame.f_code in _CALLS)
-    inputs: tuple[Any, ...] = next(calls, ())
-    if len(inputs) != 1 or isinstance(inputs[0], (Tensor, Mapping, tuple, list)):
-        return None
-    return f"the model is called with the whole batch, a {type(inputs[0]).__name__}: let its `forward` take that"
-
-
-def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
+def _is_call_of_model(error: BaseException, frames: list[FrameType]) -> bool:
+    """Return whether a model, and no layer inside of it, was called with more or fewer inputs than it takes."""
+    calls = sum(frame.f_code is nn.Module._call_impl.__code__ for frame in frames)
+    return isinstance(error, TypeError) and "forward()" in str(error) and calls == 1 and frames[-1].f_code in _CALLS
 
 
 def _is_in_torch_nn(frame: FrameType) -> bool:
@@ -156,9 +139,13 @@ def _summary(module: nn.Module) -> str:
 
 
 def _shapes(values: list[Any]) -> str:
+    kinds = ", ".join(type(value).__name__ for value in values)
     shown = [_shape(one) for value in values for one in tensors_in(value)]
+    if not shown:
+        return kinds or "none"
+    plain = all(isinstance(one, (Tensor, Mapping, tuple, list)) for one in values)
     more = ["…"] if len(shown) > _MAX_TENSORS else []
-    return " and ".join(shown[:_MAX_TENSORS] + more) or ", ".join(type(value).__name__ for value in values) or "none"
+    return ("" if plain else f"{kinds} of ") + " and ".join(shown[:_MAX_TENSORS] + more)
 
 
 def _shape(tensor: Tensor) -> str:
@@ -166,14 +153,6 @@ def _shape(tensor: Tensor) -> str:
     if tensor.is_floating_point() or tensor.is_complex() or not tensor.is_cpu or not tensor.numel():
         return text  # after an error a device may not answer
     return f"{text} from {int(tensor.min())} to {int(tensor.max())}"
-
-
-def _place(trace: TracebackType | None) -> str:
-    """Name the line of the model's or the loss's own code."""
-    assert trace is not None
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
 
 
 def first_of(error: BaseException) -> BaseException:
@@ -198,51 +177,25 @@ def first_line(error: BaseException) -> str:
     return shorten(lines[0] if lines else type(error).__name__, 300)
 
 
-def explain_out_of_memory(
-    *,
-    batch_size: int | None,
-    grad_accum_steps: int,
-    precision: str,
-    device: torch.device,
-    can_recompute: Callable[[], bool] = lambda: False,
-) -> AbstractContextManager[None]:
-    """Return a context that turns an out-of-memory error in training into one message with the remedies that apply."""
-
-    def remedies() -> list[str]:
-        found = []
-        if batch_size is None:
-            found.append("use smaller batches")
-        elif batch_size > 1:
-            half = batch_size // 2
-            found.append(
-                f"training.batch_size={half} with training.grad_accum_steps={grad_accum_steps * 2} (the same result "
-                f"in half the memory)"
-            )
-        found += _lower_precision(precision, device)
-        if can_recompute():
-            found.append("training.activation_checkpointing=true (the same result, a third more time)")
-        return [*found, "a smaller model or shorter inputs"]
-
-    return _explained(device, "", remedies)
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "_status_alloc_failed")
+"""How the allocators of torch and its libraries say it: CPU on Linux and Windows, CUDA, cuBLAS and cuDNN."""
 
 
-def explain_out_of_memory_in_validation(
-    *, batch_size: int | None, precision: str, device: torch.device
-) -> AbstractContextManager[None]:
-    """Return the same context for validation and evaluation, which have batches of their own.
-
-    `batch_size` is that of loaders that etude makes; None if there are only loaders made elsewhere.
-    """
-    made_here = "" if batch_size is None or batch_size < 2 else f"training.batch_size={batch_size // 2}, or "
-    smaller = f"smaller validation batches ({made_here}fewer samples per batch in the loader)"
-    remedies = [smaller, *_lower_precision(precision, device), "shorter inputs"]
-    return _explained(device, " in validation", lambda: remedies)
-
-
-def explain_out_of_memory_of_model(device: torch.device) -> AbstractContextManager[None]:
-    """Return the same context for making a model and its optimizer, and for moving them to the device."""
-    remedies = ["a smaller model", "a device with more memory"]
-    return _explained(device, " while the model was made or moved", lambda: remedies)
+@contextlib.contextmanager
+def explain_out_of_memory(device: torch.device, place: str, remedies: Callable[[], list[str]]) -> Iterator[None]:
+    """Turn an out-of-memory error into one message with the place, such as " in validation", and the remedies."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        is_named = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if isinstance(error, EtudeError) or not (
+            is_named or any(sign in str(error).lower() for sign in _OUT_OF_MEMORY)
+        ):
+            raise
+        others = ["see that no other process holds the device (nvidia-smi)"] if device.type == "cuda" else []
+        raise TrainingError(
+            f"out of memory on {device}{place}; remedies: {'; '.join(remedies() + others)}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -260,30 +213,10 @@ def explain_single_sample() -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def _explained(device: torch.device, place: str, remedies: Callable[[], list[str]]) -> Iterator[None]:
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if isinstance(error, EtudeError) or not _is_out_of_memory(error):
-            raise
-        found = remedies()
-        if device.type == "cuda":
-            found = [*found, "see that no other process holds the device (nvidia-smi)"]
-        raise TrainingError(f"out of memory on {device}{place}; remedies: {'; '.join(found)}") from error
-
-
-_SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "_status_alloc_failed")
-"""How the allocators of torch and its libraries say it: CPU on Linux and Windows, CUDA, cuBLAS and cuDNN."""
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in text for sign in _SIGNS)
-
-
-def _lower_precision(precision: str, device: torch.device) -> list[str]:
-    return ["training.precision=bf16"] if precision == "fp32" and device.type == "cuda" else []
+_KILLER = "most likely by the system's out-of-memory killer"
+_ERROR = re.compile(r"[\w.]+(: |\.?$)")
+_KILLED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited unexp)")
+_FAILED = re.compile(r"Caught \w+ in DataLoader worker process (\d+)\.\n")
 
 
 @contextlib.contextmanager
@@ -292,38 +225,23 @@ def explain_worker_failure() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not (words := _of_death(str(error)) or _of_error(str(error))):
-            raise
-        raise DataError(words) from error
-
-
-def _of_death(text: str) -> str:
-    """Return what to say of torch's error about a worker that is gone; nothing if this is none."""
-    found = re.search(
-        r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited unexp)", text
-    )
-    if found is None:
-        return ""
-    pid, how = found[1], found[2]
-    if how == "Bus error":
-        cause = "there is too little shared memory; enlarge /dev/shm"
-    elif how in (None, "Killed"):
-        cause = "most likely by the system's out-of-memory killer"
-    else:
-        cause = "by a fault in the dataset or a library that it uses, or by somebody else"
-    return (
-        f"a data worker (process {pid}) was killed ({how or 'it is gone'}): {cause}. Use fewer workers (num_workers) "
-        f"or let them read less ahead (prefetch_factor), and resume the run from its last checkpoint"
-    )
-
-
-def _of_error(text: str) -> str:
-    """Return what to say of an error that torch brought over from a worker, with the place where it was raised."""
-    found = re.match(r"Caught \w+ in DataLoader worker process (\d+)\.\n", text)
-    if found is None:
-        return ""
-    lines = [line for line in text.strip().splitlines() if line]
-    places = re.findall(r'File "(.+)", line (\d+), in (\S+)', text)
-    where = "{}:{} in {}".format(*places[-1]) if places else "its process"
-    last = next((n for n in range(len(lines) - 1, 0, -1) if re.match(r"[\w.]+(: |$)", lines[n])), len(lines) - 1)
-    return f"data worker {found[1]} failed: {' '.join(lines[last:])} ({where})"
+        text = str(error)
+        if killed := _KILLED.search(text):
+            causes = {
+                "Bus error": "there is too little shared memory; enlarge /dev/shm",
+                "Killed": _KILLER,
+                None: _KILLER,
+            }
+            cause = causes.get(killed[2], "by a fault in the dataset or a library that it uses, or by somebody else")
+            raise DataError(
+                f"a data worker (process {killed[1]}) was killed ({killed[2] or 'it is gone'}): {cause}. Use fewer "
+                f"workers (num_workers) or let them read less ahead (prefetch_factor), and resume the run from its "
+                f"last checkpoint"
+            ) from error
+        if failed := _FAILED.match(text):  # torch brings over the traceback of the worker as text
+            lines = [line for line in text.strip().splitlines() if line]
+            last = max(place for place, line in enumerate(lines) if not line.startswith(" ") and _ERROR.match(line))
+            places = re.findall(r'File "(.+)", line (\d+), in (\S+)', text)
+            where = "{}:{} in {}".format(*places[-1]) if places else "its process"
+            raise DataError(f"data worker {failed[1]} failed: {' '.join(lines[last:])} ({where})") from error
+        raise

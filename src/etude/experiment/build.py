@@ -16,12 +16,12 @@ from etude.data import DataLoader, DataLoaderFactory, DataSplits
 from etude.data.splits import SplitName
 from etude.distributed import World
 from etude.engine.callback import Callback
-from etude.engine.explain import explain_out_of_memory_of_model
 from etude.experiment.config import MODEL_SIZES, ExperimentConfig
 from etude.experiment.features import features_for
 from etude.monitor import RunFolder
 from etude.optim import AdamW
 from etude.trainer import Trainer, TrainerConfig, resolve_device
+from etude.trainer.machine import making_model
 from etude.trainer.optimization import PlannedSchedule
 
 
@@ -134,7 +134,7 @@ def build_trainer(
         sizes["vocab_size"] = draft.vocab_size
     _check_sizes(config, selection, sizes)
     set_seed(training.seed)
-    with explain_out_of_memory_of_model(torch.device("cpu")):
+    with making_model(torch.device("cpu")):
         draft.model = _build(config, "model", selection, **sizes)
     train_loader = data.loader("train")
     if train_loader is None:

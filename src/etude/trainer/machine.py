@@ -17,8 +17,6 @@ from etude.engine.compiled import CompileMode, Way
 from etude.engine.evaluation import evaluate
 from etude.engine.explain import (
     explain_out_of_memory,
-    explain_out_of_memory_in_validation,
-    explain_out_of_memory_of_model,
     explain_single_sample,
     explain_worker_failure,
 )
@@ -94,10 +92,6 @@ class Machine:
         """Return a context in which a CUDA device is the current one: its random generator is the run's."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def making_model(self) -> AbstractContextManager[None]:
-        """Return the context in which a model and its optimizer are made and moved to the device."""
-        return explain_out_of_memory_of_model(self.device)
-
     def place(self, model: nn.Module, config: TrainerConfig) -> None:
         """Move a model to the device; recompute its activations and compile it if the config says so."""
         model.to(self.device)
@@ -131,24 +125,37 @@ class Machine:
 
         `recomputable` is a model whose activations might be recomputed to save memory.
         """
-        memory = explain_out_of_memory(
-            batch_size=self.batch_size,
-            grad_accum_steps=grad_accum_steps,
-            precision=self.precision.name,
-            device=self.device,
-            can_recompute=lambda: recomputable is not None and bool(repeated_blocks(recomputable)),
-        )
+
+        def remedies() -> list[str]:
+            found = ["use smaller batches"] if self.batch_size is None else []
+            if self.batch_size is not None and self.batch_size > 1:
+                halved = f"training.batch_size={self.batch_size // 2} with training.grad_accum_steps"
+                found.append(f"{halved}={grad_accum_steps * 2} (the same result in half the memory)")
+            found += self._lower_precision()
+            if recomputable is not None and repeated_blocks(recomputable):
+                found.append("training.activation_checkpointing=true (the same result, a third more time)")
+            return [*found, "a smaller model or shorter inputs"]
+
+        memory = explain_out_of_memory(self.device, "", remedies)
         with self.current(), explain_worker_failure(), explain_single_sample(), memory:
             yield
 
     @contextmanager
     def validating(self) -> Iterator[None]:
         """Validate or evaluate: the same, with the remedies for validation."""
-        memory = explain_out_of_memory_in_validation(
-            batch_size=self.batch_size, precision=self.precision.name, device=self.device
-        )
-        with self.current(), explain_worker_failure(), memory:
+
+        def remedies() -> list[str]:
+            size = self.batch_size or 0
+            made_here = f"training.batch_size={size // 2}, or " if size > 1 else ""
+            smaller = f"smaller validation batches ({made_here}fewer samples per batch in the loader)"
+            return [smaller, *self._lower_precision(), "shorter inputs"]
+
+        with self.current(), explain_worker_failure(), explain_out_of_memory(self.device, " in validation", remedies):
             yield
+
+    def _lower_precision(self) -> list[str]:
+        is_full = self.precision.name == "fp32" and self.device.type == "cuda"
+        return ["training.precision=bf16"] if is_full else []
 
     def evaluate(
         self, model: nn.Module, task: Task, loader: Loader, interrupts: Interrupts | None = None
@@ -164,6 +171,12 @@ class Machine:
                 interrupts=interrupts,
                 capture=self.evaluation,
             )
+
+
+def making_model(device: torch.device) -> AbstractContextManager[None]:
+    """Return the context in which a model and its optimizer are made and moved to the device."""
+    remedies = ["a smaller model", "a device with more memory"]
+    return explain_out_of_memory(device, " while the model was made or moved", lambda: remedies)
 
 
 def resolve_device(name: str | torch.device = "auto", local_rank: int = 0) -> torch.device:

@@ -26,7 +26,7 @@ from etude.optim.eager import without_compiler
 from etude.trainer.arguments import Section, build_named, kind_of, refuse_class
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders
-from etude.trainer.machine import Machine
+from etude.trainer.machine import Machine, making_model
 
 logger = logging.getLogger("etude")
 
@@ -52,7 +52,7 @@ def make_step(
 ) -> Step:
     """Move a model to the device, make its optimizer, and return the step that trains it."""
     task.join(model)
-    with machine.making_model():
+    with making_model(machine.device):
         machine.place(model, config)
         made = make_optimizer(optimizer, model, config)
         task.extend(made)

@@ -5,8 +5,7 @@ that a run with and without this check ends with the same bytes.
 """
 
 import copy
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
@@ -15,30 +14,19 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 
-from etude.core import Batch, ConfigError, DataError, EtudeError, Loader, Task, TrainingError
+from etude.core import ConfigError, DataError, EtudeError, Loader, Task, TrainingError
 from etude.core.batch import is_empty
 from etude.core.buffers import probing
 from etude.core.model import unwrap
-from etude.core.task import check_terms
 from etude.data.sources.adapters import ForeignLoader
-from etude.distributed import World
-from etude.engine.explain import explained
-from etude.engine.precision import MixedPrecision
-from etude.engine.stopping import Interrupts
+from etude.engine.evaluation import evaluate
 from etude.trainer.loaders import DeviceLoader
 from etude.trainer.machine import Machine
 
 _SMALL = 1 << 20
 
 
-def check_validation(
-    model: nn.Module,
-    task: Task,
-    loader: Loader,
-    num_batches: int,
-    machine: Machine,
-    interrupts: Interrupts,
-) -> None:
+def check_validation(model: nn.Module, task: Task, loader: Loader, num_batches: int, machine: Machine) -> None:
     """Evaluate the first `num_batches` batches and forget the result; raise DataError if they do not fit.
 
     Left out where trying could change the run: a loader that may be read only once, a model whose first batch shapes
@@ -47,51 +35,37 @@ def check_validation(
     source, model = repeatable(loader), unwrap(model)
     if source is None or any(is_lazy(one) for one in (*model.parameters(), *model.buffers())):
         return
+    trial, modules = copy_apart(task)
+    trial.no_numbers = lambda: None  # type: ignore[method-assign]  # what these few batches lack is no mistake
+    if machine.world.size > 1:
+        trial.no_data = lambda: None  # type: ignore[method-assign]  # a rank may have none of them
+    first = _FirstBatches(source, num_batches)
     with ExitStack() as stack:
-        trial, modules = copy_apart(task)
         for one in (model, *modules):
             stack.enter_context(probing(one, training=False))
 
         def attempt() -> None:
             with _explained(together=machine.world.size > 1), machine.validating():
-                _try(model, trial, source, num_batches, machine.precision, machine.world, interrupts)
+                evaluate(model, trial, first, precision=machine.precision)
 
         machine.world.attempt(attempt)
 
 
-@explained
-def _try(
-    model: nn.Module,
-    task: Task,
-    loader: Loader,
-    num_batches: int,
-    precision: MixedPrecision,
-    world: World,
-    interrupts: Interrupts,
-) -> None:
-    batches = loader.iterate(epoch=0)
-    sums: dict[str, Tensor | float] = {}
-    counts: dict[str, Tensor | float] = {}
-    has_batch = False
-    try:
-        with task.measuring():
-            for batch in _first(batches, num_batches):
-                has_batch = True
-                if interrupts.requested:
-                    return  # the loop asks next, and stops before its first step
-                with precision.autocast():
-                    terms = task(model, batch, metrics=True)
-                check_terms(terms)
-                for name, term in terms.items():
-                    sums[name] = sums.get(name, 0.0) + term.sum
-                    counts[name] = counts.get(name, 0.0) + term.count
-            task.measured(lambda found: found)
-        # Not as a part of the evaluation: what these few batches lack is no reason for a warning.
-        if not has_batch and world.size == 1:
-            task.no_data()
-        task.derived({name: float(sums[name]) / (float(counts[name]) or math.nan) for name in sums})
-    finally:
-        batches.close()
+class _FirstBatches:
+    """The first batches of another loader that have samples."""
+
+    def __init__(self, loader: Loader, count: int) -> None:
+        self.loader, self.count = loader, count
+
+    def iterate(self, epoch: int, position: int = 0) -> Any:
+        batches = self.loader.iterate(epoch, position)
+        try:
+            yield from islice((batch for batch in batches if not is_empty(batch)), self.count)
+        finally:
+            batches.close()
+
+    def __len__(self) -> int:
+        return self.count
 
 
 @contextmanager
@@ -110,10 +84,6 @@ def _explained(*, together: bool) -> Iterator[None]:
             raise
         text = " ".join(str(error).split()) or "no message"
         raise DataError(f"{place}: {type(error).__name__}: {text}") from error
-
-
-def _first(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
-    return islice((batch for batch in batches if not is_empty(batch)), count)
 
 
 def repeatable(loader: Loader) -> Loader | None:
@@ -147,14 +117,15 @@ def copy_apart(task: Task) -> tuple[Task, list[nn.Module]]:
     """Return a copy of a task, and the modules that the copy shares with it.
 
     What the trial changes in losses and metrics stays in the copy. Modules and large tensors, such as a teacher's, are
-    shared. A task that holds something that cannot be copied is returned itself.
+    shared. Of a task that holds something that cannot be
+    copied all is shared.
     """
     shared = list(_too_large(task, set()))
     modules = [one for one in shared if isinstance(one, nn.Module)]
     try:
         return copy.deepcopy(task, {id(one): one for one in shared}), modules
     except Exception:  # objects of any kind: a lock, a generator, an open file
-        return task, modules
+        return copy.copy(task), modules
 
 
 def _too_large(tree: Any, seen: set[int]) -> Iterator[Any]:

@@ -257,7 +257,7 @@ class Trainer:
         try:
             self.callbacks.on_train_begin(self._info())
             if validation is not None and trials:
-                check_validation(self.model, self.task, validation, trials, self.machine, loop.interrupts)
+                check_validation(self.model, self.task, validation, trials, self.machine)
             result = loop.run()
             self.callbacks.on_train_end(result)
         except BaseException as error:
