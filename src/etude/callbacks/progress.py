@@ -7,22 +7,22 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NotRequired, TextIO, get_type_hints
+from typing import TYPE_CHECKING, Any, TextIO, get_type_hints
 
 import torch
 
-from etude.callbacks.progress_view import (
+from etude.callbacks.progress_lines import (
+    EpochRow,
     Groups,
-    Phase,
-    Row,
     View,
     epoch_line,
+    finite,
     keep_rows,
     log_line,
+    of_total,
     outcome_line,
     validation_line,
 )
-from etude.callbacks.progress_words import finite, is_metric, to_ascii
 from etude.checkpoint import check_kind, record_of
 from etude.core import Clock, StepReport
 from etude.engine.callback import Callback, Logs, RunInfo
@@ -30,10 +30,7 @@ from etude.engine.callback import Callback, Logs, RunInfo
 if TYPE_CHECKING:
     from etude.callbacks.terminal import LiveTerminal
 
-NEVER = sys.maxsize
-LOOKS = 4
-"""How often the clock is read between two refreshes."""
-MAX_SHARE = 0.01
+MAX_SHARE = 0.02
 """Share of the run's time that drawing may take: on a slow terminal the display is refreshed less often."""
 NOTICE_S = 60.0
 """How long a notice stays in sight on a terminal when others follow it."""
@@ -42,9 +39,9 @@ MAX_NOTICES = 3
 _STATE = record_of(
     "ProgressDisplay",
     {
-        "rows": list[record_of("Row", get_type_hints(Row), total=False)],  # type: ignore[misc]
-        "tasks": NotRequired[record_of("Groups", get_type_hints(Groups), total=False)],
-        "phase": NotRequired[record_of("Phase", get_type_hints(Phase), total=False) | None],
+        "rows": list[record_of("EpochRow", get_type_hints(EpochRow))],  # type: ignore[misc]
+        "tasks": record_of("Groups", get_type_hints(Groups)),
+        "phase": str,
     },
 )
 
@@ -52,27 +49,27 @@ _STATE = record_of(
 class ProgressDisplay(Callback):
     """Shows name, device, finished epochs, tasks, progress, numbers and the time left.
 
-    On a terminal it draws from `on_step_end`, every `refresh_s` seconds at most; in between a step costs one addition
-    and one comparison. Elsewhere it writes one line per log point and epoch, without control characters.
-    Output that fails (a closed pipe, a lost terminal) ends the display, never the run.
+    On a terminal it draws from `on_step_end`, every `refresh_s` seconds at most. Elsewhere it writes one line per log
+    point and epoch, without control characters. Output that fails (a closed pipe, a lost terminal) ends the display,
+    never the run.
     """
 
     shows_notices = True
 
     def __init__(self, refresh_s: float = 0.25, stream: TextIO | None = None) -> None:
         super().__init__()
-        self.refresh_s = self._interval_s = refresh_s
+        self.refresh_s = refresh_s
         self._given_stream = stream
         self._stream: TextIO | None = stream if stream is not None else sys.stdout
         self._terminal: LiveTerminal | None = None
         self._clock, self._view = Clock(), View()
         self._began = self._epoch_began = time.perf_counter()
         self._first_step = self._epoch_first_step = 0
-        self._steps, self._next_tick = 0, NEVER
-        self._ticked, self._drawn_at = (0.0, 0), 0.0
+        self._due = math.inf
+        """When the next step draws; infinite where there is no terminal."""
         self._noticed: list[tuple[float, str]] = []
         self._phase_is_new = False
-        self._norms: dict[str, float] = {}
+        self._norms: dict[str, float | None] = {}
         """Of the epoch that ends, by name."""
 
     # --- hooks
@@ -92,10 +89,10 @@ class ProgressDisplay(Callback):
         self.close()
         stream = self._given_stream if self._given_stream is not None else sys.stdout
         self._stream = stream if run.is_main else None
-        if self._stream is not None and self._stream.isatty() and os.environ.get("TERM") != "dumb":
+        if self._stream is not None and is_terminal(self._stream):
             from etude.callbacks.terminal import LiveTerminal  # imports rich, which only a terminal needs
 
-            self._terminal, self._interval_s = LiveTerminal(self._stream), self.refresh_s
+            self._terminal = LiveTerminal(self._stream)
             atexit.register(self.close)
         self._draw()
         self._say(f"{view.title}  {view.subtitle}")
@@ -109,21 +106,16 @@ class ProgressDisplay(Callback):
         self._draw()
 
     def on_step_end(self, report: StepReport) -> None:
-        """Count, and look at the clock when a refresh may be due."""
-        self._steps += 1
-        if self._steps >= self._next_tick:
-            self._tick()
+        """Draw if a refresh is due."""
+        if self._terminal is not None and time.perf_counter() >= self._due:
+            self._draw()
 
     def on_log(self, record: Logs) -> None:
         """Take new numbers."""
-        self._view.record = dict(record)
-        self._view.groups.update(finite(record))
-        self._see_phase(record)
-        if self._terminal is not None:
-            self._tick()
-        else:
-            self._update()
-            self._say(log_line(self._view))
+        self._view.record = finite(record)
+        self._view.groups.update(self._view.record)
+        self._update()
+        self._say(log_line(self._view))
 
     def on_validation_begin(self, epoch: int) -> None:
         """Say what takes so long."""
@@ -136,12 +128,11 @@ class ProgressDisplay(Callback):
         view.validating = False
         self._update()
         if view.steps_per_epoch is None or view.step_in_epoch < view.steps_per_epoch:
-            view.groups.close(f"step {view.step}", {**view.groups.latest, **finite(metrics)})
-            self.note(validation_line(view, metrics))
+            view.groups.close(f"step {view.step}", view.groups.latest | finite(metrics))
+            self.note(validation_line(view, finite(metrics)))
             if view.steps_per_epoch is not None:
                 self._say_groups()
-        else:
-            self._draw()
+        self._draw()
 
     def on_validation_cut_off(self, epoch: int) -> None:
         """Go back to training, which is about to end."""
@@ -152,14 +143,8 @@ class ProgressDisplay(Callback):
         view, numbers = self._view, finite(logs)
         view.groups.close(f"epoch {epoch + 1}", numbers | self._norms)
         self._norms = {}
-        self._see_phase(logs)
-        row = Row(
-            epoch,
-            time.perf_counter() - self._epoch_began,
-            {name: value for name, value in numbers.items() if is_metric(name)},
-            {name: logs[name] for name in ("tokens_per_s", "mfu", "data_wait") if name in logs},
-            "" if view.phase is None else f"{view.phase.number} {view.phase.name}".rstrip(),
-        )
+        own = {name: value for name, value in numbers.items() if "/" not in name}
+        row = EpochRow(epoch, time.perf_counter() - self._epoch_began, own, view.phase)
         view.rows = keep_rows([*(earlier for earlier in view.rows if earlier.epoch < epoch), row])
         self._draw()
         self._say(epoch_line(view, row))
@@ -167,7 +152,8 @@ class ProgressDisplay(Callback):
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
         """Show the phase from now on; that it began is said by a notice."""
-        self._view.phase, self._phase_is_new = Phase(facts["number"], phase, facts.get("phases")), True
+        self._view.phase = f"{of_total(facts['number'], facts.get('phases'))} {phase}"
+        self._phase_is_new = True
         if (tasks := facts.get("tasks")) is not None:
             self._view.groups.keep(tasks)
         self._view.groups.update({f"{task}/weight": weight for task, weight in (facts.get("weights") or {}).items()})
@@ -181,7 +167,7 @@ class ProgressDisplay(Callback):
         earlier = [(when, text) for when, text in self._noticed if now - when < NOTICE_S and text != message]
         self._noticed = [*earlier, (now, message)][-MAX_NOTICES:]
         self._view.notices = [text for _, text in self._noticed]
-        self._draw_soon()
+        self._due = -math.inf
         self._say(message)
 
     def on_exception(self, error: BaseException) -> None:
@@ -199,47 +185,28 @@ class ProgressDisplay(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the tables and the phase, so that a resumed run shows what was before."""
         view = self._view
-        phase = None if view.phase is None else asdict(view.phase)
-        return {"rows": [asdict(row) for row in view.rows], "tasks": asdict(view.groups), "phase": phase}
+        return {"rows": [asdict(row) for row in view.rows], "tasks": asdict(view.groups), "phase": view.phase}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; checkpoints of runs before there were tasks have rows alone."""
+        """Restore `state_dict`."""
         check_kind(_STATE, state, "state")
-        self._view.rows = [Row(**row) for row in state["rows"]]
-        self._view.groups = Groups(**state.get("tasks", {}))
-        self._view.phase = Phase(**phase) if (phase := state.get("phase")) is not None else None
+        self._view.rows = [EpochRow(**row) for row in state["rows"]]
+        self._view.groups, self._view.phase = Groups(**state["tasks"]), state["phase"]
 
     # --- showing
 
     def note(self, text: str) -> None:
         """Show a sentence below the bars, such as what Ctrl-C does; safe to call from a signal handler."""
         self._view.note = text
-        self._draw_soon()  # a signal may have come in the middle of drawing
+        self._due = -math.inf  # the next step draws: a signal may have come in the middle of drawing
         self._say(text)
 
     def close(self) -> None:
         """Stop drawing and give the cursor back; safe to call twice."""
-        terminal, self._terminal, self._next_tick = self._terminal, None, NEVER
+        terminal, self._terminal = self._terminal, None
         if terminal is not None:
             atexit.unregister(self.close)
             terminal.stop()
-
-    def _tick(self) -> None:
-        """Draw if it is time, and guess from the pace of the last steps when to look again."""
-        now, (then, first) = time.perf_counter(), self._ticked
-        stretch = self._steps - first
-        self._ticked = (now, self._steps)
-        if now - self._drawn_at >= self._interval_s:
-            self._draw()
-        if self._terminal is not None:
-            # Four looks per refresh, and at most twice the last stretch: steps that become slow do not freeze it.
-            guess = int(stretch / max(now - then, 1e-9) * self._interval_s / LOOKS)
-            self._next_tick = self._steps + max(1, min(guess, 2 * stretch))
-
-    def _draw_soon(self) -> None:
-        """Let the next step draw."""
-        if self._terminal is not None:
-            self._drawn_at, self._next_tick = -math.inf, 0
 
     def _draw(self) -> None:
         if self._terminal is None:
@@ -253,12 +220,8 @@ class ProgressDisplay(Callback):
                 raise
             self._stream = None  # the terminal is gone, or the stream is closed
             self.close()
-            return
         now = time.perf_counter()
-        self._interval_s = max(self.refresh_s, (now - begin) / MAX_SHARE)
-        self._drawn_at, self._ticked = now, (now, self._steps)
-        if self._next_tick == NEVER:
-            self._next_tick = self._steps + 1
+        self._due = now + max(self.refresh_s, (now - begin) / MAX_SHARE)
 
     def _update(self) -> None:
         """Bring the counters and times of the view up to date."""
@@ -278,32 +241,30 @@ class ProgressDisplay(Callback):
         self._say(outcome_line(self._view) + (f": {why}" if why else ""))
         self.close()
 
-    def _see_phase(self, record: Logs) -> None:
-        """Follow the number of the phase, where its name is not known."""
-        number, phase = record.get("phase"), self._view.phase
-        if number is not None and (phase is None or phase.number != int(number)):
-            self._view.phase = Phase(int(number), total=None if phase is None else phase.total)
-
     def _say_groups(self) -> None:
         if self._terminal is None and self._stream is not None and self._view.groups.numbers:
-            from etude.callbacks.terminal import group_texts
+            from etude.callbacks.terminal import group_lines
 
-            self._say("\n".join(group_texts(self._view.groups)))
+            self._say("\n".join(group_lines(self._view.groups)))
 
     def _say(self, text: str) -> None:
         """Write a line, where there is no terminal to draw on."""
         if self._stream is None or self._terminal is not None:
             return
+        encoding = self._stream.encoding or "utf-8"
         try:
-            try:
-                self._stream.write(text + "\n")
-            except UnicodeEncodeError:
-                self._stream.write(to_ascii(text) + "\n")
+            self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
             self._stream.flush()
         except RuntimeError:  # a signal came in the middle of a write, and this is its handler
             pass
         except (OSError, ValueError):  # a closed pipe or file
             self._stream = None
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Return whether a live display can be drawn: on a terminal that moves its cursor and knows more than ASCII."""
+    knows_bars = (stream.encoding or "utf-8").lower().startswith("utf")
+    return not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb" and knows_bars
 
 
 def _subtitle(run: RunInfo) -> str:

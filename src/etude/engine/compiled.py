@@ -228,7 +228,9 @@ def count_flops(model: nn.Module, batch: Batch, run: Callable[[nn.Module, Batch]
 
     with probing(model, training=True), FlopCounterMode(display=False) as counter:
         run(model, batch)
-    return max(3.0 * counter.get_total_flops(), FLOPS_PER_WEIGHT * matrix_parameters(model) * num_samples(batch))
+    return max(
+        3.0 * int(counter.get_total_flops()), float(FLOPS_PER_WEIGHT * matrix_parameters(model) * num_samples(batch))
+    )
 
 
 def most_flops(model: nn.Module, batch: Batch) -> float:
