@@ -10,11 +10,10 @@ import tempfile
 from pathlib import Path
 
 from rich.console import Console
-from rich.segment import SegmentLines
 
 from benchmarks.work import terminal
 from etude.callbacks import terminal as display
-from etude.callbacks.progress_view import View
+from etude.callbacks.progress_lines import View
 from etude.cli.main import main
 
 COMMAND = ["etude", "train", "lenet5/lecun1998", "training.num_threads=1"]
@@ -33,7 +32,7 @@ class Camera(display.LiveTerminal):
         super().draw(view)
         if not view.outcome and view.epoch == EPOCH and view.step_in_epoch >= STEP:
             console = Console(file=io.StringIO(), record=True, width=WIDTH, height=40, force_terminal=True)
-            console.print(SegmentLines(display.frame(view, console), new_lines=True), end="")
+            console.print(display.frame(view, WIDTH, 40), end="")
             picture = console.export_svg(title=" ".join(COMMAND[:3]), unique_id="training")
             TARGET.write_text(FONTS.sub("", picture), encoding="utf-8")
             raise KeyboardInterrupt
