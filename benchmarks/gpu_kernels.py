@@ -26,7 +26,8 @@ COLUMNS = {"way": "", "ms": ".3f", "from": ".3f", "to": ".3f", "× time": ".2f",
 COLUMNS |= {"MiB": ",.0f", "ready s": ".1f"}
 HOW = (
     "All in turns in one process, medians and quartiles of {} rounds. A round is as many forward and backward passes "
-    "in a row as take 20 ms; ms: of one of them, replayed as a CUDA graph where it can be one, as in a captured step; "
+    "in a row as take 20 ms, after a pause of 50 ms, so that a GPU runs at its full clock; ms: of one of them, "
+    "replayed as a CUDA graph where it can be one, as in a captured step; "
     "called ms: called from Python. MiB: the peak of a pass above its inputs, gradients included. "
     "ready s: the first pass, with compiling. × time: of {}."
 )

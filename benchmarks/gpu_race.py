@@ -24,6 +24,8 @@ LONGEST_S = 240.0
 """A contestant of which nothing has been heard for so long is stopped."""
 ROUND_S = 0.02
 """Of contestants that take turns: at least so long."""
+PAUSE_S = 0.05
+"""Before a round: a GPU that is busy without a pause is slowed down to what its power supply allows."""
 MOST_CALLS = 1024
 """In a round."""
 Numbers = dict[str, Any]
@@ -90,6 +92,7 @@ class Section:
         times: dict[tuple[str, bool], list[float]] = {way: [] for way in ways}
         for _ in range(self.rounds):
             for way, step in ways.items():
+                time.sleep(PAUSE_S if DEVICE.type == "cuda" else 0.0)
                 times[way].append(1e3 * timed(step, calls[way]) / calls[way])
         for name in steps:
             low, middle, high = quartiles(times.get((name, True), times[name, False]))
