@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etude.checkpoint import read_checkpoint, write_checkpoint
+from etude.checkpoint import read_checkpoint
+from etude.checkpoint.store import write_checkpoint
 
 
 def raw(tensor: Tensor) -> bytes:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from checkpoint_helpers import read_filled
 
-from etude.checkpoint import CheckpointManager, find_checkpoints, newest_intact, verify_checkpoint
+from etude.checkpoint import CheckpointManager, find_checkpoints, newest_intact
+from etude.checkpoint.store import verify_checkpoint
 
 OPERATIONS = ["open", "write", "fsync", "mkdir", "rename", "replace", "symlink", "unlink", "rmdir"]
 

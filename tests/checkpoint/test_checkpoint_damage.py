@@ -9,7 +9,9 @@ import pytest
 from checkpoint_helpers import read_filled, write_filled
 from hypothesis import given, settings, strategies as st
 
-from etude.checkpoint import newest_intact, read_checkpoint, read_newest_intact, verify_checkpoint
+from etude.checkpoint import newest_intact, read_checkpoint
+from etude.checkpoint.folder import read_newest_intact
+from etude.checkpoint.store import verify_checkpoint
 from etude.core import CheckpointError
 
 FILES = ["manifest.json", "meta.json", "state.json", "model.safetensors", "state.safetensors"]

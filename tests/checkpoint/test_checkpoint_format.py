@@ -15,7 +15,8 @@ from checkpoint_helpers import assert_same
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor, nn
 
-from etude.checkpoint import pack, read_checkpoint, unpack, write_checkpoint
+from etude.checkpoint import pack, read_checkpoint, unpack
+from etude.checkpoint.store import write_checkpoint
 from etude.core import CheckpointError
 from etude.core.random import rng_state, set_rng_state, set_seed
 

@@ -9,7 +9,8 @@ import torch
 from checkpoint_helpers import assert_same
 from torch import nn
 
-from etude.checkpoint import Checkpoint, CheckpointManager, Entry
+from etude.checkpoint import Checkpoint, CheckpointManager
+from etude.checkpoint.folder import Entry
 from etude.core import CheckpointError, ConfigError
 
 

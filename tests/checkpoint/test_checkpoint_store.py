@@ -18,15 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from etude.checkpoint import (
-    clean_leftovers,
-    find_checkpoints,
-    newest_intact,
-    read_checkpoint,
-    read_meta,
-    verify_checkpoint,
-    write_checkpoint,
-)
+from etude.checkpoint import find_checkpoints, newest_intact, read_checkpoint
+from etude.checkpoint.durable import clean_leftovers
+from etude.checkpoint.store import read_meta, verify_checkpoint, write_checkpoint
 from etude.core import CheckpointError
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from annotated_types import Gt
 
-from etude.config import Section, build_component, check_component, dump_yaml, read_config, register, select_component
+from etude.config import Section, build_component, dump_yaml, plain, read_config, register, select_component
 from etude.core.errors import ConfigError, DataError, EtudeError
 
 
@@ -93,16 +93,16 @@ def test_only_what_the_section_gives_is_passed_on() -> None:
 
 
 def test_the_section_shown_complete_builds_the_same_again(write: Any) -> None:
-    shown = check_component("scheduler", {"name": "cosine", "warmup": 2}, provided=["total_steps"])
+    shown = plain(select_component("scheduler", {"name": "cosine", "warmup": 2}, provided=["total_steps"]))
     assert shown == {"name": "cosine", "warmup_steps": 2}
-    shown = check_component("model", {"name": "mlp", "width": 3, "sizes": [4]})
+    shown = plain(select_component("model", {"name": "mlp", "width": 3, "sizes": [4]}))
     assert shown == {"name": "mlp", "width": 3, "sizes": [4], "act": "relu", "root": "data"}
     again = read_config(write("x.yaml", dump_yaml({"model": shown}))).data["model"]
     assert (
         build_component("model", again).given
         == build_component("model", {"name": "mlp", "width": 3, "sizes": [4]}).given
     )
-    nested = check_component("scheduler", {"name": "chain", "parts": ["cosine"]}, provided=["total_steps"])
+    nested = plain(select_component("scheduler", {"name": "chain", "parts": ["cosine"]}, provided=["total_steps"]))
     assert nested == {"name": "chain", "parts": [{"name": "cosine", "warmup_steps": 0}], "last": None}
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from annotated_types import Ge, Gt, Len
 from hypothesis import assume, given, settings, strategies as st
+from pydantic import AliasChoices, Field
 
 from etude.config import (
     Document,
@@ -32,7 +33,7 @@ class Training(SectionModel):
     epochs: Annotated[int, Gt(0)] = 10
     batch_size: Annotated[int, Gt(0)] = 64
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    log_interval: int = 100
+    log_interval: int = Field(100, validation_alias=AliasChoices("log_interval", "log_every"))
     note: str = ""
     accumulate: Annotated[int, Ge(1)] | dict[int, int] = 1
     device: str | int = "cpu"
@@ -45,7 +46,7 @@ class Training(SectionModel):
 
 SECTIONS = {
     "model": SectionSpec(kind="model", required=True),
-    "training": SectionSpec(model=Training, aliases={"log_every": "log_interval"}),
+    "training": SectionSpec(model=Training),
     "optimizer": SectionSpec(kind="optimizer", provided=("params",)),
     "scheduler": SectionSpec(kind="scheduler", provided=("total_steps",)),
     "callbacks": SectionSpec(kind="callback", many=True),
@@ -344,7 +345,7 @@ def test_canonical_keys_rename_and_messages_keep_the_written_spelling(write: Any
 def test_canonical_keys_refuse_two_spellings_in_one_place(write: Any) -> None:
     document = read_config(write("x.yaml", "training:\n  log_every: 1\n  log_interval: 2\n"))
     with pytest.raises(
-        ConfigError, match=r"^x.yaml:2: training.log_every: means the same as 'log_interval', which is given too"
+        ConfigError, match=r"^x.yaml:3: training.log_interval: means the same as 'log_every', which is given too"
     ):
         canonical_keys(document.data["training"], {"log_every": "log_interval"}, "training", document)
     two = {"log_every": 1, "log_each": 2}

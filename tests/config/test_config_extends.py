@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from etude.config import Document, merge, read_config
+from etude.config import Document, read_config
+from etude.config.document import merge
 from etude.core.errors import ConfigError
 
 TREES = st.dictionaries(

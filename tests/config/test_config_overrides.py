@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from etude.config import Document, apply_overrides, dump_yaml, parse_override, read_config
+from etude.config import Document, apply_overrides, dump_yaml, read_config
 from etude.config.document import COMMAND_LINE
+from etude.config.overrides import parse_override
 from etude.core.errors import ConfigError
 
 NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True)

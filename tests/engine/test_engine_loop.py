@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from etude import Callback, DataLoader, GradientAccumulator, Trainer
-from etude.checkpoint import read_meta
+from etude.checkpoint.store import read_meta
 from etude.core import ConfigError, DataError, TrainingError
 from etude.engine.callback import HOOKS, CallbackList
 

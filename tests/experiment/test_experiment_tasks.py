@@ -67,7 +67,7 @@ TASK = EXPERIMENT["tasks"]["quality"]
     ("overrides", "sections", "words"),
     [
         (["tasks.quality.weight=-1"], {}, "command line: tasks.quality.weight: must be at least 0, got -1"),
-        (["tasks.quality.weight=.nan"], {}, "command line: tasks.quality.weight: must be finite, got nan"),
+        (["tasks.quality.weight=.nan"], {}, "command line: tasks.quality.weight: must be a finite number, got nan"),
         (
             ["tasks.quality.weigth=1"],
             {},

@@ -8,7 +8,7 @@ from curriculum_runs import STEPS, Diary, Model, events, loader, records, run, t
 
 from etude import Callback, EarlyStopping, Trainer
 from etude.callbacks import LRSchedule, ModelCheckpoint
-from etude.checkpoint import read_meta
+from etude.checkpoint.store import read_meta
 from etude.core import Clock, TrainingError
 from etude.engine.callback import CallbackList, RunInfo, RunParts
 from etude.multitask import CurriculumCallback

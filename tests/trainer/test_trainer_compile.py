@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from etude import Callback, Trainer
-from etude.checkpoint import read_checkpoint, write_checkpoint
+from etude.checkpoint import read_checkpoint
+from etude.checkpoint.store import write_checkpoint
 from etude.engine import compiled as module
 from etude.engine.compiled import CompiledTask
 from etude.trainer.machine import Machine

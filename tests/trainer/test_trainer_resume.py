@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader as TorchDataLoader, Dataset, IterableDataset, TensorDataset
 
 from etude import Callback, DataLoader, EarlyStopping, Trainer, TrainerConfig
-from etude.checkpoint import read_checkpoint, write_checkpoint
+from etude.checkpoint import read_checkpoint
+from etude.checkpoint.store import write_checkpoint
 from etude.core import CheckpointError, RunFolderError
 from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
 from etude.optim import SGD, AdamW, RMSprop, warmup_cosine

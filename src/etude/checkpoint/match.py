@@ -57,7 +57,6 @@ def change_model(module: nn.Module, saved: Mapping[str, Any], undo: Undo) -> Non
     """Do the same as one of several changes that `undo` takes back together."""
     state = _fitting_state(module, saved)
     undo.add(remember_model(module))
-    undo.add(_make_room(module, state))
     try:
         unwrap(module).load_state_dict(state, strict=True)
     except Exception as error:  # a module may load its own state as it likes
@@ -81,13 +80,7 @@ def _fitting_state(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any
     own = unwrap(module).state_dict()
     current = {clean_name(name): value for name, value in own.items()}
     saved = _without_wrappers(saved, current)
-    filled = {
-        name: saved[clean_name(name)]
-        for name, (_, _, tensor) in _empty_buffers(module).items()
-        if _can_fill(tensor, saved.get(clean_name(name)))
-    }
-    open_names = {clean_name(name) for name in filled}
-    if problem := explain_mismatch(_without(current, open_names), _without(saved, open_names)):
+    if problem := explain_mismatch(current, saved):
         raise CheckpointError(problem)
     first_name = _first_names(current, saved)
     state = {}
@@ -96,41 +89,7 @@ def _fitting_state(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any
         source = clean if clean in saved else first_name[clean]
         _check_tied(source, first_name[clean], saved)
         state[name] = saved[source]
-    return state | filled
-
-
-def _empty_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor | None]]:
-    """Return the buffers that hold nothing yet, empty or None, by name: what grows in training has any shape later."""
-    return {
-        f"{path}.{key}" if path else key: (owner, key, tensor)
-        for path, owner in unwrap(module).named_modules()
-        for key, tensor in owner._buffers.items()
-        if key not in owner._non_persistent_buffers_set
-        and (tensor is None or (not is_lazy(tensor) and tensor.numel() == 0))
-    }
-
-
-def _can_fill(tensor: Tensor | None, saved: Any) -> bool:
-    return isinstance(saved, Tensor) and (tensor is None or same_category(saved.dtype, tensor.dtype))
-
-
-def _make_room(module: nn.Module, state: Mapping[str, Any]) -> Callable[[], object]:
-    """Give empty buffers the shapes of the state; return what puts them back."""
-    device = next((tensor.device for tensor in unwrap(module).parameters()), None)
-    changed = {name: found for name, found in _empty_buffers(module).items() if name in state}
-    for name, (owner, key, tensor) in changed.items():
-        like = torch.empty_like(state[name], device=device) if tensor is None else tensor
-        owner._buffers[key] = like.new_empty(state[name].shape)
-
-    def put_back() -> None:
-        for owner, key, tensor in changed.values():
-            owner._buffers[key] = tensor
-
-    return put_back
-
-
-def _without(state: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name not in names}
+    return state
 
 
 def _without_wrappers(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,13 +7,10 @@ import errno
 import hashlib
 import json
 import math
-import stat
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from platform import python_version
 from typing import Any, NamedTuple
@@ -21,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import etude
 from etude.checkpoint.durable import HashedFile, follow, new_folder
 from etude.checkpoint.format import pack, read_tensors, safetensors_pieces, unpack
 from etude.checkpoint.trust import errors_of
@@ -112,11 +110,8 @@ def write_checkpoint(
 def verify_checkpoint(folder: Path) -> None:
     """Raise CheckpointError, saying which file and how, unless every byte is as it was written."""
     folder = follow(folder)
-    records = _read_manifest(folder)
-    for name in records:
-        _check_size(folder, name, records[name])
-    for name in records:
-        _check_contents(folder, name, records[name])
+    for name, record in _read_manifest(folder).items():
+        _check_file(folder, name, record)
 
 
 def is_intact(folder: Path) -> bool:
@@ -143,16 +138,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             raise _damaged(folder, f"{part} in {STATE}: {error}") from error
     if not isinstance(parts["model"], dict) or not all(isinstance(name, str) for name in parts["model"]):
         raise _damaged(folder, f"model in {STATE} is not tensors by name")
-    config = _read_text(folder, CONFIG) if CONFIG in _read_manifest(folder) else ""
+    config = _read(folder, CONFIG).decode(errors="replace") if CONFIG in _read_manifest(folder) else ""
     return Checkpoint(folder, parts["model"], parts["state"], _read_json(folder, META), config)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """Read meta.json alone, verified; the tensors are not looked at."""
     folder = follow(folder)
-    record = _read_manifest(folder)[META]
-    _check_size(folder, META, record)
-    _check_contents(folder, META, record)
+    _check_file(folder, META, _read_manifest(folder)[META])
     return _read_json(folder, META)
 
 
@@ -173,54 +166,31 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return the records of a checkpoint's files; raise CheckpointError if the manifest is missing or damaged."""
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint {folder}; give a folder such as checkpoints/step-00000100")
-    if (folder / MANIFEST).exists() and not (folder / MANIFEST).is_file():  # reading it might never end
-        raise _damaged(folder, f"{MANIFEST} is not a file")
-    try:
-        text = (folder / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} is not a checkpoint, or is damaged: it has no {MANIFEST}") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder / MANIFEST}: {error.strerror}") from error
-    try:
-        content = json.loads(text)
-        version = int(content["format"])
-        names = [*FILES, CONFIG] if version == FORMAT and CONFIG in content["files"] else FILES
-        files = {name: FileRecord(**content["files"][name]) for name in names} if version == FORMAT else {}
-        if any(type(one.size) is not int or type(one.sha256) is not str for one in files.values()):
-            raise TypeError
-    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
-        raise _damaged(folder, f"{MANIFEST} cannot be read") from None
-    if version > FORMAT:
+    if not (folder / MANIFEST).exists():
+        raise CheckpointError(f"{folder} is not a checkpoint, or is damaged: it has no {MANIFEST}")
+    content = _read_json(folder, MANIFEST)
+    version = content.get("format")
+    if isinstance(version, int) and version > FORMAT:
         raise CheckpointError(f"{folder} has format {version}, this version of etude reads {FORMAT}; update etude")
-    # Comparing the whole text also catches damage that JSON would read over, such as spaces or repeated keys.
-    if version < FORMAT or text != render_manifest(files):
+    try:
+        files = {name: FileRecord(**record) for name, record in content["files"].items()}
+        # Comparing the whole text also catches damage that JSON would read over, such as spaces or repeated keys.
+        is_intact = _read(folder, MANIFEST) == render_manifest(files) and files.keys() >= {*FILES}
+    except (TypeError, LookupError, AttributeError):
+        is_intact = False
+    if not is_intact:
         raise _damaged(folder, f"{MANIFEST} does not agree with its own checksum")
     return files
 
 
-def _check_size(folder: Path, name: str, expected: FileRecord) -> None:
-    """Raise CheckpointError if a file is missing or does not have its size."""
-    try:
-        status = (folder / name).stat()
-    except FileNotFoundError:
-        raise _damaged(folder, f"{name} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise _damaged(folder, f"{name} is not a file")
-    if (size := status.st_size) != expected.size:
-        raise _damaged(folder, f"{name} has {size} bytes, expected {expected.size}")
-
-
-def _check_contents(folder: Path, name: str, expected: FileRecord) -> None:
-    """Read a file and raise CheckpointError if its checksum is not the recorded one."""
-    try:
-        with (folder / name).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error
+def _check_file(folder: Path, name: str, expected: FileRecord) -> None:
+    """Raise CheckpointError if a file is missing, or if its size or checksum is not the recorded one."""
+    with _reading(folder, name), (folder / name).open("rb") as file:
+        if (size := (folder / name).stat().st_size) != expected.size:
+            raise _damaged(folder, f"{name} has {size} bytes, expected {expected.size}")
+        found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected.sha256:
-        raise _damaged(folder, f"{name} has checksum {found[:16]}…, expected {expected.sha256[:16]}…")
+        raise _damaged(folder, f"{name} has checksum {found[:16]}…, expected {expected.sha256!s:.16}…")
 
 
 def _damaged(folder: Path, what: str) -> CheckpointError:
@@ -254,7 +224,7 @@ def _render_meta(meta: Mapping[str, Any], model_state: Mapping[str, Any]) -> byt
         "format": FORMAT,
         **meta,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "etude": _etude_version(),
+        "etude": etude.__version__,
         "torch": torch.__version__,
         "python": python_version(),
         "parameters": shapes,
@@ -275,11 +245,7 @@ def _plain(value: Any) -> Any:
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
-        content = json.loads(
-            (folder / name).read_bytes(), object_pairs_hook=_without_repetition, parse_constant=_refuse_constant
-        )
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error
+        content = json.loads(_read(folder, name))
     except (ValueError, RecursionError) as error:
         raise _damaged(folder, f"{name} is not JSON ({error!s:.100})") from None
     if not isinstance(content, dict):
@@ -287,27 +253,19 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def _read_text(folder: Path, name: str) -> str:
+def _read(folder: Path, name: str) -> bytes:
+    with _reading(folder, name):
+        return (folder / name).read_bytes()
+
+
+@contextmanager
+def _reading(folder: Path, name: str) -> Iterator[None]:
+    """Say which file cannot be read. A pipe in its place is not waited for."""
     try:
-        return (folder / name).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {folder / name}: {error}") from error
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise ValueError("a key is there twice")
-    return content
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number in JSON")
-
-
-@cache
-def _etude_version() -> str:
-    try:
-        return metadata.version("etude")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "unknown"
+        if (folder / name).exists() and not (folder / name).is_file():
+            raise _damaged(folder, f"{name} is not a file")
+        yield
+    except FileNotFoundError:
+        raise _damaged(folder, f"{name} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error

@@ -6,36 +6,33 @@ config is read.
 
 from typing import TYPE_CHECKING
 
-from etude.config.registry import Component, Section, kinds, lookup, names, register
+from etude.config.registry import Section, kinds, lookup, names, register
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
     from etude.config.dialect import dump_yaml
-    from etude.config.document import Document, Location, merge
+    from etude.config.document import Document
     from etude.config.editor import json_schema
     from etude.config.errors import Problem, config_error
     from etude.config.feature import Feature, RunDraft
     from etude.config.imports import import_user_modules
-    from etude.config.overrides import apply_overrides, parse_override
+    from etude.config.overrides import apply_overrides
     from etude.config.read import find_config, list_experiments, read_config
     from etude.config.schema import (
         SectionSpec,
         build_component,
         build_selection,
-        check_component,
         select_component,
         validate_document,
         validate_section,
     )
     from etude.config.selection import Selection, SuppliedSection, plain, selections_in
     from etude.config.shapes import canonical_keys
-    from etude.config.signature import SectionModel, schema_of
+    from etude.config.signature import SectionModel
 
 __all__ = [
-    "Component",
     "Document",
     "Feature",
-    "Location",
     "Problem",
     "RunDraft",
     "Section",
@@ -47,7 +44,6 @@ __all__ = [
     "build_component",
     "build_selection",
     "canonical_keys",
-    "check_component",
     "config_error",
     "dump_yaml",
     "find_config",
@@ -56,13 +52,10 @@ __all__ = [
     "kinds",
     "list_experiments",
     "lookup",
-    "merge",
     "names",
-    "parse_override",
     "plain",
     "read_config",
     "register",
-    "schema_of",
     "select_component",
     "selections_in",
     "validate_document",

@@ -28,13 +28,9 @@ _CORE = {
 }
 """What plain text is, besides text: a pattern for each tag, and the characters it may begin with."""
 _PATTERNS = {tag: re.compile(f"({pattern})\\Z") for tag, (pattern, _) in _CORE.items()}
-_TAGS = {"scalar": {*_CORE, "str"}, "sequence": {"seq"}, "mapping": {"map"}}
 
-MAX_DIGITS = 100
-"""Python takes its time over thousands of digits, and refuses more than 4,300."""
-MAX_VALUES = 100_000
-"""Aliases can make a short file stand for billions of values; no config is this large."""
-MAX_DEPTH = 100
+MAX_VALUES, MAX_DEPTH = 100_000, 100
+"""Aliases can make a short file stand for billions of values, or for itself; no config is this large."""
 
 
 @functools.cache
@@ -99,18 +95,16 @@ def parse_yaml(text: str, file: str) -> tuple[Any, dict[str, int]]:
     import yaml
 
     try:
-        loader = _loader()(text)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return None, {}
-            _check(node, file)
-            data = loader.construct_document(node)
-        finally:
-            loader.dispose()
-        return data, dict(_lines(node))
+        node = yaml.compose(text, _loader())
+        if node is None:
+            return None, {}
+        _check_keys(node, file)
+        data = _loader()("").construct_document(node)
+        return data, dict(_lines(node))  # of the node as constructed: it then has the keys of `<<`
     except yaml.YAMLError as error:
         raise ConfigError(_syntax_message(error, text, file)) from error
+    except ValueError as error:  # a number of thousands of digits, text that is not Unicode
+        raise ConfigError(f"{file}: not valid YAML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{file}: values are nested too deeply, or refer to themselves") from error
 
@@ -124,118 +118,52 @@ def parse_value(text: str) -> Any:
     import yaml
 
     bracketed = text.lstrip().startswith(("[", "{", '"', "'"))
-    loader = None
     try:
-        loader = _loader()(text)
-        node = loader.get_single_node()
+        node = yaml.compose(text, _loader())
         if node is not None and (bracketed or isinstance(node, yaml.ScalarNode)):
-            _check(node, "")
-            _check_colons(node)
-            for _ in _walk(node, ""):  # counts what aliases stand for
-                pass
-            return loader.construct_document(node)
-    except (yaml.YAMLError, RecursionError) as error:
+            _check_keys(node, "")
+            return _loader()("").construct_document(node)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
         if bracketed:
             raise ConfigError(f"not valid YAML: {getattr(error, 'problem', None) or error}") from error
-    finally:
-        if loader is not None:
-            loader.dispose()
     return text.strip()
 
 
-def _check(root: Any, file: str) -> None:
-    """Raise on keys that stand twice or are no text, on values that are not what their tag says, on unusable text."""
-    for node, _ in _walk(root, "", once=True):
-        _check_tag(node, file)
-        if node.id == "mapping":
-            _check_keys(node, file)
-
-
-def _check_tag(node: Any, file: str) -> None:
-    place = _place(node, file)
-    tag = node.tag.removeprefix(_PREFIX)
-    if tag not in _TAGS[node.id]:
-        raise ConfigError(f"{place}the tag '{shorten(node.tag)}' has no meaning here; write the value without it")
-    if node.id != "scalar":
-        return
-    if problem := text_problem(node.value):
-        raise ConfigError(f"{place}{problem}")
-    if tag in _PATTERNS and not _PATTERNS[tag].match(node.value):
-        raise ConfigError(f"{place}'{shorten(node.value)}' is no value of the type {tag}")
-    if tag == "int" and len(node.value) > MAX_DIGITS:
-        raise ConfigError(f"{place}{too_many_digits(node.value)}")
-
-
-def _check_keys(node: Any, file: str) -> None:
-    first: dict[Any, int] = {}
-    for key, _value in node.value:
-        place = _place(key, file)
-        if key.id != "scalar":
-            raise ConfigError(f"{place}a key must be a name, found a {key.id}")
-        if key.tag.endswith((":bool", ":null")):
-            shown = shorten(repr(key.value))
-            raise ConfigError(f"{place}the key {shown} reads as {key.tag[18:]} in YAML; put it in quotes")
-        _check_tag(key, file)
-        same = _integer(key.value) if key.tag.endswith(":int") else key.value
-        if (key.tag, same) in first:
-            line = first[key.tag, same]
-            raise ConfigError(f"{place}key '{shorten(key.value)}' is given twice, first on line {line}; keep one")
-        if not key.tag.endswith(":merge"):
-            first[key.tag, same] = key.start_mark.line + 1
-
-
-def _place(node: Any, file: str) -> str:
-    return f"{file}:{node.start_mark.line + 1}: " if file else ""
-
-
-def too_many_digits(text: str) -> str:
-    """Say that an integer is too long to be meant."""
-    return f"an integer of {len(text)} digits; no setting takes one of this size"
-
-
-def text_problem(text: str) -> str:
-    """Return why no file name, key or record could hold this text; empty if it is fine.
-
-    >>> text_problem("fine"), text_problem("no" + chr(0)), text_problem("caf\\udce9")
-    ('', "'no\\\\x00' has a NUL character; remove it", "'caf\\\\udce9' is not text in UTF-8; write it in UTF-8")
-    """
-    if "\0" in text:
-        return f"{shorten(repr(text))} has a NUL character; remove it"
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return f"{shorten(repr(text))} is not text in UTF-8; write it in UTF-8"
-    return ""
-
-
-def _check_colons(root: Any) -> None:
-    """Raise on `{name:sgd}`: without a space after the colon YAML takes it for one key without a value."""
-    for node, _ in _walk(root, "", once=True):
+def _check_keys(root: Any, file: str) -> None:
+    """Raise ConfigError on a key that stands twice, and on `{name:sgd}`, which YAML takes for a key without a value."""
+    for node, _ in _walk(root):
+        first: dict[str, int] = {}
         for key, value in node.value if node.id == "mapping" else ():
-            if ":" in key.value and not key.style and value.value == "" and not value.style:
-                raise ConfigError(f"write a space after the colon in '{shorten(key.value)}'")
+            name, line = str(key.value), key.start_mark.line + 1
+            place = f"{file}:{line}: " if file else ""
+            if name in first and name != "<<":
+                raise ConfigError(
+                    f"{place}key '{shorten(name)}' is given twice, first on line {first[name]}; keep one"
+                )
+            if node.flow_style and ":" in name and not (key.style or value.value or value.style):
+                raise ConfigError(f"{place}write a space after the colon in '{shorten(name)}'")
+            first[name] = line
 
 
 def _lines(root: Any) -> Iterator[tuple[str, int]]:
     """Yield every dotted path with its line, counted from 1."""
-    for node, path in _walk(root, ""):
+    for node, path in _walk(root):
         if node.id == "mapping":
             yield from ((join(path, key.value), key.start_mark.line + 1) for key, _ in node.value)
         elif node.id == "sequence":
             yield from ((join(path, i), item.start_mark.line + 1) for i, item in enumerate(node.value))
 
 
-def _walk(root: Any, path: str, *, once: bool = False) -> Iterator[tuple[Any, str]]:
-    """Yield each node with its path; `once` visits a node that several aliases share a single time."""
-    pending, seen, count = [(root, path, 0)], set[int](), 0
+def _walk(root: Any) -> Iterator[tuple[Any, str]]:
+    """Yield each node with its path, once for every alias of it."""
+    pending, count = [(root, "", 0)], 0
     while pending:
         node, path, depth = pending.pop()
-        if once and id(node) in seen:
-            continue
-        seen.add(id(node))
         count += 1
         if count > MAX_VALUES or depth > MAX_DEPTH:
-            raise RecursionError
+            raise RecursionError("values are nested too deeply, or refer to themselves")
         yield node, path
         if node.id == "mapping":
             pending += [(value, join(path, key.value), depth + 1) for key, value in node.value]

@@ -1,7 +1,6 @@
 """A config as read: plain data, and for every value the file and line it came from."""
 
 import copy
-import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,23 +93,6 @@ def display(path: Path) -> str:
     except (ValueError, OSError, RuntimeError):  # elsewhere; or no name that a system has
         shown = str(path)
     return shorten("".join(one if one.isprintable() else ascii(one)[1:-1] for one in shown), _MAX_FILE)
-
-
-def is_file(path: Path) -> bool:
-    """Return whether there is such a file; False also for a name that no system has, where pathlib raises."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
-def is_endless(path: Path) -> bool:
-    """Return whether this is a device or a pipe, of which reading may never come to an end."""
-    try:
-        mode = path.stat().st_mode
-    except (OSError, ValueError):
-        return False
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def merge(base: Document, top: Document) -> Document:

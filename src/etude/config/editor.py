@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic.errors import PydanticInvalidForJsonSchema
@@ -53,7 +53,7 @@ def json_schema(sections: Mapping[str, SectionSpec]) -> dict[str, Any]:
         "if": {"required": ["extends"]},
         "then": {"$ref": f"{_DEFS}file.partial"},
         "else": {"$ref": f"{_DEFS}file"},
-        "$defs": _reachable(defs, ("file", "file.partial")),
+        "$defs": defs,
     }
 
 
@@ -118,12 +118,7 @@ def _file_schema(
     for name, spec in sections.items():
         described = whole["properties"][name]
         if spec.is_fixed:
-            described = copy.deepcopy(_inlined(described, defs))
-            for canonical in dict.fromkeys(spec.aliases.values()):
-                aliases = [alias for alias, name in spec.aliases.items() if name == canonical]
-                _add_spellings(described, [canonical, *aliases])
-            described["type"] = ["object", "null"]
-            whole["properties"][name] = described
+            described = whole["properties"][name] = _inlined(described, defs) | {"type": ["object", "null"]}
         if spec.description:
             described["description"] = spec.description
     files = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
@@ -162,25 +157,3 @@ def _partial(schema: Any) -> Any:
         for key, value in schema.items()
         if key != "required" or not isinstance(value, list)
     }
-
-
-def _reachable(defs: Mapping[str, Any], roots: tuple[str, ...]) -> dict[str, Any]:
-    """Return the definitions that the roots refer to, directly or not."""
-    found: dict[str, Any] = {}
-    pending = list(roots)
-    while pending:
-        name = pending.pop()
-        if name not in found:
-            found[name] = defs[name]
-            pending += _references(defs[name])
-    return dict(sorted(found.items()))
-
-
-def _references(schema: Any) -> Iterator[str]:
-    if isinstance(schema, dict):
-        if isinstance(schema.get("$ref"), str):
-            yield schema["$ref"].removeprefix(_DEFS)
-        schema = list(schema.values())
-    if isinstance(schema, list):
-        for item in schema:
-            yield from _references(item)

@@ -73,17 +73,14 @@ def problems_in(
     data: Any,
     *,
     path: str = "",
-    elsewhere: Mapping[str, Shape] | None = None,
     provided: frozenset[str] = frozenset(),
 ) -> list[Problem]:
     """Return the mistakes that a validation found, each explained from the schema and the data around it.
 
-    `hint` is the model (or other type) that `data` was validated against; `elsewhere` holds the keys of other
-    sections by their path, so that a misplaced key can be sent home (by default those of a whole file).
+    `hint` is the model (or other type) that `data` was validated against: in a whole file, without a path, a misplaced
+    key is sent to the section where it belongs.
     """
-    if elsewhere is None:
-        elsewhere = {} if path else sections_of(hint, data, provided)
-    context = _Context(hint, data, path, elsewhere, provided)
+    context = _Context(hint, data, path, {} if path else sections_of(hint, data, provided), provided)
     found = [_locate(detail, data) for detail in error.errors(include_url=False)]
     found.sort(key=lambda each: each.detail["type"] not in _UNKNOWN)  # suggestions first, for `suggested`
     return _problems(found, context)
@@ -149,8 +146,6 @@ def _unknown(loc: Loc, context: _Context) -> str:
     noun = "unknown section" if len(loc) == 1 and not context.path else "unknown key"
     if key in shape.supplied:
         return "is supplied when the component is built and cannot be given here; remove it"
-    if key in shape.spellings:
-        return _conflict(key, loc, shape, context)
     here = _dotted(context.path, loc[:-1])
     home = next((path for path, other in context.elsewhere.items() if key in other.spellings and path != here), None)
     near = nearest(key, shape.spellings, cutoff=_SURE if home else 0.6)
@@ -162,16 +157,6 @@ def _unknown(loc: Loc, context: _Context) -> str:
     else:
         hint = _of_another_component(key, shape) or _near_elsewhere(key, here, context)
     return f"{noun}{hint} (allowed: {listed(shape.names, shorten=bool(hint))})"
-
-
-def _conflict(key: str, loc: Loc, shape: Shape, context: _Context) -> str:
-    """Two spellings of one argument stand side by side."""
-    canonical = shape.spellings[key]
-    section: Any = context.data
-    for part in loc[:-1]:
-        section = section[part]
-    others = [other for other in section if other != key and shape.spellings.get(other) == canonical]
-    return f"means the same as '{others[0] if others else canonical}', which is given too; keep one of them"
 
 
 def _of_another_component(key: str, shape: Shape) -> str:

@@ -6,12 +6,11 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
-from etude.config.dialect import text_problem
-from etude.config.document import Document, display, is_file, join
-from etude.config.messages import show
-from etude.config.read import missing_file
+from etude.config.document import Document, display, join
+from etude.config.read import is_file, missing_file
 from etude.core.errors import ConfigError
 from etude.core.spelling import shorten
 
@@ -34,52 +33,52 @@ def import_user_modules(
     Raises ConfigError in one line if a module is missing or imports something that is; other errors of the module's
     own code come through as they are.
     """
-    folders = _folders(base)
+    base = base.resolve()
+    folders = list(dict.fromkeys([base, *([base.parent] if base.name == "configs" else []), Path.cwd()]))
     origin = document or Document({})
     for number, module in enumerate(modules):
         place = origin.place(join(path, number))
         failed = f"{place}: cannot import '{shorten(module)}'"
-        if problem := _name_problem(module):
-            raise ConfigError(f"{place}: {problem}")
         try:
-            if module.endswith(".py") or "/" in module:
-                _import_file(_find_file(module, folders), place if announce else None)
-            else:
-                if announce and module not in sys.modules:
-                    _announce(f"the module {module}", place)
+            file = _find_file(module, folders) if module.endswith(".py") or "/" in module else None
+            if module in sys.modules or (file is not None and _is_imported(file)):
+                continue
+            if announce:
+                code = file or f"the module {module}"
+                logger.warning("running %s, as %s says; configs of run folders run what they import", code, place)
+            if file is None and not all(part.isidentifier() for part in module.split(".")):
+                raise ImportError("write a dotted name (my_package.model) or a file (./model.py)")
+            if file is None:
                 _import_name(module, folders)
+            else:
+                _import_file(file)
         except SyntaxError as error:
-            file = display(Path(error.filename)) if error.filename else module
-            raise ConfigError(f"{failed}: {file}:{error.lineno}: {error.msg}") from error
+            where = display(Path(error.filename)) if error.filename else module
+            raise ConfigError(f"{failed}: {where}:{error.lineno}: {error.msg}") from error
+        except ModuleNotFoundError as error:
+            own = f"{module}.".startswith(f"{error.name}.")
+            hint = f"; looked in {_shown(folders)}" if own else " (raised while importing it)"
+            raise ConfigError(f"{failed}: {shorten(str(error), 200)}{hint}") from error
         except ImportError as error:
-            raise ConfigError(f"{failed}: {_reason(error, module, folders)}") from error
+            raise ConfigError(f"{failed}: {shorten(' '.join(str(error).split()), 200)}") from error
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from error
 
 
-def _name_problem(module: str) -> str:
-    """Return why this can name no module; empty if it can."""
-    if problem := text_problem(module):
-        return problem
-    if module.endswith(".py") or "/" in module or all(part.isidentifier() for part in module.split(".")):
-        return ""
-    return f"{show(module)} names no module; write a dotted name (my_package.model) or a file (./model.py)"
-
-
-def _folders(base: Path) -> list[Path]:
-    base = base.resolve()
-    above = [base.parent] if base.name == "configs" else []
-    return list(dict.fromkeys([base, *above, Path.cwd()]))
-
-
 def _find_file(module: str, folders: Sequence[Path]) -> Path:
-    path = Path(module).expanduser()
-    candidates = [path] if path.is_absolute() else [folder / path for folder in folders]
-    for candidate in candidates:
-        if is_file(candidate):
-            return candidate.resolve()
-    looked = f"; looked in {', '.join(display(folder) for folder in folders)}" if len(candidates) > 1 else ""
-    raise ConfigError(f"{missing_file(candidates[0])}{looked}")
+    candidates = [folder / Path(module).expanduser() for folder in folders]  # all the same one for an absolute path
+    found = next((candidate for candidate in candidates if is_file(candidate)), None)
+    if found is None:
+        raise ConfigError(f"{missing_file(candidates[0])}; looked in {_shown(folders)}")
+    return found.resolve()
+
+
+def _shown(folders: Sequence[Path]) -> str:
+    return ", ".join(display(folder) for folder in folders)
+
+
+def _is_imported(file: Path) -> bool:
+    return any(vars(module).get("__file__") == str(file) for module in list(sys.modules.values()))
 
 
 def _import_name(module: str, folders: Sequence[Path]) -> None:
@@ -89,45 +88,20 @@ def _import_name(module: str, folders: Sequence[Path]) -> None:
     importlib.import_module(module)
 
 
-def _import_file(file: Path, announced_for: str | None) -> None:
+def _import_file(file: Path) -> None:
     """Import a file under its own name if that is free, so that worker processes find it too; else a unique one."""
-    if any(vars(module).get("__file__") == str(file) for module in list(sys.modules.values())):
-        return
-    if announced_for is not None:
-        _announce(str(file), announced_for)
-    if file.stem.isidentifier() and _is_free(file.stem, file):
-        _import_name(file.stem, [file.parent])
-        return
+    if file.stem.isidentifier() and file.stem not in sys.modules:
+        known = importlib.util.find_spec(file.stem)
+        if known is None or known.origin == str(file):
+            _import_name(file.stem, [file.parent])
+            return
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"'{display(file)}' is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    loader = SourceFileLoader(name, str(file))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
-
-
-def _announce(code: str, place: str) -> None:
-    logger.warning("running %s, as %s says; configs of run folders run what they import", code, place)
-
-
-def _is_free(name: str, file: Path) -> bool:
-    """Return whether importing `name` would give this file or nothing."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except ValueError:  # a module without a spec, such as `__main__`
-        return False
-    return spec is None or spec.origin == str(file)
-
-
-def _reason(error: ImportError, module: str, folders: Sequence[Path]) -> str:
-    text = shorten(" ".join(str(error).split()), 200)
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if missing and (module == missing or module.startswith(f"{missing}.")):
-        looked = ", ".join(display(folder) for folder in folders)
-        return f"{text}; looked in the installed packages and in {looked}"
-    return f"{text} (raised while importing it)"

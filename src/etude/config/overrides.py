@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from etude.config.dialect import parse_value, text_problem
+from etude.config.dialect import parse_value
 from etude.config.document import COMMAND_LINE, Document, Location, join
 from etude.config.messages import show
 from etude.core.errors import ConfigError
@@ -45,8 +45,6 @@ def parse_override(text: str) -> tuple[str, Any]:
     >>> parse_override("optimizer.lr=3e-4")
     ('optimizer.lr', 0.0003)
     """
-    if problem := text_problem(text):
-        raise ConfigError(f"{COMMAND_LINE}: {problem}")
     path, equals, written = text.partition("=")
     path, text = path.strip(), shorten(text)
     if not equals or not _PATH.fullmatch(path):

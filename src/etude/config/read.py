@@ -3,19 +3,20 @@
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from etude.config.dialect import MAX_DEPTH, MAX_DIGITS, parse_yaml, text_problem, too_many_digits
-from etude.config.document import Document, Location, display, is_endless, is_file, merge
+from etude.config.dialect import parse_yaml
+from etude.config.document import Document, Location, display, merge
 from etude.config.messages import show
 from etude.core.errors import ConfigError
 from etude.core.spelling import did_you_mean, listed, shorten, suggest
 
 SUFFIXES = (".yaml", ".yml", ".json")
-MAX_FILES = 200
-"""Files that a config may consist of; one that extends a few twice, and so on, would never be read."""
+_PAIR = re.compile(r"(\\u[dD][89abAB]..)(\\u[dD][c-fC-F]..)")
+"""A character beyond 16 bits in JSON, which writes it as two escapes."""
 
 
 def read_config(path: str | os.PathLike[str]) -> Document:
@@ -24,22 +25,20 @@ def read_config(path: str | os.PathLike[str]) -> Document:
     `extends: base.yaml` (or a list of files, later ones win) names files relative to the one that says it.
     Raises ConfigError in one line if a file is missing, empty, not valid, or extends itself.
     """
-    return _load(Path(path), (), itertools.count(), itertools.count(), "")
+    return _load(Path(path), (), itertools.count(), "")
 
 
-def _load(path: Path, chain: tuple[Path, ...], layers: Iterator[int], files: Iterator[int], said_at: str) -> Document:
+def _load(path: Path, chain: tuple[Path, ...], layers: Iterator[int], said_at: str) -> Document:
     own = _parse(path, said_at)
     real = path.resolve()  # of a file that was read: other names may not be ones that a system has
     if real in chain:
         circle = " → ".join(display(step) for step in (*chain[chain.index(real) :], real))
         raise ConfigError(f"{said_at}files extend each other in a circle: {circle}")
-    if next(files) >= MAX_FILES:
-        raise ConfigError(f"{said_at}more than {MAX_FILES} files extend each other; put some of them together")
     parents = own.data.pop("extends", None)
     result: Document | None = None
     for number, name in enumerate(_parent_names(parents, own)):
         key = "extends" if isinstance(parents, str) else f"extends.{number}"
-        parent = _load(path.parent / name, (*chain, real), layers, files, f"{own.place(key)}: ")
+        parent = _load(path.parent / name, (*chain, real), layers, f"{own.place(key)}: ")
         result = parent if result is None else merge(result, parent)
     own.forget("extends")
     layer = next(layers)
@@ -57,9 +56,10 @@ def _parent_names(parents: Any, own: Document) -> list[str]:
 
 
 def _parse(path: Path, said_at: str) -> Document:
-    shown = display(path)
-    text = _read_text(path, said_at)
-    data, lines = _parse_json(text, shown) if path.suffix == ".json" else parse_yaml(text, shown)
+    shown, text = display(path), _read_text(path, said_at)
+    if path.suffix == ".json":  # it is YAML but for this
+        text = _PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), text.expandtabs(2))
+    data, lines = parse_yaml(text, shown)
     if data is None:
         raise ConfigError(f"{shown}: the file is empty; write sections such as 'model:' and 'training:'")
     if not isinstance(data, dict):
@@ -71,8 +71,6 @@ def _parse(path: Path, said_at: str) -> Document:
 
 
 def _read_text(path: Path, said_at: str) -> str:
-    if is_endless(path):
-        raise ConfigError(f"{said_at}'{display(path)}' is no regular file; write the config into one")
     try:
         return path.read_bytes().decode("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
@@ -86,77 +84,22 @@ def _read_text(path: Path, said_at: str) -> str:
         raise ConfigError(f"{said_at}cannot read {display(path)!r}: {why}") from error
 
 
+def is_file(path: Path) -> bool:
+    """Return whether there is such a file; False also for a name that no system has, where pathlib raises."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def missing_file(path: Path) -> str:
     """Say that a file does not exist, and what its folder holds instead."""
     folder = path.parent
-    try:
-        is_folder = folder.is_dir()
-    except OSError:  # a name that no system has
-        is_folder = False
-    if not is_folder:
+    if not folder.is_dir():
         return f"no file '{display(path)}': its folder does not exist"
-    there = sorted(file.name for file in folder.iterdir() if _offers(file, path.suffix))
+    suffixes = (*SUFFIXES, path.suffix)
+    there = sorted(file.name for file in folder.iterdir() if file.suffix in suffixes and file.is_file())
     return f"no file '{display(path)}'{suggest(path.name, there, label=f'in {display(folder)}')}"
-
-
-def _offers(file: Path, suffix: str) -> bool:
-    return file.suffix in (*SUFFIXES, suffix) and is_file(file)
-
-
-def _parse_json(text: str, file: str) -> tuple[Any, dict[str, int]]:
-    """Parse JSON strictly; lines come from reading it as YAML too, which covers all but rare escapes."""
-    twice: list[str] = []
-
-    def note_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice.extend(key for key in keys if keys.count(key) > 1)
-        return dict(pairs)
-
-    if not text.strip():
-        return None, {}
-    try:
-        data = json.loads(text, object_pairs_hook=note_twice, parse_int=_integer, parse_constant=_refuse)
-        _check(data)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{file}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
-    except RecursionError:
-        raise ConfigError(f"{file}: values are nested too deeply") from None
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
-    try:
-        _, lines = parse_yaml(text.expandtabs(2), file)
-    except ConfigError as error:
-        if twice:
-            raise (
-                error if twice[0] in str(error) else ConfigError(f"{file}: key '{shorten(twice[0])}' is given twice")
-            ) from None
-        return data, {}
-    return data, lines
-
-
-def _integer(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise ConfigError(too_many_digits(text))
-    return int(text)
-
-
-def _refuse(text: str) -> None:
-    raise ConfigError(f"not valid JSON: {text} is no number there")
-
-
-def _check(data: Any) -> None:
-    """Raise ConfigError on unusable text, and RecursionError on values too deep to handle."""
-    pending = [(data, 0)]
-    while pending:
-        value, depth = pending.pop()
-        if depth > MAX_DEPTH:
-            raise RecursionError
-        if isinstance(value, dict):
-            pending += [(inside, depth + 1) for pair in value.items() for inside in pair]
-        elif isinstance(value, list):
-            pending += [(inside, depth + 1) for inside in value]
-        elif isinstance(value, str) and (problem := text_problem(value)):
-            raise ConfigError(problem)
 
 
 DEFAULT = "baseline"
@@ -171,11 +114,9 @@ def find_config(experiment: str, config_name: str | None = None) -> Path:
     the folders above it, and among those that come with Etude. Raises ConfigError with what there is.
     """
     path = Path(experiment)
-    if problem := text_problem(experiment) or text_problem(config_name or ""):
-        raise ConfigError(f"the name of the experiment: {problem}")
-    if config_name is None and (path.suffix in SUFFIXES or is_file(path)):
-        if is_file(path):
-            return path
+    if config_name is None and is_file(path):
+        return path
+    if config_name is None and path.suffix in SUFFIXES:
         raise ConfigError(missing_file(path))
     name = experiment.strip("/") if config_name is None else f"{experiment.strip('/')}/{config_name}"
     known = dict(list_experiments())

@@ -2,7 +2,7 @@
 
 import types
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -12,8 +12,8 @@ from etude.config.document import Document, join
 from etude.config.errors import Problem, config_error, problems_in
 from etude.config.messages import show
 from etude.config.registry import Section
-from etude.config.selection import Selection, SuppliedSection, field_values, plain, select
-from etude.config.shapes import Shape, canonical_keys, settle_spellings
+from etude.config.selection import Selection, SuppliedSection, field_values, select
+from etude.config.shapes import canonical_sections
 from etude.config.signature import Parameter, SectionModel, make_model, parameters_of
 from etude.core.errors import ConfigError, EtudeError
 from etude.core.spelling import shorten
@@ -35,8 +35,6 @@ class SectionSpec:
     """Whether the file must have the section. One that is not required may be `null`."""
     provided: Collection[str] = ()
     """Arguments that are supplied when the component is built."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other spellings of the keys of a fixed section: {"log_every": "log_interval"}."""
     description: str = ""
 
     @property
@@ -51,22 +49,20 @@ def validate_section(
     *,
     path: str = "",
     document: Document | None = None,
-    elsewhere: Mapping[str, Shape] | None = None,
     provided: Collection[str] = (),
 ) -> Model:
     """Validate one section against its model; raise ConfigError with a line for every mistake.
 
-    `elsewhere` holds the keys of other sections (see `sections_of`), to send misplaced keys home; a whole file, with
-    an empty path, needs none. A section that is empty in the file (None) is validated as one without keys.
+    A section that is empty in the file (None) is validated as one without keys.
     """
     names = frozenset(provided)
     if data is not None and not isinstance(data, Mapping):
         raise config_error([Problem(path, f"expected a mapping, got {show(data)}")], document)
-    settled = settle_spellings(model, data or {}, path, document, names)
+    settled = canonical_sections(model, data or {}, path, document, names)
     try:
         return model.model_validate(settled, context={"provided": names})
     except ValidationError as error:
-        problems = problems_in(error, model, settled, path=path, elsewhere=elsewhere, provided=names)
+        problems = problems_in(error, model, settled, path=path, provided=names)
     raise config_error(problems, document)
 
 
@@ -81,8 +77,6 @@ def validate_document(document: Document, sections: Mapping[str, SectionSpec]) -
     for name, spec in sections.items():
         if spec.is_fixed and data.get(name) is None:
             data[name] = {}
-        if spec.aliases and isinstance(data.get(name), Mapping):
-            data[name] = canonical_keys(data[name], spec.aliases, name, document)
     validated = validate_section(root, data, document=document)
     return {name: value for name, value in field_values(validated).items() if name in data}
 
@@ -119,19 +113,6 @@ def build_component(
     return build_selection(selection, path=path or kind, document=document, provided=supplied)
 
 
-def check_component(
-    kind: str,
-    section: Mapping[str, Any] | str,
-    *,
-    path: str = "",
-    document: Document | None = None,
-    provided: Collection[str] = (),
-) -> dict[str, Any]:
-    """Validate a section; return it complete, with canonical keys and defaults, as a file could say it."""
-    result: dict[str, Any] = plain(select_component(kind, section, path=path, document=document, provided=provided))
-    return result
-
-
 def select_component(
     kind: str,
     section: Mapping[str, Any] | str,
@@ -139,16 +120,15 @@ def select_component(
     path: str = "",
     document: Document | None = None,
     provided: Collection[str] = (),
-    elsewhere: Mapping[str, Shape] | None = None,
 ) -> Selection:
     """Validate a section and return the component with its arguments, not yet built."""
     names, path = frozenset(provided), path or kind
     hint = Annotated[Any, Section(kind)]
-    settled = settle_spellings(hint, section, path, document, names)
+    settled = canonical_sections(hint, section, path, document, names)
     try:
         return select(kind, settled, names)
     except ValidationError as error:
-        problems = problems_in(error, hint, settled, path=path, elsewhere=elsewhere, provided=names)
+        problems = problems_in(error, hint, settled, path=path, provided=names)
     raise config_error(problems, document)
 
 

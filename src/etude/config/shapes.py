@@ -176,44 +176,35 @@ def canonical_keys(
     {'log_interval': 50, 'epochs': 3}
     """
     origin = document or Document({})
-    data = later_spelling(data, aliases, path, document)
-    result = {}
+    result: dict[str, Any] = {}
+    written: dict[str, str] = {}
     for key, value in data.items():
-        name = aliases.get(key, key)
-        if name in result or (name != key and name in data):
-            first = next(other for other in data if other != key and aliases.get(other, other) == name)
-            raise ConfigError(
-                f"{origin.place(join(path, key))}: means the same as '{first}', which is given too; keep one of them"
-            )
-        result[name] = value
-    for key in data:
-        if key in aliases:
-            origin.renamed(join(path, key), join(path, aliases[key]))
+        name, place = aliases.get(key, key), join(path, key)
+        if name in written:
+            later = origin.layer(place) - origin.layer(join(path, written[name]))
+            if later == 0:
+                raise ConfigError(
+                    f"{origin.place(place)}: means the same as '{written[name]}', which is given too; keep one of them"
+                )
+            if later < 0:
+                continue
+        result[name], written[name] = value, key
+    for name, key in written.items():
+        if key != name:
+            origin.renamed(join(path, key), join(path, name))
     return result
 
 
-def later_spelling(
-    data: Mapping[str, Any], aliases: Mapping[str, str], path: str, document: Document | None
-) -> dict[str, Any]:
-    """Return the section without those spellings of a key that a later file, or the command line, has replaced."""
-    if document is None:
-        return dict(data)
-    layers = {key: document.layer(join(path, key)) for key in data}
-    latest: dict[str, int] = {}
-    for key, layer in layers.items():
-        name = aliases.get(key, key)
-        latest[name] = max(latest.get(name, 0), layer)
-    return {key: value for key, value in data.items() if layers[key] == latest[aliases.get(key, key)]}
+def canonical_sections(hint: Any, data: Any, path: str, document: Document | None, provided: frozenset[str]) -> Any:
+    """Return a section, and all sections inside it, with canonical keys, by the schema."""
 
-
-def settle_spellings(hint: Any, data: Any, path: str, document: Document | None, provided: frozenset[str]) -> Any:
-    """Apply `later_spelling` to a section and to all sections inside it, by the schema."""
-
-    def settle(value: Any, loc: tuple[Any, ...], where: str) -> Any:
+    def rename(value: Any, loc: tuple[Any, ...], where: str) -> Any:
+        if isinstance(value, list):
+            return [rename(item, (*loc, i), join(where, i)) for i, item in enumerate(value)]
         if not isinstance(value, Mapping):
             return value
         shape = shape_at(hint, loc, data, provided) or Shape()
-        kept = later_spelling(value, shape.spellings, where, document)
-        return {key: settle(item, (*loc, key), join(where, key)) for key, item in kept.items()}
+        named = canonical_keys(value, shape.spellings, where, document)
+        return {key: rename(item, (*loc, key), join(where, key)) for key, item in named.items()}
 
-    return data if document is None else settle(data, (), path)
+    return rename(data, (), path)

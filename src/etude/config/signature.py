@@ -4,8 +4,8 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import Annotated, Any, ClassVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, create_model
 from pydantic.errors import PydanticUserError
@@ -111,8 +111,7 @@ def schema_of(
     >>> schema_of(sgd, provided=["params"]).model_validate({"lr": 1}).model_dump()
     {'lr': 1.0, 'momentum': 0.0}
     """
-    make = _schema if isinstance(factory, Hashable) else _schema.__wrapped__
-    return make(factory, frozenset(provided), tuple((aliases or {}).items()), name or _name_of(factory))
+    return _schema(factory, frozenset(provided), tuple((aliases or {}).items()), name or _name_of(factory))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -153,7 +152,7 @@ def make_model(
     def definitions(usable: Callable[[Any], bool]) -> dict[str, Any]:
         return {
             _field_name(argument): (
-                _with_description(hint) if usable(hint) else Any,
+                hint if usable(hint) else Any,
                 Field(default, validation_alias=AliasChoices(argument, *others.get(argument, ()))),
             )
             for argument, (hint, default) in fields.items()
@@ -173,7 +172,7 @@ def parameters_of(factory: Callable[..., Any]) -> tuple[dict[str, Parameter], bo
     A parameter `name` is left out: in a section that key names the component.
     """
     signature = inspect.signature(factory)
-    hints = _hints_of(factory, signature)
+    names = getattr(_annotated(factory), "__globals__", {})
     found: dict[str, Parameter] = {}
     for parameter in signature.parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name == "name":
@@ -185,38 +184,22 @@ def parameters_of(factory: Callable[..., Any]) -> tuple[dict[str, Parameter], bo
                     f"{_name_of(factory)} takes '{parameter.name}' by position only; a config gives arguments by name"
                 )
             continue
-        hint = hints.get(parameter.name, _written(parameter))
+        hint = _resolved(parameter.annotation, names)
         if parameter.default is None:
             hint = _or_none(hint)
         found[parameter.name] = (hint, PydanticUndefined if required else parameter.default)
     return found, any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
 
-def _hints_of(factory: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
-    """Return the hints that can be resolved; a name only a type checker knows is no reason to fail."""
-    target = _annotated(factory)
-    try:
-        return typing.get_type_hints(target, include_extras=True)
-    except Exception:  # evaluating a hint may raise anything: take the parameters one by one
-        hints: dict[str, Any] = {}
-        for name, parameter in signature.parameters.items():
-            if parameter.annotation is parameter.empty:
-                continue
-            alone = type("alone", (), {"__annotations__": {name: parameter.annotation}})
-            try:
-                hints |= typing.get_type_hints(alone, getattr(target, "__globals__", {}), include_extras=True)
-            except Exception:
-                hints[name] = Any
-        return hints
-
-
-def _written(parameter: inspect.Parameter) -> Any:
-    """Return the hint that a signature itself carries, as one that was put together does."""
-    return (
-        Any
-        if parameter.annotation is parameter.empty or isinstance(parameter.annotation, str)
-        else parameter.annotation
-    )
+def _resolved(hint: Any, names: dict[str, Any]) -> Any:
+    """Return a hint, evaluated if it is text; Any where there is none, or where only a type checker knows its names."""
+    if isinstance(hint, str):
+        try:
+            alone = type("alone", (), {"__annotations__": {"hint": hint}})
+            hint = typing.get_type_hints(alone, names, include_extras=True)["hint"]
+        except Exception:  # evaluating a hint may raise anything
+            return Any
+    return Any if hint is inspect.Parameter.empty else hint
 
 
 def _annotated(factory: Callable[..., Any]) -> Any:
@@ -244,15 +227,6 @@ def _field_name(argument: str) -> str:
     if argument.startswith("_") or hasattr(SectionModel, argument):
         return f"{argument.lstrip('_')}_argument"
     return argument
-
-
-def _with_description(hint: Any) -> Any:
-    """Add the text of a `Doc("…")` in the hint as pydantic's description."""
-    for extra in getattr(hint, "__metadata__", ()):
-        text = getattr(extra, "documentation", None)
-        if isinstance(text, str):
-            return Annotated[hint, Field(description=text)]
-    return hint
 
 
 def _is_usable(hint: Any) -> bool:

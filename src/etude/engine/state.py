@@ -25,7 +25,6 @@ from etude.checkpoint import (
     check_optimizer,
     copied,
     errors_of,
-    folder_name,
     load_optimizer_state,
     optimizer_state,
     pack,
@@ -37,6 +36,7 @@ from etude.core import CheckpointError, Clock, Task
 from etude.core.loader import StatefulLoader
 from etude.core.model import clean_state_dict
 from etude.core.random import RunRandom, aside, check_rng_state, mix
+from etude.core.run_layout import folder_name
 from etude.distributed import World
 from etude.engine.callback import Callback, CallbackList
 from etude.engine.compiled import DECISIONS, CompiledTask

@@ -14,12 +14,12 @@ from etude.checkpoint import (
     CheckpointManager,
     errors_of,
     find_checkpoints,
-    folder_name,
     load_model_state,
     newest_intact,
     read_checkpoint,
 )
 from etude.core import CheckpointError, ConfigError, DataError, RunFolderError
+from etude.core.run_layout import folder_name
 from etude.core.spelling import shorten, suggest
 from etude.distributed import World, before_joining, failing_together, join_world, launcher, leave_world
 from etude.experiment.build import build_data, build_trainer

@@ -14,13 +14,13 @@ from etude.checkpoint import (
     CheckpointManager,
     errors_of,
     find_checkpoints,
-    folder_name,
     is_intact,
     locate_checkpoint,
     read_checkpoint,
 )
 from etude.config import dump_yaml, plain
 from etude.core import Clock, ConfigError, RunFolderError
+from etude.core.run_layout import folder_name
 from etude.engine.callback import Callback, CallbackList
 from etude.engine.state import Saver, TrainState
 from etude.monitor import FINISHED, RunFolder
