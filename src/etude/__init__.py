@@ -5,7 +5,7 @@ Names are loaded when they are first used, so that `import etude` and `etude --h
 
 from typing import TYPE_CHECKING, Any
 
-from etude.lazy import drop_missing, load_late
+from etude.lazy import drop_missing, load_late, package_version
 
 if TYPE_CHECKING:
     from etude.callbacks import (
@@ -145,16 +145,7 @@ _load = load_late(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
-    return _version() if name == "__version__" else _load(name)
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("etude")
-    except PackageNotFoundError:  # run from the source folder, not installed
-        return "0+source"
+    return package_version() if name == "__version__" else _load(name)
 
 
 def __dir__() -> list[str]:

@@ -61,3 +61,14 @@ def import_room(module: str) -> ModuleType | None:
         if not f"{module}.".startswith(f"{error.name}."):
             raise  # a library that the module needs
         return None
+
+
+@cache
+def package_version() -> str:
+    """Return the version of etude."""
+    from importlib import metadata  # takes its time, and few need it
+
+    try:
+        return metadata.version("etude")
+    except metadata.PackageNotFoundError:  # run from the source folder, not installed
+        return "0+source"

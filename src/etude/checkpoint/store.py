@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import etude
 from etude.checkpoint.durable import HashedFile, follow, new_folder
 from etude.checkpoint.format import pack, read_tensors, safetensors_pieces, unpack
 from etude.checkpoint.trust import errors_of
 from etude.core.errors import CheckpointError
+from etude.lazy import package_version
 
 MANIFEST, META, STATE, MODEL_TENSORS, STATE_TENSORS = (
     "manifest.json",
@@ -224,7 +224,7 @@ def _render_meta(meta: Mapping[str, Any], model_state: Mapping[str, Any]) -> byt
         "format": FORMAT,
         **meta,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "etude": etude.__version__,
+        "etude": package_version(),
         "torch": torch.__version__,
         "python": python_version(),
         "parameters": shapes,

@@ -5,12 +5,13 @@ import platform
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from etude.lazy import package_version
 
 GIT_TIMEOUT_S = 5.0
 
@@ -28,7 +29,7 @@ def collect_environment(device: torch.device | None = None, folder: Path | None 
             "python": platform.python_version(),
             "torch": torch.__version__,
             "numpy": np.__version__,
-            "etude": _version("etude"),
+            "etude": package_version(),
         },
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": _describe(device if device is not None else torch.device("cpu")),
@@ -38,13 +39,6 @@ def collect_environment(device: torch.device | None = None, folder: Path | None 
         "command": list(sys.argv),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
