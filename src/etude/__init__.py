@@ -71,7 +71,7 @@ if TYPE_CHECKING:
         TrainingMetrics as TrainingMetrics,
     )
     from etude.models import MLP as MLP, CausalTransformerLM, LeNet5
-    from etude.multimodal.codebooks.loading import load_codebook as load_codebook, load_npz_key as load_npz_key
+    from etude.multimodal.codebooks import load_codebook as load_codebook, load_npz_key as load_npz_key
     from etude.multimodal.loss import MeaningfulLoss, combined_loss as combined_loss
     from etude.multimodal.tokenizers.scalar import ScalarTokenizer as ScalarTokenizer
     from etude.multimodal.tokenizers.vector import VectorTokenizer as VectorTokenizer

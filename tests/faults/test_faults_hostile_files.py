@@ -222,8 +222,8 @@ OPTIONS = {("allow_pickle", True), ("trust_remote_code", True), ("weights_only",
 
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "runpy"}
 """Nothing of these is imported, so that none of their functions can stand under another name."""
-IMPORTS = {f"multimodal/codebooks/{name}.py": {"joblib"} for name in ("joblib_files", "joblib_stream")}
-"""Where one of them is: its unpickler, for which every name is inert, and its decompressors."""
+IMPORTS = {"multimodal/joblib_files.py": {"pickle"}}
+"""Where one of them is: its unpickler, for which every name is inert."""
 
 
 def calls_of(tree):

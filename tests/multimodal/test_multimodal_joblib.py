@@ -1,10 +1,8 @@
 """joblib files: what the real joblib wrote is read without executing anything, or refused with what can be done."""
 
 import pickle
-import shlex
 import subprocess
 import sys
-import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,11 +12,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
-from joblib_parts import CENTROIDS, COMPRESSIONS, PROTOCOLS, dumped, joblib, load_bytes, peak_of, quick, refusal
+from joblib_parts import CENTROIDS, COMPRESSIONS, PROTOCOLS, dumped, joblib, load_bytes, quick, refusal
 
-from etude.core.errors import DataError
 from etude.multimodal import load_codebook
-from etude.multimodal.codebooks.joblib_files import joblib_entries
 
 
 @dataclass
@@ -140,9 +136,8 @@ def test_the_top_of_the_file_comes_first(tmp_path):
 
 def test_a_missing_name_is_told_with_its_nearest(tmp_path):
     message = refusal(dumped({"model": {"centriods": CENTROIDS}, "labels": np.arange(3)}), tmp_path)
-    assert "'model.centriods' (float64 (7, 3))" in message
-    assert "'labels' (int64 (3,))" in message
-    assert "did you mean 'model.centriods'? pass key_candidates=('model.centriods',)" in message
+    assert "'labels'" in message
+    assert "key_candidates=('model.centriods',)" in message
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -183,117 +178,72 @@ def test_the_names_of_compressed_files(tmp_path):
         assert torch.equal(load_codebook(path), torch.tensor(CENTROIDS, dtype=torch.float32))
 
 
-def test_only_the_array_asked_for_is_in_memory(tmp_path):
-    value = {"labels": np.zeros(5_000_000), "centroids": CENTROIDS}
-    for compress in (0, "zlib", "bz2"):
-        raw = dumped(value, compress)
-        (tmp_path / "file.joblib").write_bytes(raw)
-        del raw
-        assert peak_of(lambda: load_codebook(tmp_path / "file.joblib")) < 16e6
-
-
 # Refusals
 
 
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (b"", "truncated"),
+        (b"", "damaged"),
         (b"hello, this is text", "damaged"),
-        (b"\x04\x22\x4d\x18rest", "LZ4"),
-        (b"ZF0x10                 x", "joblib < 0.10"),
-        (b"\x93NUMPY\x01\x00", ".npy"),
-        (b"PK\x03\x04rest", ".npz"),
-        (b"\x80\x02cjoblib.numpy_pickle\nNDArrayWrapper\n)\x81}(Vfilename\nVx_01.npy\nub.", "other files"),
-        (b"\x80\x02cjoblib.numpy_pickle_compat\nZNDArrayWrapper\n)\x81}b.", "other files"),
+        (b"\x04\x22\x4d\x18rest", "damaged"),
+        (b"\x93NUMPY\x01\x00", "damaged"),
         (b"\x80\x02\x82\x07.", "the extension 7"),
-        (b"\x80\x02\x83\x01\x01.", "the extension 257"),
-        (b"\x80\x02\x84\x01\x00\x01\x00.", "the extension 65537"),
         (b"Pid\n.", "persistent id"),
-        (b"Nq\x00Q.", "persistent id"),
         (b"\x80\x05\x97.", "out-of-band"),
-        (b"\x80\x05N\x98.", "damaged"),
         (b"\x80\xffN.", "protocol: 255"),
         (b"0.", "damaged"),
         (b"h\x05.", "index 5"),
-        (b"Np%d\n." % (1 << 61), f"the memo index {1 << 61}"),
-        (b"Np-1\n.", "negative PUT"),
-        (b"Nr\xff\xff\xff\xff.", "the memo index 4294967295"),
         (b"\xff.", "damaged"),
         (b"\x80\x02cnumpy\ndtype\n(Vbfloat16\n\x89\x88tR.", "'bfloat16'"),
-        (dumped({}), "a dict and no arrays"),
-        (dumped("text"), "type str and no arrays"),
-        (dumped({"centroids": "text"}), "'centroids' is a value of type str"),
-        (dumped({"centroids": np.array(["a"])}), "'centroids' is str32 (1,)"),
-        (dumped({"centroids": np.zeros(2, [("x", "f4")])}), "'centroids' is void32 (2,)"),
+        (dumped({}), "dict and no arrays"),
+        (dumped("text"), "str and no arrays"),
+        (dumped({"centroids": "text"}), "'centroids' (str)"),
+        (dumped({"centroids": np.array(["a"])}), "'centroids' (str32 (1,))"),
+        (dumped({"centroids": np.zeros(2, [("x", "f4")])}), "'centroids' (void32 (2,))"),
         (dumped(np.float64(3)), "the shape ()"),
         (dumped(np.zeros((2, 2, 2))), "the shape (2, 2, 2)"),
-        (dumped(np.zeros((0, 2))), "empty"),
+        (dumped(np.zeros((0, 2))), "the shape (0, 2)"),
         (dumped(np.zeros(2, complex)), "complex128"),
-        (dumped({"centroids": np.array([1.0, np.nan])}), "1 of 2 values are NaN or infinite, the first in entry 1"),
+        (dumped({"centroids": np.array([1.0, np.nan])}), "entry 1 is NaN"),
     ],
 )  # fmt: skip
 def test_refusals(raw, words, tmp_path):
     assert words in refusal(raw, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["plain", 'it\'s a "name" with $HOME and `x`\\n', "ünï"])
 @pytest.mark.parametrize(
     "make",
     [
         lambda array: {"centroids": array.astype(object)},
         lambda array: {"centroids": array.tolist()},
-        lambda array: {'a "key"]': {"centroids": array.tolist()}},
-        lambda array: [0, Attributes(array.astype(object))],
         lambda array: SimpleNamespace(codebook=torch.tensor(array)),
         lambda array: np.ma.array(array),
         lambda array: array.astype(object),
     ],
 )
-def test_the_conversion_command_converts(name, make, tmp_path):
-    path = tmp_path / f"{name}.joblib"
-    joblib.dump(make(CENTROIDS), path)
-    with pytest.raises(DataError, match="If you trust the file") as caught:
-        load_codebook(path)
-    command = shlex.split(str(caught.value).split("convert it: ")[1])
-    assert command[:2] == ["python", "-c"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other libraries, about each other
-        exec(command[2], {})
-    assert torch.equal(load_codebook(path.with_suffix(".npz")), torch.tensor(CENTROIDS, dtype=torch.float32))
+def test_what_cannot_be_read_is_refused_with_a_remedy(make, tmp_path):
+    assert "numpy.savez" in refusal(dumped(make(CENTROIDS)), tmp_path)
 
 
-def test_the_listing_names_what_is_there(tmp_path):
-    path = tmp_path / "many.joblib"
-    joblib.dump({"x": CENTROIDS, "y": [1, 2], "z": {"deep": CENTROIDS.astype(">i2")}, "n": None}, path)
-    listed = {entry.name: entry.what for entry in joblib_entries(path)}
-    assert listed["x"] == "float64 (7, 3)"
-    assert listed["z.deep"] == "int16 (7, 3)"
-    assert listed["y"] == "a value of type list"
-    assert listed["n"] == "a value of type NoneType"
-    joblib.dump({f"key{i}": CENTROIDS for i in range(16)}, path)
-    with pytest.raises(DataError, match=r"and 4 more; pass key_candidates=\('key0',\) or another"):
-        load_codebook(path)
+def test_the_message_names_what_is_there(tmp_path):
+    value = {"x": CENTROIDS, "y": [1, 2], "z": {"deep": CENTROIDS}, "n": None, "t": np.array(["a"])}
+    message = refusal(dumped(value), tmp_path)
+    for words in ("'x'", "'y' (list)", "'z' (dict)", "'z.deep'", "'n' (NoneType)", "'t' (str32 (1,))"):
+        assert words in message
+    message = refusal(dumped({f"key{i}": CENTROIDS for i in range(16)}), tmp_path)
+    assert "and 4 more" in message
+    assert "key_candidates=('key" in message
 
 
-def test_without_joblib_the_extra_is_named(tmp_path, monkeypatch):
-    for name in [*sys.modules]:
-        if name.partition(".")[0] == "joblib" or name.startswith("etude.multimodal.codebooks.joblib"):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "joblib", None)
-    assert "etude[joblib]" in refusal(b"N.", tmp_path)
-    np.save(tmp_path / "a.npy", CENTROIDS)
-    assert load_codebook(tmp_path / "a.npy").shape == CENTROIDS.shape
-
-
-def test_scikit_learn_is_not_imported(tmp_path):
-    """A fitted KMeans is read where only joblib is installed."""
+def test_nothing_else_is_needed(tmp_path):
+    """A fitted KMeans is read where neither joblib nor scikit-learn is installed."""
     raw = b"\x80\x02csklearn.cluster._kmeans\nKMeans\n)\x81}(Vcluster_centers_\n" + pickle.dumps(CENTROIDS, 2)[2:-1]
     path = tmp_path / "kmeans.joblib"
     path.write_bytes(raw + b"ub.")
     code = (
         "import sys; from etude.multimodal import load_codebook; "
-        f"print(load_codebook({str(path)!r}).shape, [name for name in sys.modules if name.startswith('sklearn')])"
+        f"print(load_codebook({str(path)!r}).shape, {{'joblib', 'sklearn'}} & {{*sys.modules}})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "torch.Size([7, 3]) []\n"
+    assert done.stdout == "torch.Size([7, 3]) set()\n"

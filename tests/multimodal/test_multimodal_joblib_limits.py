@@ -1,13 +1,9 @@
-"""joblib files that would fill the memory or take for ever, and damaged ones: one line of error, at little cost."""
+"""joblib files that take for ever to unpickle, and damaged ones: one line of error."""
 
-import bz2
-import gzip
-import lzma
 import pickle
 import pickletools
 import struct
 import sys
-import zlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,9 +24,7 @@ from joblib_parts import (
     refusal,
 )
 
-from etude.core.errors import DataError
-from etude.multimodal import load_codebook
-from etude.multimodal.codebooks import joblib_files, joblib_stream
+from etude.multimodal import joblib_files
 
 
 def test_deep_nesting(tmp_path):
@@ -68,74 +62,11 @@ def test_billion_laughs(tmp_path):
         assert load_bytes(raw, tmp_path).tolist() == [1, 1, 1]
 
 
-def test_a_dict_within_itself(tmp_path):
-    raw = b"\x80\x02}q\xf0(Vme\nh\xf0Vcentroids\n" + ARRAY + b"u."
-    assert load_bytes(raw, tmp_path, key_candidates=("me.me.me.centroids",)).tolist() == [1, 1, 1]
-    assert load_bytes(raw, tmp_path).tolist() == [1, 1, 1]
-
-
-def test_repeated_work_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(joblib_stream, "MAX_HELD", 20_000 * joblib_stream.STEP)
-    assert "more than 5120000 bytes" in refusal(b"\x80\x02" + b"N0" * 20_000 + b"N.", tmp_path)
-    # 3000 names for one dict of 3000: nine million parts to list.
-    many = b"}q\x01(" + b"".join(b"V%d\nN" % i for i in range(3000)) + b"u0"
-    raw = b"\x80\x02" + many + b"}(" + b"".join(b"V%d\nh\x01" % i for i in range(3000)) + b"u."
-    assert "more than 5120000 bytes" in refusal(raw, tmp_path)
-    # One object whose state is set again and again to the same large dict.
-    raw = b"\x80\x02" + many + b"cx\ny\n)\x81" + b"h\x01b" * 3000 + b"."
-    assert peak_of(lambda: refusal(raw, tmp_path)) < 10e6  # 72 MB if the parts were listed first and counted then
-    assert "more than 5120000 bytes" in refusal(raw, tmp_path)
-
-
-def test_a_long_argument_list_is_not_copied_for_each_call(tmp_path):
-    raw = b"\x80\x02(" + b"N" * 200_000 + b"tq\x010" + b"cnumpy\ndtype\nh\x01R0" * 10_000 + b"N."
-    refusal(raw, tmp_path)  # 2e9 copies if they were made
-
-
 def test_keys_that_collide_cost_nothing(tmp_path):
     modulus = sys.hash_info.modulus
     keys = b"".join(pickle.dumps(i * modulus, 2)[2:-1] + b"N" for i in range(1, 50_000))
     raw = b"\x80\x02}(" + keys + b"Vcentroids\n" + ARRAY + b"u."
     assert load_bytes(raw, tmp_path).tolist() == [1, 1, 1]  # 1e9 comparisons if they were hashed
-
-
-def test_copies_of_bytes_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(joblib_stream, "MAX_HELD", 10_000_000)
-    text = b"\x80\x02X" + struct.pack("<I", 1_000_000) + b"a" * 1_000_000 + b"q\x010Vlatin1\nq\x020"
-    raw = text + b"c_codecs\nencode\nh\x01h\x02\x86R" * 100 + b"."
-    path = tmp_path / "file.joblib"
-    path.write_bytes(raw)
-
-    def load():
-        with pytest.raises(DataError, match="more than 10000000 bytes"):
-            load_codebook(path)
-
-    assert peak_of(load) < 20e6
-
-
-def claiming(count, protocol=2):
-    """Return the pickle of an array that claims to have `count` values, but has none."""
-    array = pickle.dumps(joblib.numpy_pickle.NumpyArrayWrapper(np.ndarray, (count,), "C", np.dtype("f8")), protocol)
-    return array[:-1] + b"\x01\xff"
-
-
-@pytest.mark.parametrize("count", [1000, 1 << 28, 1 << 40, 1 << 62])
-@pytest.mark.parametrize("fold", [bytes, zlib.compress, gzip.compress, bz2.compress, lzma.compress])
-def test_claims_cost_no_memory(count, fold, tmp_path):
-    for raw in (
-        claiming(count),
-        b"\x80\x04\x8e" + struct.pack("<Q", count) + b"abc",
-        b"\x80\x05\x96" + struct.pack("<Q", count) + b"abc",
-        b"\x80\x04\x8d" + struct.pack("<Q", count) + b"abc",
-        b"\x80\x02\x8b" + struct.pack("<I", min(count, 2**31 - 1)) + b"abc",
-    ):
-        (tmp_path / "file.joblib").write_bytes(fold(raw + b"."))
-
-        def load():
-            with pytest.raises(DataError):
-                load_codebook(tmp_path / "file.joblib")
-
-        assert peak_of(load) < 16e6  # of which the buffers of bz2 are most
 
 
 def test_impossible_shapes(tmp_path):
@@ -148,38 +79,12 @@ def test_impossible_shapes(tmp_path):
 
 
 @pytest.mark.parametrize("compress", COMPRESSIONS[1:])
-def test_a_bomb_is_not_unfolded(compress, tmp_path, monkeypatch):
+def test_a_bomb_is_not_decompressed(compress, tmp_path, monkeypatch):
     raw = dumped(np.zeros(4_000_000), compress)
-    assert len(raw) < 500_000
-    monkeypatch.setattr(joblib_stream, "MAX_STREAM", 4_000_000)
+    monkeypatch.setattr(joblib_files, "MAX_BYTES", 4_000_000)
     (tmp_path / "file.joblib").write_bytes(raw)
-
-    def load():
-        with pytest.raises(DataError, match="more than 4000000 bytes"):
-            load_codebook(tmp_path / "file.joblib")
-
-    assert peak_of(load) < 12e6
-    monkeypatch.undo()
-    monkeypatch.setattr(joblib_files, "MAX_ARRAY", 4_000_000)
-    assert "an array of 32000000 bytes" in refusal(raw, tmp_path)
-
-
-def test_a_bomb_of_opcodes_is_not_unfolded(tmp_path, monkeypatch):
-    monkeypatch.setattr(joblib_stream, "MAX_HELD", 10_000 * joblib_stream.STEP)
-    for opcode in (b"]", b"}", b"(", b"N", b")", b"N\x85"):
-        (tmp_path / "file.joblib").write_bytes(bz2.compress(b"\x80\x02" + opcode * 300_000 + b"."))
-
-        def load():
-            with pytest.raises(DataError, match="more than 2560000 bytes"):
-                load_codebook(tmp_path / "file.joblib")
-
-        assert peak_of(load) < 12e6
-
-
-@pytest.mark.parametrize("compress", COMPRESSIONS[1:])
-def test_bytes_behind_the_end_cost_nothing(compress, tmp_path):
-    raw = dumped(CENTROIDS, compress) + b"more"
-    assert peak_of(lambda: loaded_or_refused(raw, tmp_path)) < 12e6
+    assert peak_of(lambda: refusal(raw, tmp_path)) < 16e6
+    assert "more than 4000000 bytes" in refusal(raw, tmp_path)
 
 
 def test_lzma_headers_cannot_ask_for_much_memory(tmp_path):

@@ -136,7 +136,7 @@ def test_combined_loss_is_the_loss_of_the_settings(key):
 @pytest.mark.parametrize("key", ["use_ce", "shift", "ignore_index", "label_smoothing", "fused_head"])
 def test_combined_loss_refuses_settings_that_say_nothing_to_it(key):
     logits, targets = torch.zeros(1, 2, VOCAB.vocab_size), torch.tensor([[6, 8]])
-    with pytest.raises(ConfigError, match=f"unknown key '{key}'"):
+    with pytest.raises(ConfigError, match=rf"config\.{key}: unknown key"):
         combined_loss(logits, targets, VOCAB, codebooks=CODEBOOKS, config={key: OTHERS[key]})
 
 
@@ -194,8 +194,6 @@ def editor():
         {"weight_image": None, "weights": {"image": 2}},
         {"weight_image": 1, "weights": {"scalar": 2}},
         {"weight_image": 1, "weights": None},
-        {"weight_image": 1, "weights": {"image": 2}},
-        {"weight_image": 1, "enabled": False, "weights": {"image": 2}},
         {"sample_k_per_modality": 64, "sample_k": 64},
         {"codebooks": {}},
         {"vocab": None},

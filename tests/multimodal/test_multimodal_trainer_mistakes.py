@@ -12,16 +12,16 @@ from etude.core import ConfigError, DataError
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"image_codebook": torch.zeros(12, 3)}, "image_codebook= says what tokens stand for, .*; give vocab= too"),
-        ({"edges": {"scalar": torch.zeros(9)}}, "edges= says what tokens stand for, .*; give vocab= too"),
-        ({"use_ce": False}, "use_ce=False leaves the reconstruction of values, which needs vocab= and codebooks="),
+        ({"image_codebook": torch.zeros(12, 3)}, "image_codebook= .*give vocab="),
+        ({"edges": {"scalar": torch.zeros(9)}}, "edges= .*give vocab="),
+        ({"use_ce": False}, "use_ce= .*give vocab="),
         (
             {"config": {"meaningful_loss": {}}},
-            "config.meaningful_loss needs the vocabulary .*: give the Trainer vocab=",
+            "config.meaningful_loss .*give vocab=",
         ),
         (
             {"config": {"meaningful_loss": {}}, "loss": F.cross_entropy},
-            "config.meaningful_loss and loss= or task= contradict: keep one",
+            "config.meaningful_loss .*keep loss=",
         ),
     ],
 )
@@ -37,7 +37,7 @@ def test_without_a_vocabulary(vocab, given, words):
         ({"task": lambda *_: {}}, "vocab= chooses the meaningful loss, and task= another one; keep one of them"),
         (
             {"codebooks": {"image": torch.zeros(12, 3)}, "image_codebook": torch.zeros(12, 3)},
-            "the codebook of 'image' is given twice, in codebooks and as image_codebook; keep one",
+            "the codebook of 'image' is given twice",
         ),
         (
             {"codebooks": {"scaler": torch.zeros(8)}},

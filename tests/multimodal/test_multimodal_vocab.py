@@ -182,13 +182,13 @@ def test_sizes_are_whole_numbers_of_at_least_one(size):
 @pytest.mark.parametrize("base", [-1, True, 2.0, "2", None])
 def test_first_ids_are_whole_numbers(base):
     ranges = {"a": Modality("a", base, 2), "b": Modality("b", 10, 2)}
-    with pytest.raises(ConfigError, match=r"first id of the modality 'a' is .*whole number of at least 0"):
+    with pytest.raises(ConfigError, match=r"first id of 'a' is .*whole number of at least 0"):
         VocabSpec(PLAIN, ranges)
 
 
 @pytest.mark.parametrize("token", [-1, True, 0.0, "0", None, [0]])
 def test_ids_of_special_tokens_are_whole_numbers(token):
-    with pytest.raises(ConfigError, match=r"id of the special token 'PAD' is .*whole number of at least 0"):
+    with pytest.raises(ConfigError, match=r"id of 'PAD' is .*whole number of at least 0"):
         VocabSpec({"PAD": token, "MISS": 1}, {})
 
 
@@ -217,9 +217,9 @@ def test_a_range_in_a_third_that_lies_between_is_found():
 
 @pytest.mark.parametrize("base", [0, 1])
 def test_a_special_token_inside_a_range(base):
-    with pytest.raises(ConfigError, match=r"'a' has the ids .* is (PAD|MISS) already"):
+    with pytest.raises(ConfigError, match=r"'(PAD|MISS)' .* overlap"):
         VocabSpec(PLAIN, {"a": Modality("a", base, 4)})
-    with pytest.raises(ConfigError, match="and 5 of them is SEP already"):
+    with pytest.raises(ConfigError, match=r"'SEP' .*overlap"):
         VocabSpec({**PLAIN, "SEP": 5}, {"a": Modality("a", 2, 4)})
 
 
@@ -240,7 +240,7 @@ def test_special_tokens_that_cannot_be(special, message):
 
 
 def test_two_special_tokens_of_one_id():
-    with pytest.raises(ConfigError, match="'MISS' and 'X' have the same id, 1"):
+    with pytest.raises(ConfigError, match=r"'MISS' .* and 'X' .* overlap"):
         VocabSpec({"PAD": 0, "MISS": 1, "X": 1}, {})
 
 
@@ -251,11 +251,11 @@ def test_names_of_modalities(name):
 
 
 def test_names_that_are_taken():
-    with pytest.raises(ConfigError, match=r"'image' is given twice: 3 and 4; keep one"):
+    with pytest.raises(ConfigError, match="'image' is given twice"):
         build_vocab_spec(v_image=3, modalities={"image": 4})
-    with pytest.raises(ConfigError, match="'PAD' cannot be: a special token has that name"):
+    with pytest.raises(ConfigError, match="'PAD'"):
         build_vocab_spec(modalities={"PAD": 4})
-    with pytest.raises(ConfigError, match="'a' cannot be: it calls itself 'b'"):
+    with pytest.raises(ConfigError, match="'a' or 'b'"):
         VocabSpec(PLAIN, {"a": Modality("b", 2, 3)})
 
 
@@ -333,7 +333,7 @@ GOOD = {"special": PLAIN, "modalities": {"a": {"base": 2, "size": 3}, "b": {"bas
         ({**GOOD, "modalities": {"a": [2, 3]}}, "describes no vocabulary"),
         ({**GOOD, "modalities": {"a": {"base": 2}}}, "describes no vocabulary"),
         ({**GOOD, "special": {"PAD": 0}}, "lack MISS"),
-        ({**GOOD, "special": {"PAD": 0, "MISS": "1"}}, "special token 'MISS' is '1'"),
+        ({**GOOD, "special": {"PAD": 0, "MISS": "1"}}, "'MISS' is '1'"),
         ({**GOOD, "modalities": {**GOOD["modalities"], "c": {"base": "8", "size": 3}}}, "first id .* 'c' is '8'"),
         ({**GOOD, "modalities": {**GOOD["modalities"], "c": {"base": None, "size": 3}}}, "first id .* 'c' is None"),
         ({**GOOD, "modalities": {**GOOD["modalities"], "c": {"base": 8, "size": [1]}}}, "size .* 'c' is"),

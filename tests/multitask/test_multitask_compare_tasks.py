@@ -17,7 +17,7 @@ from etude.distributed import World
 from etude.engine.step import GradientAccumulator
 from etude.experiment import compare_tasks
 from etude.experiment.build import Data
-from etude.multitask.compare.tables import ResultRow
+from etude.multitask.compare.tables import ComparedNumber, difference_interval
 from etude.multitask.compare.tasks import steps_for
 
 COMPONENTS = Path(__file__).parents[1] / "experiment" / "task_components.py"
@@ -90,20 +90,20 @@ def test_table_holds_the_numbers_of_the_runs(etude, experiment, tmp_path):
         "quality": "validation",  # its stream has no test part
     }
     row = rows["quality", "f1"]
-    for kind, folder in (("multi", "multi-task"), ("single", "quality")):
+    for kind, folder in (("multi-task", "multi-task"), ("single-task", "quality")):
         expected = [result(out / f"seed-{seed}" / folder)["metrics"]["val_quality/f1"] for seed in (0, 1)]
-        assert row[kind] == pytest.approx(expected)
-    for kind, folder in (("multi", "multi-task"), ("single", "writing")):
+        assert row["values"][kind] == pytest.approx(expected)
+    for kind, folder in (("multi-task", "multi-task"), ("single-task", "writing")):
         for place, seed in enumerate((0, 1)):
             evaluated = etude("evaluate", out / f"seed-{seed}" / folder, "--checkpoint", "last")
             shown = [line.split()[1] for line in evaluated.out.splitlines() if "writing/loss" in line]
-            assert shown == [f"{rows['writing', 'loss'][kind][place]:.6g}"]
+            assert shown == [f"{rows['writing', 'loss']['values'][kind][place]:.6g}"]
     better = {row["better"] for row in rows.values()}
     assert better <= {"multi-task", "single-task", "unclear", "equal"}
     line = next(line for line in outcome.out.splitlines() if line.startswith("quality") and " f1 " in line)
-    assert f"{fmean(row['multi']):.4g} ± {stdev(row['multi']):.2g}" in line
+    values = row["values"]["multi-task"]
+    assert f"{fmean(values):.4g} ± {stdev(values):.2g}" in line
     assert line.split()[-1] == row["better"]
-    assert line.split()[-2] == f"{fmean(row['multi']) - fmean(row['single']):+.4g}"
     assert f"| {row['better']} |" in (out / "compare.md").read_text()
 
 
@@ -314,9 +314,10 @@ def test_mistake_is_one_line(etude, experiment, arguments, sections, words):
     ("number", "lower"), [("f1", False), ("loss", True), ("rmse_depth", True), ("accuracy", False)]
 )
 def test_only_seeds_that_agree_make_a_difference(pairs, verdict, number, lower):
-    row = ResultRow("t", number, "test", tuple(0.5 + pair for pair in pairs), (0.5,) * len(pairs))
+    values = {"multi-task": tuple(0.5 + pair for pair in pairs), "single-task": (0.5,) * len(pairs)}
+    row = ComparedNumber("t", number, "test", values)
     better = {"more": ("multi-task", "single-task"), "less": ("single-task", "multi-task")}
-    assert row.verdict == (better[verdict][lower] if verdict in better else verdict)
+    assert row.better == (better[verdict][lower] if verdict in better else verdict)
 
 
 def test_the_interval_is_that_of_a_paired_t_test():
@@ -326,5 +327,4 @@ def test_the_interval_is_that_of_a_paired_t_test():
     for seeds in (2, 3, 5, 10, 16):
         multi, single = torch.rand(2, seeds, generator=draw, dtype=torch.float64).tolist()
         interval = ttest_rel(multi, single).confidence_interval(0.95)
-        row = ResultRow("t", "f1", "test", tuple(multi), tuple(single))
-        assert (row.difference - row.margin, row.difference + row.margin) == pytest.approx(tuple(interval), abs=1e-3)
+        assert difference_interval(multi, single) == pytest.approx(tuple(interval), abs=1e-3)

@@ -2,7 +2,7 @@
 
 vocab               which token ids belong to which modality
 tokenizers/         numbers and vectors become codes, and codes values
-codebooks/          values of codes from files made elsewhere
+codebooks           values of codes from files made elsewhere; joblib_files opens pickles without executing them
 writer, folder      samples of several modalities as token files, with vocabulary and tokenizers beside them
 loss/               cross entropy, and the error of the values that tokens stand for
 facts               what checkpoints keep of a vocabulary
@@ -11,7 +11,7 @@ feature             the section `vocab` of experiment files
 training_section    `training.meaningful_loss`, which moves to the section `loss`
 """
 
-from etude.multimodal.codebooks.loading import load_codebook, load_npz_key
+from etude.multimodal.codebooks import load_codebook, load_npz_key
 from etude.multimodal.folder import Modalities, read_modalities, write_modalities
 from etude.multimodal.loss import MeaningfulLoss, combined_loss
 from etude.multimodal.tokenizers import ScalarTokenizer, Tokenizer, VectorTokenizer, load_tokenizer

@@ -1,7 +1,7 @@
 """What checkpoints keep of a vocabulary and its codebooks, and whether those of a run are the same."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,10 +40,16 @@ def check_vocabulary(saved: Mapping[str, Any], now: Mapping[str, Any], place: ob
     Where one of them knows of no vocabulary there is nothing to compare, nor where users keep something else under
     these names. A codebook that only the checkpoint has is refused; edges of bins are compared where both have them.
     """
-    before, after = (_vocabulary_in(facts) for facts in (saved, now))
-    if before is None or after is None:
+    try:
+        before, after = (VocabSpec.from_dict(facts["vocab"]) for facts in (saved, now))
+    except (ConfigError, KeyError):
         return
-    difference = before.difference(after, "the checkpoint", "this run") or next(_differences(saved, now), None)
+    here, there = "the checkpoint", "this run"
+    difference = (
+        before.difference(after, here, there)
+        or difference_of("codebook", saved.get("codebooks"), now.get("codebooks"), here, there)
+        or difference_of("bin edges", saved.get("edges"), now.get("edges"), here, there, optional=True)
+    )
     if difference:
         raise CheckpointError(
             f"{place} is of another vocabulary, so that its tokens would mean something else: {difference}; "
@@ -51,31 +57,20 @@ def check_vocabulary(saved: Mapping[str, Any], now: Mapping[str, Any], place: ob
         )
 
 
-def _vocabulary_in(facts: Mapping[str, Any]) -> VocabSpec | None:
-    try:
-        return VocabSpec.from_dict(facts.get("vocab"))  # type: ignore[arg-type]
-    except ConfigError:
-        return None
-
-
-def _prints_in(facts: Any) -> dict[str, Any]:
-    """Return those of the facts that `_print_of` made."""
-    found = facts.items() if isinstance(facts, Mapping) else ()
-    return {name: one for name, one in found if isinstance(one, Mapping) and one.keys() == {"shape", "sha256"}}
-
-
-def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for key, what, verb in (("codebooks", "the codebook", "has"), ("edges", "the bin edges", "have")):
-        before, after = _prints_in(saved.get(key)), _prints_in(now.get(key))
-        for name in before:
-            if name not in after:
-                if key == "codebooks":
-                    yield f"{what} of '{name}' is only in the checkpoint"
-            elif before[name] != after[name]:
-                old, new = (tuple(one[name]["shape"]) for one in (before, after))
-                yield f"{what} of '{name}' {verb} " + (
-                    f"shape {old} in the checkpoint, {new} in this run" if old != new else "other values"
-                )
+def difference_of(what: str, one: Any, other: Any, here: str, there: str, *, optional: bool = False) -> str | None:
+    """Return the first difference of what identifies codebooks or edges; those of `one` must be in `other` too."""
+    before, after = (
+        {name: seal for name, seal in (facts or {}).items() if isinstance(seal, Mapping) and "sha256" in seal}
+        for facts in (one, other)
+    )
+    for name, seal in before.items():
+        if name not in after and not optional:
+            return f"the {what} of '{name}' is only in {here}"
+        if name in after and seal != after[name]:
+            old, new = (tuple(one["shape"]) for one in (seal, after[name]))
+            how = f"shape {old} in {here}, {new} in {there}" if old != new else "other values"
+            return f"the {what} of '{name}' has {how}"
+    return None
 
 
 def _print_of(values: Tensor) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A folder of multimodal data: vocab.json, tokenizers/<modality>.safetensors, and the token files of its splits."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from etude.core.errors import DataError
 from etude.data.tokens import TokenFile
 from etude.data.tokens.places import exists, is_remote, local_copy, local_path
 from etude.data.tokens.schema import TokenSchema, folder_of
-from etude.multimodal.facts import check_vocabulary, describe_vocabulary
+from etude.multimodal.facts import check_vocabulary, describe_vocabulary, difference_of
 from etude.multimodal.tokenizers import Tokenizer, load_tokenizer
 from etude.multimodal.tokenizers.scalar import ScalarTokenizer
 from etude.multimodal.tokenizers.storing import SUFFIX
@@ -96,18 +96,11 @@ class Modalities(TokenSchema):
             return f"{there} has no {VOCAB_FILE}"
         if found := self.vocab.difference(other.vocab, here, there):
             return found
-        for name in self.vocab.modalities:
-            mine, theirs = self.tokenizers.get(name), other.tokenizers.get(name)
-            if mine is None and theirs is None:
-                continue
-            if mine is None or theirs is None:
-                return f"modality '{name}' has a tokenizer only in {there if mine is None else here}"
-            if type(mine) is not type(theirs):
-                return (
-                    f"modality '{name}' has a {type(mine).__name__} in {here}, a {type(theirs).__name__} in {there}"
-                )
-            if found := next(_differences(mine, theirs, here, there), None):
-                return f"modality '{name}' has other {found}"
+        mine, theirs = self.facts(), other.facts()
+        for key, what in (("codebooks", "codebook"), ("edges", "bin edges")):
+            for one, another, names in ((mine, theirs, (here, there)), (theirs, mine, (there, here))):
+                if found := difference_of(what, one[key], another[key], *names):
+                    return found
         return None
 
     def facts(self) -> dict[str, Any]:
@@ -117,19 +110,6 @@ class Modalities(TokenSchema):
     def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
         """Raise CheckpointError if a checkpoint is of another vocabulary or other codebooks."""
         check_vocabulary(saved, self.facts(), place)
-
-
-def _differences(mine: Tokenizer, theirs: Tokenizer, here: str, there: str) -> Iterator[str]:
-    pairs = [("values", mine.values, theirs.values)]
-    if isinstance(mine, ScalarTokenizer) and isinstance(theirs, ScalarTokenizer):
-        pairs.insert(0, ("edges of bins", mine.edges, theirs.edges))
-    for what, own, others in pairs:
-        if own.shape != others.shape:
-            yield f"{what}: shape {tuple(own.shape)} in {here}, {tuple(others.shape)} in {there}"
-        elif len(places := (own != others).nonzero()):
-            place = tuple(places[0].tolist())
-            one, other = (f"{float(tensor[place]):.9g}" for tensor in (own, others))
-            yield f"{what}: number {place[0]} is {one} in {here}, {other} in {there}"
 
 
 def write_modalities(folder: str | Path, vocab: VocabSpec, tokenizers: Mapping[str, Tokenizer]) -> None:

@@ -27,45 +27,28 @@ def make_task(
 
     Raises ConfigError if what is given contradicts, TypeError for arguments that the class `of` does not have.
     """
-    _refuse_unknown(modalities, of)
-    vocab = modalities.get("vocab")
-    if vocab is None:
-        _refuse_without_vocabulary(settings, modalities, chosen=loss is not None or task is not None)
-        return plain_task(loss, task)
-    if loss is not None or task is not None:
-        given = "loss" if loss is not None else "task"
-        raise ConfigError(
-            f"vocab= chooses the meaningful loss, and {given}= another one; keep one of them "
-            f"(loss=MeaningfulLoss(vocab, codebooks, …) takes every option)"
-        )
-    options = read_settings(settings)
-    if "use_ce" in modalities:
-        options["use_ce"] = modalities["use_ce"]
-    codebooks = join_codebooks(modalities.get("codebooks"), modalities)
-    return SupervisedTask(MeaningfulLoss(vocab, codebooks, edges=modalities.get("edges"), **options))
-
-
-def _refuse_unknown(modalities: Mapping[str, Any], of: type) -> None:
     for name in modalities:
         if name not in ARGUMENTS:
             known = [*ARGUMENTS, *inspect.signature(of).parameters]
             raise TypeError(f"{of.__name__}() has no argument '{name}'{did_you_mean(name, known)}")
-
-
-def _refuse_without_vocabulary(
-    settings: Mapping[str, Any] | None, modalities: Mapping[str, Any], *, chosen: bool
-) -> None:
-    values = [name for name in ("codebooks", *CODEBOOK_NAMES, "edges") if modalities.get(name) is not None]
-    if values:
+    options, vocab = read_settings(settings), modalities.get("vocab")
+    other = "loss" if loss is not None else "task" if task is not None else None
+    if vocab is None:
+        given = [
+            f"{name}=" for name, value in modalities.items() if value is not None and (name != "use_ce" or not value)
+        ]
+        if settings is not None and options.get("enabled", True):
+            given.append("config.meaningful_loss")
+        if given:
+            remedy = f", or leave it out to keep {other}=" if other else ""
+            raise ConfigError(f"{given[0]} belongs to the meaningful loss: give vocab= and codebooks= too{remedy}")
+        return plain_task(loss, task)
+    if other is not None:
         raise ConfigError(
-            f"{values[0]}= says what tokens stand for, but not which ones; give vocab= too "
-            f"(build_vocab_spec makes one)"
+            f"vocab= chooses the meaningful loss, and {other}= another one; keep one of them "
+            f"(loss=MeaningfulLoss(vocab, codebooks, …) takes every option)"
         )
-    if not modalities.get("use_ce", True):
-        raise ConfigError("use_ce=False leaves the reconstruction of values, which needs vocab= and codebooks=")
-    if settings is not None and read_settings(settings).get("enabled", True):
-        raise ConfigError(
-            "config.meaningful_loss and loss= or task= contradict: keep one, or set meaningful_loss.enabled to false"
-            if chosen
-            else "config.meaningful_loss needs the vocabulary and the codebooks: give the Trainer vocab= and codebooks="
-        )
+    if "use_ce" in modalities:
+        options["use_ce"] = modalities["use_ce"]
+    codebooks = join_codebooks(modalities.get("codebooks"), modalities)
+    return SupervisedTask(MeaningfulLoss(vocab, codebooks, edges=modalities.get("edges"), **options))

@@ -6,7 +6,7 @@ from typing import Any
 from etude.config import Document
 from etude.config.document import put_setting
 from etude.core import ConfigError
-from etude.multimodal.loss.settings import WEIGHT_OF, read_settings, spellings_of
+from etude.multimodal.loss.settings import WEIGHT_OF, read_settings
 from etude.multimodal.loss.strategy import ALIASES, MEANINGFUL
 
 HERE = "training.meaningful_loss"
@@ -77,5 +77,5 @@ def _put(document: Document, target: dict[str, Any], written: str, path: tuple[s
         target[key] = dict(inside)
         target = target[key]
     section = ".".join(("loss", *outer))
-    spellings = (name,) if outer else spellings_of([name])
+    spellings = (name, *(alias for alias, of in ALIASES.items() if of == name and not outer))
     put_setting(document, target, value, here=f"{HERE}.{written}", section=section, spellings=spellings, name=name)

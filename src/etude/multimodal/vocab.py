@@ -16,7 +16,7 @@ from torch import Tensor
 
 from etude.core.errors import ConfigError, DataError
 from etude.core.files import write_text
-from etude.core.spelling import suggest
+from etude.core.spelling import listed, suggest
 from etude.multimodal.tokenizers.arrays import as_codes
 
 PAD, MISS = "PAD", "MISS"
@@ -65,8 +65,7 @@ class VocabSpec:
     """One more than the largest id."""
 
     def __post_init__(self) -> None:
-        _check_special(self.special)
-        _check_modalities(self.modalities, self.special)
+        _check(self.special, self.modalities)
         modalities = dict(sorted(self.modalities.items(), key=lambda item: item[1].base))
         last = max((*self.special.values(), *(modality.stop - 1 for modality in modalities.values())))
         object.__setattr__(self, "special", dict(self.special))
@@ -228,16 +227,13 @@ def build_vocab_spec(
     """
     named = {"image": v_image, "scalar": v_scalar, "spectrum": v_spectra}
     sizes: dict[str, Any] = {name: size for name, size in named.items() if size is not None}
-    for name, size in (modalities or {}).items():
-        if name in sizes:
-            raise ConfigError(f"the size of the modality {name!r} is given twice: {sizes[name]} and {size}; keep one")
-        sizes[name] = size
-    if len(set(special)) != len(special):
-        twice = next(name for name in special if list(special).count(name) > 1)
-        raise ConfigError(f"the special token {twice!r} is given twice; keep one")
+    if twice := [name for name in modalities or {} if name in sizes]:
+        raise ConfigError(f"the size of the modality {twice[0]!r} is given twice; keep one")
+    if twice := [name for place, name in enumerate(special) if name in special[:place]]:
+        raise ConfigError(f"the special token {twice[0]!r} is given twice; keep one")
     ranges: dict[str, Modality] = {}
     base = len(special)
-    for name, size in sizes.items():
+    for name, size in {**sizes, **(modalities or {})}.items():
         size = int(size) if isinstance(size, np.integer) else size
         _check_whole(size, f"the size of the modality {name!r}", 1)
         ranges[name] = Modality(name, base, size)
@@ -249,43 +245,27 @@ def _place(token: "int | Modality") -> str:
     return f"id {token}" if isinstance(token, int) else f"{token.size} tokens from id {token.base}"
 
 
-def _check_special(special: Mapping[str, int]) -> None:
-    for name, token in special.items():
-        if not isinstance(name, str):
-            raise ConfigError(f"a special token is called {name!r}; names of special tokens are text")
-        _check_whole(token, f"the id of the special token {name!r}", 0)
+def _check(special: Mapping[str, int], modalities: Mapping[str, Modality]) -> None:
+    """Raise ConfigError unless all names are allowed and every id means one thing."""
     if missing := [name for name in (PAD, MISS) if name not in special]:
-        raise ConfigError(
-            f"the special tokens lack {' and '.join(missing)}; there are {', '.join(special) or 'none'}"
-        )
-    by_id: dict[int, str] = {}
-    for name, token in special.items():
-        if token in by_id:
-            raise ConfigError(f"the special tokens {by_id[token]!r} and {name!r} have the same id, {token}")
-        by_id[token] = name
-
-
-def _check_modalities(modalities: Mapping[str, Modality], special: Mapping[str, int]) -> None:
+        raise ConfigError(f"the special tokens lack {' and '.join(missing)}; there are {listed(map(str, special))}")
     for name, modality in modalities.items():
         if not isinstance(name, str) or not name.replace("-", "_").isidentifier() or not name[0].isalpha():
             raise ConfigError(
                 f"a modality is called {name!r}; names are made of letters, digits, '_' and '-' and begin with a letter"
             )
         if name in special or name != modality.name:
-            why = "a special token has that name" if name in special else f"it calls itself {modality.name!r}"
-            raise ConfigError(f"the modality {name!r} cannot be: {why}; rename it")
-        _check_whole(modality.base, f"the first id of the modality {name!r}", 0)
+            raise ConfigError(f"two things are called {name!r} or {modality.name!r}; rename the modality")
         _check_whole(modality.size, f"the size of the modality {name!r}", 1)
-        inside = next((one for one, token in special.items() if modality.base <= token < modality.stop), None)
-        if inside is not None:
-            raise ConfigError(
-                f"the modality {name!r} has the ids {modality.base} … {modality.stop - 1}, "
-                f"and {special[inside]} of them is {inside} already; move one of the two"
-            )
-    for first, second in pairwise(sorted(modalities.values(), key=lambda modality: modality.base)):
+    ranges = [*(Modality(name, token, 1) for name, token in special.items()), *modalities.values()]
+    for one in ranges:
+        if not isinstance(one.name, str):
+            raise ConfigError(f"a special token is called {one.name!r}; names are text")
+        _check_whole(one.base, f"the first id of {one.name!r}", 0)
+    for first, second in pairwise(sorted(ranges, key=lambda one: one.base)):
         if second.base < first.stop:
             raise ConfigError(
-                f"the modalities {first.name!r} ({first.base} … {first.stop - 1}) and {second.name!r} ({second.base} … "
+                f"{first.name!r} ({first.base} … {first.stop - 1}) and {second.name!r} ({second.base} … "
                 f"{second.stop - 1}) overlap; a token would mean two things"
             )
 

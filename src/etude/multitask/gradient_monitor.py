@@ -2,48 +2,20 @@
 
 import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
 
-from etude.checkpoint import check_kind, record_of
+from etude.checkpoint import check_kind
 from etude.config.registry import register
 from etude.core import ConfigError
 from etude.engine.callback import Logs, RunInfo
 from etude.multitask.gradients import TaskGradients, TaskGradientWatcher
 
-Pair = tuple[str, str]
-"""Two tasks, by name in the order of the alphabet."""
-
 MAX_PAIRS = 3
 """Pairs in conflict that a notice names."""
-
-_REPORT = record_of("TaskGradientReport", {"tasks": list[list[str | float]], "pairs": list[list[str | float]]})
-
-
-@dataclass(slots=True)
-class Tally:
-    """Norms of one task, or cosines of two."""
-
-    total: float = 0.0
-    steps: int = 0
-    """Steps in which the task, or both, had a gradient."""
-    conflicts: int = 0
-    """Those of them in which the cosine was negative."""
-
-    def add(self, value: float) -> None:
-        """Count a step."""
-        self.total += value
-        self.steps += 1
-        self.conflicts += value < 0
-
-    @property
-    def mean(self) -> float:
-        """The mean over the steps."""
-        return self.total / self.steps
 
 
 @dataclass(slots=True)
@@ -53,52 +25,52 @@ class TaskGradientReport:
     >>> report = TaskGradientReport()
     >>> report.add(("a", "b", "unlabelled"), [[4.0, -3.0, 0.0], [-3.0, 9.0, 0.0], [0.0, 0.0, 0.0]])
     >>> report.norms, report.cosines
-    ({'a': 2.0, 'b': 3.0}, {('a', 'b'): -0.5})
+    ({'a': 2.0, 'b': 3.0}, {'a/b': -0.5})
     >>> report.text()
-    'gradient norms from 2.0000 (a) to 3.0000 (b); in conflict: a and b (cosine -0.50, in 1 of 1 steps)'
+    'gradient norms from 2.0000 (a) to 3.0000 (b); in conflict: a/b (cosine -0.50, in 1 of 1 steps)'
     """
 
-    tasks: dict[str, Tally] = field(default_factory=dict)
-    pairs: dict[Pair, Tally] = field(default_factory=dict)
+    sums: dict[str, list[float]] = field(default_factory=dict)
+    """Of a task its norms, of two tasks, `a/b` in the order of the alphabet, their cosines: the sum over the steps in
+    which there were gradients, the number of these, and the number in which the cosine was negative."""
 
     def add(self, tasks: tuple[str, ...], products: list[list[float]], conflicts: bool = True) -> None:
         """Count a step. A gradient that is zero (no labels in the batch) or not finite has no part in it."""
         squares = {task: products[place][place] for place, task in enumerate(tasks)}
         norms = {task: math.sqrt(square) for task, square in squares.items() if 0 < square < math.inf}
-        for task, norm in norms.items():
-            self.tasks.setdefault(task, Tally()).add(norm)
-        pairs = itertools.combinations(enumerate(tasks), 2) if conflicts else ()
-        for (row, first), (column, second) in pairs:
+        values = dict(norms)
+        for (row, first), (column, second) in itertools.combinations(enumerate(tasks), 2) if conflicts else ():
             product = products[row][column]
             if first in norms and second in norms and math.isfinite(product):
                 # Rounding may take it a little beyond -1 or 1.
                 cosine = max(-1.0, min(1.0, product / (norms[first] * norms[second])))
-                pair = (first, second) if first < second else (second, first)
-                self.pairs.setdefault(pair, Tally()).add(cosine)
+                values["/".join(sorted((first, second)))] = cosine
+        for name, value in values.items():
+            total, steps, negative = self.sums.get(name, (0.0, 0, 0))
+            self.sums[name] = [total + value, steps + 1, negative + (value < 0)]
 
     @property
     def norms(self) -> dict[str, float]:
         """Mean norm by task."""
-        return {task: tally.mean for task, tally in self.tasks.items()}
+        return {name: total / steps for name, (total, steps, _) in self.sums.items() if "/" not in name}
 
     @property
-    def cosines(self) -> dict[Pair, float]:
-        """Mean cosine by pair."""
-        return {pair: tally.mean for pair, tally in self.pairs.items()}
+    def cosines(self) -> dict[str, float]:
+        """Mean cosine by pair, `a/b`."""
+        return {name: total / steps for name, (total, steps, _) in self.sums.items() if "/" in name}
 
     @property
-    def conflicts(self) -> dict[Pair, Tally]:
-        """The pairs that are in conflict on average, the worst first."""
-        found = [(tally.mean, pair) for pair, tally in self.pairs.items() if tally.mean < 0]
-        return {pair: self.pairs[pair] for _, pair in sorted(found)}
+    def conflicts(self) -> dict[str, float]:
+        """The mean cosine of the pairs that are in conflict on average, the worst first."""
+        return dict(sorted(((name, one) for name, one in self.cosines.items() if one < 0), key=lambda item: item[1]))
 
     def numbers(self) -> dict[str, float]:
         """Return the averages by the names they have in records."""
         numbers = {f"{task}/grad_norm": norm for task, norm in self.norms.items()}
-        numbers |= {f"grad_cosine/{first}/{second}": cosine for (first, second), cosine in self.cosines.items()}
-        if self.pairs:
-            looks = sum(tally.steps for tally in self.pairs.values())
-            numbers["grad_conflicts"] = sum(tally.conflicts for tally in self.pairs.values()) / looks
+        numbers |= {f"grad_cosine/{pair}": cosine for pair, cosine in self.cosines.items()}
+        pairs = [self.sums[pair] for pair in self.cosines]
+        if pairs:
+            numbers["grad_conflicts"] = sum(one[2] for one in pairs) / sum(one[1] for one in pairs)
         return numbers
 
     def text(self) -> str:
@@ -106,33 +78,15 @@ class TaskGradientReport:
         norms = sorted((norm, task) for task, norm in self.norms.items())
         (least, weakest), (most, strongest) = norms[0], norms[-1]
         words = f"gradient norms from {_short(least)} ({weakest}) to {_short(most)} ({strongest})"
-        if len(norms) == 1:
-            words = f"gradient norm {_short(most)} ({strongest})"
-        if not self.pairs:
+        if not self.cosines:
             return words
-        found = self.conflicts
-        if not found:
-            return f"{words}; no two tasks are in conflict on average"
-        named = [
-            f"{first} and {second} (cosine {tally.mean:.2f}, in {tally.conflicts} of {tally.steps} steps)"
-            for (first, second), tally in itertools.islice(found.items(), MAX_PAIRS)
-        ]
-        more = len(found) - len(named)
-        return f"{words}; in conflict: {', '.join(named)}" + (f" and {more} more" if more else "")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sums as lists, strings and numbers."""
-        return {
-            "tasks": [[task, *astuple(tally)] for task, tally in self.tasks.items()],
-            "pairs": [[*pair, *astuple(tally)] for pair, tally in self.pairs.items()],
-        }
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "TaskGradientReport":
-        """Return the report that `state_dict` wrote."""
-        check_kind(_REPORT, state, "report")
-        tasks = {task: Tally(*sums) for task, *sums in state["tasks"]}
-        return cls(tasks, {(first, second): Tally(*sums) for first, second, *sums in state["pairs"]})
+        named = []
+        for pair, cosine in itertools.islice(self.conflicts.items(), MAX_PAIRS):
+            _, steps, negative = self.sums[pair]
+            named.append(f"{pair} (cosine {cosine:.2f}, in {negative} of {steps} steps)")
+        more = len(self.conflicts) - len(named)
+        found = ", ".join(named) or "no two tasks on average"
+        return f"{words}; in conflict: {found}" + (f" and {more} more" if more else "")
 
 
 @register("callback", "task_gradients")
@@ -164,7 +118,7 @@ class TaskGradientMonitor(TaskGradientWatcher):
         """
         super().__init__()
         if every_steps < 1:
-            raise ConfigError(f"TaskGradientMonitor: every_steps is at least 1, found {every_steps}")
+            raise ConfigError(f"every_steps is {every_steps}; give 1 or more")
         self.every_steps = every_steps
         self.conflicts = conflicts
         self.report: TaskGradientReport | None = None
@@ -201,45 +155,37 @@ class TaskGradientMonitor(TaskGradientWatcher):
         """Sum up the epoch."""
         self._read()
         found, self._epoch = self._epoch, TaskGradientReport()
-        if not found.tasks:
+        if not found.sums:
             return
         self.report = found
         if self._is_main:
-            conflicts = [
-                {"tasks": list(pair), "cosine": tally.mean, "steps": tally.conflicts, "of": tally.steps}
-                for pair, tally in found.conflicts.items()
-            ]
             message = f"epoch {epoch + 1}: {found.text()}"
-            self.notify(message, event="task_gradients", norms=found.norms, conflicts=conflicts)
+            self.notify(message, event="task_gradients", norms=found.norms, conflicts=found.conflicts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums in flight and the last report."""
         self._read()
-        last = None if self.report is None else self.report.state_dict()
-        return {"window": self._window.state_dict(), "epoch": self._epoch.state_dict(), "report": last}
+        last = None if self.report is None else self.report.sums
+        return {"window": self._window.sums, "epoch": self._epoch.sums, "report": last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
+        check_kind(dict[str, dict[str, list[float]] | None], state, "state")
         self._pending.clear()
-        self._window = TaskGradientReport.from_state(state["window"])
-        self._epoch = TaskGradientReport.from_state(state["epoch"])
-        self.report = None if state["report"] is None else TaskGradientReport.from_state(state["report"])
+        self._window, self._epoch = (TaskGradientReport(dict(state[key])) for key in ("window", "epoch"))
+        self.report = None if state["report"] is None else TaskGradientReport(dict(state["report"]))
 
     def _read(self) -> None:
         """Read the products since the last time in one transfer, and add them up. Waits for the device."""
         pending, self._pending = self._pending, []
-        for tasks, products in _products(pending):
-            self._window.add(tasks, products, self.conflicts)
-            self._epoch.add(tasks, products, self.conflicts)
-
-
-def _products(looks: list[TaskGradients]) -> Iterable[tuple[tuple[str, ...], list[list[float]]]]:
-    if not looks:
-        return
-    values = iter(torch.cat([look.products.detach().flatten() for look in looks]).double().tolist())
-    for look in looks:
-        size = len(look.tasks)
-        yield look.tasks, [list(itertools.islice(values, size)) for _ in range(size)]
+        if not pending:
+            return
+        values = iter(torch.cat([one.products.detach().flatten() for one in pending]).double().tolist())
+        for one in pending:
+            size = len(one.tasks)
+            products = [list(itertools.islice(values, size)) for _ in range(size)]
+            self._window.add(one.tasks, products, self.conflicts)
+            self._epoch.add(one.tasks, products, self.conflicts)
 
 
 def _short(norm: float) -> str:

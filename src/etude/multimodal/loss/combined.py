@@ -8,27 +8,18 @@ from torch import Tensor
 
 from etude.core.errors import ConfigError
 from etude.core.model import HeadOutput
-from etude.core.spelling import suggest
 from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, cross_entropy_term, mean_of
 from etude.losses.linear import linear_cross_entropy
-from etude.multimodal.loss.reconstruction import Reconstruction
-from etude.multimodal.loss.settings import DEFAULTS, WEIGHT_OF, as_arguments, spellings_of
-from etude.multimodal.loss.terms import (
-    SHORT_NAMES,
-    check_modalities,
-    check_numbers,
-    check_output,
-    check_something_to_learn,
-    make_reconstructions,
-    meaningful_terms,
-    short_name,
-)
+from etude.multimodal.loss.settings import DEFAULTS, read_settings
+from etude.multimodal.loss.strategy import MeaningfulLoss
+from etude.multimodal.loss.terms import SHORT_NAMES, check_output, meaningful_terms, short_name
 from etude.multimodal.vocab import VocabSpec
 
-_ELSEWHERE = ("use_ce", "shift", "ignore_index", "label_smoothing", "fused_head")
-"""Settings of `MeaningfulLoss` that `combined_loss` has as arguments, or that say nothing to it."""
-_SETTINGS = spellings_of(name for name in DEFAULTS if name not in _ELSEWHERE)
+SETTINGS = tuple(
+    name for name in DEFAULTS if name not in ("use_ce", "shift", "ignore_index", "label_smoothing", "fused_head")
+)
+"""Settings of `MeaningfulLoss` in `config`; the others are arguments of `combined_loss`, or say nothing to it."""
 CODEBOOK_NAMES = {"image_codebook": "image", "spectrum_codebook": "spectrum", "scalar_centers": "scalar"}
 
 
@@ -50,10 +41,10 @@ def combined_loss(
 
     `logits` (B, L, V) line up with `targets` (B, L), the next tokens; targets of PAD or -100 do not count. Codebooks of
     other modalities than the three come by name in `codebooks`, edges of bins (for hl_gauss) in `edges`. `config` has
-    settings of `MeaningfulLoss`, such as `sample_k` and `kind`, and `weight_<modality>` for parts of `weights`. The
-    numbers are `loss_total`, `loss_ce` and one for each modality (`loss_img`, `loss_sca`, `loss_spec`, `loss_<name>`),
-    detached and on the device, so that nothing waits for it. Without `use_ce` the cross entropy is only measured,
-    unless the others are not `enabled`. Raises TrainingError if nothing is left to learn from.
+    settings of `MeaningfulLoss`, such as `sample_k`, `kind` and `weights`, or `weight_image` for a part of `weights`.
+    The numbers are `loss_total`, `loss_ce` and one for each modality (`loss_img`, `loss_sca`, `loss_spec`,
+    `loss_<name>`), detached and on the device, so that nothing waits for it. Without `use_ce` the cross entropy is only
+    measured, unless the others are not `enabled`. Raises TrainingError if nothing is left to learn from.
 
     >>> from etude.multimodal.vocab import build_vocab_spec
     >>> vocab = build_vocab_spec(v_scalar=3)
@@ -67,28 +58,14 @@ def combined_loss(
         "spectrum_codebook": spectrum_codebook,
         "scalar_centers": scalar_centers,
     }
-    settings = _read_config(config or {}, vocab)
+    books = join_codebooks(codebooks, given)
+    loss = _loss_of_last_call(vocab, books, dict(edges or {}), config or {}, use_ce)
     check_output(logits, vocab)
-    known = join_codebooks(codebooks, given)
-    reconstructions = {}
-    if settings["enabled"]:
-        kinds = {key: settings[key] for key in ("kind", "huber_delta", "hl_sigma")}
-        reconstructions = _last_call.reconstructions(vocab, known, dict(edges or {}), kinds)
-    use_ce = use_ce or not settings["enabled"]
-    check_something_to_learn(use_ce, {name: settings["weights"][name] for name in reconstructions})
     tokens = targets if targets.is_floating_point() else targets.long()
     labels = tokens.masked_fill(tokens == vocab.pad_id, IGNORE_INDEX)
-    terms: Terms = {"loss_ce": _cross_entropy(logits, labels, weighted=use_ce)}
-    terms |= meaningful_terms(
-        logits,
-        labels,
-        vocab,
-        reconstructions,
-        settings["weights"],
-        sample_k=settings["sample_k"],
-        metrics=False,
-        generator=generator,
-    )
+    terms: Terms = {"loss_ce": _cross_entropy(logits, labels, weighted=loss.use_ce)}
+    chosen: dict[str, Any] = {"sample_k": loss.sample_k, "metrics": False, "generator": generator}
+    terms |= meaningful_terms(logits, labels, vocab, loss.reconstructions, loss.weights, **chosen)
     means = {name: mean_of(term) for name, term in terms.items()}
     total = torch.stack([means[name] * term.weight for name, term in terms.items()]).sum()
     names = ("ce", *SHORT_NAMES.values(), *(short_name(name) for name in vocab.modalities))
@@ -99,53 +76,33 @@ def combined_loss(
 
 def join_codebooks(codebooks: Mapping[str, Any] | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return codebooks by modality, from a mapping and from those that have an argument of their own."""
-    found = dict(codebooks or {})
-    for argument, name in CODEBOOK_NAMES.items():
-        if given.get(argument) is None:
-            continue
-        if name in found:
-            raise ConfigError(f"the codebook of {name!r} is given twice, in codebooks and as {argument}; keep one")
-        found[name] = given[argument]
-    return found
+    named = {name: given[key] for key, name in CODEBOOK_NAMES.items() if given.get(key) is not None}
+    if twice := named.keys() & (codebooks or {}).keys():
+        raise ConfigError(f"the codebook of {twice.pop()!r} is given twice, in codebooks and by itself; keep one")
+    return {**(codebooks or {}), **named}
 
 
-class _LastCall:
-    """The reconstructions of the last call: a loop by hand comes with the same codebooks, and checking them waits."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Any, ...] = (None, None, None)
-
-    def reconstructions(
-        self, vocab: VocabSpec, codebooks: dict[str, Any], edges: dict[str, Any], kinds: dict[str, Any]
-    ) -> dict[str, Reconstruction]:
-        """Return `make_reconstructions` of these, made once as long as the tensors are the same and not changed."""
-        given = [*codebooks.items(), *edges.items()]
-        if not all(isinstance(values, Tensor) and not values.is_inference() for _, values in given):
-            return make_reconstructions(vocab, codebooks, edges=edges, **kinds)  # who knows whether they have changed
-        key = (vocab, str(kinds), [(name, id(values), values._version) for name, values in given])
-        last_key, _, found = self._last
-        if key != last_key:
-            found = make_reconstructions(vocab, codebooks, edges=edges, **kinds)
-            self._last = (key, given, found)  # tensors are kept, so that no other one gets the same id
-        return dict(found)
+_last: tuple[Any, Any, MeaningfulLoss] | None = None
 
 
-_last_call = _LastCall()
-
-
-def _read_config(config: Mapping[str, Any], vocab: VocabSpec) -> dict[str, Any]:
-    """Return all settings, with the weight of every modality; raise ConfigError for keys that have no meaning here."""
-    allowed = [*_SETTINGS, *(f"{WEIGHT_OF}{name}" for name in {**SHORT_NAMES, **vocab.modalities})]
-    for key in config:
-        if key not in allowed:
-            raise ConfigError(f"unknown key {key!r}{suggest(str(key), allowed, label='allowed')}")
-    others = {f"{WEIGHT_OF}{name}" for name in SHORT_NAMES if name not in vocab.modalities}
-    settings = {**DEFAULTS, **as_arguments({key: value for key, value in config.items() if key not in others})}
-    weights = settings["weights"] or {}
-    settings["weights"] = {**dict.fromkeys(vocab.modalities, settings["weight"]), **weights}
-    check_modalities(settings["weights"], vocab, "a weight")
-    check_numbers(settings["weights"], settings["sample_k"])
-    return settings
+def _loss_of_last_call(
+    vocab: VocabSpec, codebooks: dict[str, Any], edges: dict[str, Any], config: Mapping[str, Any], use_ce: bool
+) -> MeaningfulLoss:
+    """Return the loss of these; that of the last call if tensors and settings are the same: checking them waits."""
+    global _last
+    tensors = [*codebooks.items(), *edges.items()]
+    is_known = all(isinstance(one, Tensor) and not one.is_inference() for _, one in tensors)
+    versions = [(name, id(one), one._version) for name, one in tensors] if is_known else None
+    key = (vocab, versions, repr(config), use_ce)
+    if is_known and _last is not None and _last[0] == key:
+        return _last[2]
+    settings = read_settings(config, "config", names=SETTINGS)
+    weights = settings.pop("weights", {})
+    # Files name the weights of all three modalities, also where a vocabulary does not have them.
+    weights = {name: weight for name, weight in weights.items() if name in codebooks or name not in SHORT_NAMES}
+    loss = MeaningfulLoss(vocab, codebooks, edges=edges, use_ce=use_ce, weights=weights, **settings)
+    _last = (key, tensors, loss)  # tensors are kept, so that no other one gets the same id
+    return loss
 
 
 def _cross_entropy(predictions: HeadOutput | Tensor, labels: Tensor, *, weighted: bool) -> LossTerm:

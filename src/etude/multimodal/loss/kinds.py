@@ -149,4 +149,4 @@ def make_reconstruction(
         return Wasserstein(values)
     if kind == "hl_gauss":
         return HLGauss(values, hl_sigma, edges)
-    raise ConfigError(f"there is no kind of loss {kind!r}{suggest(kind, get_args(KindName))}")
+    raise ConfigError(f"there is no kind of loss {kind!r}{suggest(str(kind), get_args(KindName))}")

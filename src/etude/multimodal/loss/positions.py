@@ -1,6 +1,6 @@
 """Which positions a modality's loss looks at: all of its tokens, or up to k of them drawn at random."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,8 +8,7 @@ from torch import Tensor
 from etude.multimodal.vocab import Modality
 
 
-@dataclass(frozen=True, slots=True)
-class Positions:
+class Positions(NamedTuple):
     """Positions of one modality among N targets."""
 
     rows: Tensor | None
@@ -18,7 +17,7 @@ class Positions:
     """(n,) true tokens, counted from the modality's first one; 0 where the weight is 0."""
     row_weights: Tensor
     """(n,) 1, or what makes the sum over drawn positions stand for all; 0 for those of other tokens."""
-    count: Tensor | float
+    count: Tensor | float  # type: ignore[assignment]  # a tuple has a method of that name
     """How many of the N targets are of this modality, drawn or not."""
 
 
@@ -44,31 +43,22 @@ def choose_positions(
     """
     labels = targets.reshape(-1)
     belongs = _belong(labels, modality)
+    local = (labels - modality.base).masked_fill(~belongs, 0)
     if labels.is_cpu:
-        return _choose_known(labels, belongs, modality, most, generator)
+        rows = belongs.nonzero()[:, 0]
+        number, scale = len(rows), 1.0
+        if most is not None and number > most:
+            drawn = torch.rand(number, generator=generator).topk(most, sorted=False).indices
+            rows, scale = rows[drawn.sort().values], number / most
+        weights = torch.full((len(rows),), scale)
+        return Positions(None if len(rows) == len(labels) else rows, local[rows], weights, number)
     count = belongs.sum()
     if most is None or most >= len(labels):
-        local = (labels - modality.base).masked_fill(~belongs, 0)
         return Positions(None, local, belongs.float(), count)
     keys = torch.rand(len(labels), device=labels.device, generator=generator).masked_fill_(~belongs, -1.0)
     drawn, rows = keys.topk(most, sorted=False)
-    chosen = drawn >= 0
-    weights = torch.where(chosen, count / count.clamp(1, most), 0.0)
-    return Positions(rows, (labels[rows] - modality.base).masked_fill(~chosen, 0), weights, count)
-
-
-def _choose_known(
-    labels: Tensor, belongs: Tensor, modality: Modality, most: int | None, generator: torch.Generator | None
-) -> Positions:
-    rows = belongs.nonzero()[:, 0]
-    count, scale = len(rows), 1.0
-    if most is not None and count > most:
-        drawn = torch.rand(count, generator=generator).topk(most, sorted=False).indices
-        rows, scale = rows[drawn.sort().values], count / most
-    weights = torch.full((len(rows),), scale)
-    if len(rows) == len(labels):
-        return Positions(None, labels - modality.base, weights, count)
-    return Positions(rows, labels[rows] - modality.base, weights, count)
+    weights = torch.where(drawn >= 0, count / count.clamp(1, most), 0.0)
+    return Positions(rows, local[rows], weights, count)
 
 
 def _belong(targets: Tensor, modality: Modality) -> Tensor:

@@ -13,28 +13,24 @@ from torch import Tensor, nn
 
 from etude.config.registry import register
 from etude.core.batch import Batch
-from etude.core.errors import ConfigError, DataError
+from etude.core.errors import ConfigError, DataError, TrainingError
 from etude.core.model import ModelCall, unwrap
 from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, perplexity
 from etude.losses.fused_head import FusedHead, NamesItsHead
 from etude.losses.language import LanguageModelingLoss, is_encoder_decoder, token_predictions
 from etude.losses.strategies import Smoothing
-from etude.multimodal.codebooks.loading import load_codebook, load_npz_key
+from etude.multimodal.codebooks import load_codebook, load_npz_key
 from etude.multimodal.facts import check_vocabulary, describe_vocabulary
 from etude.multimodal.folder import Modalities
 from etude.multimodal.loss.positions import count_positions
 from etude.multimodal.loss.reconstruction import HL_SIGMA, HUBER_DELTA, KindName
 from etude.multimodal.loss.terms import (
-    check_codebooks,
     check_modalities,
-    check_numbers,
     check_output,
-    check_something_to_learn,
     make_reconstructions,
     meaningful_terms,
     short_name,
-    warn_of_unused,
 )
 from etude.multimodal.vocab import VocabSpec
 
@@ -137,11 +133,9 @@ class MeaningfulLoss(LanguageModelingLoss):
         )
         self._edges = {name: edges[name] for name in self.reconstructions if name in edges}
         self.weights = {name: (weights or {}).get(name, weight) for name in self.reconstructions}
-        check_numbers(self.weights, sample_k)
+        self._check_numbers()
         if enabled:
-            check_codebooks(self.reconstructions, weights or {}, kind)
-            warn_of_unused(self.reconstructions, huber_delta=huber_delta, hl_sigma=hl_sigma)
-        check_something_to_learn(self.use_ce, self.weights)
+            self._check_kinds(weights or {}, kind, huber_delta, hl_sigma)
         if (owner := vocab.modality_of(ignore_index)) is not None:
             raise ConfigError(
                 f"ignore_index {ignore_index} is a token of the modality {owner!r}; labels to ignore must be no token "
@@ -149,6 +143,38 @@ class MeaningfulLoss(LanguageModelingLoss):
             )
         self._chooses_head = fused_head is None
         self._tried: nn.Module | None = None
+
+    def _check_numbers(self) -> None:
+        for name, weight in self.weights.items():
+            if not 0 <= weight < math.inf:
+                raise ConfigError(f"the weight of the modality {name!r} is {weight!r}; give a number of 0 or more")
+        if self.sample_k is not None and self.sample_k < 1:
+            raise ConfigError(f"sample_k is {self.sample_k!r}; give a whole number of at least 1, or None for all")
+        if not self.use_ce and not any(self.weights.values()):
+            raise TrainingError(
+                "there is nothing to learn from: use_ce is off, and no modality has a codebook and a weight above 0"
+            )
+
+    def _check_kinds(
+        self, weights: Mapping[str, float], kind: str | Mapping[str, str], huber_delta: float, hl_sigma: float
+    ) -> None:
+        """Raise ConfigError if a modality has a weight or a kind and no codebook; warn of settings without effect."""
+        kinds = kind if isinstance(kind, Mapping) else {}
+        for what, names in (("weight", [name for name in weights if weights[name]]), ("kind", kinds)):
+            if without := [name for name in names if name not in self.reconstructions]:
+                raise ConfigError(
+                    f"the modality {without[0]!r} has a {what} and no codebook, so there is no value to compare; give "
+                    f"its codebook, or leave the {what} out"
+                )
+        if not self.reconstructions:
+            logger.warning("no modality has a codebook: the meaningful loss is cross entropy alone")
+        used = {one.name for one in self.reconstructions.values()}
+        for setting, is_default, name in (
+            ("huber_delta", huber_delta == HUBER_DELTA, "huber"),
+            ("hl_sigma", hl_sigma == HL_SIGMA, "hl_gauss"),
+        ):
+            if not is_default and name not in used:
+                logger.warning("%s is set, but no modality has the kind %s: it changes nothing", setting, name)
 
     def run(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
         """Run the model, without its output layer where that is possible."""

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from etude.core.files import write_text
 from etude.data import Streams
 from etude.distributed import before_joining
 from etude.monitor import RunFolder
-from etude.multitask.compare.tables import ComparedRun, Comparison, Measured
+from etude.multitask.compare.tables import ComparedNumber, ComparedRun, Comparison, Measured, note_on_chance
 from etude.multitask.sections import variants_of
 
 
@@ -52,6 +52,7 @@ class ComparedRuns:
                 f"every model; set it to true"
             )
         self.runner, self.root, self.progress, self.tell = runner, root, progress, tell
+        self.experiment: str = config.name
         self.data = runner.data(config)
         self._check_splits(config)
         self.runs: list[ComparedRun] = []
@@ -69,8 +70,11 @@ class ComparedRuns:
         self.found.setdefault(name, []).append(found["splits"])
         return self.runs[-1]
 
-    def write(self, comparison: Comparison) -> Comparison:
-        """Write `compare.json` and `compare.md`."""
+    def write(self, settings: Mapping[str, Any], rows: Iterable[ComparedNumber], *notes: str) -> Comparison:
+        """Return the comparison; write it to `compare.json` and `compare.md`."""
+        seeds = tuple(dict.fromkeys(run.seed for run in self.runs))
+        runs, notes = tuple(self.runs), (*notes, note_on_chance(seeds))
+        comparison = Comparison(self.experiment, settings, seeds, runs, tuple(rows), notes)
         write_text(self.root / "compare.json", json.dumps(comparison.to_dict(), indent=2) + "\n")
         write_text(self.root / "compare.md", comparison.to_markdown())
         return comparison

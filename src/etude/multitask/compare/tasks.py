@@ -12,11 +12,13 @@ from etude.core.spelling import suggest
 from etude.data import DataLoader, DataSplits, Streams, make_loader
 from etude.engine.step import GradientAccumulator
 from etude.multitask.compare.runs import ComparedRuns, Runner, Tell, chosen_seeds, folder_of, with_training
-from etude.multitask.compare.tables import MULTI, Comparison, make_rows, task_notes
+from etude.multitask.compare.tables import Comparison, make_rows
 from etude.multitask.sections import TaskSection, TaskVariant, variants_of
 from etude.multitask.spec import TaskSpec, learns_from
 
 BUDGETS = ("share", "whole")
+MULTI = "multi-task"
+"""The name of the run that learns all tasks."""
 
 
 def compare_tasks(
@@ -49,28 +51,24 @@ def compare_tasks(
             f"of each, found {len(config.tasks or {})}"
         )
     runs = ComparedRuns(runner, config, folder_of(config, out, "compare"), progress, tell)
-    chosen = chosen_seeds(config, seeds)
-    for seed in chosen:
+    differing: dict[str, None] = {}
+    for seed in chosen_seeds(config, seeds):
         whole = with_training(config, seed=seed)
         multi = runs.add(MULTI, whole, runs.data, f"one model for {', '.join(config.tasks)}")
         for task in config.tasks:
             alone = single_task_config(whole, task, runs.data)
-            own = runner.data(alone)
-            steps = multi.steps if budget == "whole" else steps_for(own, multi.samples[task])
+            own, share = runner.data(alone), multi.samples[task]
+            steps = multi.steps if budget == "whole" else steps_for(own, share)
             alone = _for_steps(alone, steps, of_steps=multi.steps)
-            runs.add(task, alone, own, f"a model for {task} alone, {steps} steps")
-    return runs.write(
-        Comparison(
-            experiment=config.name,
-            title=f"{config.name}: one model for all tasks, or one for each",
-            columns=(MULTI, "single-task", "difference", "better"),
-            settings={"budget": budget},
-            seeds=chosen,
-            runs=tuple(runs.runs),
-            rows=make_rows(config.tasks, runs.found),
-            notes=task_notes(budget, chosen, runs.runs),
-        )
-    )
+            read = runs.add(task, alone, own, f"a model for {task} alone, {steps} steps").samples[task]
+            if budget == "share" and read != share:
+                differing[f"{task} {read:,} instead of {share:,}"] = None
+    models = {task: {MULTI: runs.found[MULTI], "single-task": runs.found[task]} for task in config.tasks}
+    rows = [row for task, found in models.items() for row in make_rows(task, found)]
+    what = "took as many steps" if budget == "whole" else "read as many samples of its task"
+    rounded = f", rounded up to whole steps ({'; '.join(differing)})" if differing else ""
+    note = f"budget {budget}: each single-task model {what} as the multi-task model{rounded}"
+    return runs.write({"budget": budget}, rows, note)
 
 
 def single_task_config(config: Any, task: str, data: Any) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 from etude.config import lookup
 from etude.core import ConfigError
 from etude.multitask.compare.runs import ComparedRuns, Runner, Tell, chosen_seeds, folder_of, with_training
-from etude.multitask.compare.tables import Comparison, make_weighting_rows, spread_note
+from etude.multitask.compare.tables import Comparison, make_rows
 
 
 def compare_weightings(
@@ -44,23 +44,8 @@ def compare_weightings(
         for name in weightings
     }
     runs = ComparedRuns(runner, own, folder_of(own, out, "compare-weightings"), progress, tell)
-    chosen = chosen_seeds(own, seeds)
-    for seed in chosen:
+    for seed in chosen_seeds(own, seeds):
         for name, config in configs.items():
             runs.add(name, with_training(config, seed=seed), runs.data, name)
-    note = spread_note(chosen) or "one seed: a difference may be chance; try several with --seeds 5"
-    return runs.write(
-        Comparison(
-            experiment=own.name,
-            title=f"{own.name} with several weightings",
-            columns=tuple(configs),
-            settings={"weightings": tuple(configs)},
-            seeds=chosen,
-            runs=tuple(runs.runs),
-            rows=make_weighting_rows(own.tasks, runs.found),
-            notes=(
-                f"{note}; * is the best mean of its row",
-                "every model after its last step, on the test split where its task has one",
-            ),
-        )
-    )
+    rows = [row for task in own.tasks for row in make_rows(task, runs.found)]
+    return runs.write({"weightings": tuple(configs)}, rows, "every model after its last step")

@@ -16,8 +16,7 @@ from etude.multitask.curriculum import Curriculum, CurriculumState, Phase
 from etude.multitask.task import MultiTask
 
 _STATE = record_of(
-    "Curriculum",
-    {"begun": list[dict[str, Any]], "epoch": int, "step": int, "measured": dict[str, float]},
+    "Curriculum", {"begun": list[dict[str, Any]], "epoch": int, "step": int, "measured": dict[str, float]}
 )
 
 

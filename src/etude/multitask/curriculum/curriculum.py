@@ -8,7 +8,7 @@ from typing import Any
 
 from etude.core.errors import CheckpointError, ConfigError
 from etude.core.spelling import suggest
-from etude.multitask.curriculum.phase import ALL, Phase, Start, check_weight
+from etude.multitask.curriculum.phase import ALL, Phase, Ramp, Start, check_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,7 @@ class CurriculumState:
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "CurriculumState":
         """Return the state that `to_dict` wrote."""
-        try:
-            entries = [(str(entry["phase"]), float(entry["epoch"]), int(entry["step"])) for entry in state["begun"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the saved curriculum cannot be read: {error!r}; resume from another checkpoint"
-            ) from None
-        return cls(tuple(PhaseStart(*entry) for entry in entries))
+        return cls(tuple(PhaseStart(entry["phase"], entry["epoch"], entry["step"]) for entry in state["begun"]))
 
 
 class Curriculum:
@@ -89,7 +83,7 @@ class Curriculum:
 
         Phases with a fixed start are recorded at that start, however late this is called.
         """
-        _check_moment(epoch, step)
+        _check_epoch(epoch)
         starts, place, waiting = list(state.starts), self._place(state) + 1, False
         for phase in self.phases[place:]:
             start = phase.begins
@@ -149,23 +143,16 @@ class Curriculum:
 
     def _state(self, epoch: float, step: int, state: CurriculumState | None) -> CurriculumState:
         if state is not None and state.starts:
-            _check_moment(epoch, step)
+            _check_epoch(epoch)
             return state
-        for phase in self.phases:
-            start = phase.begins
-            if not start.fixed:
-                raise ConfigError(
-                    f"phase '{phase.name}' begins when {start.text}, which epoch and step do not tell; "
-                    f"give the state that Curriculum.advance returns"
-                )
+        for phase in self.phases[1:]:
             # In which epoch a step falls is not known here: a ramp in the other unit would start at the wrong moment.
-            unit, other = ("epochs", "steps") if start.step is None else ("steps", "epochs")
-            ramp_unit = "epochs" if phase.ramp.steps is None else "steps"
-            known = phase is self.phases[0] or start == Start(epoch=1)
-            if not known and ramp_unit == other and getattr(phase.ramp, other):
+            start, ramp = phase.begins, phase.ramp
+            same_unit = (start.step is None) == (ramp.steps is None) or start == Start(epoch=1)
+            if not start.fixed or not (same_unit or ramp == Ramp(ramp.start, 0) or ramp.steps == 0):
                 raise ConfigError(
-                    f"phase '{phase.name}' begins at {start.text}, but its ramp counts {other}; give the ramp in "
-                    f"{unit}, or the state that Curriculum.advance returns"
+                    f"phase '{phase.name}' begins at {start.text} with {ramp}, which epoch and step do not tell; "
+                    f"give the state that Curriculum.advance returns, or the ramp in the unit of the start"
                 )
         return self.advance(CurriculumState(), epoch, step)
 
@@ -181,36 +168,24 @@ class Curriculum:
         return self._places[state.starts[-1].phase]
 
 
-def _check_moment(epoch: float, step: int) -> None:
-    if not (math.isfinite(epoch) and epoch >= 1):
+def _check_epoch(epoch: float) -> None:
+    if not 1 <= epoch < math.inf:
         raise ConfigError(f"epoch {epoch}: epochs are counted from 1")
-    if step < 0:
-        raise ConfigError(f"step {step}: steps are counted from 0")
 
 
 def _check_phases(phases: tuple[Phase, ...]) -> None:
-    if not phases:
-        raise ConfigError("a curriculum has no phases; give at least one, which begins at epoch 1")
+    if not phases or phases[0].begins not in (Start(epoch=1), Start(step=0)):
+        first = f"'{phases[0].name}' begins at {phases[0].begins.text}" if phases else "there are no phases"
+        raise ConfigError(f"the first phase of a curriculum begins at epoch 1 or step 0, but {first}")
     names = [phase.name for phase in phases]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"two phases are called '{twice[0]}'; give each its own name")
-    first = phases[0].begins
-    if first not in (Start(epoch=1), Start(step=0)):
-        raise ConfigError(
-            f"the first phase, '{phases[0].name}', begins at {first.text}; let it begin at epoch 1 or step 0, "
-            f"because nothing would be trained before"
-        )
     for unit in ("epoch", "step"):
         timed = [(phase, at) for phase in phases if (at := getattr(phase.begins, unit)) is not None]
         for (earlier, first), (later, second) in pairwise(timed):
-            if first == second:
+            if first >= second:
                 raise ConfigError(
-                    f"phases '{earlier.name}' and '{later.name}' both begin at {later.begins.text}; move one of them"
-                )
-            if first > second:
-                raise ConfigError(
-                    f"phase '{later.name}' begins at {later.begins.text}, before '{earlier.name}' "
+                    f"phase '{later.name}' begins at {later.begins.text}, not after '{earlier.name}' "
                     f"({earlier.begins.text}), which stands above it; list phases in the order in which they begin"
                 )
 

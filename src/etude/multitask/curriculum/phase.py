@@ -39,21 +39,14 @@ class Start:
 
     def __post_init__(self) -> None:
         ways = [name for name in ("epoch", "step", "metric") if getattr(self, name) is not None]
-        if len(ways) != 1:
-            raise ConfigError(
-                f"a phase begins in one way, but {' and '.join(ways) or 'none'} is given; give epoch, step or metric"
-            )
         bounds = [value for value in (self.below, self.above) if value is not None]
-        if self.metric is not None and len(bounds) != 1:
-            raise ConfigError(f"a phase that begins by the metric '{self.metric}' needs either below or above")
-        if self.metric is None and bounds:
-            raise ConfigError("below and above belong to a metric; name it with metric")
-        if any(not math.isfinite(value) for value in bounds):
-            raise ConfigError(f"the value {bounds[0]} of '{self.metric}' is never reached; give a finite number")
-        if self.epoch is not None and self.epoch < 1:
-            raise ConfigError(f"a phase begins at epoch {self.epoch}, but the first epoch is 1")
-        if self.step is not None and self.step < 0:
-            raise ConfigError(f"a phase begins at step {self.step}, but the first step is 0")
+        if len(ways) != 1 or len(bounds) != (self.metric is not None) or not all(map(math.isfinite, bounds)):
+            raise ConfigError(
+                f"a phase begins in one way: epoch, step, or metric with a finite number below or above; "
+                f"found {' and '.join(ways) or 'none'}, and {bounds or 'no number'}"
+            )
+        if (self.epoch is not None and self.epoch < 1) or (self.step is not None and self.step < 0):
+            raise ConfigError(f"a phase begins at {self.text}, but the first epoch is 1 and the first step is 0")
 
     @property
     def fixed(self) -> bool:
@@ -97,12 +90,8 @@ class Ramp:
     """The steps until a new task counts in full, instead of epochs."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start <= 1:
-            raise ConfigError(f"a ramp starts at {self.start}; it must lie between 0 and 1")
-        if not (math.isfinite(self.epochs) and self.epochs >= 0):
-            raise ConfigError(f"a ramp takes {self.epochs} epochs; give a finite number, 0 or more")
-        if self.steps is not None and self.steps < 0:
-            raise ConfigError(f"a ramp takes {self.steps} steps; give 0 or more")
+        if not (0 <= self.start <= 1 and 0 <= self.epochs < math.inf and (self.steps or 0) >= 0):
+            raise ConfigError(f"a ramp starts between 0 and 1 and takes 0 or more epochs or steps, found {self}")
 
     def at(self, epochs: float, steps: int) -> float:
         """Return the factor so many epochs and steps after the task came in."""
@@ -139,22 +128,14 @@ class Phase:
     """A factor of the learning rate."""
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError("a phase needs a name")
         if isinstance(self.start, int):
             object.__setattr__(self, "start", Start(epoch=self.start))
         if isinstance(self.tasks, str) and self.tasks != ALL:
             raise ConfigError(f"phase '{self.name}': tasks is '{self.tasks}'; give a list of names, or '{ALL}'")
         if not isinstance(self.tasks, str):
-            object.__setattr__(self, "tasks", tuple(self.tasks))
-        if not self.tasks:
-            raise ConfigError(f"phase '{self.name}' has no tasks; name at least one, or leave the phase out")
-        twice = sorted({task for task in self.tasks if self.tasks.count(task) > 1} if self.tasks != ALL else ())
-        if twice:
-            raise ConfigError(f"phase '{self.name}' names {', '.join(twice)} twice")
-        self._check_numbers()
-
-    def _check_numbers(self) -> None:
+            object.__setattr__(self, "tasks", tuple(dict.fromkeys(self.tasks)))
+        if not self.name or not self.tasks:
+            raise ConfigError(f"phase '{self.name}' has no name or no tasks; give both, or leave the phase out")
         for source, weight in (self.mixture or {}).items():
             check_weight(weight, f"phase '{self.name}': the mixture weight of '{source}'")
         if self.mixture is not None and not any(self.mixture.values()):
