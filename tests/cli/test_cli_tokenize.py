@@ -14,7 +14,7 @@ LINES = [
     f"document number {number}: the quick brown fox, {number % 7} jumps over {number * number % 11} lazy dogs\n" * 3
     for number in range(60)
 ]
-SMALL = ("--vocab-size", 280, "--validation", 0.2, "--test", 0.2, "--workers", 1)
+SMALL = ("--vocab-size", 280, "--validation", 0.2, "--test", 0.2)
 
 
 @pytest.fixture
@@ -74,7 +74,6 @@ def test_quiet_shows_no_progress(etude, texts):
         (["broken.txt.gz"], "broken.txt.gz is not a readable gzip file"),
         (["texts", "--out", "bad.json"], "bad.json cannot be written: "),
         (["texts", "--out", "bad.json/x"], "bad.json/x cannot be written: Not a directory"),
-        (["texts", "--workers", 0], "workers must be at least 1"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else None,
 )

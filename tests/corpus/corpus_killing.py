@@ -1,7 +1,7 @@
 """A program that makes a corpus again and again, killed each time at another point, until it is done.
 
 Arguments: the folder of texts, the folder for the corpus, and which points to kill at (every N-th). Each attempt is a
-process of its own that kills itself with SIGKILL when it is told of progress for the N-th time.
+process of its own that kills itself with SIGKILL at the N-th call for progress.
 """
 
 import os
@@ -10,22 +10,21 @@ import sys
 
 from corpus_texts import SMALL
 
-from etude.corpus import index, job, prepare_corpus
+from etude.corpus import index, prepare_corpus
 
-job._SCAN_FILES = 8  # so that there is something to go on with
-index.PART_BYTES = (1 << 10, 1 << 10)
+index.PART_BYTES = (1 << 10, 1 << 10)  # so that there is something to go on with
 
 
 def attempt(folder: str, out: str, kill_at: int) -> None:
-    told = 0
+    calls = 0
 
     def progress(step: str, done: int, total: int) -> None:
-        nonlocal told
-        told += 1
-        if told == kill_at:
+        nonlocal calls
+        calls += 1
+        if calls == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    prepare_corpus([folder], out, progress=progress, **{**SMALL, "workers": 2})
+    prepare_corpus([folder], out, progress=progress, **SMALL)
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ def write_folder(folder: Path, documents: list[str], ending: str = ".txt") -> Pa
     return folder
 
 
-SMALL = {"vocab_size": 300, "validation": 0.2, "test": 0.2, "workers": 1}
+SMALL = {"vocab_size": 300, "validation": 0.2, "test": 0.2}
 """Options that suit these texts."""
 
 

@@ -1,4 +1,4 @@
-"""A corpus is a function of its documents and options: the same bytes from any files, in any order, by any workers."""
+"""A corpus is a function of its documents and options: the same bytes from any files, in any order."""
 
 import gzip
 import json
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def corpus(folder, tmp_path_factory):
-    """A corpus of 60 documents, made by one worker."""
+    """A corpus of 60 documents."""
     return prepare_corpus([folder], tmp_path_factory.mktemp("corpus") / "made", **SMALL)
 
 
@@ -86,12 +86,12 @@ def test_report_agrees_with_plain_formulas(corpus):
     assert tokens["train"].dtype == np.uint16
 
 
-def test_same_bytes_from_other_files_order_and_workers(corpus, tmp_path):
-    """Names, folders, dates, formats, packing and the number of workers leave no trace."""
+def test_same_bytes_from_other_files_and_order(corpus, tmp_path):
+    """Names, folders, dates, formats and packing leave no trace."""
     one_by_one = write_folder(tmp_path / "z", DOCUMENTS[::-1], ".md")
     for path in list(one_by_one.iterdir())[:20]:
         os.utime(path, (1, 1))
-    report = prepare_corpus([one_by_one], tmp_path / "files", **{**SMALL, "workers": 4})
+    report = prepare_corpus([one_by_one], tmp_path / "files", **SMALL)
     assert content(report.folder) == content(corpus.folder)
 
     def line(text):
@@ -222,7 +222,7 @@ def words_tokenizer(tmp_path):
 
 def test_given_tokenizer_is_used_as_it_is(words_tokenizer, tmp_path):
     folder = write_folder(tmp_path / "in", [f"w{n} w{n} w1 w2 w3 w4 unknown" for n in range(5, 40)])
-    options = {"validation": 0.2, "test": 0, "workers": 1, "tokenizer": str(words_tokenizer)}
+    options = {"validation": 0.2, "test": 0, "tokenizer": str(words_tokenizer)}
     with pytest.raises(DataError, match=r"no known token for the end of a text; .* --end-token"):
         prepare_corpus([folder], tmp_path / "out", **options)
     report = prepare_corpus([folder], tmp_path / "out", **options, end_token="<end>")
@@ -245,9 +245,7 @@ def test_tokenizer_config_names_the_end(words_tokenizer):
 
 def test_trained_tokenizer_can_be_given_to_another_corpus(corpus, tmp_path):
     folder = write_folder(tmp_path / "in", texts(20, seed=5))
-    report = prepare_corpus(
-        [folder], tmp_path / "out", tokenizer=str(corpus.folder), validation=0.3, test=0, workers=1
-    )
+    report = prepare_corpus([folder], tmp_path / "out", tokenizer=str(corpus.folder), validation=0.3, test=0)
     assert report.tokenizer_sha256 == corpus.tokenizer_sha256
     assert report.special_ids == corpus.special_ids
     found = documents_of(report.folder)
@@ -351,7 +349,6 @@ def test_nothing_is_left_behind(corpus):
         ({"vocab_size": 10**9}, "vocab_size must be at most"),
         ({"min_chars": 5, "max_chars": 3}, "no document is left"),
         ({"cut_chars": 2}, "cut_chars must be at least 16"),
-        ({"workers": 0}, "workers must be at least 1"),
         ({"tokenizer": "nowhere"}, "tokenizer nowhere does not exist; give a tokenizer.json"),
         ({"max_chars": 20}, r"no text in any of 60 files \(60 too long\)"),
     ],

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -13,10 +12,9 @@ import pytest
 from corpus_texts import SMALL, content, texts, write_folder
 
 from etude.core.errors import DataError
-from etude.corpus import ensure_corpus, index, job, prepare_corpus
-from etude.corpus.job import WORK
-from etude.corpus.place import folder_lock
-from etude.corpus.pool import Unfinished
+from etude.corpus import ensure_corpus, index, prepare_corpus
+from etude.corpus.making import WORK
+from etude.corpus.report import folder_lock
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs signals")
@@ -35,8 +33,7 @@ def whole(folder, tmp_path_factory):
 
 @pytest.fixture
 def many_parts(monkeypatch):
-    """Small tasks, so that there is something to go on with."""
-    monkeypatch.setattr(job, "_SCAN_FILES", 8)
+    """Small parts, so that there is something to go on with."""
     monkeypatch.setattr(index, "PART_BYTES", (1 << 10, 1 << 10))
 
 
@@ -74,22 +71,28 @@ def stop_at(step, done_at_least=1):
     return progress
 
 
-@pytest.mark.parametrize("step", ["reading", "encoding", "writing"])
-def test_goes_on_from_finished_tasks(folder, whole, tmp_path, many_parts, step):
+@pytest.mark.parametrize("step", ["encoding", "writing"])
+def test_goes_on_from_finished_parts(folder, whole, tmp_path, many_parts, step):
     out = tmp_path / "out"
     with pytest.raises(Stop):
         prepare_corpus([folder], out, progress=stop_at(step), **SMALL)
     (work,) = out.glob(f"{WORK}*")
     kept = {path: path.stat().st_mtime_ns for path in work.glob("*.npz")}
-    assert kept
-    seen = {}
-    report = prepare_corpus([folder], out, progress=lambda name, done, total: seen.setdefault(name, done), **SMALL)
-    assert not report.reused
-    assert seen["reading" if step == "reading" else "encoding"] > 0, "what was done is not done again"
+    assert len(kept) >= 2
+    steps = []
+
+    def progress(name, done, total):
+        steps.append(name)
+        if name == "writing":
+            assert kept.items() <= {path: path.stat().st_mtime_ns for path in work.glob("*.npz")}.items()
+
+    assert not prepare_corpus([folder], out, progress=progress, **SMALL).reused
+    assert "writing" in steps
+    assert "reading" not in steps, "what was done is not done again"
     assert content(out) == whole
 
 
-def test_changed_inputs_begin_anew(whole, tmp_path, many_parts, caplog):
+def test_changed_inputs_begin_again(whole, tmp_path, many_parts, caplog):
     folder, out = write_folder(tmp_path / "in", texts(60)), tmp_path / "out"
     (folder / "59.txt").write_text("another text in its place")
     with pytest.raises(Stop):
@@ -110,7 +113,7 @@ def test_killed_while_replacing_another_corpus(folder, whole, tmp_path, many_par
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr("etude.corpus.job.CorpusReport", stop)  # the files are in place, dataset.json is not
+        patch.setattr("etude.corpus.making.CorpusReport", stop)  # the files are in place, dataset.json is not
         with pytest.raises(Stop):
             prepare_corpus([folder], out, overwrite=True, **SMALL)
     assert not (out / "dataset.json").exists()
@@ -124,7 +127,7 @@ def test_killed_while_cleaning_up(whole, tmp_path, many_parts, monkeypatch):
     packed.write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts(60)).encode()))
 
     def remove_some(path, **_):
-        for kept in [*path.glob("text-*"), *path.glob("train-*")]:
+        for kept in [*path.glob("texts"), *path.glob("train-*")]:
             kept.unlink()
         raise Stop
 
@@ -136,75 +139,14 @@ def test_killed_while_cleaning_up(whole, tmp_path, many_parts, monkeypatch):
     assert content(out) == whole, "and the rest is removed, too"
 
 
-def test_damaged_part_is_made_anew(folder, whole, tmp_path, many_parts):
-    out = tmp_path / "out"
-    with pytest.raises(Stop):
-        prepare_corpus([folder], out, progress=stop_at("writing", 0), **SMALL)
-    (part,) = out.glob(f"{WORK}*/train-0.npz")
-    raw = bytearray(part.read_bytes())
-    raw[200] ^= 1
-    part.write_bytes(raw)
-    with pytest.raises(Unfinished, match=r"train-0\.npz is damaged"):
-        prepare_corpus([folder], out, **SMALL)
-    prepare_corpus([folder], out, **SMALL)
-    assert content(out) == whole
-
-
-def test_worker_that_dies_is_told_and_what_was_done_is_kept(folder, whole, tmp_path, many_parts):
-    out = tmp_path / "out"
-
-    def kill_a_worker(name, done, total):
-        if name == "encoding" and done:
-            for process in multiprocessing.active_children():
-                process.kill()
-
-    with pytest.raises(Unfinished, match=r"a worker process was ended by signal 9, .* run the command again"):
-        prepare_corpus([folder], out, progress=kill_a_worker, **SMALL)
-    assert list(out.glob(f"{WORK}*/train-0.npz"))
-    prepare_corpus([folder], out, **SMALL)
-    assert content(out) == whole
-
-
-def test_no_worker_outlives_an_interrupted_run(folder, tmp_path, many_parts):
-    started = []
-
+def test_an_interrupted_run_says_how_to_go_on(folder, tmp_path, many_parts):
     def interrupt(name, done, total):
         if name == "encoding" and done:
-            started.extend(multiprocessing.active_children())
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as caught:
-        prepare_corpus([folder], tmp_path / "out", progress=interrupt, **{**SMALL, "workers": 3})
+        prepare_corpus([folder], tmp_path / "out", progress=interrupt, **SMALL)
     assert caught.value.__notes__ == ["run the same command again to go on"]
-    assert len(started) == 3
-    assert not any(process.is_alive() for process in started)
-
-
-def test_no_worker_outlives_a_killed_run(folder, tmp_path):
-    """The workers, which hold the other end of a pipe, are gone when nobody holds it any more."""
-    code = (
-        "import os, signal, sys\n"
-        "from etude.corpus import prepare_corpus\n"
-        "def kill(step, done, total):\n"
-        "    if step == 'encoding' and done: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "prepare_corpus([sys.argv[1]], sys.argv[2], vocab_size=300, validation=0.2, test=0.2, progress=kill)\n"
-    )
-    command = [sys.executable, "-c", code, str(folder), str(tmp_path / "out")]
-    killed = subprocess.run(command, stderr=subprocess.PIPE, timeout=60)  # until the last one has closed its stderr
-    assert killed.returncode == -9
-
-
-def test_a_script_without_a_main_guard(folder, whole, tmp_path):
-    """Workers do not run the script that started them."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "print('run')\n"
-        "from etude.corpus import prepare_corpus\n"
-        f"prepare_corpus([{str(folder)!r}], 'out', vocab_size=300, validation=0.2, test=0.2, workers=2)\n"
-    )
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "run\n", "")
-    assert content(tmp_path / "out") == whole
 
 
 # ------------------------------------------------------------------------------------------------ several processes

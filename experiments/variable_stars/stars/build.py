@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.errors import DataError
-from etude.corpus.place import folder_lock, write_json
+from etude.corpus.report import folder_lock, write_json
 from etude.multimodal import MultimodalWriter, ScalarTokenizer, Tokenizer, VectorTokenizer, write_modalities
 from etude.multimodal.vocab import VocabSpec, build_vocab_spec
 from stars.catalogue import Catalogue, fetch, mend, read, take

@@ -49,7 +49,6 @@ def tokenize(
     tokenizer_bytes: Annotated[
         int, typer.Option(help="Train the tokenizer on at most this much text, sampled.")
     ] = 100_000_000,
-    workers: Annotated[int | None, typer.Option(help="Worker processes [default: one per core].")] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a corpus that is already in the folder.")
     ] = False,
@@ -66,7 +65,6 @@ def tokenize(
         report = prepare_corpus(
             inputs or [],
             out,
-            workers=workers,
             overwrite=overwrite,
             progress=progress,
             vocab_size=vocab_size,

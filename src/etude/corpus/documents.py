@@ -1,4 +1,4 @@
-"""The documents of text and JSONL files: read once, hashed, and kept as plain text where workers find them again."""
+"""The documents of text and JSONL files: read once, hashed, and kept as plain text in one file."""
 
 import gzip
 import hashlib
@@ -7,9 +7,9 @@ import json
 import struct
 import unicodedata
 import zlib
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -18,17 +18,16 @@ from numpy.typing import NDArray
 
 from etude.core.errors import DataError
 from etude.core.files import replacing
+from etude.core.spelling import shorten
 from etude.corpus.options import CorpusOptions
 from etude.corpus.sources import Source
 
 HEAD_BYTES = 8192
 """Where a zero byte shows that a file is not text."""
 
-LOCATION = np.dtype(
-    [(name, "<u8") for name in ("high", "low", "raw")] + [(name, "<i8") for name in ("file", "offset", "size")]
-)
+LOCATION = np.dtype([*((name, "<u8") for name in ("high", "low", "raw")), ("offset", "<i8"), ("size", "<i8")])
 """A document: its digest (of the normalised content, high and low), a digest of its very bytes, and where these lie:
-the number of the file that a scan wrote, the first byte, and how many there are."""
+the first byte in the file of all texts, and how many there are."""
 
 Locations = NDArray[Any]
 
@@ -37,11 +36,12 @@ class Skip(Exception):
     """A file that is passed over; says why."""
 
 
-def scan(sources: Sequence[Source], options: CorpusOptions, number: int, folder: Path, result: Path) -> None:
-    """Write the documents of files one after the other to a file of this number, and to `result` where each lies."""
-    rows: list[tuple[int, ...]] = []
-    skipped: Counter[str] = Counter()
-    with replacing(_text_file(folder, number)) as file:
+def scan(
+    sources: Sequence[Source], options: CorpusOptions, texts: Path, progress: Callable[[int], None]
+) -> tuple[Locations, Counter[str]]:
+    """Write the documents of all files to one, `texts`; return where each lies, and how many were passed over."""
+    rows, skipped, num_bytes = array("Q"), Counter[str](), 0
+    with replacing(texts) as file:
         for source in sources:
             before, place = len(rows), file.tell()
             try:
@@ -50,30 +50,25 @@ def scan(sources: Sequence[Source], options: CorpusOptions, number: int, folder:
                         skipped[reason] += 1
                         continue
                     raw = text.encode()
-                    rows.append((*digests(text, raw, options.salt), number, file.tell(), len(raw)))
+                    rows.extend((*digests(text, raw, options.salt), file.tell(), len(raw)))
                     file.write(raw)
             except Skip as reason:  # all documents of a file or none
                 del rows[before:]
                 file.truncate(file.seek(place))
                 skipped[str(reason)] += 1
-    with replacing(result) as file:
-        np.savez(file, rows=np.array(rows, LOCATION), skipped=json.dumps(skipped))
+            num_bytes += source.size
+            progress(num_bytes)
+    return np.frombuffer(rows, LOCATION), skipped
 
 
-def read_texts(folder: Path, rows: Locations) -> list[str]:
+def read_texts(texts: Path, rows: Locations) -> list[str]:
     """Return documents that were scanned, in the order of their locations."""
-    texts, places = [""] * len(rows), rows[["file", "offset", "size"]].tolist()
-    order = np.lexsort((rows["offset"], rows["file"])).tolist()  # as they lie on the disk
-    for number, group in groupby(order, key=lambda place: places[place][0]):
-        with _text_file(folder, number).open("rb") as file:
-            for place in group:
-                file.seek(places[place][1])
-                texts[place] = file.read(places[place][2]).decode()
-    return texts
-
-
-def _text_file(folder: Path, number: int) -> Path:
-    return folder / f"text-{number}"
+    found = [""] * len(rows)
+    with texts.open("rb") as file:
+        for place in np.argsort(rows["offset"]).tolist():  # as they lie on the disk
+            file.seek(rows["offset"][place])
+            found[place] = file.read(rows["size"][place]).decode()
+    return found
 
 
 def _unwanted(text: str, options: CorpusOptions) -> str:
@@ -151,19 +146,13 @@ def cut_at_lines(file: IO[str], max_chars: int) -> Iterator[str]:
 
 
 def _json_texts(file: IO[bytes], source: Source, key: str) -> Iterator[IO[str]]:
-    """Yield the texts of the lines that begin in a source."""
-    offset = source.start
-    if offset:
-        file.seek(offset - 1)
-        offset += len(file.readline()) - 1  # the line that holds this byte began before
-    while offset < source.stop and (line := file.readline()):
+    """Yield the texts of the lines of a JSONL file."""
+    for number, line in enumerate(file, 1):
         if line.strip():
             try:
-                text = _json_text(line, key)
+                yield io.StringIO(_json_text(line, key), newline="\n")
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{source.path}:{_line_number(file, offset)}: {error}") from None
-            yield io.StringIO(text, newline="\n")
-        offset += len(line)
+                raise DataError(f"{source.path}:{number}: {error}") from None
 
 
 def _json_text(line: bytes, key: str) -> str:
@@ -173,26 +162,11 @@ def _json_text(line: bytes, key: str) -> str:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a line of JSON ({error})") from None
     if not isinstance(record, dict):
-        raise ValueError(f"expected an object with key '{key}', got {_kind(record)}")
+        raise ValueError(f"expected an object with key '{key}', got {shorten(repr(record))}")
     if key not in record:
         keys = ", ".join(list(map(str, record))[:8]) or "none"
         raise ValueError(f"no key '{key}' (keys: {keys}); name it with --text-key")
     text = record[key]
     if not isinstance(text, str | None):
-        raise ValueError(f"'{key}' must be a string, got {_kind(text)}")
+        raise ValueError(f"'{key}' must be a string, got {shorten(repr(text))}")
     return text or ""
-
-
-def _kind(value: object) -> str:
-    names = {list: "a list", dict: "an object", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def _line_number(file: IO[bytes], offset: int) -> int:
-    """Return the number of the line that begins at a byte, as editors count."""
-    file.seek(0)
-    number = 1
-    while offset > 0 and (piece := file.read(min(offset, 1 << 20))):
-        number += piece.count(b"\n")
-        offset -= len(piece)
-    return number

@@ -2,37 +2,20 @@
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from etude.core.errors import DataError
-from etude.corpus.documents import LOCATION, Locations
+from etude.corpus.documents import Locations
 from etude.corpus.options import CorpusOptions
 
-PART_BYTES = (1 << 19, 16 << 20)
-"""How much text is encoded at a time, in small and in large corpora: little is lost when killed."""
+PART_BYTES = (1 << 19, 4 << 20)
+"""How much text is encoded at a time, in small and in large corpora: little memory, and little lost when killed."""
 
 SPLITS = ("train", "validation", "test")
-
-
-@dataclass(frozen=True)
-class Part:
-    """Documents of a split that are encoded together."""
-
-    split: str
-    number: int
-    rows: Locations
-
-    @property
-    def num_bytes(self) -> int:
-        """How much text there is."""
-        return int(self.rows["size"].sum())
 
 
 class Index:
@@ -67,14 +50,13 @@ class Index:
                     f"another --salt, or cut long documents into more with --cut-chars 20000"
                 )
 
-    def parts(self) -> Iterator[Part]:
-        """Cut the splits into parts of about one size: some hundreds of them, within PART_BYTES."""
-        size = int(np.clip(self.rows["size"].sum() // 256, *PART_BYTES))
-        for split, rows in self.splits.items():
-            before = np.concatenate([[0], np.cumsum(rows["size"])])
-            edges = np.unique([0, *(np.flatnonzero(np.diff(before // size)) + 1), len(rows)]).tolist()
-            for number, (start, stop) in enumerate(pairwise(edges)):
-                yield Part(split, number, rows[start:stop])
+    def parts(self, split: str) -> Iterator[Locations]:
+        """Cut a split into parts of about one size: some hundreds of them in all, within PART_BYTES."""
+        rows, size = self.splits[split], int(np.clip(self.rows["size"].sum() // 256, *PART_BYTES))
+        before = np.concatenate([[0], np.cumsum(rows["size"])])
+        edges = np.unique([0, *(np.flatnonzero(np.diff(before // size)) + 1), len(rows)]).tolist()
+        for start, stop in pairwise(edges):
+            yield rows[start:stop]
 
     def training_sample(self, max_bytes: int) -> Locations:
         """Return the first documents of the training split that together have at most `max_bytes`, at least one."""
@@ -91,13 +73,3 @@ class Index:
 
 def _threshold(share: float) -> np.uint64:
     return np.uint64(max(1, int(share * 2**53)) << 11 if share else 0)
-
-
-def read_scans(paths: Iterable[Path]) -> tuple[Locations, Counter[str]]:
-    """Return the documents that were found, and how many were passed over, by reason."""
-    rows, skipped = [np.zeros(0, LOCATION)], Counter[str]()
-    for path in paths:
-        with np.load(path) as scan:
-            rows.append(scan["rows"])
-            skipped.update(json.loads(str(scan["skipped"])))
-    return np.concatenate(rows), skipped

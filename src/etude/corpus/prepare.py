@@ -1,16 +1,14 @@
 """The doors: `prepare_corpus` makes a corpus of files, `ensure_corpus` makes it only if it is not there."""
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from etude.core.errors import DataError
-from etude.corpus.job import Job, Progress
+from etude.corpus.making import Job, Progress
 from etude.corpus.options import CorpusOptions
-from etude.corpus.place import check_complete, compare_options, folder_lock, read_inputs
-from etude.corpus.report import FACTS, CorpusReport, read_report
+from etude.corpus.report import FACTS, CorpusReport, folder_lock, read_inputs, read_report
 from etude.corpus.sources import STDLIB, absolute, find_sources
 from etude.corpus.tokenizer import checksum, read_vocabulary, require_tokenizers, tokenizer_file
 
@@ -19,7 +17,6 @@ def prepare_corpus(
     inputs: str | Path | Sequence[str | Path] = (),
     out: str | Path = "data/tokenized",
     *,
-    workers: int | None = None,
     overwrite: bool = False,
     wait: bool = False,
     progress: Progress = lambda *_: None,
@@ -29,20 +26,18 @@ def prepare_corpus(
 
     `inputs` are files, folders, patterns or "stdlib" (also meant by none): the source of Python's standard library.
     The options are those of `CorpusOptions`. The files depend on the content of the documents and on the options
-    alone: not on names, their order or the number of `workers`. Killed and called again, it goes on where it was; a
+    alone: not on names, their order or the number of cores. Killed and called again, it goes on where it was; a
     corpus that is there already is returned at once. Raises DataError, also if the folder holds another corpus and
     `overwrite` is not set, or if another process writes into it and `wait` is not set.
     """
     require_tokenizers()
     names, folder, chosen = _names(inputs), Path(out), CorpusOptions(**options)
-    if workers is not None and workers < 1:
-        raise DataError(f"workers must be at least 1, got {workers}")
     facts = _facts(chosen)
     found = find_sources(names, include=chosen.include, exclude=chosen.exclude, out=folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with folder_lock(folder, wait=wait):
-            job = Job(names, folder, chosen, facts, found, workers or _available_cores(), progress)
+            job = Job(names, folder, chosen, facts, found, progress)
             return (None if overwrite else job.reuse()) or job.make(overwrite)
     except OSError as error:
         where = f" ({error.filename})" if error.filename and Path(os.fsdecode(error.filename)) != folder else ""
@@ -56,7 +51,6 @@ def ensure_corpus(
     inputs: str | Path | Sequence[str | Path] = (),
     out: str | Path = "data/tokenized",
     *,
-    workers: int | None = None,
     progress: Progress = lambda *_: None,
     **options: Any,
 ) -> Path:
@@ -66,10 +60,9 @@ def ensure_corpus(
     """
     names, folder, chosen = _names(inputs), Path(out), CorpusOptions(**options)
     if not (folder / FACTS).exists():
-        prepare_corpus(inputs, out, workers=workers, progress=progress, wait=True, **options)
+        prepare_corpus(inputs, out, progress=progress, wait=True, **options)
         return folder
-    compare_options(read_report(folder), _facts(chosen))
-    check_complete(read_report(folder))
+    read_report(folder).check(_facts(chosen))
     made_of, wanted = read_inputs(folder).get("inputs", absolute(names)), absolute(names)
     if made_of != wanted:
         raise DataError(f"{folder} was made of {', '.join(made_of)}, not of {', '.join(wanted)}; give another folder")
@@ -87,8 +80,3 @@ def _facts(options: CorpusOptions) -> dict[str, Any]:
 
 def _names(inputs: str | Path | Sequence[str | Path]) -> list[str]:
     return [str(one) for one in ([inputs] if isinstance(inputs, str | Path) else inputs)] or [STDLIB]
-
-
-def _available_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -1,7 +1,8 @@
-"""What came out of preparing a corpus: counts by split, entropies, the facts of dataset.json."""
+"""What a corpus folder holds: dataset.json with counts by split and entropies, and which files it was made of."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.core.errors import DataError
+from etude.core.files import FolderLock, LockHeld, write_text
 
 FACTS = "dataset.json"
+INPUTS = ".inputs.json"
+"""Which files the corpus was made of, as this machine sees them; lets a second run say at once that all is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,19 @@ class CorpusReport:
     reused: bool = False
     """Whether the corpus was there already."""
 
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raise DataError if it was made with other options, or a file of it is gone."""
+        if other := [key for key in {**self.options, **options} if self.options.get(key) != options.get(key)]:
+            was = ", ".join(f"{key} {self.options.get(key, 'unset')!r}" for key in other[:3])
+            now = ", ".join(f"{options.get(key, 'unset')!r}" for key in other[:3])
+            raise DataError(
+                f"{self.folder} holds a corpus made with {was}, not {now}; "
+                f"add --overwrite to replace it, or give another --out"
+            )
+        for name in ("tokenizer.json", *(f"{split}.bin" for split in self.splits)):
+            if not (self.folder / name).is_file():
+                raise DataError(f"{self.folder} has a {FACTS} but no {name}; make it again with --overwrite")
+
     def facts(self) -> dict[str, Any]:
         """Return the content of dataset.json, which depends on the documents and options only."""
         facts = {"format": 1} | asdict(self)
@@ -80,6 +97,33 @@ def read_report(folder: str | Path) -> CorpusReport:
         raise DataError(f"{folder} has no {FACTS}; make it with: etude tokenize INPUTS --out {folder}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged ({error!r}); remove it and run etude tokenize again") from error
+
+
+def read_inputs(folder: Path) -> dict[str, Any]:
+    """Return what is known of the files that a corpus was made of; nothing if it came from elsewhere."""
+    try:
+        known: dict[str, Any] = json.loads((folder / INPUTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file that is there as a whole or not at all."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+@contextmanager
+def folder_lock(folder: Path, *, wait: bool) -> Iterator[None]:
+    """Hold the lock of a folder. If another process holds it: wait until it ends, or raise DataError."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(FolderLock(folder / ".lock", wait=wait, keep=False))
+        except LockHeld as held:
+            raise DataError(
+                f"{folder} is being written by process {held.holder}; wait until it ends, or give another --out"
+            ) from None
+        yield
 
 
 def entropy(counts: NDArray[np.int64]) -> float:

@@ -32,7 +32,7 @@ STDLIB_LEFT_OUT = ("test", "tests", "idle_test", "encodings", "pydoc_data")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Source:
-    """One file, or the lines of a JSONL file that begin in some of its bytes."""
+    """One file."""
 
     path: str
     kind: str
@@ -40,8 +40,6 @@ class Source:
     packed: bool
     size: int
     modified_ns: int
-    start: int = 0
-    stop: int = 1 << 62
 
 
 @dataclass

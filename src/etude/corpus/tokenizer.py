@@ -3,10 +3,9 @@
 import hashlib
 import importlib.util
 import json
-import re
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,19 +29,6 @@ PATTERN = "|".join(
     ]
 )
 """How text is cut into words before byte pairs are joined. A line end is never joined to a letter or sign before it."""
-
-MAX_WORDS = 1 << 18
-"""How many words and their ids are remembered."""
-
-PIECE_CHARS = 1 << 20
-"""How much text is cut into words at a time."""
-
-_ASCII_WORDS = re.compile(
-    PATTERN.replace(r"\p{L}\p{N}", "A-Za-z0-9").replace(r"\p{L}", "[A-Za-z]").replace(r"\p{N}", "[0-9]"), re.ASCII
-)
-"""PATTERN for ASCII text, as `re` can match it."""
-_SEAM = re.compile(r"(?<=\w)(?=\n)")
-"""Where a text can be cut without changing its ids: PATTERN never joins a line end to a word before it."""
 
 _KNOWN = {
     "end": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]", "[SEP]"),
@@ -143,10 +129,11 @@ def _named_tokens(folder: Path) -> dict[str, str]:
 
 def train_tokenizer(documents: Iterator[list[str]], vocab_size: int, special_tokens: Sequence[str]) -> Any:
     """Train a byte-level BPE tokenizer on groups of documents; the special tokens have the first ids."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = _pre_tokenizer()
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -159,82 +146,16 @@ def train_tokenizer(documents: Iterator[list[str]], vocab_size: int, special_tok
     return tokenizer
 
 
-def _pre_tokenizer() -> Any:
-    from tokenizers import Regex, pre_tokenizers
-
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"), byte_level])
-
-
 class Encoder:
-    """Encodes texts as they are: special tokens that are spelled in a text are text, nothing is added or cut off.
-
-    The ids are those of the library. Where text is cut into words by PATTERN, the ids of a word are remembered: for
-    ASCII text, which `re` cuts in the same way, that is four times as fast.
-    """
+    """Encodes texts as they are: special tokens that are spelled in a text are text, nothing is added or cut off."""
 
     def __init__(self, path: str | Path) -> None:
+        # Said aloud, so that the library does not warn when workers of a data loader are forked later.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         self.tokenizer = load_tokenizer(path)
         self.tokenizer.encode_special_tokens = True
-        self.words = _Words(self.tokenizer.model) if _cuts_by_pattern(self.tokenizer) else None
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Return the ids of each text."""
-        words = self.words
-        return [self.by_library(text) if words is None else self._by_words(text, words) for text in texts]
-
-    def by_library(self, text: str) -> NDArray[np.uint32]:
-        """Return the ids of a text, by the library alone."""
-        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoding.ids, np.uint32)
-
-    def _by_words(self, text: str, words: "_Words") -> NDArray[np.uint32]:
-        """Look up the words of ASCII text; the library takes the lines that are not."""
-        found: list[NDArray[np.uint32]] = [np.zeros(0, np.uint32)]
-        for piece in _pieces(text):
-            for is_ascii, lines in groupby([piece] if piece.isascii() else _SEAM.split(piece), str.isascii):
-                if is_ascii:
-                    ids = map(words.__getitem__, chain.from_iterable(map(_ASCII_WORDS.findall, lines)))
-                    found.append(np.frombuffer(b"".join(ids), np.uint32))
-                else:
-                    found += map(self.by_library, lines)
-        return np.concatenate(found)
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Cut a very long text, whose words would take much memory, where a cut changes nothing."""
-    start = 0
-    while seam := _SEAM.search(text, start + PIECE_CHARS):
-        yield text[start : seam.start()]
-        start = seam.start()
-    yield text[start:]
-
-
-class _Words(dict[str, bytes]):
-    """The ids of words, by the word; those of a new word are found when it is asked for."""
-
-    def __init__(self, model: Any) -> None:
-        from tokenizers import pre_tokenizers
-
-        self.model, self.byte_level = model, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-
-    def __missing__(self, word: str) -> bytes:
-        if len(self) >= MAX_WORDS:
-            self.clear()
-        ((spelled, _),) = self.byte_level.pre_tokenize_str(word)
-        self[word] = found = np.array([token.id for token in self.model.tokenize(spelled)], np.uint32).tobytes()
-        return found
-
-
-def _cuts_by_pattern(tokenizer: Any) -> bool:
-    """Whether a tokenizer cuts text as those trained here do, and always encodes a word in the same way."""
-    from tokenizers import models
-
-    return (
-        tokenizer.normalizer is None
-        and tokenizer.pre_tokenizer is not None
-        and tokenizer.pre_tokenizer.__getstate__() == _pre_tokenizer().__getstate__()
-        and isinstance(tokenizer.model, models.BPE)
-        and not tokenizer.model.dropout
-        and all(token.special for token in tokenizer.get_added_tokens_decoder().values())
-    )
+        """Return the ids of each text; the library uses all cores."""
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
