@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from benchmarks.table import Row, Table, progress, publish, quartiles, read_options, take_device
 from etude.callbacks import GradientMonitor
-from etude.callbacks.gradient_norms import Measuring
+from etude.callbacks.gradient_monitor import measure
+from etude.engine.callback import Gradients
 from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
@@ -127,8 +128,8 @@ def row_of(name: str, work: tuple[Callable[[], nn.Module], object, SupervisedTas
             time_us = stretch(step, batch, monitor if with_monitor else None, steps)
             (watched if with_monitor else plain).append(time_us)
     progress("")
-    measure = Measuring(step.model)
-    look = microseconds(lambda: measure(64.0, 1), step, 5 * rounds)
+    left = Gradients(step.model, (), 1.0, MixedPrecision("fp32"))
+    look = microseconds(lambda: measure(left, 64.0, 1), step, 5 * rounds)
     both = microseconds(lambda: monitor.check(step.model), step, 5 * rounds)
     report = step([batch])  # type: ignore[list-item]
     idle = GradientMonitor(every=10**9)

@@ -18,7 +18,6 @@ from etude import (
     Trainer,
 )
 from etude.callbacks.gradient_health import Judge
-from etude.callbacks.gradient_norms import ParameterNumbers
 from etude.cli.main import _errors_in_words
 from etude.core import Clock, TrainingError
 from etude.engine.callback import CallbackList, Gradients, RunInfo
@@ -66,20 +65,6 @@ def test_huge_initialisation_explodes():
         assert float(torch.cat([p.grad.flatten() for p in model.get_submodule(name).parameters()]).norm()) > 1e3
 
 
-def test_spike_of_one_layer_is_found_by_its_own_past():
-    model = dense(8, 16, 4)
-    monitor = GradientMonitor()
-    for _ in range(6):
-        backward(model)
-        assert monitor.check(model).healthy
-    usual = monitor.report.layers["0"].grad_norm
-    for param in model[0].parameters():
-        param.grad *= 150 / usual
-    (finding,) = monitor.check(model).findings
-    assert (finding.kind, finding.layers) == ("exploding", ("0",))
-    assert f"usually {usual:.1e}" in finding.message
-
-
 def test_dead_relu_layer_is_named_after_three_looks():
     model = dense(8, 16, 16, 4)
     with torch.no_grad():
@@ -115,7 +100,7 @@ def test_unused_parameter_is_named_and_frozen_ones_are_not():
     (finding,) = health.findings
     assert (finding.kind, finding.layers) == ("unused", ("spare.weight", "spare.bias"))
     assert "requires_grad_(False)" in finding.message
-    assert health.layers["spare"].grad_norm is None
+    assert health.layers["spare"] is None
 
 
 @pytest.mark.parametrize(("value", "word"), [(math.nan, "NaN"), (math.inf, "infinite")])
@@ -244,7 +229,7 @@ def test_resumed_run_says_what_an_unbroken_one_says(tmp_path, stop_at):
     assert [message for _, message in said(tmp_path / "parts")] == [m for _, m in said(tmp_path / "whole")]
     assert len(said(tmp_path / "whole")) == 2  # the first and the tenth time
     states = [next(iter(one.callbacks)).state_dict() for one in (whole, resumed)]
-    assert {**states[0], "logged_at": 0} == {**states[1], "logged_at": 0}
+    assert states[0] == states[1]
 
 
 def test_resumed_run_records_the_layers_that_an_unbroken_one_records(tmp_path):
@@ -301,7 +286,7 @@ def test_where_asking_would_wait_the_steps_after_a_log_point_are_watched(monkeyp
     with caplog.at_level(logging.WARNING, "etude"):
         trainer(Fragile(), monitor, poisoned(16, [6, 10]), log_interval=4).train()
     assert [record.getMessage()[:12] for record in caplog.records] == ["layer second", "2 of 16 (12%"]
-    assert monitor._due == 101  # back to its pace
+    assert not monitor._watching  # back to its pace
     caplog.clear()
     with caplog.at_level(
         logging.WARNING, "etude"
@@ -327,7 +312,7 @@ def test_error_about_updates_that_are_not_finite_names_the_layer(monkeypatch, cp
 
 
 def test_overflow_while_a_loss_scale_adapts_is_no_news():
-    bad = [ParameterNumbers("a.weight", 4, math.inf, 1.0, 0)]
+    bad = {"a.weight": math.inf}
     scaled, plain = (Judge(vanishing=1e-7, exploding=1e3, patience=3) for _ in range(2))
     assert [scaled.judge(step, bad, is_scaled=True).healthy for step in range(12)] == [True] * 10 + [False] * 2
     assert not plain.judge(0, bad).healthy

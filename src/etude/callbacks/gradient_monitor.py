@@ -1,17 +1,53 @@
 """Watch the gradients of every layer while a model trains, and say what is wrong with them."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import torch
 from annotated_types import Ge, Gt
 from torch import Tensor, nn
 
 from etude.callbacks.gradient_health import GradientHealth, Judge
-from etude.callbacks.gradient_norms import Measuring, Snapshot, read
 from etude.checkpoint import check_kind, record_of
 from etude.config.registry import register
 from etude.core import ConfigError, StepReport, TrainingError
+from etude.core.model import clean_name, unwrap
 from etude.engine.callback import Callback, Gradients, Logs, RunInfo
 from etude.engine.precision import MixedPrecision
+from etude.optim import tensor_norms
+
+_KEPT = {"steps": int, "looked_at": int, "watching": bool, "layers": dict[str, float]}
+_STATE = record_of("GradientMonitor", {**_KEPT, "judge": dict[str, Any]})
+
+
+class Look(NamedTuple):
+    """The gradients of one step, measured but not read: the norms are still on the device."""
+
+    step: int
+    is_scaled: bool
+    names: list[str]
+    has_gradient: list[bool]
+    norms: Tensor
+
+
+@torch.no_grad()
+def measure(gradients: Gradients, divisor: Tensor | float, step: int) -> Look:
+    """Measure the gradients as they would be after a division by `divisor`; nothing waits for the device."""
+    wanted = {id(param) for param in gradients.params}
+    named = [(clean_name(name), param) for name, param in unwrap(gradients.model).named_parameters()]
+    named = [(name, one) for name, one in named if one.requires_grad and (not wanted or id(one) in wanted)]
+    # Kernels take tensors of one device and dtype.
+    kinds = dict.fromkeys((param.device, param.dtype) for _, param in named)
+    named = [(name, one) for kind in kinds for name, one in named if (one.device, one.dtype) == kind]
+    parts = [_norms([one for _, one in named if (one.device, one.dtype) == kind]) for kind in kinds]
+    norms = torch.cat([part.to(parts[0]) for part in parts]) if parts else torch.zeros(0)
+    divisor = divisor.to(norms) if isinstance(divisor, Tensor) else divisor
+    names, has_gradient = [name for name, _ in named], [one.grad is not None for _, one in named]
+    return Look(step, gradients.is_scaled, names, has_gradient, norms / divisor)
+
+
+def _norms(params: list[nn.Parameter]) -> Tensor:
+    found = [param.grad if param.grad is not None else param.new_zeros(1) for param in params]
+    return tensor_norms([grad.coalesce()._values() if grad.is_sparse else grad for grad in found])
 
 
 @register("callback", "gradient_monitor")
@@ -49,7 +85,7 @@ class GradientMonitor(Callback):
         Args:
             every: steps between looks.
             vanishing: a gradient norm below this, or below 1e-4 of the median of the layers, has vanished.
-            exploding: a gradient norm above this, or above 100 times what the layer usually has, has exploded.
+            exploding: a gradient norm above this has exploded.
             patience: looks in a row with a gradient of exactly zero, or none, after which a layer is dead or unused.
             log_layers: add the norm of every layer, as `grad_norm/LAYER`, to the records of log points.
         """
@@ -65,18 +101,17 @@ class GradientMonitor(Callback):
         self.report: GradientHealth | None = None
         """What was found at the last look that has been read."""
         self._judge = Judge(vanishing=vanishing, exploding=exploding, patience=patience)
-        self._measure: Measuring | None = None
         self._gradients: Gradients | None = None
-        self._pending: list[Snapshot] = []
         self._is_main = True
         self._begin()
 
     def _begin(self) -> None:
         self._judge.reset()
-        self._steps = self._looked_at = self._logged_at = self._watch_until = 0
-        self._due = 1
+        self._steps = self._looked_at = 0
+        self._watching = False
+        """Whether every step is looked at, up to the next log point."""
         self._layers: dict[str, float] = {}
-        self._pending.clear()
+        self._pending: list[Look] = []
 
     def check(self, model: nn.Module, *, divisor: Tensor | float = 1.0) -> GradientHealth:
         """Look at the gradients of a model now and return what is found; waits for the device.
@@ -99,9 +134,10 @@ class GradientMonitor(Callback):
 
     def on_gradients(self, gradients: Gradients) -> None:
         """Measure, if a look is due."""
-        self._steps += 1
         self._gradients = gradients
-        if self._steps >= self._due:
+        is_due = self._watching or self._steps % self.every == 0
+        self._steps += 1
+        if is_due:
             self._look(gradients)
 
     def on_step_end(self, report: StepReport) -> None:
@@ -115,14 +151,12 @@ class GradientMonitor(Callback):
         return {f"grad_norm/{name}": norm for name, norm in self._layers.items()}
 
     def on_log(self, record: Logs) -> None:
-        """Read what was measured, and watch closely if updates were skipped."""
+        """Read what was measured, and watch every step up to the next log point if updates were skipped."""
         self._read()
-        skipped, window = record.get("skipped", 0), self._steps - self._logged_at
-        self._logged_at = self._steps
         # One skipped update is how a loss scale finds its size; it is no reason to look at every step.
-        if self._gradients is not None and skipped > int(self._gradients.is_scaled):
+        self._watching = self._gradients is not None and record.get("skipped", 0) > int(self._gradients.is_scaled)
+        if self._watching:
             self._look_back()
-            self._watch_until, self._due = self._steps + window, self._steps + 1
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Read what was measured since the last log point."""
@@ -143,7 +177,7 @@ class GradientMonitor(Callback):
                 error.add_note(finding.message)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the past of the layers, what has been reported of them, and when the next look is."""
+        """Return how long findings last, what has been reported of them, and when the next look is."""
         self._read()
         return {"judge": self._judge.state_dict(), **{name: getattr(self, f"_{name}") for name in _KEPT}}
 
@@ -158,46 +192,36 @@ class GradientMonitor(Callback):
     # --- looking and reading
 
     def _look(self, gradients: Gradients) -> None:
-        measure = self._measuring(gradients)
-        self._pending.append(measure(gradients.divisor, self._steps, is_scaled=gradients.is_scaled))
+        self._pending.append(measure(gradients, gradients.divisor, self._steps))
         self._looked_at = self._steps
-        watching = self._steps < self._watch_until
-        self._due = self._steps + (1 if watching else self.every - (self._steps - 1) % self.every)
 
-    def _measuring(self, gradients: Gradients) -> Measuring:
-        if self._measure is None or self._measure.model is not gradients.model:
-            self._measure = Measuring(gradients.model, gradients.params)
-        return self._measure
+    def _look_back(self) -> None:
+        """Look at what the last step left behind; only if it is not finite it was skipped, and says something."""
+        if self._looked_at == self._steps or self._gradients is None:
+            return
+        look = measure(self._gradients, 1.0, self._steps)
+        if not bool(look.norms.isfinite().all()):  # waits for the device, at a log point or an error
+            self._pending.append(look)
+            self._looked_at = self._steps
+            self._read()
 
     def _read(self) -> None:
         """Read and judge the looks since the last time, and tell the user what is new. Waits for the device."""
         for health in self._judge_pending():
             self.report = health
             if self.log_layers:
-                self._layers = {
-                    name: layer.grad_norm for name, layer in health.layers.items() if layer.grad_norm is not None
-                }
+                self._layers = {name: norm for name, norm in health.layers.items() if norm is not None}
             for finding in health.warnings if self._is_main else ():
                 self.notify(finding.message, finding=finding.kind, layers=list(finding.layers))
 
     def _judge_pending(self) -> list[GradientHealth]:
         pending, self._pending = self._pending, []
-        looks = zip(pending, read(pending), strict=True)
-        return [self._judge.judge(look.step, numbers, is_scaled=look.is_scaled) for look, numbers in looks]
-
-    def _look_back(self) -> None:
-        """Look at what the last step left behind; only if it is not finite it was skipped, and says something."""
-        if self._looked_at == self._steps or self._gradients is None:
-            return
-        measure = self._measuring(self._gradients)
-        snapshot = measure(1.0, self._steps, is_scaled=self._gradients.is_scaled)
-        if not bool(snapshot.values[0].isfinite().all()):  # waits for the device, at a log point or an error
-            self._pending.append(snapshot)
-            self._looked_at = self._steps
-            self._read()
-
-
-_KEPT = ("steps", "looked_at", "logged_at", "watch_until", "due", "layers")
-_STATE = record_of(
-    "GradientMonitor", {**dict.fromkeys(_KEPT, int), "layers": dict[str, float], "judge": dict[str, Any]}
-)
+        if not pending:
+            return []
+        whole = torch.cat([look.norms.to(pending[0].norms) for look in pending]).cpu()  # the one transfer
+        found = []
+        for look, part in zip(pending, whole.split([len(look.names) for look in pending]), strict=True):
+            known = zip(look.names, look.has_gradient, part.tolist(), strict=True)
+            norms = {name: norm if has_gradient else None for name, has_gradient, norm in known}
+            found.append(self._judge.judge(look.step, norms, is_scaled=look.is_scaled))
+        return found
