@@ -69,3 +69,20 @@ def test_unwritable_file_is_found_before_the_first_step(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match=r"CSVLogger cannot write .*; give a writable filename"):
         CSVLogger("file/log.csv").on_train_begin(Life(tmp_path).run_info())
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_row(tmp_path, monkeypatch, caplog):
+    callback = CSVLogger("log.csv")
+    life = Life(tmp_path)
+    callbacks = CallbackList([callback])
+    callbacks.on_train_begin(life.run_info())
+
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("etude.callbacks.csv_logger.write_text", full)
+        callbacks.on_epoch_end(0, {"loss": 1.0})
+    assert "No space left on device; training goes on" in caplog.text
+    callbacks.on_epoch_end(1, {"loss": 0.5})
+    assert epochs(tmp_path / "log.csv") == [0, 1]

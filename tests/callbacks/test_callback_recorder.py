@@ -1,6 +1,5 @@
-"""RunRecorder: what a run leaves in metrics.jsonl, metrics.csv and events.jsonl."""
+"""RunRecorder: what a run leaves in metrics.jsonl and events.jsonl."""
 
-import csv
 import json
 
 from callback_life import STEPS, Life
@@ -27,12 +26,6 @@ def test_log_points_validations_and_epochs(tmp_path):
     assert records[9]["val_loss"] is None
     assert records[9]["nonfinite"] == ["val_loss"]
     assert all(r["time"] > 1.6e9 for r in records)
-    with folder.metrics_csv_path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["split"], int(row["step"]), row["val_loss"]) for row in rows] == [
-        (r["split"], r["step"], {None: "", 1.5: "1.5"}[r.get("val_loss")] if "nonfinite" not in r else "nan")
-        for r in records
-    ]
 
 
 def test_events_of_a_run_that_ends_and_one_that_stops_early(tmp_path):
@@ -74,25 +67,6 @@ def test_a_record_made_again_after_a_resume_is_written_once(tmp_path):
     assert [r["split"] for r in folder.read_metrics()] == ["train", "train", "val", "epoch"]
 
 
-def test_a_kill_between_two_files_leaves_no_gap(tmp_path):
-    """The validation is in metrics.jsonl and not yet in metrics.csv: made again, it goes where it is missing."""
-    folder = RunFolder.create(tmp_path / "run")
-    life = Life(folder.path)
-    callbacks = CallbackList([RunRecorder(folder)])
-    callbacks.on_train_begin(life.run_info())
-    life.epoch(callbacks)
-    for path, lines in ((folder.metrics_path, 3), (folder.metrics_csv_path, 3)):  # the CSV file has a header too
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:lines]))
-    again = CallbackList([RunRecorder(folder)])
-    again.on_train_begin(Life(folder.path, clock=Clock(step=4, epoch=0, position=32), resumed=True).run_info())
-    again.on_epoch_begin(0)
-    again.on_validation_end(0, {"val_loss": 1.5})
-    again.on_epoch_end(0, {"loss": 1.0})
-    assert [r["split"] for r in folder.read_metrics()] == ["train", "train", "val", "epoch"]
-    with folder.metrics_csv_path.open(newline="") as file:
-        assert [row["split"] for row in csv.DictReader(file)] == ["train", "train", "val", "epoch"]
-
-
 def test_work_that_is_done_again_is_recorded_once(tmp_path):
     folder = RunFolder.create(tmp_path / "run")
     life = Life(folder.path)
@@ -105,14 +79,12 @@ def test_work_that_is_done_again_is_recorded_once(tmp_path):
         callbacks.on_train_begin(Life(folder.path, clock=clock, resumed=clock.step > 0).run_info())
         callbacks.on_log({"step": 99, "loss": 1.0})
         assert [r["step"] for r in folder.read_metrics() if r["split"] == "train"] == [*steps, 99]
-        with folder.metrics_csv_path.open(newline="") as file:
-            assert [int(r["step"]) for r in csv.DictReader(file) if r["split"] == "train"] == [*steps, 99]
 
 
 def test_a_folder_that_vanishes_does_not_end_the_run(tmp_path, caplog):
     folder = RunFolder(tmp_path / "gone")
     Life(folder.path, total_epochs=2).whole(RunRecorder(folder))
-    assert caplog.text.count("training goes on") == 3  # metrics.jsonl, metrics.csv, events.jsonl: once each
+    assert caplog.text.count("training goes on") == 2  # metrics.jsonl, events.jsonl: once each
 
 
 def test_control_is_shared_with_the_recorder(tmp_path):

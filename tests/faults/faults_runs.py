@@ -106,15 +106,12 @@ def facts(folder: Path) -> dict[str, object]:
     last = folder / "checkpoints" / "last"
     result = json.loads((folder / "result.json").read_text())
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    rows = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
-    steady = [place for place, column in enumerate(rows[0]) if column not in TIMING]
     return {
         "model": (last / "model.safetensors").read_bytes(),
         "optimizer and random generators": (last / "state.safetensors").read_bytes(),
         "checkpoints": sorted(path.name for path in (folder / "checkpoints").glob("step-*")),
         "links": [(folder / "checkpoints" / name).readlink().name for name in ("last", "best")],
         "metrics.jsonl": [_steady(json.loads(line)) for line in lines],
-        "metrics.csv": [[row[place] for place in steady] for row in rows],
         "result.json": {**result, "metrics": _steady(result["metrics"])},
     }
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from etude.core import RunFolderError
 from etude.core.run_layout import OWN_FILES
-from etude.monitor import FINISHED, CsvSink, EventLog, JsonlSink, RunFolder, default_run_dir, newest_run
+from etude.monitor import FINISHED, EventLog, JsonlSink, RunFolder, default_run_dir, newest_run
 
 
 def holding_a_run(path: Path) -> RunFolder:
@@ -155,23 +155,16 @@ def test_write_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
 )
 def test_trim_keeps_exactly_the_records_up_to_the_checkpoint(tmp_path_factory, steps, cut, torn):
     folder = RunFolder.create(tmp_path_factory.mktemp("run"))
-    jsonl, table = JsonlSink(folder.metrics_path), CsvSink(folder.metrics_csv_path)
+    jsonl = JsonlSink(folder.metrics_path)
     for i, step in enumerate(steps):
-        record = {"step": step, "loss": i / 7}
-        jsonl.write(record)
-        table.write(record)
+        jsonl.write({"step": step, "loss": i / 7})
     jsonl.close()
-    table.close()
     with folder.metrics_path.open("ab") as file:
         file.write(torn)
-    with folder.metrics_csv_path.open("ab") as file:
-        file.write(b"51,0." if steps else b"step,lo")
     folder.trim(cut)
     wanted = [{"step": step, "loss": i / 7} for i, step in enumerate(steps) if step <= cut]
     assert list(folder.read_metrics()) == wanted
     assert folder.metrics_path.read_bytes().count(b"\n") == len(wanted) if steps or torn else True
-    rows = folder.metrics_csv_path.read_text().splitlines()[1:]
-    assert rows == [f"{record['step']},{record['loss']!r}" for record in wanted]
 
 
 def test_trim_keeps_all_events_but_a_torn_one(tmp_path):

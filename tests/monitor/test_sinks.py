@@ -1,6 +1,5 @@
-"""Sinks: every line valid, nothing torn, columns that grow, and a full disk that does not end a run."""
+"""Sinks: every line valid, nothing torn, and a full disk that does not end a run."""
 
-import csv
 import json
 import math
 import subprocess
@@ -8,10 +7,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
-from etude.monitor import CsvSink, EventLog, JsonlSink
+from etude.monitor import EventLog, JsonlSink
 from etude.monitor.sinks import encode
 
 numbers = st.one_of(
@@ -55,44 +53,9 @@ def test_appending_cuts_the_torn_line_of_a_dead_process(tmp_path):
     assert [strict(line) for line in path.read_text().splitlines()] == [{"step": 1}, {"step": 2}]
 
 
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.lists(st.dictionaries(st.sampled_from("abcdef"), st.floats(allow_nan=False), min_size=1), max_size=12))
-def test_csv_columns_grow_and_old_rows_stay(tmp_path_factory, rows):
-    path = tmp_path_factory.mktemp("csv") / "metrics.csv"
-    for part in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):  # a second sink goes on in the same file
-        sink = CsvSink(path)
-        for row in part:
-            sink.write(row)
-        sink.close()
-    if not rows:
-        assert not path.exists()
-        return
-    found = read_csv(path)
-    assert list(found[0]) == list(dict.fromkeys(key for row in rows for key in row))
-    assert [{key: float(cell) for key, cell in row.items() if cell} for row in found] == rows
-
-
-def test_csv_quotes_text_and_keeps_nonfinite_numbers(tmp_path):
-    path = tmp_path / "metrics.csv"
-    sink = CsvSink(path)
-    sink.write({"split": 'a,"b"', "loss": float("nan")})
-    sink.write({"split": "val", "loss": float("inf"), "new": 1})
-    sink.close()
-    assert read_csv(path) == [
-        {"split": 'a,"b"', "loss": "nan", "new": ""},
-        {"split": "val", "loss": "inf", "new": "1"},
-    ]
-
-
-@pytest.mark.parametrize("sink_type", [JsonlSink, CsvSink])
-def test_an_unwritable_file_warns_once_and_never_raises(tmp_path, sink_type):
+def test_an_unwritable_file_warns_once_and_never_raises(tmp_path):
     problems: list[str] = []
-    sink = sink_type(tmp_path / "absent" / "metrics", problems.append)
+    sink = JsonlSink(tmp_path / "absent" / "metrics", problems.append)
     for step in range(5):
         sink.write({"step": step})
     assert len(problems) == 1
@@ -101,16 +64,16 @@ def test_an_unwritable_file_warns_once_and_never_raises(tmp_path, sink_type):
     sink.write({"step": 5})
     sink.close()
     text = (tmp_path / "absent" / "metrics").read_text()
-    assert [int("".join(filter(str.isdigit, line))) for line in text.splitlines() if line != "step"] == list(range(6))
+    assert [int("".join(filter(str.isdigit, line))) for line in text.splitlines()] == list(range(6))
     assert len(problems) == 1
 
 
 FULL_DISK = """
 import json, resource, sys
-from etude.monitor import CsvSink, JsonlSink
+from etude.monitor import JsonlSink
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # a file of 1000 bytes is a full disk
 problems = []
-sinks = [JsonlSink(sys.argv[1], problems.append), CsvSink(sys.argv[2], problems.append)]
+sinks = [JsonlSink(sys.argv[1], problems.append)]
 for step in range(100):
     for sink in sinks:
         sink.write({"step": step, "loss": 1 / 3})
@@ -123,19 +86,18 @@ print(json.dumps([problems, while_full]))
 
 
 def test_full_disk_leaves_whole_lines_and_loses_nothing_when_there_is_room_again(tmp_path):
-    paths = [tmp_path / "metrics.jsonl", tmp_path / "metrics.csv"]
+    paths = [tmp_path / "metrics.jsonl"]
     answer = subprocess.run(
         [sys.executable, "-c", FULL_DISK, *map(str, paths)], capture_output=True, text=True, check=True
     )
     problems, while_full = json.loads(answer.stdout)
-    assert len(problems) == 2
+    assert len(problems) == 1
     assert all("File too large" in problem for problem in problems)
     for text in while_full:
         assert text.endswith("\n")
         assert 900 < len(text) <= 1000
     assert [strict(line)["step"] for line in while_full[0].splitlines()] == list(range(while_full[0].count("\n")))
     assert [strict(line)["step"] for line in paths[0].read_text().splitlines()] == list(range(101))
-    assert [int(row["step"]) for row in read_csv(paths[1])] == list(range(101))
 
 
 def test_events_carry_time_kind_message_and_fields(tmp_path):

@@ -100,7 +100,7 @@ def test_from_python(tmp_path: Path, place: str) -> None:
         trainer(None, place)
 
 
-@pytest.mark.parametrize("place", [".", "", "..", "config.yaml", "metrics.csv/x", "a/../.."])
+@pytest.mark.parametrize("place", [".", "", "..", "config.yaml", "metrics.jsonl/x", "a/../.."])
 def test_not_among_the_files_of_the_run(tmp_path: Path, place: str) -> None:
     with pytest.raises(ConfigError, match=r"training\.checkpoint_dir"):
         trainer(tmp_path / "run", place)

@@ -88,7 +88,7 @@ def test_the_folder_is_that_of_a_run(tmp_path):
         parts.train(2)
         assert not (tmp_path / "result.json").exists()
     names = {path.name for path in tmp_path.iterdir()}
-    assert names >= {"config.yaml", "env.json", "metrics.jsonl", "metrics.csv", "events.jsonl", "result.json"}
+    assert names >= {"config.yaml", "env.json", "metrics.jsonl", "events.jsonl", "result.json"}
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["status"], result["epoch"], result["step"]) == (FINISHED, 2, 2 * STEPS)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

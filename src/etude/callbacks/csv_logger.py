@@ -1,18 +1,22 @@
 """One CSV row per epoch."""
 
-import itertools
+import csv
+import io
+import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from etude.callbacks.paths import resolve
+from etude.callbacks.monitored import resolve
 from etude.checkpoint import check_kind, record_of
 from etude.config.registry import register
 from etude.core import RunFolderError
+from etude.core.files import write_text
 from etude.engine.callback import Callback, Logs, RunInfo
-from etude.monitor import CsvSink, read_rows
-from etude.monitor.sinks import rewrite_csv
+
+logger = logging.getLogger("etude")
 
 _STATE = record_of("CSVLogger", {"rows": Annotated[int, Ge(0)] | None})
 
@@ -22,16 +26,18 @@ class CSVLogger(Callback):
     """Writes the numbers of every epoch as a row of `filename`; a new number becomes a new column.
 
     A file that is there is replaced, unless `append` is set. A resumed run goes on in its own file: rows of epochs
-    that are trained again are replaced. A relative path lies in the run folder, if there is one.
+    that are trained again are replaced. A relative path lies in the run folder, if there is one. The file is replaced
+    atomically with every epoch; a disk that is full costs rows until there is room again, never the run.
     """
 
     def __init__(self, filename: str, append: bool = False) -> None:
         super().__init__()
         self.filename, self.append = filename, append
         self._run: RunInfo | None = None
-        self._sink: CsvSink | None = None
-        self._rows: int | None = None
-        """Rows the file has; None until it has been begun."""
+        self._rows: list[Mapping[str, Any]] | None = None
+        """What the file holds; None until it has been begun."""
+        self._resumed: int | None = None
+        """Rows of the file that a resumed run keeps."""
 
     @classmethod
     def writes(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
@@ -40,57 +46,63 @@ class CSVLogger(Callback):
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Learn where the run folder is, and begin the file."""
-        self._close()
         self._run = run
         if run.clock.step == 0:
-            self._rows = None
+            self._rows = self._resumed = None
         if run.is_main:
-            self._sink = self._open()
+            self._begin()
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Write the row."""
         if self._run is not None and not self._run.is_main:
             return
-        if self._sink is None:
-            self._sink = self._open()
-        self._sink.write({"epoch": epoch, **logs})
-        self._rows = (self._rows or 0) + 1
-
-    def on_train_end(self, result: Logs) -> None:
-        """Close the file."""
-        self._close()
-
-    def on_exception(self, error: BaseException) -> None:
-        """Close the file."""
-        self._close()
+        rows = self._begin()
+        rows.append({"epoch": epoch, **logs})
+        try:
+            write_text(self._path, _as_csv(rows))
+        except OSError as error:
+            logger.warning(f"cannot write {self._path}: {error.strerror or error}; training goes on")
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many rows the file has."""
-        return {"rows": self._rows}
+        return {"rows": self._resumed if self._rows is None else len(self._rows)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after that many rows."""
         check_kind(_STATE, state, "state")
-        self._close()
-        self._rows = state["rows"]
+        self._rows, self._resumed = None, state["rows"]
 
-    def _open(self) -> CsvSink:
-        path, rows = resolve(self.filename, self._run), self._rows
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if rows is not None:
-                index = itertools.count()
-                rewrite_csv(path, keep=lambda _: next(index) < rows)
-            elif not self.append:
-                path.unlink(missing_ok=True)
-            self._rows = len(read_rows(path))
-        except OSError as error:
-            raise RunFolderError(
-                f"CSVLogger cannot write {path}: {error.strerror or error}; give a writable filename"
-            ) from error
-        return CsvSink(path)
+    @property
+    def _path(self) -> Path:
+        return resolve(self.filename, self._run)
 
-    def _close(self) -> None:
-        if self._sink is not None:
-            self._sink.close()
-            self._sink = None
+    def _begin(self) -> list[Mapping[str, Any]]:
+        """Return the rows; the first time, those that are kept of the file that is there."""
+        if self._rows is None:
+            path = self._path
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                rows: list[Mapping[str, Any]] = []
+                if path.exists() and (self.append or self._resumed is not None):
+                    rows.extend(csv.DictReader(path.read_text(encoding="utf-8").splitlines(keepends=True)))
+                self._rows = rows[: self._resumed]
+                write_text(path, _as_csv(self._rows))
+            except OSError as error:
+                raise RunFolderError(
+                    f"CSVLogger cannot write {path}: {error.strerror or error}; give a writable filename"
+                ) from error
+        return self._rows
+
+
+def _as_csv(rows: list[Mapping[str, Any]]) -> str:
+    """Return a table with a column for every number of any row.
+
+    >>> _as_csv([{"epoch": 0, "loss": 0.5}, {"epoch": 1, "val_loss": 0.7}]).splitlines()
+    ['epoch,loss,val_loss', '0,0.5,', '1,,0.7']
+    """
+    text = io.StringIO()
+    table = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    if rows:
+        table.writeheader()
+        table.writerows(rows)
+    return text.getvalue()

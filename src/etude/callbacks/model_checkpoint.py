@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from etude.callbacks.monitored import Mode, Monitored, with_other_names
-from etude.callbacks.paths import resolve
+from etude.callbacks.monitored import Mode, Monitored, resolve, with_other_names
 from etude.checkpoint import check_kind, pack, record_of
 from etude.checkpoint.format import safetensors_pieces
 from etude.config.registry import register

@@ -1,14 +1,15 @@
-"""The number that a callback watches: found in the logs by name, compared with the best so far."""
+"""What callbacks share: the number that one watches, found in the logs by name, and where one writes."""
 
 import logging
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, NotRequired
 
 from etude.checkpoint import check_kind, record_of
 from etude.core import ConfigError, TrainingError
 from etude.core.spelling import suggest
-from etude.engine.callback import Logs
+from etude.engine.callback import Logs, RunInfo
 
 logger = logging.getLogger("etude")
 
@@ -120,3 +121,8 @@ class Monitored:
             return True
         gain = self.best - value if self.mode == "min" else value - self.best
         return gain > self.min_delta
+
+
+def resolve(path: str | Path, run: RunInfo | None) -> Path:
+    """Return `path`, inside the run folder if it is relative and there is one; so parallel runs do not collide."""
+    return Path(path) if run is None or run.run_dir is None else run.run_dir / path

@@ -8,14 +8,14 @@ from typing import Any
 
 from etude.core import Clock
 from etude.engine.callback import Callback, Logs, RunInfo
-from etude.monitor import CsvSink, EventLog, JsonlSink, RunFolder, read_rows
+from etude.monitor import EventLog, JsonlSink, RunFolder
 from etude.monitor.sinks import read_jsonl
 
 logger = logging.getLogger("etude")
 
 
 class RunRecorder(Callback):
-    """Records log points (split `train`), validations (`val`) and epochs (`epoch`) in metrics.jsonl and metrics.csv.
+    """Records log points (split `train`), validations (`val`) and epochs (`epoch`) in metrics.jsonl.
 
     Start, phases, checkpoints, stop and errors go to events.jsonl. Only the main process is given one. A folder that
     cannot be written for a while costs records, never the run.
@@ -25,15 +25,12 @@ class RunRecorder(Callback):
         super().__init__()
         self.folder = folder
         self._events = EventLog(folder.events_path)
-        self._sinks: tuple[JsonlSink | CsvSink, ...] = (
-            JsonlSink(folder.metrics_path, self._warn),
-            CsvSink(folder.metrics_csv_path, self._warn),
-        )
+        self._metrics = JsonlSink(folder.metrics_path, self._warn)
         self._clock: Clock | None = None
         self._epoch = 0
         self._resumed_at = 0
-        self._written: tuple[set[str], ...] = tuple(set() for _ in self._sinks)
-        """Splits recorded at that step before the run was resumed, and made again, by file: a kill may part them."""
+        self._written: set[str] = set()
+        """Splits recorded at that step before the run was resumed, and made again."""
         self._begun: set[Any] = set()
         """Phases that had begun at that step before the run was resumed, and may begin there again."""
 
@@ -45,8 +42,7 @@ class RunRecorder(Callback):
         self.folder.trim(step if step > 0 else -1)
         self.folder.result_path.unlink(missing_ok=True)  # a run that goes on is not finished any more
         self._resumed_at = step
-        files = (self.folder.read_metrics(), read_rows(self.folder.metrics_csv_path))
-        self._written = tuple({str(r.get("split")) for r in rs if str(r.get("step")) == str(step)} for rs in files)
+        self._written = {str(one.get("split")) for one in self.folder.read_metrics() if one.get("step") == step}
         events = read_jsonl(self.folder.events_path)
         self._begun = {
             event.get("phase") for event in events if (event.get("kind"), event.get("step")) == ("phase", step)
@@ -103,9 +99,8 @@ class RunRecorder(Callback):
             "time": round(time.time(), 3),
             **numbers,
         }
-        for sink, written in zip(self._sinks, self._written, strict=True):
-            if record.get("step") != self._resumed_at or split not in written:
-                sink.write(record)
+        if record.get("step") != self._resumed_at or split not in self._written:
+            self._metrics.write(record)
 
     def _place(self) -> dict[str, int]:
         return {"step": self._clock.step} if self._clock is not None else {}
@@ -115,5 +110,5 @@ class RunRecorder(Callback):
         logger.warning(message)
 
     def _close(self) -> None:
-        for sink in (*self._sinks, self._events):
-            sink.close()
+        self._metrics.close()
+        self._events.close()

@@ -8,7 +8,7 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
 
-from etude.callbacks.paths import resolve
+from etude.callbacks.monitored import resolve
 from etude.config.registry import register
 from etude.core import ConfigError
 from etude.core.files import write_text

@@ -1,9 +1,7 @@
 """The commands about data: `etude tokenize`, `etude data check` and `etude data show`."""
 
 import sys
-import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
@@ -12,7 +10,6 @@ if TYPE_CHECKING:
     from etude.corpus import CorpusReport
 
 data_app = typer.Typer(help="Check and look at token files.", no_args_is_help=True)
-_LINE_EVERY_S = 10.0
 
 
 def tokenize(
@@ -156,44 +153,33 @@ def _print_report(report: "CorpusReport") -> None:
 
 
 class _Progress:
-    """Shows the steps: a bar on a terminal, a line now and then elsewhere, nothing if quiet."""
+    """Shows the steps: a bar on a terminal, a line for each elsewhere, nothing if quiet."""
 
     def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-        self._bar: Any = None
-        self._task: Any = None
-        self._step, self._told_s = "", 0.0
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description:<24}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        self._prints = not quiet and not sys.stdout.isatty()
+        self._bars = Progress(*columns, disable=quiet or self._prints)
+        self._steps: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
-        if not self._quiet and sys.stdout.isatty():
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-            columns = (TextColumn("{task.description:<24}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns)
-            self._bar.start()
+        self._bars.start()
         return self
 
     def __call__(self, step: str, done: int, total: int) -> None:
-        if self._quiet:
-            return
-        new, self._step = step != self._step, step
-        if self._bar is not None:
-            if new:
-                self._finish_bar()
-                self._task = self._bar.add_task(step, total=total or None)
-            self._bar.update(self._task, completed=done, total=total or None)
-        elif new or time.monotonic() - self._told_s > _LINE_EVERY_S:
-            self._told_s = time.monotonic()
-            print(f"{step} … {done / total:.0%}" if done else f"{step} …", flush=True)
+        if step not in self._steps:
+            self._finish_step()
+            self._steps[step] = self._bars.add_task(step)
+            if self._prints:
+                print(f"{step} …", flush=True)
+        self._bars.update(self._steps[step], completed=done, total=total or None)
 
-    def _finish_bar(self) -> None:
-        if self._task is not None:
-            self._bar.update(self._task, completed=1, total=1)
+    def _finish_step(self) -> None:
+        for task in list(self._steps.values())[-1:]:
+            self._bars.update(task, completed=1, total=1)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            if kind is None:
-                self._finish_bar()
-            self._bar.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._finish_step()
+        self._bars.stop()

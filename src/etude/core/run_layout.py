@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-OWN_FILES = frozenset(
-    ["config.yaml", "metrics.jsonl", "metrics.csv", "events.jsonl", "env.json", "result.json", ".lock"]
-)
+OWN_FILES = frozenset(["config.yaml", "metrics.jsonl", "events.jsonl", "env.json", "result.json", ".lock"])
 """What a run writes into its folder, besides `samples.txt`, which a callback writes."""
 
 CHECKPOINTS = "checkpoints"

@@ -217,7 +217,7 @@ def _undo(folder: RunFolder, there: Collection[str], *, own: bool) -> None:
     `there` before stays. `own` says that the folder itself was made for this run.
     """
     written = (folder.config_path, folder.environment_path, folder.events_path)
-    for path in (*written, folder.metrics_path, folder.metrics_csv_path):
+    for path in (*written, folder.metrics_path):
         if path.name not in there:
             path.unlink(missing_ok=True)
     files = [path for path in folder.path.rglob("*") if not path.is_dir()]

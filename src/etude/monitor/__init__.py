@@ -2,16 +2,14 @@
 
 from etude.monitor.environment import collect_environment
 from etude.monitor.run_folder import FINISHED, RunFolder, default_run_dir, newest_run
-from etude.monitor.sinks import CsvSink, EventLog, JsonlSink, read_rows
+from etude.monitor.sinks import EventLog, JsonlSink
 
 __all__ = [
     "FINISHED",
-    "CsvSink",
     "EventLog",
     "JsonlSink",
     "RunFolder",
     "collect_environment",
     "default_run_dir",
     "newest_run",
-    "read_rows",
 ]

@@ -1,7 +1,7 @@
 """The run folder: everything a run leaves behind, where it lies, and who may write it.
 
 config.yaml      the whole resolved config; a folder with this file holds a run
-metrics.jsonl    one record per log point, validation and epoch; metrics.csv holds the same
+metrics.jsonl    one record per log point, validation and epoch
 events.jsonl     what happened: start, phases, checkpoints, warnings, errors, end
 env.json         versions, device, commit, command line
 checkpoints/     what `etude resume` starts from
@@ -30,7 +30,7 @@ from etude.core.files import FolderLock, LockHeld, replacing, write_text
 from etude.core.run_layout import CHECKPOINTS, OWN_FILES
 from etude.monitor.checkpoint_folder import checkpoint_folder, claim, holds_checkpoints, made_in, setting_in
 from etude.monitor.environment import collect_environment
-from etude.monitor.sinks import decode, plain, read_jsonl, rewrite_csv
+from etude.monitor.sinks import decode, plain, read_jsonl
 
 SAMPLES = "samples.txt"
 FINISHED = "finished"
@@ -46,7 +46,6 @@ class RunFolder:
         self.path = Path(path)
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
-        self.metrics_csv_path = self.path / "metrics.csv"
         self.events_path = self.path / "events.jsonl"
         self.environment_path = self.path / "env.json"
         self.result_path = self.path / "result.json"
@@ -236,8 +235,6 @@ class RunFolder:
         try:
             if self.metrics_path.exists():
                 _trim_jsonl(self.metrics_path, keep=lambda record: _step(record) <= step)
-            if self.metrics_csv_path.exists():
-                rewrite_csv(self.metrics_csv_path, keep=lambda row: _csv_step(row) <= step)
             if self.events_path.exists():
                 _trim_jsonl(self.events_path, keep=lambda event: event.get("kind") != "phase" or _step(event) <= step)
         except OSError as error:
@@ -247,7 +244,7 @@ class RunFolder:
         """Remove what a run has written here and nothing else; hold the lock meanwhile."""
         if not self.holds_run and not self.is_used:
             return
-        files = (self.metrics_csv_path, self.events_path, self.environment_path, self.samples_path)
+        files = (self.events_path, self.environment_path, self.samples_path)
         try:
             for name in made_in(self.checkpoints_path, self.path):
                 path = self.checkpoints_path / name
@@ -337,10 +334,6 @@ def _trim_jsonl(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
 
 def _step(record: Mapping[str, Any]) -> int:
     return record.get("step") or 0
-
-
-def _csv_step(row: Mapping[str, str | None]) -> int:
-    return int(row.get("step") or 0)
 
 
 def _json(value: Mapping[str, Any]) -> str:

@@ -1,7 +1,5 @@
-"""Records as lines, and where they go: JSON lines, CSV and the event log. A full disk costs records, never the run."""
+"""Records as lines of JSON, and the event log. A full disk costs records, never the run."""
 
-import csv
-import io
 import json
 import logging
 import math
@@ -13,8 +11,6 @@ from contextlib import suppress
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
-
-from etude.core.files import write_text
 
 logger = logging.getLogger("etude")
 
@@ -85,40 +81,6 @@ class JsonlSink(AppendFile):
         self.add(encode(record) + "\n")
 
 
-class CsvSink(AppendFile):
-    """Appends records to a CSV file. A new key becomes a new last column; rows without it have an empty cell."""
-
-    def __init__(self, path: str | Path, on_problem: Callable[[str], None] = logger.warning) -> None:
-        super().__init__(path, on_problem)
-        self._columns: list[str] | None = None
-        self._waiting: deque[Mapping[str, Any]] = deque(maxlen=MAX_PENDING)
-        """Records whose columns the file does not have, because its header could not be written."""
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append a row; `tail -F` shows it at once."""
-        if self._columns is None:
-            self._columns = read_header(self.path)
-        self._waiting.append(dict(record))
-        new = dict.fromkeys(key for waiting in self._waiting for key in waiting if key not in self._columns)
-        if new and not self._add_columns([*self._columns, *new]):
-            return
-        for waiting in self._waiting:
-            self.add(_csv_line([waiting.get(column, "") for column in self._columns]))
-        self._waiting.clear()
-
-    def _add_columns(self, columns: list[str]) -> bool:
-        """Write the longer header, keep the rows; False, with a word once, if the disk is full."""
-        try:
-            rewrite_csv(self.path, columns)
-        except OSError as error:
-            if len(self._waiting) == 1:
-                self._on_problem(f"cannot write {self.path}: {error.strerror or error}; training goes on")
-            return False
-        self.close()  # it holds the file that was replaced
-        self._columns = columns
-        return True
-
-
 class EventLog(AppendFile):
     """What happened to a run, for people and programs: one JSON line per event."""
 
@@ -186,46 +148,6 @@ def _plain(value: Any, name: str, nonfinite: list[str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{name}.{index}", nonfinite) for index, item in enumerate(value)]
     return str(value)
-
-
-def read_header(path: Path) -> list[str]:
-    """Return the columns of a CSV file; none if it is absent or empty, or its first line was cut short."""
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            line = file.readline()
-    except OSError:
-        return []
-    return next(csv.reader([line])) if line.endswith("\n") else []
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file by column; none if it is absent."""
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return list(csv.DictReader(file))
-    except FileNotFoundError:
-        return []
-
-
-def rewrite_csv(
-    path: Path, columns: list[str] | None = None, keep: Callable[[dict[str, str]], bool] = lambda _: True
-) -> None:
-    """Replace a CSV file atomically: its rows for which `keep` is true, under its own or the given columns.
-
-    A last row that was cut short goes; a file that is absent is made if columns are given.
-    """
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    rows = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
-    columns = columns if columns is not None else list(rows.fieldnames or [])
-    lines = [_csv_line(columns)] if columns else []
-    lines += [_csv_line([row.get(column) or "" for column in columns]) for row in rows if keep(row)]
-    write_text(path, "".join(lines))
-
-
-def _csv_line(cells: list[Any]) -> str:
-    buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerow(cells)
-    return buffer.getvalue()
 
 
 def _drop_torn_line(descriptor: int) -> None:
