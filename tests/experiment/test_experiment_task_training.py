@@ -146,15 +146,15 @@ def test_metrics_are_told_the_classes_of_the_head(load):
     tasks["linear"] = {**tasks["annotation"], "head": {"name": "linear", "out_features": 3}, "variants": {}}
     specs = build_trainer(load(tasks=tasks), progress=False).task.tasks
 
-    def told(task, metric="f1"):
+    def reported(task, metric="f1"):
         found = specs[task].metrics[metric]
         return found.num_classes, found.num_labels
 
-    assert told("annotation") == told("annotation", "f1_2") == told("linear") == (3, None)
+    assert reported("annotation") == reported("annotation", "f1_2") == reported("linear") == (3, None)
     assert specs["annotation"].variants["simple"].metrics["f1"].num_classes == 2
-    assert told("quality") == (None, 4)
-    assert told("match") == (None, None)
-    assert told("writing", "recall") == (5, None)
+    assert reported("quality") == (None, 4)
+    assert reported("match") == (None, None)
+    assert reported("writing", "recall") == (5, None)
 
 
 def test_tasks_on_plain_data(load):

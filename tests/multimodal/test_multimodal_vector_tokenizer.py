@@ -169,7 +169,7 @@ def test_after_a_pass_in_batches_centroids_are_the_means_of_all_their_rows():
     torch.testing.assert_close(found, torch.stack((rows[:500].mean(0), rows[500:].mean(0))), rtol=1e-5, atol=1e-5)
 
 
-def test_centroids_without_rows_begin_anew_at_the_farthest():
+def test_centroids_without_rows_start_again_at_the_farthest():
     rows = torch.tensor([[0.0], [1.0], [10.0], [30.0]])
     centroids = kmeans._lloyd(rows, torch.tensor([[5.0], [500.0], [900.0]]), 10, 0.0)
     assert sorted(centroids[:, 0].tolist()) == [0.5, 10.0, 30.0]

@@ -1,4 +1,4 @@
-"""The files that the data is made of: found, read as Python reads them, told apart from tests, and split by content."""
+"""The files that the data is made of: found, read as Python reads them, separated from tests, and split by content."""
 
 import hashlib
 import io
@@ -129,7 +129,7 @@ def _python_files(inputs: Sequence[str], out: Path | None) -> Iterator[tuple[str
             sources = find_sources([root], include=("*.py",), exclude=exclude, out=out).files
         except DataError:
             if root.is_dir():
-                continue  # a folder without code; told if all of them are
+                continue  # a folder without code; reported if all of them are
             raise DataError(f"input {name!r} does not exist; give a file, a folder or the word {STDLIB}") from None
         for source in sources:
             path = Path(source.path)

@@ -126,9 +126,9 @@ def test_the_script_builds_reports_and_tells_mistakes_in_one_line(project, tmp_p
     assert script.main([*out, "--report"]) == 0
     assert capsys.readouterr().out == report(read_schema(tmp_path / "out"))
     assert script.main([*out, *options, "--max-length", "32"]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "max_length 128, not 32" in told
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert "max_length 128, not 32" in printed
 
 
 def test_the_readme_has_every_label_with_what_makes_it(built):

@@ -1,4 +1,4 @@
-"""Building the data: fetch, mend, choose, fit tokenizers on the training split, write; whole or not at all."""
+"""Building the data: fetch, correct, choose, fit tokenizers on the training split, write; whole or not at all."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from etude.core.errors import DataError
 from etude.corpus.report import folder_lock, write_json
 from etude.multimodal import MultimodalWriter, ScalarTokenizer, Tokenizer, VectorTokenizer, write_modalities
 from etude.multimodal.vocab import VocabSpec, build_vocab_spec
-from stars.catalogue import Catalogue, fetch, mend, read, take
+from stars.catalogue import Catalogue, correct, fetch, read, take
 from stars.curves import PATCH_SIZE
 from stars.layout import COLUMNS, PLACES, SCALARS, Values, class_of, columns_of, place_of, values_of
 from stars.options import SPLITS, Options, choose, split_of
@@ -63,7 +63,7 @@ def prepare(
             if (folder / SCHEMA).exists() and not overwrite:  # another process has made it in the meantime
                 return _compared(folder, options)
             try:
-                return _build(folder, options, mend(read(fetch(root, download=download))), tell)
+                return _build(folder, options, correct(read(fetch(root, download=download))), tell)
             finally:
                 shutil.rmtree(folder / PARTIAL, ignore_errors=True)
     except OSError as error:
@@ -185,7 +185,7 @@ def _build(out: Path, options: Options, catalogue: Catalogue, tell: Tell) -> dic
             for split, one in stars.items()
         },
         "missing_by_column": missing,
-        "mended": dict(catalogue.mended),
+        "corrected": dict(catalogue.corrected),
         "files": names,
     }
     _put_in_place(work, out, schema)

@@ -40,7 +40,7 @@ class Catalogue:
     types: list[str]
     subtypes: list[str]
     numbers: dict[str, Floats]
-    mended: Counter[str] = field(default_factory=Counter)
+    corrected: Counter[str] = field(default_factory=Counter)
     """What was done to the catalogue, and how often."""
 
     def __len__(self) -> int:
@@ -112,20 +112,20 @@ def parse(lines: Iterable[str]) -> Catalogue:
     return _single(Catalogue(words["ID"], words["Type"], words["Subtype"], numbers), words["RA"], words["DECL"])
 
 
-def mend(catalogue: Catalogue) -> Catalogue:
+def correct(catalogue: Catalogue) -> Catalogue:
     """Return the catalogue with what cannot be as missing, and with the two columns of DSCT stars that are swapped.
 
     Single-mode δ Scuti stars have phases in R21_1 (0 … 6.28, most near 4) and ratios in phi21_1 (0 … 0.85).
     """
     numbers = {name: values.copy() for name, values in catalogue.numbers.items()}
-    mended = catalogue.mended.copy()
+    corrected = catalogue.corrected.copy()
     swapped = np.array([kind == "DSCT" for kind in catalogue.types]) & ~np.isnan(numbers["R21_1"])
     numbers["R21_1"][swapped], numbers["phi21_1"][swapped] = numbers["phi21_1"][swapped], numbers["R21_1"][swapped]
     numbers["R31_1"][swapped] = 0.0  # their series has two terms
-    mended["R21_1 and phi21_1 swapped"] += int(swapped.sum())
+    corrected["R21_1 and phi21_1 swapped"] += int(swapped.sum())
 
     def drop(name: str, wrong: NDArray[np.bool_], why: str) -> None:
-        mended[f"{name} {why}"] += int(wrong.sum())
+        corrected[f"{name} {why}"] += int(wrong.sum())
         numbers[name][wrong] = np.nan
 
     for name in ("P_1", "P_2", "P_3"):
@@ -138,9 +138,9 @@ def mend(catalogue: Catalogue) -> Catalogue:
         phaseless = np.isnan(numbers[phase]) & (numbers[ratio] > 0)
         drop(ratio, phaseless & (numbers[ratio] >= WEAK), f"of at least {WEAK:g} without a phase")
         weak = np.isnan(numbers[phase]) & ~np.isnan(numbers[ratio])
-        mended[f"{ratio} below {WEAK:g} without a phase taken as 0"] += int((numbers[ratio][weak] > 0).sum())
+        corrected[f"{ratio} below {WEAK:g} without a phase taken as 0"] += int((numbers[ratio][weak] > 0).sum())
         numbers[ratio][weak] = numbers[phase][weak] = 0.0
-    kept = Counter({what: count for what, count in sorted(mended.items()) if count})
+    kept = Counter({what: count for what, count in sorted(corrected.items()) if count})
     return Catalogue(catalogue.ids, catalogue.types, catalogue.subtypes, numbers, kept)
 
 
@@ -151,7 +151,7 @@ def take(catalogue: Catalogue, rows: NDArray[np.int64]) -> Catalogue:
         [catalogue.types[row] for row in rows],
         [catalogue.subtypes[row] for row in rows],
         {name: values[rows] for name, values in catalogue.numbers.items()},
-        catalogue.mended,
+        catalogue.corrected,
     )
 
 
@@ -171,5 +171,5 @@ def _single(catalogue: Catalogue, *positions: list[str]) -> Catalogue:
     times = Counter(where)
     rows = np.array([row for row, place in enumerate(where) if times[place] == 1], np.int64)
     kept = take(catalogue, rows)
-    kept.mended["entries left out, as two are at one place"] = len(catalogue) - len(rows)
+    kept.corrected["entries left out, as two are at one place"] = len(catalogue) - len(rows)
     return kept

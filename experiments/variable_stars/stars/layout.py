@@ -1,4 +1,4 @@
-"""The sequence of a star: which token stands where, of which modality, and in which unit its errors are told."""
+"""The sequence of a star: which token stands where, of which modality, and in which unit its errors are reported."""
 
 from dataclasses import dataclass
 

@@ -6,7 +6,7 @@ from stars.options import SPLITS
 
 
 def tables(schema: dict[str, Any]) -> str:
-    """Return tables of the classes, of what is missing, and of what was mended."""
+    """Return tables of the classes, of what is missing, and of what was corrected."""
     options = ", ".join(f"{name} {value}" for name, value in schema["options"].items())
     lines = [f"Made with {options}.", "", "| stars | train | validation | test |", "|---|---|---|---|"]
     counts = schema["stars_by_class"]
@@ -19,8 +19,8 @@ def tables(schema: dict[str, Any]) -> str:
         if any(missing.values()):
             shares = [f"{missing[split] / schema['stars'][split]:.1%}" for split in SPLITS]
             lines.append(_row(column, shares))
-    lines += ["", "| mended in the catalogue | times |", "|---|---|"]
-    lines += [_row(what, [f"{count:,}"]) for what, count in schema["mended"].items()]
+    lines += ["", "| corrected in the catalogue | times |", "|---|---|"]
+    lines += [_row(what, [f"{count:,}"]) for what, count in schema["corrected"].items()]
     return "\n".join(lines) + "\n"
 
 

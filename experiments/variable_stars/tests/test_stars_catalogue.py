@@ -23,7 +23,7 @@ def test_catalogue_reads_numbers_and_missing_values():
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "words"),
     [
         ([], "no stars"),
         (["\t".join(name for name in NAMES if name != "A_1"), "x\ty"], "no column A_1"),
@@ -31,8 +31,8 @@ def test_catalogue_reads_numbers_and_missing_values():
         (["\t".join(NAMES), line("OGLE-LMC-CEP-1", I="bright")], "column I .* no number"),
     ],
 )
-def test_catalogue_that_is_none_is_refused(lines, told):
-    with pytest.raises(DataError, match=told):
+def test_catalogue_that_is_none_is_refused(lines, words):
+    with pytest.raises(DataError, match=words):
         catalogue.parse(lines)
 
 
@@ -40,34 +40,36 @@ def test_two_entries_at_one_place_are_left_out():
     rows = [line("OGLE-LMC-CEP-1", ra=5.0), line("OGLE-LMC-LPV-1", ra=5.0), line("OGLE-LMC-CEP-2", ra=6.0)]
     found = catalogue.parse(["\t".join(NAMES), *rows])
     assert found.ids == ["OGLE-LMC-CEP-2"]
-    assert sum(found.mended.values()) == 2
+    assert sum(found.corrected.values()) == 2
 
 
-def mended(**numbers):
+def corrected(**numbers):
     """Return one star's numbers after mending."""
     kind = numbers.pop("kind", "RRLyr")
-    found = catalogue.mend(catalogue.parse(["\t".join(NAMES), line("OGLE-LMC-X-1", kind, "S", **NUMBERS | numbers)]))
-    return {name: float(values[0]) for name, values in found.numbers.items()}, found.mended
+    found = catalogue.correct(
+        catalogue.parse(["\t".join(NAMES), line("OGLE-LMC-X-1", kind, "S", **NUMBERS | numbers)])
+    )
+    return {name: float(values[0]) for name, values in found.numbers.items()}, found.corrected
 
 
 def test_swapped_columns_of_delta_scuti_stars_are_put_right():
-    found, told = mended(kind="DSCT", R21_1=4.1, phi21_1=0.3, R31_1="-99.99", phi31_1="-99.99")
+    found, counts = corrected(kind="DSCT", R21_1=4.1, phi21_1=0.3, R31_1="-99.99", phi31_1="-99.99")
     assert (found["R21_1"], found["phi21_1"], found["R31_1"]) == (0.3, 4.1, 0.0)
-    assert told == {"R21_1 and phi21_1 swapped": 1}
+    assert counts == {"R21_1 and phi21_1 swapped": 1}
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("A_3", 718.391), ("A_2", 0.0), ("R31_1", 999.999), ("R21_1", 2.644), ("P_1", 0.0)]
 )
 def test_what_cannot_be_is_missing(name, value):
-    found, told = mended(**{name: value})
+    found, counts = corrected(**{name: value})
     assert math.isnan(found[name])
-    assert sum(told.values()) == 1
+    assert sum(counts.values()) == 1
 
 
 def test_a_weak_harmonic_without_a_phase_is_none_and_a_strong_one_is_missing():
-    weak, _ = mended(R31_1=0.02, phi31_1="-99.99")
-    strong, _ = mended(R31_1=0.4, phi31_1="-99.99")
+    weak, _ = corrected(R31_1=0.02, phi31_1="-99.99")
+    strong, _ = corrected(R31_1=0.4, phi31_1="-99.99")
     assert (weak["R31_1"], weak["phi31_1"]) == (0.0, 0.0)
     assert math.isnan(strong["R31_1"])
 

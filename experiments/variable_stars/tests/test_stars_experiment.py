@@ -147,8 +147,8 @@ def test_numbers_are_those_of_the_trained_weights(made, tmp_path):
     run = finished_run("both", 3, tmp_path, overrides(made))
     numbers = numbers_of(run)
     held = open_split(made[0], "test")
-    _, told = evaluate_run(run, which="last")
-    assert numbers["ce"] == pytest.approx(told["loss_ce"], rel=1e-4)
+    _, result = evaluate_run(run, which="last")
+    assert numbers["ce"] == pytest.approx(result["loss_ce"], rel=1e-4)
     model = trained_model(run).model
     guess = runner(model, held.vocab)(held.tokens[:, :-1])
     chosen = guess[:, -1, held.vocab.range_of("class").slice].argmax(-1)
