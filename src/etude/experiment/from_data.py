@@ -162,7 +162,7 @@ def _table(path: Path, target: str | None) -> Finding:
 def _columns(path: Path, delimiter: str, form: NumberForm) -> list[Column]:
     names, blocks = read_blocks(path, delimiter, form=form)
     columns = [Column(name) for name in names]
-    for block in islice(blocks, SURVEYED_BLOCKS):
+    for block in (unread() for unread in islice(blocks, SURVEYED_BLOCKS)):
         for place, column in enumerate(columns):
             column.add(block, place)
     return columns

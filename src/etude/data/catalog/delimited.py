@@ -3,9 +3,10 @@
 import codecs
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -70,18 +71,18 @@ class Block:
 
     def numbers(self, columns: Sequence[int]) -> Numbers:
         """Return columns as numbers (rows, columns), NaN where there is none. Raises NotANumber for other text."""
-        return np.array([self._read(column) for column in columns]).reshape(len(columns), len(self.lines)).T.copy()
+        rows = range(len(self.lines))
+        found = [self._floats(self.texts(column), rows, repeat(column)) for column in columns]
+        return np.array(found, np.float64).reshape(len(columns), len(rows)).T.copy()
 
-    def _read(self, column: int) -> Numbers:
-        texts = self.texts(column)
-        if self.layout.form == PLAIN and not any(
-            "_" in text for text in texts
-        ):  # Python would read 1_000 as a number
+    def _floats(self, texts: Sequence[str], rows: Iterable[int], columns: Iterable[int]) -> list[float]:
+        """Return numbers that Python reads one by one."""
+        if self.layout.form == PLAIN and "_" not in "".join(texts):  # Python would read 1_000 as a number
             try:
-                return np.fromiter(map(float, texts), np.float64, len(texts))
+                return [float("nan" if text.lower() in MISSING else text) for text in texts]
             except ValueError:
                 pass
-        return np.array([self._number(text, row, column) for row, text in enumerate(texts)])
+        return [self._number(*cell) for cell in zip(texts, rows, columns, strict=False)]
 
     def _number(self, text: str, row: int, column: int) -> float:
         if text.lower() in MISSING:
@@ -92,6 +93,10 @@ class Block:
             return float(self.layout.form.plain(text))
         except ValueError:
             raise NotANumber(int(self.lines[row]), column, text) from None
+
+
+Unread = Callable[[], Block]
+"""Some rows of a file that are read when this is called, in any thread."""
 
 
 class NotANumber(Exception):
@@ -126,18 +131,29 @@ class PlainBlock(Block):
     def numbers(self, columns: Sequence[int]) -> Numbers:
         """Return columns as numbers: all at once, but those of another form."""
         begin, end = min(columns, default=0), max(columns, default=-1) + 1
-        chosen = slice(begin, end) if end - begin == len(columns) else list(columns)
-        starts, ends, decimals = (places[:, chosen].reshape(-1) for places in self._cells)
-        values, bad = self._parser.parse(np.frombuffer(self.buffer, "<u8"), starts, ends, decimals)
-        shape = len(self.lines), len(columns)
+        # To parse some texts between the numbers in vain is faster than to copy the places of cells.
+        is_most = 4 * len(columns) > 3 * (end - begin)
+        chosen: slice | list[int] = slice(begin, end) if is_most else list(columns)
+        starts, ends, decimals = (places[:, chosen] for places in self._cells)
+        text, shape = np.frombuffer(self.buffer, "<u8"), starts.shape
+        values, bad = self._parser.parse(text, starts.reshape(-1), ends.reshape(-1), decimals.reshape(-1))
         values, bad = values.reshape(shape), bad.reshape(shape)
-        for place, count in enumerate(bad.sum(0) if bad.any() else ()):
-            if 8 * count > len(bad):
-                values[:, place] = self._read(columns[place])
-                continue
-            rows = np.flatnonzero(bad[:, place]).tolist()
-            for row, text in zip(rows, self.texts(columns[place], rows), strict=True):
-                values[row, place] = self._number(text, row, columns[place])
+        if is_most and len(columns) < end - begin:
+            kept = np.subtract(columns, begin)
+            values, bad = values.take(kept, 1), bad.take(kept, 1)
+        if bad.any():
+            rows, places = np.divmod(np.flatnonzero(bad), len(columns))
+            values[rows, places] = self._others(rows, np.take(columns, places))
+        return values
+
+    def _others(self, rows: Places, columns: Places) -> Numbers:
+        """Return the numbers of cells that the parser leaves to others: nothing, exponents, spaces around them …"""
+        starts, ends, _ = (places[rows, columns] for places in self._cells)
+        values = np.full(len(rows), np.nan)
+        some = np.flatnonzero(ends > starts)
+        bounds = zip(starts[some].tolist(), ends[some].tolist(), strict=True)
+        texts = [self.buffer[start:end].decode().strip() for start, end in bounds]
+        values[some] = self._floats(texts, rows[some].tolist(), columns[some].tolist())
         return values
 
 
@@ -149,16 +165,15 @@ them where there is none)."""
 def find_cells(layout: Layout, buffer: bytes) -> Cells | None:
     """Return the cells of text after PADDING bytes; None unless every line has all columns and no other."""
     text, point = np.frombuffer(buffer, np.uint8), ord(layout.form.decimal)
-    is_mark = text == ord(layout.delimiter)
-    is_mark |= text == ord("\n")
+    is_mark = text == ord("\n")
+    rows = np.count_nonzero(is_mark)
+    is_mark |= text == ord(layout.delimiter)
     is_mark |= text == point
-    is_mark[:PADDING] = False
     marks = np.flatnonzero(is_mark)
     at = np.flatnonzero(text.take(marks) != point)
     ends = marks.take(at)
-    rows, rest = divmod(len(ends), layout.columns)
-    are_line_ends = text.take(ends[layout.columns - 1 :: layout.columns]) == ord("\n")
-    if rest or not are_line_ends.all() or buffer.count(b"\n") != rows:
+    shape = rows, layout.columns
+    if len(ends) != rows * layout.columns or (text.take(ends.reshape(shape)[:, -1]) != ord("\n")).any():
         return None
     starts = np.empty_like(ends)
     starts[0], starts[1:] = PADDING, ends[:-1]
@@ -167,7 +182,6 @@ def find_cells(layout: Layout, buffer: bytes) -> Cells | None:
     decimals = ends - marks.take(at, mode="clip")
     decimals -= 1
     decimals[0] = min(decimals[0], ends[0] - PADDING) if at[0] >= 0 else ends[0] - PADDING
-    shape = rows, layout.columns
     return starts.reshape(shape), ends.reshape(shape), decimals.reshape(shape)
 
 
@@ -185,7 +199,7 @@ class QuotedBlock(Block):
 
 def read_blocks(
     path: Path, delimiter: str, encoding: str = "utf-8", form: NumberForm = PLAIN
-) -> tuple[list[str], Iterator[Block]]:
+) -> tuple[list[str], Iterator[Unread]]:
     """Return the names in the first line, and the rows below it in blocks; raise DataError for a file that is none."""
     pieces = _pieces(path, encoding)
     head = _head(path, pieces)
@@ -232,7 +246,7 @@ def _quoted_header(path: Path, head: bytes, delimiter: str) -> tuple[list[str], 
     return names, reader.line_num, rest
 
 
-def _blocks(layout: Layout, rest: bytes, pieces: Iterator[bytes], line: int) -> Iterator[Block]:
+def _blocks(layout: Layout, rest: bytes, pieces: Iterator[bytes], line: int) -> Iterator[Unread]:
     parser = DecimalParser()
     # The allocator of the C library keeps memory for later as long as it is smaller than the largest that was freed;
     # without this, every array of every block would be taken from the system and cleared.
@@ -242,22 +256,31 @@ def _blocks(layout: Layout, rest: bytes, pieces: Iterator[bytes], line: int) -> 
     while piece is not None:
         following = next(stream, None)
         if b'"' in piece:
-            yield from _quoted(layout, _lines(tail + piece, chain([following or b""], stream)), line)
+            for block in _quoted(layout, _lines(tail + piece, chain([following or b""], stream)), line):
+                yield partial(_self, block)
             return
         if following is None and (tail or piece) and not piece.endswith(b"\n"):
             piece += b"\n"
         if cut := piece.rfind(b"\n") + 1:
             end = PADDING + len(tail) + cut
-            whole = b"".join((b" " * PADDING, tail, memoryview(piece)[:cut], b" " * (-end % 8)))
-            cells = find_cells(layout, whole)
-            if cells is None or (layout.columns == 1 and b"\n\n" in whole):  # empty lines, or lines too long or short
-                yield from _quoted(layout, _lines(b"", iter([whole[PADDING:end]])), line)
-                line += whole.count(b"\n")
-            else:
-                yield PlainBlock(layout, whole, line, cells, parser)
-                line += len(cells[0])
+            whole = b"".join((b"x" * PADDING, tail, memoryview(piece)[:cut], b"x" * (-end % 8)))
+            yield partial(_plain, layout, whole, end, line, parser)
+            line += int(np.count_nonzero(np.frombuffer(whole, np.uint8) == ord("\n")))  # faster than bytes.count
             tail = b""
         tail, piece = tail + piece[cut:], following
+
+
+def _self(block: Block) -> Block:
+    return block
+
+
+def _plain(layout: Layout, buffer: bytes, end: int, line: int, parser: DecimalParser) -> Block:
+    """Return the lines of a text without quotes, which ends at `end`."""
+    cells = find_cells(layout, buffer)
+    if cells is None or (layout.columns == 1 and b"\n\n" in buffer):  # empty lines, or lines too long or short
+        lines = _lines(b"", iter([buffer[PADDING:end]]))
+        return next(_quoted(layout, lines, line, len(buffer)), QuotedBlock(layout, [], []))
+    return PlainBlock(layout, buffer, line, cells, parser)
 
 
 def _lines(rest: bytes, pieces: Iterator[bytes]) -> Iterator[str]:
@@ -269,7 +292,7 @@ def _lines(rest: bytes, pieces: Iterator[bytes]) -> Iterator[str]:
         yield f"{line.decode()}\n"
 
 
-def _quoted(layout: Layout, lines: Iterator[str], first: int) -> Iterator[QuotedBlock]:
+def _quoted(layout: Layout, lines: Iterator[str], first: int, most: int = QUOTED_ROWS) -> Iterator[QuotedBlock]:
     """Read by the csv module, which knows quotes, and passes over empty lines."""
     reader = csv.reader(lines, delimiter=layout.delimiter, strict=True)
     rows: list[list[str]] = []
@@ -286,7 +309,7 @@ def _quoted(layout: Layout, lines: Iterator[str], first: int) -> Iterator[Quoted
                 rows.append(row)
                 places.append(start)
             start = first + reader.line_num
-            if len(rows) == QUOTED_ROWS:
+            if len(rows) == most:
                 yield QuotedBlock(layout, rows, places)
                 rows, places = [], []
     except csv.Error as error:

@@ -13,7 +13,7 @@ from etude.core.spelling import shorten
 from etude.data.catalog.holdout import Rows, fingerprint
 from etude.data.catalog.screening import MAX_CATEGORIES, report, screen
 from etude.data.catalog.table import Numbers, Table
-from etude.data.catalog.table_files import TableFormat
+from etude.data.catalog.table_files import TableFormat, in_threads
 from etude.data.splits import DataSplits, TensorData
 
 Task = Literal["classification", "regression"]
@@ -38,27 +38,32 @@ class Part:
         """Return the place of a row in its file."""
         return self.table.where(place if isinstance(self.rows, slice) else int(self.rows[place]))
 
-    def numbers(self, names: Sequence[str]) -> Iterator[tuple[slice, Numbers, Flags | None]]:
-        """Yield blocks of rows, their numbers less the table's reference, and where there are none.
+    def blocks(self) -> list[slice]:
+        """Return its rows in blocks."""
+        return [slice(begin, min(begin + BLOCK_ROWS, self.num_rows)) for begin in range(0, self.num_rows, BLOCK_ROWS)]
+
+    def numbers(self, block: slice) -> npt.NDArray[np.float32]:
+        """Return all numbers of some of its rows, less the table's reference."""
+        numbers = self.table.numbers
+        return numbers[block] if isinstance(self.rows, slice) else numbers.take(self.rows[block], 0)
+
+    def gaps(
+        self, block: slice, values: npt.NDArray[np.float32], places: Sequence[int], names: Sequence[str]
+    ) -> Flags | None:
+        """Return where some columns of a block have no numbers; None if they are all there.
 
         Raises DataError for infinities.
         """
-        places = self.table.places(names)
-        chosen = slice(None) if len(places) == self.table.numbers.shape[1] else places
-        for begin in range(0, self.num_rows, BLOCK_ROWS):
-            block = slice(begin, min(begin + BLOCK_ROWS, self.num_rows))
-            numbers = self.table.numbers
-            found = numbers[block] if isinstance(self.rows, slice) else numbers.take(self.rows[block], 0)
-            values = found[:, chosen].astype(np.float64)
-            if np.isfinite(found).all():
-                yield block, values, None
-                continue
-            for row, place in np.argwhere(np.isinf(values))[:1].tolist():
-                raise DataError(
-                    f"{self.where(begin + row)}: column {names[place]!r} is infinite, or too large for "
-                    f"float32 (3.4e38); fix it, or leave it empty"
-                )
-            yield block, values, np.isnan(values)
+        if np.isfinite(values).all():
+            return None
+        values = values[:, places]
+        for row, place in np.argwhere(np.isinf(values))[:1].tolist():
+            raise DataError(
+                f"{self.where(block.start + row)}: column {names[place]!r} is infinite, or too large for "
+                f"float32 (3.4e38); fix it, or leave it empty"
+            )
+        gaps: Flags = np.isnan(values)
+        return gaps
 
     def codes(self, name: str, categories: Sequence[str]) -> npt.NDArray[np.int64]:
         """Return the part's values of a column of texts as places in `categories`: -1 missing, -2 none of them."""
@@ -176,37 +181,47 @@ class Layout:
     def matrix(self, part: Part) -> npt.NDArray[np.float32]:
         """Return the features of a part (rows, features). Raises DataError for missing and unseen values."""
         matrix = np.empty((part.num_rows, len(self.features)), np.float32)
-        reference = part.table.reference[part.table.places(self.numbers)]
-        fill = self.mean - reference
-        add, scale = (-fill, 1.0 / self.std) if self._options.standardize else (reference, None)
-        targets = [self._places[name] for name in self.numbers]
-        runs = np.split(np.arange(len(targets)), np.flatnonzero(np.diff(targets) != 1) + 1)
-        for block, values, gaps in part.numbers(self.numbers):
+        places, targets = part.table.places(self.numbers), [self._places[name] for name in self.numbers]
+        shift, scale, filler = np.zeros((3, len(places)), np.float32)
+        if self._options.standardize:
+            shift[:], scale[:] = self.mean - part.table.reference[places], self.std
+        else:
+            scale[:], filler[:] = 1.0, self.mean
+        codes = {name: self._codes(part, name) for name in self.categories}
+
+        def write(block: slice) -> None:
+            values = part.numbers(block)
+            gaps = self._gaps(part, block, values, places)
+            for run in _runs(places, targets):
+                features = matrix[block, targets[run.start] : targets[run.stop - 1] + 1]
+                np.subtract(values[:, places[run.start] : places[run.stop - 1] + 1], shift[run], out=features)
+                features /= scale[run]
             if gaps is not None:
-                self._fill(part, block, values, gaps, fill)
-            values += add
-            if scale is not None:
-                values *= scale
-            for run in runs if targets else ():
-                begin = targets[run[0]]
-                matrix[block, begin : begin + len(run)] = values[:, run[0] : run[-1] + 1]
+                for place in np.flatnonzero(gaps.any(0)):
+                    matrix[block, targets[place]][gaps[:, place]] = filler[place]
             for name in self._indicators:
                 matrix[block, self._places[name] + 1] = 0 if gaps is None else gaps[:, self.numbers.index(name)]
-        for name, categories in self.categories.items():
-            self._one_hot(part, name, matrix[:, self._places[name] :][:, : len(categories)])
+            for name, found in codes.items():
+                features = matrix[block, self._places[name] :][:, : len(self.categories[name])]
+                np.equal(found[block, None], np.arange(features.shape[1]), out=features, casting="unsafe")
+
+        for _ in in_threads(write, part.blocks()):
+            pass
         return matrix
 
-    def _fill(self, part: Part, block: slice, values: Numbers, gaps: Flags, fill: Numbers) -> None:
-        if self._options.missing == "error":
+    def _gaps(self, part: Part, block: slice, values: npt.NDArray[np.float32], places: Sequence[int]) -> Flags | None:
+        gaps = part.gaps(block, values, places, self.numbers)
+        if gaps is not None and self._options.missing == "error" and gaps.any():
             row, place = np.argwhere(gaps)[0].tolist()
             name = self.numbers[place]
             raise DataError(
                 f"{part.where(block.start + row)}: column {name!r} has no value; set missing to mean or indicator, "
                 f"or leave the column out with `exclude: [{name}]`"
             )
-        np.copyto(values, fill, where=gaps)
+        return gaps
 
-    def _one_hot(self, part: Part, name: str, matrix: npt.NDArray[np.float32]) -> None:
+    def _codes(self, part: Part, name: str) -> npt.NDArray[np.int64]:
+        """Return the categories of a column. Raises DataError for missing and unseen ones."""
         codes = part.codes(name, self.categories[name])
         lowest = int(codes.min(initial=0))
         if lowest == -2 and self._options.unseen == "error":
@@ -222,27 +237,39 @@ class Layout:
                 f"{part.where(int(np.argmax(codes == -1)))}: column {name!r} has no value; set missing to mean (all "
                 f"categories 0), or leave the column out with `exclude: [{name}]`"
             )
-        places = np.arange(matrix.shape[1])
-        for begin in range(0, len(matrix), BLOCK_ROWS):
-            matrix[begin : begin + BLOCK_ROWS] = codes[begin : begin + BLOCK_ROWS, None] == places
+        return codes
 
 
 def moments(part: Part, names: Sequence[str]) -> tuple[Numbers, Numbers, npt.NDArray[np.int64]]:
     """Return mean, standard deviation and number of the values that are there; 0 where they are all the same."""
     total, square = np.zeros(len(names)), np.zeros(len(names))
     count = np.full(len(names), part.num_rows)
-    for _, values, gaps in part.numbers(names):
+
+    places = part.table.places(names)
+
+    def sums(block: slice) -> tuple[Numbers, Numbers, Any]:
+        found = part.numbers(block)
+        gaps = part.gaps(block, found, places, names)
+        values = found.astype(np.float64)
         if gaps is not None:
-            values[gaps] = 0.0
-            count -= gaps.sum(0)
-        total += values.sum(0)
-        square += np.einsum("ij,ij->j", values, values)
+            np.nan_to_num(values, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+        squares = np.einsum("ij,ij->j", values, values)
+        return values.sum(0)[places], squares[places], 0 if gaps is None else gaps.sum(0)
+
+    for first, second, absent in in_threads(sums, part.blocks()):
+        total, square, count = total + first, square + second, count - absent
     at_least_one = np.maximum(count, 1)
     mean = total / at_least_one
     std = np.sqrt(np.maximum(square / at_least_one - mean * mean, 0.0))
-    mean += part.table.reference[part.table.places(names)]
+    mean += part.table.reference[places]
     std[std <= 1e-12 * np.maximum(1.0, np.abs(mean))] = 0.0
     return mean, std, count
+
+
+def _runs(places: Sequence[int], targets: Sequence[int]) -> Iterator[slice]:
+    """Yield runs of columns that are neighbours before and after."""
+    cuts = np.flatnonzero((np.diff(places) != 1) | (np.diff(targets) != 1)) + 1
+    yield from map(slice, [0, *cuts.tolist()], [*cuts.tolist(), len(places)]) if places else ()
 
 
 def in_order(values: Sequence[str]) -> list[str]:
@@ -278,13 +305,13 @@ def _labels(parts: Mapping[str, Part], options: FeatureOptions) -> tuple[dict[st
         facts |= {"target_mean": float(mean[0]), "target_std": float(std[0]) or 1.0}
     labels = {}
     for part, one in parts.items():
-        labels[part] = label = np.empty((one.num_rows, 1), np.float32)
-        reference = one.table.reference[one.table.places([name])]
-        for block, values, gaps in one.numbers([name]):
-            if gaps is not None:
-                _refuse(one, name, gaps[:, 0], "no value; every row needs one", block.start)
-            values += reference - facts.get("target_mean", 0.0)
-            label[block] = values / facts.get("target_std", 1.0)
+        (place,) = one.table.places([name])
+        found = one.table.numbers[one.rows, place, None]
+        gaps = one.gaps(slice(0, None), found, [0], [name])
+        if gaps is not None:
+            _refuse(one, name, gaps[:, 0], "no value; every row needs one")
+        values = found + (one.table.reference[place] - facts.get("target_mean", 0.0))
+        labels[part] = (values / facts.get("target_std", 1.0)).astype(np.float32)
     if train.num_rows > 1 and (labels["train"] == labels["train"][0]).all():
         raise DataError(
             f"{train.table.path}: the target {name!r} is the same in every row; there is nothing to learn"
@@ -292,6 +319,6 @@ def _labels(parts: Mapping[str, Part], options: FeatureOptions) -> tuple[dict[st
     return labels, facts
 
 
-def _refuse(part: Part, name: str, wrong: Flags, problem: str, begin: int = 0) -> None:
+def _refuse(part: Part, name: str, wrong: Flags, problem: str) -> None:
     if len(places := np.flatnonzero(wrong)):
-        raise DataError(f"{part.where(begin + int(places[0]))}: the target {name!r} has {problem}")
+        raise DataError(f"{part.where(int(places[0]))}: the target {name!r} has {problem}")

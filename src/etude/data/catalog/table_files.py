@@ -1,23 +1,27 @@
 """Tables of files: delimited text, and what Arrow reads."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from etude.core.errors import DataError
 from etude.core.spelling import did_you_mean, shorten
-from etude.data.catalog.delimited import PLAIN, Block, NotANumber, NumberForm, read_blocks
+from etude.data.catalog.delimited import PLAIN, Block, NotANumber, NumberForm, Unread, read_blocks
 from etude.data.catalog.table import Kind, Numbers, Table, TableBuilder
 
 ARROW_ROWS = 2**13
 MAX_THREADS = 4
+T = TypeVar("T")
+R = TypeVar("R")
 _THOUSANDS = re.compile(r"-?\d{1,3}([,.' ]\d{3})+([.,]\d+)?")
 
 
@@ -69,14 +73,15 @@ def read_delimited(
     delimiter = form.delimiter or ("\t" if path.suffix in (".tsv", ".tab") else ",")
     there, blocks = read_blocks(path, delimiter, form.encoding, form.form)
     places = {name: there.index(name) for name in form.wanted(path, there, names)}
-    first = next(blocks, None)
+    first = next((block for unread in blocks if len((block := unread()).lines)), None)
     if first is None:
         raise DataError(f"{path} has no rows below the line of column names")
     found = _kinds(first, places, form.texts) if kinds is None else {name: kinds[name] for name in places}
     builder = form.builder(path, found, int(1.1 * path.stat().st_size / first.size * len(first.lines)) + 1)
     number_places = [places[name] for name in builder.number_names]
     try:
-        for block, numbers in _parsed(chain([first], blocks), number_places):
+        read = partial(_read, number_places)
+        for block, numbers in chain([read(lambda: first)], in_threads(read, blocks)):
             codes = {name: texts.encode_column(block, places[name]) for name, texts in builder.texts.items()}
             builder.add(numbers, codes, block.lines)
     except NotANumber as wrong:
@@ -87,21 +92,25 @@ def read_delimited(
     return builder.table()
 
 
-def _parsed(blocks: Iterable[Block], places: Sequence[int]) -> Iterator[tuple[Block, Numbers]]:
-    """Yield blocks with their numbers, which other threads read ahead where torch has threads."""
-    workers = min(torch.get_num_threads(), MAX_THREADS) - 1
-    if not workers:
-        yield from ((block, block.numbers(places)) for block in blocks)
+def _read(places: Sequence[int], unread: Unread) -> tuple[Block, Numbers]:
+    block = unread()
+    return block, block.numbers(places)
+
+
+def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Yield what a function returns for each item, in order; as many threads as torch has work ahead."""
+    threads = min(torch.get_num_threads(), MAX_THREADS)
+    if threads == 1:
+        yield from map(function, items)
         return
-    waiting: list[tuple[Block, Future[Numbers]]] = []
-    with ThreadPoolExecutor(workers) as pool:
-        for block in blocks:
-            waiting.append((block, pool.submit(block.numbers, places)))
-            if len(waiting) > workers + 1:
-                ready, future = waiting.pop(0)
-                yield ready, future.result()
-        for ready, future in waiting:
-            yield ready, future.result()
+    waiting: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _kinds(block: Block, places: Mapping[str, int], texts: frozenset[str]) -> dict[str, Kind]:
