@@ -151,3 +151,12 @@ def test_an_object_scalar_is_not_unpickled(mark, tmp_path):
     )
     refusal(outer + b"tR.", tmp_path)
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["os system", "posix system", "subprocess Popen", "builtins eval", "importlib import_module"]
+)
+def test_names_that_no_array_needs_are_refused(tmp_path, name):
+    module, function = name.split()
+    content = b"\x80\x04" + short(module.encode()) + short(function.encode()) + b"\x93."
+    assert f"{module}.{function}" in refusal(content, tmp_path)

@@ -5,12 +5,14 @@ makes a record and an object is a record of its state. Arrays and dtypes are mad
 believes what it is given, so that bytes of a file could be taken for pointers.
 """
 
+import builtins
 import bz2
 import io
 import lzma
 import math
 import pickle
 import re
+import sys
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +38,9 @@ _DECOMPRESSORS: dict[bytes, Callable[[], Any]] = {
 """What decompresses a file, by its first bytes."""
 _PYTHON_UNPICKLER: Any = pickle._Unpickler  # the one in C has no opcodes to replace
 _MODULES = {"copy_reg": "copyreg", "__builtin__": "builtins"}  # as Python 2 calls them, and protocols up to 2
+_HARMLESS = {"copyreg", "_codecs", "collections", "datetime", "decimal", "enum", "pathlib", "types.SimpleNamespace"}
+_HARMLESS |= {f"builtins.{name}" for name, value in vars(builtins).items() if isinstance(value, type)}
+"""Of the standard library: what stands in files of honest people. None of it is called either."""
 _DTYPE = re.compile(r"[biufcOSUVMm]\d{1,9}")
 
 
@@ -45,7 +50,10 @@ def read_joblib(path: Path, wanted: tuple[str, ...] = ()) -> Any:
     Attributes of objects, keys of dicts and places in lists are names, `model.steps.0`; those of `wanted` lead further
     down. What is no array of numbers is a text that describes it.
     """
-    root = _Unpickle(io.BytesIO(_content(path))).load()
+    try:
+        root = _Unpickle(io.BytesIO(_content(path))).load()
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
     if isinstance(root, _Array):
         return root.plain()
     if not (found := _parts(root)):
@@ -68,7 +76,7 @@ def _content(path: Path) -> bytes:
     found: bytes = decompressor.decompress(raw, MAX_BYTES)
     if not decompressor.eof:
         why = f"it holds more than {MAX_BYTES} bytes" if len(found) == MAX_BYTES else "truncated; copy it again"
-        raise DataError(f"{path}: {why}")
+        raise DataError(why)
     return found
 
 
@@ -161,6 +169,11 @@ class _Unpickle(_PYTHON_UNPICKLER):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> type[_Record]:
         module = re.sub(r"^numpy\._?core\.", "numpy.", _MODULES.get(module, module))
+        top = module.partition(".")[0]
+        if top in sys.stdlib_module_names and not {top, f"{module}.{name}"} & _HARMLESS:
+            raise DataError(
+                f"it names {module}.{name}, which no array needs: it may be made to do harm; do not use it"
+            )
         return type("Record", (_Record,), {"kind": f"{module}.{name}"})
 
     def get_extension(self, code: int) -> None:
