@@ -109,18 +109,10 @@ TASK = EXPERIMENT["tasks"]["quality"]
             ),
         ),
         (
-            ["tasks.quality.data=mnist"],
-            {},
-            (
-                "command line: tasks.quality.data: there is no stream 'mnist'; as a data set of its own, write it as a "
-                "mapping: {name: mnist, …} (there are: code, functions)"
-            ),
-        ),
-        (
             ["curriculum.1.tasks=[writing, qualty]"],
             {},
             (
-                "command line: curriculum.1.tasks.1: phase 'all' names the task 'qualty', which is not defined; "
+                "x.yaml:52: curriculum: phase 'all' names the task 'qualty', which is not defined; "
                 "did you mean 'quality'? (there are: writing, annotation, quality)"
             ),
         ),
@@ -171,29 +163,13 @@ TASK = EXPERIMENT["tasks"]["quality"]
             {},
             (
                 "command line: curriculum.0.variants.quality: phase 'begin' does not train 'quality'; "
-                "name it in its tasks, or take this out"
-            ),
-        ),
-        (
-            ["curriculum.1.start={metric: val_quality/f1, above: 0.5}"],
-            {},
-            (
-                "command line: curriculum.1.start.metric: 'val_quality/f1' will not be reported: "
-                "the phase before, 'begin', does not train a task 'quality'"
-            ),
-        ),
-        (
-            ["curriculum.1.start={metric: val_anotation/f1, above: 0.5}"],
-            {},
-            (
-                "command line: curriculum.1.start.metric: 'val_anotation/f1' will not be reported: "
-                "the phase before, 'begin', does not train a task 'anotation'; did you mean 'annotation'?"
+                "name it in its tasks"
             ),
         ),
         (
             [],
             {"tasks": {**EXPERIMENT["tasks"], "val_writing": TASK}},
-            "x.yaml:51: tasks.val_writing: numbers of validation begin with 'val_', so no task does; call it otherwise",
+            "x.yaml:51: tasks.val_writing: task names must not start with 'val_'",
         ),
         (
             ["data.streams={}"],
@@ -204,14 +180,6 @@ TASK = EXPERIMENT["tasks"]["quality"]
             ["curriculum.1.lr_scale=-1"],
             {},
             "x.yaml:60: curriculum.1: phase 'all': lr_scale is -1.0; give a finite number, 0 or more",
-        ),
-        (
-            ["curriculum=default"],
-            {},
-            (
-                "command line: curriculum: the default phases need these tasks (with variants): "
-                "code_generation (masked), ontology_annotation (full, simple), test_generation"
-            ),
         ),
         (
             ["weighting.regression=[qualit]"],
@@ -244,12 +212,12 @@ TASK = EXPERIMENT["tasks"]["quality"]
         (
             [],
             {"tasks": {}, "curriculum": None, "weighting": None},
-            "x.yaml:20: tasks: there is no task; name at least one, or take the section out",
+            "x.yaml:20: tasks: there is no task",
         ),
         (
             ["tasks.quality.weight=0"],
             {"tasks": {"quality": TASK}, "curriculum": None},
-            "x.yaml:20: tasks: no task has a weight above 0: there is nothing to learn from",
+            "x.yaml:20: tasks: there is no task with a weight above 0",
         ),
         (
             ["data=null"],
@@ -259,7 +227,7 @@ TASK = EXPERIMENT["tasks"]["quality"]
         (
             [],
             {"tasks": {"code": {**TASK, "data": FUNCTIONS}}, "curriculum": None},
-            "x.yaml:22: tasks.code.data: there is a stream 'code' already; call it or the task otherwise",
+            "x.yaml:22: tasks.code.data: there is a stream 'code' already",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -278,7 +246,7 @@ def test_mistake_is_one_line(load, overrides, sections, words):
             [],
             {"data": CODE, "curriculum": None},
             (
-                "x.yaml:12: tasks.writing.data: the data section has no streams, so 'code' is none; "
+                "x.yaml:12: tasks.writing.data: there is no stream 'code' (there are: none); "
                 "use `data: {name: streams, …}`"
             ),
         ),

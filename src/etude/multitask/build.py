@@ -8,22 +8,20 @@ from typing import Any
 from torch import nn
 
 from etude.checkpoint import check_kind
-from etude.config import Document, RunDraft, Selection, build_selection, config_error
+from etude.config import Document, RunDraft, Selection, build_selection
 from etude.core import ConfigError
 from etude.core.random import mix, set_seed
 from etude.data import DataSplits, Streams, combine_streams
 from etude.data.order.streams import stable_number
 from etude.engine.callback import Callback
 from etude.losses import BinaryLoss, LossStrategy, MultiLabelLoss
-from etude.metrics import Metric
 from etude.models import feature_dim
-from etude.multitask.checks import SHARED, stream_problems
+from etude.multitask.checks import SHARED, refuse, stream_problems
 from etude.multitask.curriculum import Phase
 from etude.multitask.model import MultiTaskModel
 from etude.multitask.sections import TaskSection, TaskVariant, all_variants, variants_of
 from etude.multitask.spec import TaskSpec
 from etude.multitask.task import MultiTask
-from etude.multitask.weighting import Weighting
 
 logger = logging.getLogger("etude")
 
@@ -63,22 +61,18 @@ def with_own_data(
             splits = combine_streams(own if shared is None else {SHARED: shared, **own})
     assert splits is not None
     known = _names(splits)
-    if problems := list(stream_problems(tasks, phases, known)):
-        raise config_error(problems, document)
+    refuse(stream_problems(tasks, phases, known), document)
     trained = all_variants(tasks) if phases else [next(variants_of(*item)) for item in tasks.items()]
     return _used_streams({variant.stream for variant in trained}, splits) if known else splits
 
 
 def _apart(splits: DataSplits) -> dict[str, DataSplits]:
     """Return the streams of data, each as a data set of its own."""
+    parts: dict[str, Any] = {split: getattr(splits, split) for split in _SPLITS}
     return {
-        name: replace(splits, **{split: _part(splits, split, name) for split in _SPLITS}) for name in _names(splits)
+        name: replace(splits, **{split: None if one is None else one.parts.get(name) for split, one in parts.items()})
+        for name in _names(splits)
     }
-
-
-def _part(splits: DataSplits, split: str, name: str) -> Any:
-    streams = getattr(splits, split)
-    return streams.parts.get(name) if isinstance(streams, Streams) else None
 
 
 def _names(splits: DataSplits) -> tuple[str, ...]:
@@ -127,7 +121,7 @@ def build_tasks(draft: RunDraft) -> tuple[MultiTaskModel, MultiTask]:
         specs[name] = replace(main, weight=section.weight, variants=by_name)
     weighting = None
     if (selection := draft.sections.get("weighting")) is not None:
-        weighting = _build(draft, "weighting", selection, Weighting, tasks=tuple(tasks))
+        weighting = _build(draft, "weighting", selection, tasks=tuple(tasks))
     model = MultiTaskModel(trunk, heads)
     if weighting is not None and weighting.layer is not None:
         try:
@@ -140,7 +134,7 @@ def build_tasks(draft: RunDraft) -> tuple[MultiTaskModel, MultiTask]:
 
 
 def _head(draft: RunDraft, variant: TaskVariant, supplied: Mapping[str, Any]) -> nn.Module:
-    head: nn.Module = _build(draft, variant.path("head"), variant.head, nn.Module, **supplied)
+    head: nn.Module = _build(draft, variant.path("head"), variant.head, **supplied)
     try:
         # A head may make layers when it is put on a model: now, by itself.
         MultiTaskModel(draft.model, {variant.head_name: head})
@@ -156,8 +150,11 @@ def _spec(draft: RunDraft, variant: TaskVariant) -> TaskSpec:
     for place, selection in enumerate(variant.metrics):
         said = {"num_classes", "num_labels"} & set(selection.arguments)
         path = f"{variant.path('metrics')}.{place}"
-        metric = _build(draft, path, selection, Metric, **({} if said else classes))
-        metrics[_new_name(selection.component.name, metrics)] = metric
+        name, same = selection.component.name, [one.component.name for one in variant.metrics[:place]]
+        number = same.count(name) + 1
+        metrics[name if number == 1 else f"{name}_{number}"] = _build(
+            draft, path, selection, **({} if said else classes)
+        )
     return TaskSpec(
         head=variant.head_name,
         loss=loss,
@@ -181,24 +178,8 @@ def _classes(variant: TaskVariant, loss: LossStrategy, vocab_size: int | None) -
     return {} if number is None or number < 2 or isinstance(loss, BinaryLoss) else {"num_classes": number}
 
 
-def _new_name(name: str, taken: Mapping[str, Any]) -> str:
-    """Return the name, numbered from 2 on if there is one like it.
-
-    >>> _new_name("f1", {}), _new_name("f1", {"f1": 0, "f1_2": 0})
-    ('f1', 'f1_3')
-    """
-    number = 1
-    while (candidate := name if number == 1 else f"{name}_{number}") in taken:
-        number += 1
-    return candidate
-
-
-def _build(draft: RunDraft, path: str, selection: Selection, kind: type = object, **provided: Any) -> Any:
-    built = build_selection(selection, path=path, document=draft.document, provided=provided)
-    if not isinstance(built, kind):
-        name, found = selection.component.name, type(built).__name__
-        raise ConfigError(f"{draft.document.place(path)}: {name} is a {found}, not a {kind.__name__}")
-    return built
+def _build(draft: RunDraft, path: str, selection: Selection, **provided: Any) -> Any:
+    return build_selection(selection, path=path, document=draft.document, provided=provided)
 
 
 # ------------------------------------------------------------------------------------------------ counting samples
