@@ -90,10 +90,10 @@ def test_phases_are_read_from_plain_data():
         ({"start": {"epok": 3}}, "0.start.Start.epok\n.*Unexpected keyword"),
         ({"ramp": {"stops": 3}}, "0.ramp.stops\n.*Unexpected keyword"),
         ({"start": {"epoch": 0}}, "a phase begins at epoch 0, but the first epoch is 1"),
-        ({"ramp": {"start": float("nan")}}, "a ramp starts at nan"),
+        ({"ramp": {"start": float("nan")}}, "start=nan"),
         ({"lr_scale": -1}, "lr_scale is -1.0; give a finite number, 0 or more"),
         ({"mixture": {"s": float("nan")}}, "the mixture weight of 's' is nan"),
-        ({"tasks": []}, "phase 'a' has no tasks"),
+        ({"tasks": []}, "phase 'a' has no name or no tasks"),
     ],
 )
 def test_wrong_keys_and_values_in_a_file_are_refused(change, words):

@@ -413,7 +413,7 @@ ONE_LINE = {
             make_model(), make_batch(stream="s"), metrics=False
         ),
         TrainingError,
-        r"'a' needs 'kinds', which batches of the stream 's' do not have \(they have: input, kind, flags, belongs\)",
+        "'a' are 'kinds', which no batch of the stream 's' has; did you mean 'kind'",
     ),
     "labels of another shape": (
         lambda: MultiTask({"a": TaskSpec("flags", MultiLabelLoss(), labels="belongs")})(

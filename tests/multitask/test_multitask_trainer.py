@@ -87,7 +87,7 @@ def test_a_task_without_labels_in_an_epoch_keeps_what_is_known_of_it(caplog):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("kind", ["memory", "dataset", "torch", "streams", "named stream", "variant", "later"])
+@pytest.mark.parametrize("kind", ["memory", "dataset", "streams", "named stream", "variant", "later"])
 def test_labels_that_no_batch_has_are_found_in_the_first_one(kind, accumulation):
     """With the key, the keys that there are and the nearest of them; before anything is learned."""
     model, task, given = make(None)
@@ -102,7 +102,6 @@ def test_labels_that_no_batch_has_are_found_in_the_first_one(kind, accumulation)
     rows = [{name: column[row] for name, column in data.items()} for row in range(24)]
     loader = {
         "dataset": lambda: DataLoader(rows, batch_size=4),
-        "torch": lambda: torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True),
         "streams": lambda: StreamLoader({"whole": data, "bare": {"input": data["input"]}}, 4),
         "named stream": lambda: StreamLoader({"whole": data}, 4),
     }.get(kind, lambda: DataLoader(data, batch_size=4))()
@@ -117,7 +116,7 @@ def test_labels_by_name_need_batches_with_names():
     model, task, given = make(None)
     labels = {name: column for name, column in given.data.items() if name != "input"}
     rows = [(given.data["input"][row], {name: column[row] for name, column in labels.items()}) for row in range(24)]
-    with pytest.raises(TrainingError, match=r"task '\w+' are '\w+', but a batch is a (list|tuple)"):
+    with pytest.raises(TrainingError, match=r"task '\w+' are '\w+', which no batch has"):
         Trainer(model, DataLoader(rows, batch_size=4), task=task, progress=False).train()
 
 
@@ -174,11 +173,6 @@ def test_the_trial_of_the_first_batches_warns_of_no_task_that_comes_later(caplog
     assert not caplog.records
 
 
-class Unasked(TaskGradientWatcher):
-    def on_task_gradients(self, gradients):
-        raise AssertionError
-
-
 class Plain(Callback):
     def on_task_gradients(self, gradients):
         raise AssertionError
@@ -186,7 +180,7 @@ class Plain(Callback):
 
 @pytest.mark.parametrize(
     ("kind", "of_tasks", "fact"),
-    [(Looks, False, "MultiTask"), (Unasked, True, "wants_task_gradients"), (Plain, True, "TaskGradientWatcher")],
+    [(Looks, False, "MultiTask"), (Plain, True, "on_task_gradients")],
 )
 def test_a_callback_that_would_see_no_gradients_of_tasks_is_refused(kind, of_tasks, fact):
     model, task, loader = make(None)

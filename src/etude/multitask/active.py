@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from etude.core.batch import STREAM
 from etude.core.errors import ConfigError
 from etude.core.loader import Loader
 from etude.core.spelling import suggest
 from etude.core.task import Task
 from etude.data import DataLoader, StreamLoader, Streams, make_loader
-from etude.data.sources.adapters import ForeignLoader
 from etude.metrics import Metric
 from etude.multitask.curriculum.phase import check_weight
 from etude.multitask.model import MultiTaskModel
-from etude.multitask.spec import ActiveTask, TaskSpec, check_known, check_streams, check_task, strategy_of
+from etude.multitask.spec import ActiveTask, TaskSpec, check_known, check_labels, check_task, strategy_of
 from etude.multitask.weighting import StaticWeights, Weighting
 from etude.optim.eager import without_compiler
 
@@ -66,6 +66,8 @@ class ActiveTasks(Task):
         self._tried: set[int] = set()
         """The variants of tasks whose metrics have seen a training batch."""
         self._warned: set[str] = set()
+        self._unlabelled: list[str] = []
+        """The tasks without labels in the evaluation that was last."""
         self._plans: dict[tuple[Any, ...], dict[str, ActiveTask]] = {}
         self.activate({name: spec.weight for name, spec in self.tasks.items()})
 
@@ -159,11 +161,11 @@ class ActiveTasks(Task):
 
     def check_loader(self, loader: Loader | None, accumulation_steps: int) -> None:
         """Raise TrainingError for labels that no stream has; warn if tasks that are compared never share a step."""
-        self.alike = isinstance(loader, DataLoader) or _is_shuffled_by_torch(loader)
+        self.alike = isinstance(loader, DataLoader)
         if not isinstance(loader, StreamLoader):
             return
-        alone = [Streams({name: part}) for name, part in loader.data.parts.items()]
-        check_streams(self.tasks, [next(iter(make_loader(streams, 1))) for streams in alone])
+        firsts = [next(iter(make_loader(Streams({name: part}), 1))) for name, part in loader.data.parts.items()]
+        check_labels(self.tasks, list(dict.fromkeys(key for one in firsts for key in one if key != STREAM)), None)
         compares = self.weighting is not None and self.weighting.needs != "nothing"
         if compares and loader.data.draw == "alternate" and accumulation_steps == 1:
             logger.warning(
@@ -207,9 +209,9 @@ class ActiveTasks(Task):
         missing = [task for task, weight in self._weights.items() if weight and task not in losses]
         if missing and not self._measuring:
             return found
-        for task in set(missing) - self._warned:
-            self._warned.add(task)
-            logger.warning("the task '%s' has no labels to be validated on: the validation loss is without it", task)
+        self._unlabelled = missing
+        if missing:
+            self.no_numbers()
         return {LOSS: sum(losses.values()) if losses else math.nan, **found}
 
     def ordered(self, numbers: dict[str, float]) -> dict[str, float]:
@@ -234,8 +236,12 @@ class ActiveTasks(Task):
             logger.warning("there is no data here for the tasks that are trained now, so nothing is measured")
 
     def no_numbers(self) -> None:
-        """Warn likewise: batches may have nothing for these tasks."""
-        self.no_data()
+        """Warn of the tasks that had no labels in an evaluation, of each once; nothing else may have numbers either."""
+        if not self._unlabelled:
+            self.no_data()
+        for task in [one for one in self._unlabelled if one not in self._warned]:
+            self._warned.add(task)
+            logger.warning("the task '%s' has no labels to be validated on: the validation loss is without it", task)
 
     def measured(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return the metrics of this evaluation; `reduce` adds counts up over ranks."""
@@ -252,14 +258,3 @@ class ActiveTasks(Task):
             for task, active in self._active.items()
             for name, metric in active.spec.metrics.items()
         ]
-
-
-def _is_shuffled_by_torch(loader: Loader | None) -> bool:
-    """Whether a loader of torch's puts samples together as they come: then all of them must hold the same keys."""
-    source = loader.source if isinstance(loader, ForeignLoader) else None
-    return (
-        isinstance(source, torch.utils.data.DataLoader)
-        and source.collate_fn is torch.utils.data.default_collate
-        and type(source.sampler) in (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
-        and type(source.batch_sampler) is torch.utils.data.BatchSampler
-    )

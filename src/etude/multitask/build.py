@@ -68,11 +68,12 @@ def with_own_data(
 
 def _apart(splits: DataSplits) -> dict[str, DataSplits]:
     """Return the streams of data, each as a data set of its own."""
-    parts: dict[str, Any] = {split: getattr(splits, split) for split in _SPLITS}
-    return {
-        name: replace(splits, **{split: None if one is None else one.parts.get(name) for split, one in parts.items()})
-        for name in _names(splits)
-    }
+    streams: dict[str, Any] = {split: getattr(splits, split) for split in _SPLITS}
+
+    def part(name: str) -> dict[str, Any]:
+        return {split: None if one is None else one.parts.get(name) for split, one in streams.items()}
+
+    return {name: replace(splits, **part(name)) for name in _names(splits)}
 
 
 def _names(splits: DataSplits) -> tuple[str, ...]:

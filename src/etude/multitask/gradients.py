@@ -3,16 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from etude.core import Batch, ConfigError, Terms, TrainingError
+from etude.core import ConfigError, Terms, TrainingError
 from etude.core.model import unwrap
 from etude.distributed import World
 from etude.engine.callback import Callback, RunParts
 from etude.engine.precision import MixedPrecision
+from etude.multitask.model import MultiTaskModel
 
 Counts = Mapping[str, Tensor | float]
 LOSS = "/loss"
@@ -35,18 +35,13 @@ class TaskGradientWatcher(Callback):
     """A callback that looks at the gradients of the tasks in some of the steps."""
 
     def bind(self, parts: RunParts) -> None:
-        """Raise ConfigError where there is one task only, and if it does not say which steps it wants."""
+        """Raise ConfigError where there is one task only."""
         from etude.multitask.task import MultiTask  # which is made of this
 
-        name = type(self).__name__
         if not isinstance(parts.task, MultiTask):
             raise ConfigError(
-                f"{name} compares the gradients of several tasks, but {type(parts.task).__name__} is a single task; "
+                f"{type(self).__name__} compares several tasks, but {type(parts.task).__name__} is a single task; "
                 f"give task=MultiTask({{...}}), or leave the callback out"
-            )
-        if getattr(self.wants_task_gradients, "__func__", None) is TaskGradientWatcher.wants_task_gradients:
-            raise ConfigError(
-                f"{name} would see no gradients; define wants_task_gradients(step), true where it wants them"
             )
 
     def acts_in_steps(self) -> bool:
@@ -61,23 +56,6 @@ class TaskGradientWatcher(Callback):
         """Called in the steps in which they were wanted; reading the products waits for the device."""
 
 
-@runtime_checkable
-class SharesParameters(Protocol):
-    """A model of several tasks that says which of its parameters they share."""
-
-    def shared_parameters(self) -> list[nn.Parameter]:
-        """Return all of them."""
-        ...
-
-    def last_shared_layer(self, batch: Batch) -> str:
-        """Return the name of the last layer that they share, as the batch is run."""
-        ...
-
-    def layer_parameters(self, layer: str) -> list[nn.Parameter]:
-        """Return the trainable parameters of a layer; raise ConfigError if there is none of that name."""
-        ...
-
-
 class TaskRows:
     """The gradients of the tasks' mean losses, added up over the micro-batches of a step: a row for each task.
 
@@ -90,9 +68,13 @@ class TaskRows:
     ) -> None:
         self.tasks, self.params = tuple(tasks), params
         self._world, self._precision = world, precision
-        self._matrix: Tensor | None = None
+        sizes = [param.numel() for param in params]
+        dtype = reduce(torch.promote_types, (param.dtype for param in params))
+        self._matrix = torch.zeros(len(self.tasks), sum(sizes), dtype=dtype, device=params[0].device)
         self._parts: dict[str, list[Tensor]] = {}
         """Of every task's row, the views that have the shapes of the parameters."""
+        for task, row in zip(self.tasks, self._matrix, strict=True):
+            self._parts[task] = [part.view_as(param) for part, param in zip(row.split(sizes), params, strict=True)]
         self.begin()
 
     def begin(self) -> None:
@@ -113,7 +95,7 @@ class TaskRows:
 
         The next step writes over them.
         """
-        rows = self._rows()
+        rows = self._matrix
         for place, task in enumerate(self.tasks):
             if task not in self.found:
                 rows[place].zero_()
@@ -131,19 +113,8 @@ class TaskRows:
             products = torch.stack([torch.stack([products[one, other] for other in places]) for one in places])
         return TaskGradients(tasks, products, step)
 
-    def _rows(self) -> Tensor:
-        if self._matrix is None:
-            first, sizes = self.params[0], [param.numel() for param in self.params]
-            dtype = reduce(torch.promote_types, (param.dtype for param in self.params))
-            self._matrix = torch.zeros(len(self.tasks), sum(sizes), dtype=dtype, device=first.device)
-            for task, row in zip(self.tasks, self._matrix, strict=True):
-                pieces = zip(row.split(sizes), self.params, strict=True)
-                self._parts[task] = [piece.view(param.shape) for piece, param in pieces]
-        return self._matrix
-
     def _add(self, task: str, loss: Tensor) -> None:
         """Add one gradient to the task's row, or begin the row with it."""
-        self._rows()
         places, gradients = self._gradients(loss)
         parts = self._parts[task]
         if task in self.found:
@@ -169,12 +140,11 @@ class TaskRows:
         return places, [found[place] for place in places]
 
 
-def shares(model: nn.Module) -> SharesParameters:
+def shared_model(model: nn.Module) -> MultiTaskModel:
     """Return the model inside wrappers; raise TrainingError if it does not tell what its tasks share."""
     inner = unwrap(model)
-    if isinstance(inner, SharesParameters):
+    if isinstance(inner, MultiTaskModel):
         return inner
     raise TrainingError(
-        f"{type(inner).__name__} does not tell which parameters its tasks share; use a MultiTaskModel, or define "
-        f"shared_parameters(), last_shared_layer(batch) and layer_parameters(layer)"
+        f"{type(inner).__name__} does not tell which parameters its tasks share; use a MultiTaskModel"
     )

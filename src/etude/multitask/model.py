@@ -127,13 +127,13 @@ class MultiTaskModel(nn.Module):
         """
         known = {".".join(filter(None, ("trunk", name))): module for name, module in self.trunk.named_modules()}
         module = known.get(layer, known.get(f"trunk.{layer}"))
-        if module is None:
-            short = [name for name in known if self._trained(known[name], recurse=False)]
-            hint = did_you_mean(layer, [*known, *(name.removeprefix("trunk.") for name in known)])
-            raise ConfigError(f"the trunk has no layer '{layer}'{hint} (the last layers are: {listed(short[-8:])})")
-        found = self._trained(module)
+        found = [] if module is None else self._trained(module)
         if not found:
-            raise ConfigError(f"the layer '{layer}' has no parameters that are trained; name another one")
+            last = [name for name in known if self._trained(known[name], recurse=False)][-8:]
+            hint = did_you_mean(layer, [*known, *(name.removeprefix("trunk.") for name in known)])
+            raise ConfigError(
+                f"the trunk has no layer '{layer}' that is trained{hint} (the last are: {listed(last)})"
+            )
         return found
 
     def _trained(self, module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:

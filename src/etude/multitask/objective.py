@@ -16,7 +16,7 @@ from etude.core.task import LossTerm
 from etude.distributed import World, idle_output, local_gradients
 from etude.engine.callback import CallbackList
 from etude.engine.objective import Counts, Objective, ObjectiveParts
-from etude.multitask.gradients import LOSS, TaskGradientWatcher, TaskRows, shares
+from etude.multitask.gradients import LOSS, TaskGradientWatcher, TaskRows, shared_model
 
 if TYPE_CHECKING:
     from etude.multitask.task import MultiTask
@@ -41,10 +41,14 @@ class TaskObjective(Objective):
         self._dtype = torch.promote_types(next(parts.model.parameters()).dtype, torch.float32)
         self.notice: Callable[[str, Mapping[str, Any]], None] = lambda message, _facts: logger.info(message)
         """Receives what the user should know."""
+        self.rows: list[TaskRows] = []
+        """Where the gradients of every task are kept apart, in every step."""
         self._watchers: Sequence[TaskGradientWatcher] = ()
         self._probe: TaskRows | None = None
-        """Each task's gradient of all shared parameters, for callbacks that ask for some of the steps."""
-        self._is_probed = self._learns = False
+        """The same, of all shared parameters, for callbacks that ask for some of the steps."""
+        self._kept: list[TaskRows] = []
+        """Both, as far as this step needs them."""
+        self._learns = False
         rule = self.weighting
         if rule is not None and rule.has_state and all(rule is not part for part in parts.model.modules()):
             raise ConfigError(
@@ -71,16 +75,20 @@ class TaskObjective(Objective):
         """Begin a step: with several micro-batches the counts of all tasks are known ahead."""
         super().begin(micro_batches, step)
         self._learns = False
-        self._is_probed = not self.is_usual(step)
-        if self._is_probed:
-            if self._probe is None:
-                shared = shares(self.parts.model).shared_parameters()
-                self._probe = TaskRows(self.names, shared, self.parts.world, self.parts.precision)
-            self._probe.begin()
+        self._kept = list(self.rows)
+        if not self.is_usual(step):
+            self._probe = self._probe or self.make_rows(shared_model(self.parts.model).shared_parameters())
+            self._kept.append(self._probe)
+        for rows in self._kept:
+            rows.begin()
         if len(micro_batches) > 1:
             self.totals = self.totals_ahead()
             if not self.totals:
                 raise self.nothing_to_learn()
+
+    def make_rows(self, params: Sequence[nn.Parameter]) -> TaskRows:
+        """Return where the tasks' gradients of these parameters are kept apart."""
+        return TaskRows(self.names, params, self.parts.world, self.parts.precision)
 
     def micro_batch(self, place: int) -> Any:
         """Return the context of a micro-batch."""
@@ -95,8 +103,8 @@ class TaskObjective(Objective):
             self.totals = self.totals_of(weighted) if weighted else self._no_totals()
         if weighted:
             self._learns = True
-            if self._is_probed and self._probe is not None:
-                self._probe.add(weighted, self.totals)
+            for rows in self._kept:
+                rows.add(weighted, self.totals)
             self.task_backward(weighted, self.totals)
         elif self.all_reduces:
             self.all_reduce_nothing()
@@ -112,7 +120,7 @@ class TaskObjective(Objective):
                 param.grad = None  # zeros that only keep ranks in sync: weight decay must not be applied
         assert self.totals is not None
         self.complete(self.totals)
-        if self._is_probed and self._probe is not None and self._probe.found:
+        if self._probe is not None and self._probe in self._kept and self._probe.found:
             found = self._probe.products(self.step)  # before the update, which may change the loss scale
             for watcher in self._watchers:
                 if watcher.wants_task_gradients(self.step):

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from etude.core import Batch, ConfigError, Terms
+from etude.core import Batch, Terms
 from etude.core.batch import JointBatch, is_empty
 from etude.core.buffers import BufferGuard
 from etude.core.model import unwrap
 from etude.core.task import LossTerm
 from etude.engine.objective import Counts, ObjectiveParts
-from etude.multitask.gradients import LOSS, SharesParameters, TaskRows, shares
+from etude.multitask.gradients import LOSS, shared_model
 from etude.multitask.objective import TaskObjective
 from etude.multitask.weighting import Needs, assign_gradients
 
@@ -40,62 +40,38 @@ class GradNormObjective(TaskObjective):
 
     def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
         super().__init__(task, parts)
-        self._layer: str | None = self.weighting.layer
-        if self._layer is not None:
-            shares(parts.model).layer_parameters(self._layer)  # a name that is not there is refused now
-        self._rows: TaskRows | None = None
-        self._reached = False
+        if self.weighting.layer is not None:
+            shared_model(parts.model).layer_parameters(
+                self.weighting.layer
+            )  # a name that is not there is refused now
 
     def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
         """Begin without gradients; the first step finds the layer and says which it is."""
+        if not self.rows:
+            layer = self.weighting.layer or self._last_layer(micro_batches)
+            params = shared_model(self.parts.model).layer_parameters(layer)
+            self.rows = [self.make_rows(params)]
+            if self.parts.world.is_main:
+                words = f"looks at the gradients of {layer} ({sum(param.numel() for param in params):,} parameters)"
+                self.notice(f"{type(self.weighting).__name__} {words}", {"event": "weighting", "layer": layer})
         super().begin(micro_batches, step)
-        if self._rows is None:
-            self._rows = self._choose_layer(micro_batches)
-        self._rows.begin()
-
-    def task_backward(self, weighted: Terms, totals: Counts) -> None:
-        """Keep each task's gradient of the layer, then run the common backward pass."""
-        assert self._rows is not None
-        self._rows.add(weighted, totals)
-        super().task_backward(weighted, totals)
 
     def complete(self, totals: Counts) -> None:
-        """Let the weighting see the gradients of the whole step; the first one shows whether the layer has any."""
-        assert self._rows is not None
-        if not self._reached:
-            self._reached = bool(self.parts.world.host_max([max(self._rows.reached)])[0])
-            if not self._reached:
-                raise ConfigError(
-                    f"no task has a gradient of the layer '{self._layer}', which {type(self.weighting).__name__} is to "
-                    f"look at; name one that the features are made with"
-                )
+        """Let the weighting see the gradients of the whole step."""
         losses, scale = self.losses(self.sums, totals)
-        self.weighting.observe(losses, self._rows.matrix(), scale)
+        self.weighting.observe(losses, self.rows[0].matrix(), scale)
 
-    def _choose_layer(self, micro_batches: Sequence[Batch]) -> TaskRows:
-        model = shares(self.parts.model)
-        if self._layer is None:
-            self._layer = self._last_layer(model, micro_batches)
-        params = model.layer_parameters(self._layer)
-        if self.parts.world.is_main:
-            number = sum(param.numel() for param in params)
-            self.notice(
-                f"{type(self.weighting).__name__} looks at the gradients of {self._layer} ({number:,} parameters)",
-                {"event": "weighting", "layer": self._layer},
-            )
-        return TaskRows(self.names, params, self.parts.world, self.parts.precision)
-
-    def _last_layer(self, model: SharesParameters, micro_batches: Sequence[Batch]) -> str:
+    def _last_layer(self, micro_batches: Sequence[Batch]) -> str:
         """Return the name of the last shared layer; ranks without samples take it from the others."""
-        names: list[str] = [name for name, _ in unwrap(self.parts.model).named_modules()]
+        model = shared_model(self.parts.model)
+        names = [name for name, _ in model.named_modules()]
+        batches = [part for batch in micro_batches for part in (batch if isinstance(batch, JointBatch) else (batch,))]
         found = -1
-        for batch in micro_batches:
-            parts = [part for part in (batch if isinstance(batch, JointBatch) else (batch,)) if not is_empty(part)]
-            if parts:
-                with self.parts.precision.autocast():
-                    found = names.index(model.last_shared_layer(parts[0]))
-                break
-        return names[self.parts.world.host_max([found])[0]]
+        if some := [batch for batch in batches if not is_empty(batch)]:
+            with self.parts.precision.autocast():
+                found = names.index(model.last_shared_layer(some[0]))
+        last: str = names[self.parts.world.host_max([found])[0]]
+        return last
 
 
 class CombinedGradients(TaskObjective):
@@ -107,26 +83,20 @@ class CombinedGradients(TaskObjective):
 
     def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
         super().__init__(task, parts)
-        shared = {id(param) for param in shares(parts.model).shared_parameters()}
+        shared = {id(param) for param in shared_model(parts.model).shared_parameters()}
         self._shared = [param for param in parts.params if id(param) in shared]
         self._own = [param for param in parts.params if id(param) not in shared]
         self._size = sum(param.numel() for param in self._shared)
-        self._rows = TaskRows(self.names, [*self._shared, *self._own], parts.world, parts.precision)
+        self.rows = [self.make_rows([*self._shared, *self._own])]
         self._reached: dict[tuple[tuple[str, str | None], ...], list[int]] = {}
 
-    def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
-        """Begin without gradients."""
-        super().begin(micro_batches, step)
-        self._rows.begin()
-
     def task_backward(self, weighted: Terms, totals: Counts) -> None:
-        """Keep each task's gradient apart."""
-        self._rows.add(weighted, totals)
+        """There is no backward pass of the sum: each task's gradient is kept apart."""
 
     def complete(self, totals: Counts) -> None:
         """Make one gradient of them all."""
         _, scale = self.losses(self.sums, totals)
-        rows = self._rows.matrix()
+        rows = self.rows[0].matrix()
         shared, own = rows[:, : self._size], rows[:, self._size :]
         # As backward passes of several ranks leave them: scaled like the loss, and averaged over ranks.
         factor = self.parts.precision.unscale(1.0) / self.parts.world.size
@@ -136,17 +106,18 @@ class CombinedGradients(TaskObjective):
         shared.masked_fill_(scale[:, None] <= 0, 0.0).mul_(scale[:, None])
         merged = self.weighting.merge(shared, self.step, scale > 0)
         assign_gradients(merged.mul_(factor), self._shared)
-        for param, reached in zip(self._rows.params, self._params_reached(), strict=True):
+        for param, reached in zip(self.rows[0].params, self._params_reached(), strict=True):
             if not reached:
                 param.grad = None  # as a backward pass leaves it: heads of inactive tasks must not decay
 
     def _params_reached(self) -> list[int]:
         """Return 1 for every parameter that one of the tasks of this step uses on any rank."""
+        rows = self.rows[0]
         if self.parts.world.size == 1:
-            return self._rows.reached
-        key = tuple((task, self.tasks.head_of(task)) for task in self._rows.found)
+            return rows.reached
+        key = tuple((task, self.tasks.head_of(task)) for task in rows.found)
         if key not in self._reached:  # once for the same tasks and heads: ranks talk about it through their hosts
-            self._reached[key] = self.parts.world.host_max(self._rows.reached)
+            self._reached[key] = self.parts.world.host_max(rows.reached)
         return self._reached[key]
 
 

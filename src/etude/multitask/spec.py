@@ -1,9 +1,9 @@
 """What a task is: the batches it learns from, the head that answers, and how the answer is judged."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from etude.core.batch import STREAM, Batch, targets_of
 from etude.core.errors import ConfigError, EtudeError, TrainingError
@@ -64,25 +64,18 @@ def strategy_of(spec: TaskSpec) -> LossStrategy:
 def learns_from(task: str, spec: TaskSpec, batch: Batch) -> bool:
     """Whether a task learns from a batch; raises TrainingError if the batch lacks labels that it should have."""
     keys = tuple(batch) if isinstance(batch, Mapping) else ()
-    has_labels = spec.labels in keys if spec.labels is not None else True
     if spec.stream is None:
         if spec.labels is None and isinstance(batch, Mapping):
             return STREAM not in batch or targets_of(batch)[0] is not None
-        return has_labels
+        return spec.labels is None or spec.labels in keys
     if STREAM not in keys:
         raise TrainingError(
             f"the task '{task}' reads the stream '{spec.stream}', but batches do not tell their stream; "
             f"use `data: streams` (StreamLoader), or leave out the stream"
         )
-    if batch[STREAM] != spec.stream:
-        return False
-    if not has_labels:
-        known = ", ".join(key for key in keys if key != STREAM)
-        raise TrainingError(
-            f"the task '{task}' needs '{spec.labels}', which batches of the stream '{spec.stream}' do not have "
-            f"(they have: {known}); set its labels, or take them into the data"
-        )
-    return True
+    if batch[STREAM] == spec.stream and spec.labels is not None:
+        check_labels({task: spec}, [key for key in keys if key != STREAM], spec.stream)
+    return bool(batch[STREAM] == spec.stream)
 
 
 class explained:
@@ -98,28 +91,8 @@ class explained:
             raise type(error)(f"task '{self.task}': {error}") from error
 
 
-def check_labels(tasks: Mapping[str, TaskSpec], batch: Batch) -> None:
-    """Raise TrainingError for a task, or a variant, of this stream whose labels the batch does not have.
-
-    For data of which all batches, or all of a stream, hold the same keys.
-    """
-    if isinstance(batch, Mapping):
-        _check_keys(tasks, [key for key in batch if key != STREAM], batch.get(STREAM))
-        return
-    for task, spec in tasks.items():
-        if spec.labels is not None and spec.weight:
-            raise TrainingError(
-                f"the labels of task '{task}' are '{spec.labels}', but a batch is a {type(batch).__name__} without "
-                f"keys; let the data give mappings, such as {{'x': …, '{spec.labels}': …}}"
-            )
-
-
-def check_streams(tasks: Mapping[str, TaskSpec], batches: Iterable[Mapping[str, Any]]) -> None:
-    """Raise TrainingError for a task that names no stream and whose labels no stream has; there is a batch of each."""
-    _check_keys(tasks, list(dict.fromkeys(key for batch in batches for key in batch if key != STREAM)), None)
-
-
-def _check_keys(tasks: Mapping[str, TaskSpec], keys: Sequence[str], stream: str | None) -> None:
+def check_labels(tasks: Mapping[str, TaskSpec], keys: Collection[str], stream: str | None) -> None:
+    """Raise TrainingError for a task, or a variant, of this stream (None: of any) whose labels no batch has."""
     for task, spec in tasks.items():
         for one in (spec, *spec.variants.values()) if spec.weight else ():
             if one.stream == stream and one.labels is not None and one.labels not in keys:

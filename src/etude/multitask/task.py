@@ -182,10 +182,9 @@ class MultiTask(ActiveTasks):
 
     def _present(self, batch: Batch) -> dict[str, ActiveTask]:
         """Return the active tasks that a batch is for; remembered for batches with the same stream and keys."""
-        keys = tuple(batch) if isinstance(batch, Mapping) else (type(batch),)
-        plan = (batch.get(STREAM) if isinstance(batch, Mapping) else None, *keys)
+        plan = (batch.get(STREAM), *batch) if isinstance(batch, Mapping) else (None, str(type(batch)))
         if self.alike and plan not in self._checked and torch.is_grad_enabled():
-            check_labels(self.tasks, batch)
+            check_labels(self.tasks, [key for key in plan[1:] if key != STREAM], plan[0])
             self._checked.add(plan)
         if plan not in self._plans:
             self._plans[plan] = {

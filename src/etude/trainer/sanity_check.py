@@ -36,9 +36,7 @@ def check_validation(model: nn.Module, task: Task, loader: Loader, num_batches: 
     if source is None or any(is_lazy(one) for one in (*model.parameters(), *model.buffers())):
         return
     trial, modules = copy_apart(task)
-    trial.no_numbers = lambda: None  # type: ignore[method-assign]  # what these few batches lack is no mistake
-    if machine.world.size > 1:
-        trial.no_data = lambda: None  # type: ignore[method-assign]  # a rank may have none of them
+    trial.no_data = trial.no_numbers = lambda: None  # type: ignore[method-assign]  # few batches may lack anything
     first = _FirstBatches(source, num_batches)
     with ExitStack() as stack:
         for one in (model, *modules):
