@@ -173,7 +173,7 @@ UNFIT = {
     "factor": (lambda logits: logits * 1.01, "changes what its output layer returns"),
     "soft cap": (lambda logits: 30 * torch.tanh(logits / 30), "changes what its output layer returns"),
     "positions": (lambda logits: logits[:, 1:], "changes what its output layer returns"),
-    "vocabulary": (lambda logits: logits[..., : V - 2], "its logits are not the product"),
+    "vocabulary": (lambda logits: logits[..., : V - 2], "changes what its output layer returns"),
     "own loss": (with_own_loss, "fails with IndexError"),
 }
 

@@ -64,7 +64,6 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     etude.core.errors.ConfigError: halve: size is -1; it must be above 0
     """
     signature = inspect.signature(function)
-    owner = function.__qualname__.removesuffix(".__init__")
     hints = get_type_hints(function, include_extras=True)
     ranged = {name: hint for name, hint in hints.items() if any(_annotations(hint))}
 
@@ -74,6 +73,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return function(*args, **kwargs)  # Python's own message names the function
+        owner = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
         for name, value in given.items():
             if name in ranged and value is not None:
                 _check(f"{owner}: {name}", value, ranged[name])
@@ -85,7 +85,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 def _check(what: str, value: Any, hint: Any) -> None:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        bounds = list(_bounds(args[1:]))
+        bounds = [] if isinstance(value, (tuple, list)) else list(_bounds(args[1:]))
         if not all(holds(value, limit) for holds, limit, _ in bounds):
             allowed = " and ".join(f"{words} {limit}" for _, limit, words in bounds)
             raise ConfigError(f"{what} is {value}; it must be {allowed}")

@@ -8,7 +8,7 @@ A mapping with `tokens` and no labels is a next-token batch, whose targets are `
 mapping like any other.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from etude.core.errors import DataError
-from etude.core.forms import class_form, kind_of
+from etude.core.forms import kind_of, moves_without_waiting, parts_of, with_parts
 
 Batch = Any
 """Tensor · (input,) · (input, …, labels) · DataBatch · mapping with `input_ids`, `tokens` or other inputs · object."""
@@ -152,21 +152,19 @@ def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor], own: Own | N
     """
     if isinstance(batch, Tensor):
         return function(batch)
-    if type(batch) is dict:
-        return {key: map_tensors(value, function, own) for key, value in batch.items()}
-    form = class_form(type(batch))
-    if own is not None and own[0] in form.methods:
+    if own is not None and callable(getattr(type(batch), own[0], None)):
         return own[1](batch)
-    if form.parts is None or form.rebuild is None:
+    parts = parts_of(batch)
+    if parts is None:
         return batch
-    return form.rebuild(batch, [map_tensors(value, function, own) for value in form.parts(batch)])
+    return with_parts(batch, {key: map_tensors(value, function, own) for key, value in parts.items()})
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move every tensor to `device`; from pinned memory the copy does not wait. Objects with `.to` move themselves."""
 
     def move(batch: Any) -> Any:
-        if class_form(type(batch)).methods["to"]:
+        if moves_without_waiting(batch):
             return batch.to(device, non_blocking=device.type == "cuda")
         return batch.to(device)
 
@@ -206,14 +204,11 @@ def _tensors_in(batch: Any, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
         return
-    form = class_form(type(batch))
-    values: Iterable[Any] = ()
-    if form.parts is not None:
-        values = form.parts(batch)
-    elif form.kind == "object" and id(batch) not in seen:
+    parts = parts_of(batch)
+    if parts is None and kind_of(batch) == "object" and id(batch) not in seen:
         seen.add(id(batch))  # objects may refer to each other
-        values = batch if isinstance(batch, tuple) else getattr(batch, "__dict__", {}).values()
-    for value in values:
+        parts = dict(enumerate(batch)) if isinstance(batch, tuple) else getattr(batch, "__dict__", {})
+    for value in (parts or {}).values():
         yield from _tensors_in(value, seen)
 
 
@@ -246,16 +241,16 @@ def count_samples(batch: Batch) -> int | None:
         batch = batch[0]
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else 1
-    form = class_form(type(batch))
-    if form.kind in ("object", "dataclass") and (count := _own_count(batch)) is not None:
+    kind, parts = kind_of(batch), parts_of(batch)
+    if kind in ("object", "dataclass") and (count := _own_count(batch)) is not None:
         return count
-    if form.parts is None:
+    if parts is None:
         return None
     if isinstance(batch, JointBatch):
         return sum(num_samples(part) for part in batch)
-    if form.kind == "tuple" and _are_samples(batch):
+    if kind == "tuple" and _are_samples(batch):
         return len(batch)
-    for value in form.parts(batch):
+    for value in parts.values():
         is_list = not isinstance(value, Tensor) and kind_of(value) == "tuple"
         count = _count_list(value, batch_labels(batch)) if is_list else count_samples(value)
         if count is not None:
@@ -323,8 +318,8 @@ def without_samples(batch: Batch) -> Batch:
 def _lengths(batch: Batch) -> Iterator[int]:
     if isinstance(batch, Tensor):
         yield batch.shape[0] if batch.dim() else 1
-    elif (form := class_form(type(batch))).kind == "object":
+    elif kind_of(batch) == "object":
         yield num_samples(batch)
-    elif form.parts is not None:
-        for value in form.parts(batch):
+    else:
+        for value in (parts_of(batch) or {}).values():
             yield from _lengths(value)

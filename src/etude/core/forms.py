@@ -1,11 +1,12 @@
-"""How the objects that batches are made of are taken apart and put together: known once for every class."""
+"""How the objects that batches are made of are taken apart and put together."""
 
 import copy
 import dataclasses
+import functools
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -14,105 +15,66 @@ Kind = Literal["tuple", "mapping", "dataclass", "object", "value"]
 """`object`: only its own methods reach its tensors; `value`: nothing is known of it."""
 
 
-class Form(NamedTuple):
-    """How objects of a class are taken apart and put together again."""
-
-    kind: Kind
-    methods: Mapping[str, bool]
-    """Methods of its own, of `OWN_METHODS`, and whether each takes `non_blocking`."""
-    names: Callable[[Any], Iterable[Any]] = tuple
-    """Keys or attributes of an instance."""
-    parts: Callable[[Any], Iterable[Any]] | None = None
-    """Values of an instance; None if nobody may look inside."""
-    rebuild: Callable[[Any, list[Any]], Any] | None = None
-    """The same with other values."""
-
-
-OWN_METHODS = ("to", "pin_memory")
-_UNSET = object()
-_FORMS: dict[type, Form] = {}
-
-
-def class_form(kind: type) -> Form:
-    """Return the form of a class, found once.
-
-    >>> class_form(dict).kind, class_form(list).kind, class_form(PackedSequence).kind, class_form(str).kind
-    ('mapping', 'tuple', 'object', 'value')
-    """
-    form = _FORMS.get(kind)
-    if form is None:
-        form = _FORMS[kind] = _find_form(kind)
-    return form
-
-
 def kind_of(batch: Any) -> Kind:
-    """Return the kind of a batch's form, in a way that torch's compiler can follow."""
+    """Return the kind of a batch's form, in a way that torch's compiler can follow.
+
+    >>> kind_of({}), kind_of([]), kind_of("words")
+    ('mapping', 'tuple', 'value')
+    """
     if isinstance(batch, (tuple, list)):
         return "object" if isinstance(batch, PackedSequence) else "tuple"
     if isinstance(batch, (dict, UserDict)):
         return "mapping"
-    return "object" if isinstance(batch, Tensor) else _class_kind(type(batch))
-
-
-def _class_kind(kind: type) -> Kind:
-    if issubclass(kind, (tuple, list)):
-        return "object" if issubclass(kind, PackedSequence) else "tuple"
-    if issubclass(kind, (dict, UserDict)):
-        return "mapping"
-    if callable(getattr(kind, "to", None)):
+    if isinstance(batch, Tensor) or callable(getattr(type(batch), "to", None)):
         return "object"
-    if issubclass(kind, Mapping):
+    if isinstance(batch, Mapping):
         return "mapping"
-    return "dataclass" if dataclasses.is_dataclass(kind) else "value"
+    return "dataclass" if dataclasses.is_dataclass(batch) else "value"
 
 
-def _find_form(kind: type) -> Form:
-    found = {name: getattr(kind, name, None) for name in OWN_METHODS}
-    methods = {name: _takes_non_blocking(kind, method) for name, method in found.items() if callable(method)}
-    match _class_kind(kind):
+def parts_of(batch: Any) -> dict[Any, Any] | None:
+    """Return the values inside of a batch by place, key or attribute; None if nobody may look inside.
+
+    >>> parts_of([7, 8]), parts_of("words")
+    ({0: 7, 1: 8}, None)
+    """
+    match kind_of(batch):
         case "tuple":
-            make = getattr(kind, "_make", kind)
-            return Form("tuple", methods, lambda _: (), iter, lambda _, values: make(values))
+            return dict(enumerate(batch))
         case "mapping":
-            rebuild = _like_dict if kind is not dict and issubclass(kind, (dict, UserDict)) else _dict
-            return Form("mapping", methods, tuple, lambda batch: batch.values(), rebuild)
+            return {**batch}
         case "dataclass":
-            return Form("dataclass", methods, _attributes, lambda batch: _attributes(batch).values(), _like_dataclass)
-        case other:
-            return Form(other, methods)
+            names = [field.name for field in dataclasses.fields(batch)]
+            return {name: getattr(batch, name) for name in names} | getattr(batch, "__dict__", {})
+    return None
 
 
-def _takes_non_blocking(kind: type, method: Any) -> bool:
-    try:
-        return kind is PackedSequence or "non_blocking" in inspect.signature(method).parameters
-    except (TypeError, ValueError):  # built in, and silent about its arguments
-        return False
-
-
-def _dict(batch: Mapping[Any, Any], values: list[Any]) -> dict[Any, Any]:
-    return dict(zip(batch, values, strict=True))
-
-
-def _like_dict(batch: Any, values: list[Any]) -> Any:
-    """Return a dict of the same class, or a plain one if the class does not allow that."""
+def with_parts(batch: Any, parts: dict[Any, Any]) -> Any:
+    """Return a batch of the same form with other values; a mapping that cannot be written to becomes a dict."""
+    if isinstance(batch, (tuple, list)):
+        return getattr(batch, "_make", type(batch))(parts.values())
+    if type(batch) is dict or (isinstance(batch, Mapping) and not isinstance(batch, (dict, UserDict))):
+        return parts
     try:
         result = copy.copy(batch)
-        for key, value in zip(batch, values, strict=True):
-            result[key] = value
+        for key, value in parts.items():
+            if dataclasses.is_dataclass(batch):
+                object.__setattr__(result, key, value)  # it may be frozen, and `__init__` is not to run again
+            else:
+                result[key] = value
     except Exception:  # somebody's own class, with any rules
-        return _dict(batch, values)
+        return parts
     return result
 
 
-def _attributes(batch: Any) -> dict[str, Any]:
-    """Return all that an instance of a dataclass has, fields or not."""
-    fields = ((field.name, getattr(batch, field.name, _UNSET)) for field in dataclasses.fields(batch))
-    return {name: value for name, value in fields if value is not _UNSET} | getattr(batch, "__dict__", {})
+def moves_without_waiting(batch: Any) -> bool:
+    """Return whether the method `to` of an object takes `non_blocking`."""
+    return isinstance(batch, PackedSequence) or _takes_non_blocking(type(batch).to)
 
 
-def _like_dataclass(batch: Any, values: list[Any]) -> Any:
-    """Return a copy with other values, without running `__init__`; it may be frozen."""
-    result = copy.copy(batch)
-    for name, value in zip(_attributes(batch), values, strict=True):
-        object.__setattr__(result, name, value)
-    return result
+@functools.cache
+def _takes_non_blocking(method: Any) -> bool:
+    try:
+        return "non_blocking" in inspect.signature(method).parameters
+    except (TypeError, ValueError):  # built in, and silent about its arguments
+        return False

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from etude.core import Batch, Task, Terms, num_samples
 from etude.core.batch import map_tensors
 from etude.core.buffers import probing
-from etude.core.forms import class_form
+from etude.core.forms import parts_of
 from etude.core.task import LossTerm
 from etude.engine.explain import first_line, first_of
 from etude.engine.flops import FLOPS_PER_WEIGHT, matrix_parameters
@@ -182,10 +182,10 @@ def form_of(batch: Batch) -> Hashable:
     """
     if isinstance(batch, Tensor):
         return batch.shape, batch.dtype
-    form = class_form(type(batch))
-    if form.parts is not None:
-        forms = [form_of(value) for value in form.parts(batch)]
-        return tuple(forms if form.kind == "tuple" else zip(form.names(batch), forms, strict=True))
+    parts = parts_of(batch)
+    if parts is not None:
+        forms = [form_of(value) for value in parts.values()]
+        return tuple(forms if isinstance(batch, (tuple, list)) else zip(parts, forms, strict=True))
     return batch if isinstance(batch, (bool, int, float, str)) else type(batch).__name__
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from etude.core.forms import class_form
+from etude.core.forms import parts_of
 from etude.engine.host_state import PLAIN
 
 T = TypeVar("T")
@@ -108,9 +108,9 @@ def form_of(value: Any, tensors: list[Tensor]) -> Hashable:
         return value.shape, value.dtype
     if isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
         return type(value), *[form_of(one, tensors) for one in value]
-    form = class_form(type(value))
-    if form.parts is not None:
-        return type(value), *form.names(value), *[form_of(one, tensors) for one in form.parts(value)]
+    parts = parts_of(value)
+    if parts is not None:
+        return type(value), *parts, *[form_of(one, tensors) for one in parts.values()]
     if not isinstance(value, PLAIN):
         raise Unfit(f"batches hold a {type(value).__name__}, which may have tensors in it")
     return value

@@ -8,15 +8,18 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Gt
+from annotated_types import Ge, Gt
 from torch import Tensor
 
 from etude.config.registry import register
+from etude.core.arguments import checked
 from etude.core.batch import Batch
-from etude.core.errors import ConfigError, DataError, TrainingError
+from etude.core.errors import DataError, TrainingError
 from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, averaged
 from etude.losses.strategies import LossStrategy, logits_of, required_labels
+
+Weight = Annotated[float, Ge(0)]
 
 
 def binary_cross_entropy_term(
@@ -65,12 +68,18 @@ def multi_label_bce_term(
     >>> round(multi_label_bce(logits, targets, label_weights=torch.tensor([1.0, 1.0, 0.0])).item(), 4)
     0.2201
     """
-    if label_weights is not None and label_weights.shape != logits.shape[-1:]:
+    for name, one in (("label_weights", label_weights), ("pos_weight", pos_weight)):
+        if isinstance(one, Tensor) and one.dim() and one.shape != logits.shape[-1:]:
+            raise TrainingError(
+                f"there are {one.numel()} {name}, but the model's output of shape {tuple(logits.shape)} has "
+                f"{logits.shape[-1] if logits.dim() else 1} labels; give one per label"
+            )
+    if logits.shape != targets.shape:
+        hint = "; class indices need cross entropy" if targets.shape == logits.shape[:-1] else ""
         raise TrainingError(
-            f"label weights of shape {tuple(label_weights.shape)} do not fit the model's output of shape "
-            f"{tuple(logits.shape)}: give one weight per label, the last dimension"
+            f"binary labels of shape {tuple(targets.shape)} do not fit the model's output of shape "
+            f"{tuple(logits.shape)}: every logit needs a label of its own{hint}"
         )
-    _check_fit(logits, targets)
     if logits.dtype is torch.bfloat16 or logits.dtype is torch.float16:
         logits = logits.float()
     weights = element_weights(targets, mask, label_weights, ignore_index)
@@ -92,12 +101,11 @@ multi_label_bce = averaged(multi_label_bce_term)
 class BinaryLoss(LossStrategy):
     """Binary cross entropy of logits (B, …) or (B, …, 1) with labels (B, …): 0 and 1, or probabilities."""
 
+    @checked
     def __init__(
         self, pos_weight: Annotated[float, Gt(0)] | None = None, ignore_index: int | None = IGNORE_INDEX
     ) -> None:
         """Labels that are NaN or `ignore_index` do not count; `pos_weight` makes positives count for more."""
-        if pos_weight is not None and not pos_weight > 0:
-            raise ConfigError(f"pos_weight is {pos_weight}; it must be above 0")
         self.ignore_index = ignore_index
         self._pos_weight: Tensor | float | None = pos_weight
         self._label_weights: Tensor | None = None
@@ -141,28 +149,20 @@ class BinaryLoss(LossStrategy):
 class MultiLabelLoss(BinaryLoss):
     """Binary cross entropy of logits (B, …, K) with K labels of their own, (B, …, K), of which any may be missing."""
 
+    @checked
     def __init__(
         self,
-        label_weights: list[float] | None = None,
-        pos_weight: Annotated[float, Gt(0)] | list[float] | None = None,
+        label_weights: list[Weight] | None = None,
+        pos_weight: Annotated[float, Gt(0)] | list[Weight] | None = None,
         ignore_index: int | None = IGNORE_INDEX,
     ) -> None:
         """`label_weights` are one per label and count in the mean; `pos_weight` is one for all labels or one each."""
-        super().__init__(None if isinstance(pos_weight, list) else pos_weight, ignore_index)
-        if isinstance(pos_weight, list):
-            self._pos_weight = _weights("pos_weight", pos_weight)
-        if label_weights is not None:
-            self._label_weights = _weights("label_weights", label_weights)
+        super().__init__(None, ignore_index)
+        self._pos_weight = torch.tensor(pos_weight) if isinstance(pos_weight, list) else pos_weight
+        self._label_weights = None if label_weights is None else torch.tensor(label_weights, dtype=torch.float32)
 
     def _logits(self, output: Any, labels: Tensor) -> Tensor:  # noqa: ARG002
-        logits = logits_of(output)
-        for name, weights in (("label_weights", self._label_weights), ("pos_weight", self._pos_weight)):
-            if isinstance(weights, Tensor) and weights.shape != logits.shape[-1:]:
-                raise TrainingError(
-                    f"there are {weights.numel()} {name}, but the model's output of shape {tuple(logits.shape)} "
-                    f"has {logits.shape[-1] if logits.dim() else 1} labels; give one per label"
-                )
-        return logits
+        return logits_of(output)
 
 
 def binary_accuracy_term(logits: Tensor, targets: Tensor, ignore_index: int | None = IGNORE_INDEX) -> LossTerm:
@@ -235,15 +235,6 @@ def _losses(logits: Tensor, labels: Tensor, pos_weight: Tensor | float | None) -
     return (labels - 1) * F.logsigmoid(-logits) - positives
 
 
-def _check_fit(logits: Tensor, targets: Tensor) -> None:
-    if logits.shape != targets.shape:
-        hint = "; class indices need cross entropy" if targets.shape == logits.shape[:-1] else ""
-        raise TrainingError(
-            f"binary labels of shape {tuple(targets.shape)} do not fit the model's output of shape "
-            f"{tuple(logits.shape)}: every logit needs a label of its own{hint}"
-        )
-
-
 def _without_last(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the logits of a head with one output without its last dimension, if the targets lack it."""
     return logits.squeeze(-1) if logits.shape == (*targets.shape, 1) else logits
@@ -256,10 +247,3 @@ def _filled(targets: Tensor, weights: Tensor | None) -> Tensor:
 
 def _count(targets: Tensor, weights: Tensor | None) -> Tensor | float:
     return targets.numel() if weights is None else weights.sum()
-
-
-def _weights(name: str, values: list[float]) -> Tensor:
-    wrong = next((value for value in values if not 0 <= value < float("inf")), None)
-    if wrong is not None:
-        raise ConfigError(f"{name} holds {wrong}; weights of labels are finite and not below 0")
-    return torch.as_tensor(values, dtype=torch.float32)

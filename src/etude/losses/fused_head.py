@@ -5,13 +5,14 @@ hidden states, and go to the loss with the layer's weights as a `HeadOutput`. Th
 the layer's output out as it is, so the first batch is used to find out.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.core.batch import Batch, map_tensors, tensors_in
@@ -21,10 +22,7 @@ from etude.core.model import HeadOutput, ModelCall, linked, unwrap
 from etude.losses.strategies import head_of, logits_of
 
 FEW_POSITIONS = 16
-"""How much of a batch's first sample is run to compare both ways."""
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Differences of logits that are rounding, relative to the largest logit; `HALF_TOLERANCE` for smaller types."""
-HALF_TOLERANCE = 3e-2
+"""How much of a batch's first sample is run to find out."""
 LARGE = 30_000.0
 """Logits of this size show whether a model cuts them off."""
 
@@ -83,55 +81,39 @@ class FusedHead:
                 self.head.forward = before  # type: ignore[method-assign]
 
     def check(self, call: ModelCall, batch: Batch) -> None:
-        """Raise TrainingError if the model does something else with its logits than to hand them out."""
-        self._compare(call, batch)
-        self._checked = True
+        """Raise TrainingError if the model does something else with its logits than to hand them out.
 
-    def _compare(self, call: ModelCall, batch: Batch) -> None:
-        """Run a small part of the batch both ways and compare. Waits for the device, once."""
+        The first positions of a batch are run with an output layer that returns large numbers: they must come out as
+        they are: as many as there are classes in evaluation, as many as there are features in training. Waits for the
+        device, once.
+        """
         few = few_positions(batch)
-        seen: list[Tensor] = []
-
-        def remember(hidden: Tensor) -> Tensor:
-            seen.append(hidden)
-            return hidden
-
-        with probing(self.model, training=False):
-            usual = call(self.model, few)
-            if head_of(usual) is not None:
-                return  # the model leaves its output layer to the loss by itself
-            logits = logits_of(usual)
-            try:
-                with self._forward(remember):
-                    found = logits_of(call(self.model, few))
-            except Exception as error:
-                raise _unfit(f"without its output layer it fails with {type(error).__name__}: {error}") from error
-            if len(seen) != 1:
-                raise _unfit(f"it runs its output layer {len(seen)} times")
-            hidden = seen[0]
-            if found.shape != hidden.shape or not _same(found, hidden.to(found.dtype), 0.0):
-                raise _unfit("it changes what its output layer returns (a factor, a soft cap, a slice)")
-            expected = F.linear(hidden, self.head.weight, self.head.bias)
-        tolerance = TOLERANCES.get(expected.dtype, HALF_TOLERANCE)
-        if logits.shape != expected.shape or not _same(logits.to(expected.dtype), expected, tolerance):
-            raise _unfit("its logits are not the product of the output layer's input and weights")
-        for training in (False, True):
-            self._check_untouched(call, few, training=training)
-
-    def _check_untouched(self, call: ModelCall, few: Batch, *, training: bool) -> None:
-        """Raise TrainingError if the model changes what its layer returns, if that is large or in training."""
         given: list[Tensor] = []
 
-        def large(hidden: Tensor) -> Tensor:
-            values = torch.linspace(-LARGE, LARGE, hidden.numel(), device=hidden.device, dtype=torch.float32)
-            given.append(values.view_as(hidden).to(hidden.dtype))
+        def large(width: int, hidden: Tensor) -> Tensor:
+            shape = (*hidden.shape[:-1], width)
+            values = torch.linspace(-LARGE, LARGE, math.prod(shape), device=hidden.device, dtype=torch.float32)
+            given.append(values.view(shape).to(hidden.dtype))
             return given[-1]
 
-        with probing(self.model, training=training), self._forward(large):
-            found = logits_of(call(self.model, few))
-        if not _same(found, given[0].to(found.dtype), 0.0):
-            when = "in training " if training else ""
-            raise _unfit(f"{when}it changes what its output layer returns (a clamp, a factor, dropout)")
+        for training, width in ((False, self.head.out_features), (True, self.head.in_features)):
+            given.clear()
+            try:
+                with probing(self.model, training=training), self._forward(partial(large, width)):
+                    output = call(self.model, few)
+            except Exception as error:
+                raise _unfit(f"without its output layer it fails with {type(error).__name__}: {error}") from error
+            if head_of(output) is not None:
+                break  # the model leaves its output layer to the loss by itself
+            if len(given) != 1:
+                raise _unfit(f"it runs its output layer {len(given)} times")
+            found = logits_of(output)
+            if found.shape != given[0].shape or not torch.equal(found, given[0].to(found.dtype)):
+                when = "in training " if training else ""
+                raise _unfit(
+                    f"{when}it changes what its output layer returns (a factor, a soft cap, a slice, dropout)"
+                )
+        self._checked = True
 
 
 def find_head(model: nn.Module, name: str | bool) -> nn.Linear:
@@ -143,7 +125,7 @@ def find_head(model: nn.Module, name: str | bool) -> nn.Linear:
     else:
         head = model.get_output_embeddings() if isinstance(model, NamesItsHead) else None
         trouble = f"fused_head: {type(model).__name__} does not tell its output layer by get_output_embeddings()"
-    if isinstance(head, nn.Linear):
+    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
         return head
     layers = [known for known, module in model.named_modules() if isinstance(module, nn.Linear)]
     choice = f"the last of its linear layers are {', '.join(layers[-3:])}" if layers else "it has no linear layers"
@@ -167,12 +149,6 @@ def few_positions(batch: Batch) -> Batch:
         return tensor[:1] if whole else tensor[:1, :FEW_POSITIONS]
 
     return map_tensors(batch, cut)
-
-
-def _same(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Whether the two differ by at most `tolerance` times the largest value, with the same infinities and NaN."""
-    largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).amax().item() if expected.numel() else 0.0
-    return torch.allclose(found, expected, rtol=0.0, atol=tolerance * largest, equal_nan=True)
 
 
 def _unfit(why: str) -> TrainingError:

@@ -24,29 +24,19 @@ from etude.losses.strategies import LossStrategy, add_accuracy, logits_of, requi
 
 LossFunction = Callable[[Any, Any], Tensor]
 
-TORCH_FUNCTIONS: Mapping[Callable[..., Tensor], tuple[str, ...]] = {
-    F.cross_entropy: ("weight", "ignore_index", "label_smoothing"),
-    F.nll_loss: ("weight", "ignore_index"),
-    F.mse_loss: (),
-    F.l1_loss: (),
-    F.smooth_l1_loss: ("beta",),
-    F.huber_loss: ("delta",),
-    F.binary_cross_entropy_with_logits: ("weight", "pos_weight"),
-    F.binary_cross_entropy: ("weight",),
+TORCH_MODULES: Mapping[type[nn.Module], tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    nn.CrossEntropyLoss: (F.cross_entropy, ("weight", "ignore_index", "label_smoothing")),
+    nn.NLLLoss: (F.nll_loss, ("weight", "ignore_index")),
+    nn.MSELoss: (F.mse_loss, ()),
+    nn.L1Loss: (F.l1_loss, ()),
+    nn.SmoothL1Loss: (F.smooth_l1_loss, ("beta",)),
+    nn.HuberLoss: (F.huber_loss, ("delta",)),
+    nn.BCEWithLogitsLoss: (F.binary_cross_entropy_with_logits, ("weight", "pos_weight")),
+    nn.BCELoss: (F.binary_cross_entropy, ("weight",)),
 }
-"""Torch's losses and their options. The first two average over labels, the others over all elements."""
-
-TORCH_MODULES: Mapping[type[nn.Module], Callable[..., Tensor]] = {
-    nn.CrossEntropyLoss: F.cross_entropy,
-    nn.NLLLoss: F.nll_loss,
-    nn.MSELoss: F.mse_loss,
-    nn.L1Loss: F.l1_loss,
-    nn.SmoothL1Loss: F.smooth_l1_loss,
-    nn.HuberLoss: F.huber_loss,
-    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
-    nn.BCELoss: F.binary_cross_entropy,
-}
-"""Torch's loss modules and the function each one calls."""
+"""Torch's losses: the function that each module calls, and its options. The first two average over labels, the others
+over all elements."""
+TORCH_FUNCTIONS = dict(TORCH_MODULES.values())
 
 
 class FunctionLoss(LossStrategy):
@@ -77,7 +67,6 @@ class FunctionLoss(LossStrategy):
                 f"the learning rate by the labels of a batch"
             )
         self._torch_function, self._options = _recognise(function)
-        self._options.pop("reduction", None)
         signature = _signature(function)
         self._takes_batch = signature is not None and list(signature.parameters)[1:2] == ["batch"]
 
@@ -214,14 +203,13 @@ def _recognise(function: LossFunction) -> tuple[Callable[..., Tensor] | None, di
     """Return the torch function behind a function, module or partial, and its options; None if it is not torch's."""
     if isinstance(function, functools.partial):
         inner, options = _recognise(function.func)
-        options.update(function.keywords)
-        if inner is not None and not function.args and set(options) <= {"reduction", *TORCH_FUNCTIONS[inner]}:
+        options |= {name: value for name, value in function.keywords.items() if name != "reduction"}
+        if inner is not None and not function.args and options.keys() <= {*TORCH_FUNCTIONS[inner]}:
             return inner, options
     elif isinstance(function, nn.Module):
         # The exact type: a subclass may compute something else.
-        inner = TORCH_MODULES.get(type(function))
-        if inner is not None:
-            return inner, {name: getattr(function, name) for name in ("reduction", *TORCH_FUNCTIONS[inner])}
+        inner, names = TORCH_MODULES.get(type(function), (None, ()))
+        return inner, {name: getattr(function, name) for name in names}
     # By identity: a user's callable may not be hashable.
     return next((known for known in TORCH_FUNCTIONS if known is function), None), {}
 

@@ -5,15 +5,14 @@ from typing import TYPE_CHECKING
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
-    from etude.metrics.accuracy import Accuracy, accuracy_counts
+    from etude.metrics.accuracy import Accuracy
     from etude.metrics.base import Meter, Metric, Tally
-    from etude.metrics.classification import F1, ClassScore, ConfusionMatrix, Precision, Recall
+    from etude.metrics.classification import F1, ConfusionMatrix, Precision, Recall
     from etude.metrics.trackers import LossTracker, TrainingMetrics
 
 __all__ = [
     "F1",
     "Accuracy",
-    "ClassScore",
     "ConfusionMatrix",
     "LossTracker",
     "Meter",
@@ -22,7 +21,6 @@ __all__ = [
     "Recall",
     "Tally",
     "TrainingMetrics",
-    "accuracy_counts",
 ]
 
 __getattr__ = load_late(__name__, __file__)

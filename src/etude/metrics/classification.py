@@ -17,6 +17,7 @@ from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
 from etude.config.registry import register
+from etude.core.arguments import checked
 from etude.core.errors import ConfigError, DataError
 from etude.metrics.base import Metric, Tally
 from etude.metrics.inputs import (
@@ -36,6 +37,7 @@ Threshold = Annotated[float, Gt(0), Lt(1)]
 class Classified(Tally):
     """What precision, recall, F1 and the confusion matrix share: the kind of input, and how it is read."""
 
+    @checked
     def __init__(
         self,
         num_classes: NumClasses,
@@ -45,14 +47,10 @@ class Classified(Tally):
         class_dim: int | None,
     ) -> None:
         super().__init__()
-        who = type(self).__name__
         if num_classes is not None and num_labels is not None:
-            raise ConfigError(f"{who}: give num_classes for classes or num_labels for labels, not both")
-        for name, given, least in (("num_classes", num_classes, 2), ("num_labels", num_labels, 1)):
-            if given is not None and given < least:
-                raise ConfigError(f"{who}: {name} is {given}; it must be at least {least}")
-        if not 0 < threshold < 1:
-            raise ConfigError(f"{who}: threshold is {threshold}; it is a probability between 0 and 1")
+            raise ConfigError(
+                f"{type(self).__name__}: give num_classes for classes or num_labels for labels, not both"
+            )
         self.num_classes, self.num_labels, self.threshold = num_classes, num_labels, threshold
         self.ignore_index, self.class_dim = ignore_index, class_dim
 
@@ -73,8 +71,6 @@ class Classified(Tally):
             raise DataError(f"{who}: targets {form_of(targets)} are not class ids; they must be integers")
         classes, none = predicted_classes(predictions, targets, self.size, self.class_dim, who)
         counted = counted_elements(targets, mask, self.ignore_index, who)
-        if counted is None:
-            counted = torch.ones_like(targets, dtype=torch.bool)
         named = counted & ~none
         predicted = classes.long().masked_fill(~named, 0).flatten()
         true = targets.long().masked_fill(~counted, 0).flatten()
@@ -89,12 +85,10 @@ class Classified(Tally):
             raise DataError(
                 f"{who}: targets {form_of(targets)} do not fit num_labels {self.num_labels}, their last dimension"
             )
-        positives, negatives = predicted_positives(predictions, targets, self.threshold, who)
+        yes, no = predicted_positives(predictions, targets, self.threshold, who)
         counted = counted_labels(targets, mask, self.ignore_index, who)
-        yes, no, true, counts = (
-            values.reshape(-1, self.size) for values in (positives, negatives, targets > 0.5, counted)
-        )
-        return yes & counts, no & counts, true & counts, counts
+        read = (yes & counted, no & counted, (targets > 0.5) & counted, counted)
+        return tuple(values.reshape(-1, self.size) for values in read)  # type: ignore[return-value]
 
     def count_ids(self, size: int, ids: Tensor, counted: Tensor, read: tuple[Tensor, ...]) -> Tensor:
         """Return how often each id below `size` occurs among those counted; raise DataError for one beyond.
@@ -158,34 +152,18 @@ class ClassScore(Classified, Metric):
         return torch.cat([right, predicted, true, predicted + true])
 
     def value(self, sums: list[float]) -> float:
-        """Return the average of the scores."""
-        rows = self._rows(sums)
+        """Return the average of the scores, over the classes that were seen."""
+        columns = [sums[start : start + self.size] for start in range(0, self.num_sums, self.size)]
+        rows = [(right, predicted, true) for right, predicted, true, seen in zip(*columns, strict=True) if seen]
         if not rows:
             return math.nan
         if self.average == "micro":
-            right, predicted, true = (sum(column) for column in zip(*rows, strict=True))
-            return self._score(right, predicted, true)
+            return self._score(*map(sum, zip(*rows, strict=True)))
         scores = [self._score(*row) for row in rows]
         if self.average == "macro":
             return sum(scores) / len(scores)
-        supports = [true for _, _, true in rows]
-        total = sum(supports)
-        return sum(score * n for score, n in zip(scores, supports, strict=True)) / total if total else 0.0
-
-    def per_class(self) -> list[float]:
-        """Return the score of every class or label, nan for those not seen. Waits for the device."""
-        sums = self.state().tolist()
-        size = self.size
-        return [
-            self._score(sums[i], sums[size + i], sums[2 * size + i]) if sums[3 * size + i] else math.nan
-            for i in range(size)
-        ]
-
-    def _rows(self, sums: list[float]) -> list[tuple[float, float, float]]:
-        """Return (right, predicted, true) of every class that was seen."""
-        size = self.size
-        columns = [sums[start : start + size] for start in range(0, 4 * size, size)]
-        return [(right, predicted, true) for right, predicted, true, seen in zip(*columns, strict=True) if seen]
+        supports: list[float] = [true for _, _, true in rows]
+        return sum(score * n for score, n in zip(scores, supports, strict=True)) / (sum(supports) or 1)
 
     def _score(self, right: float, predicted: float, true: float) -> float:
         numerator, denominator = self.ratio(right, predicted, true)
@@ -238,9 +216,7 @@ class F1(ClassScore):
 
 
 class ConfusionMatrix(Classified):
-    """How often each true class (row) was predicted as each class (column).
-
-    Predictions that are NaN have no column: `unpredicted` counts them, and they are part of the shares of a row.
+    """How often each true class (row) was predicted as each class (column); predictions that are NaN have no column.
 
     >>> matrix = ConfusionMatrix(num_classes=3)
     >>> matrix.update(torch.tensor([0, 2, 1, 1]), torch.tensor([0, 1, 1, -100]))
@@ -257,47 +233,22 @@ class ConfusionMatrix(Classified):
         class_dim: int | None = None,
     ) -> None:
         super().__init__(num_classes, num_labels, threshold, ignore_index, class_dim)
-        self.num_sums = self.size * (self.size + 1) if num_classes is not None else 6 * self.size
+        self.num_sums = self.size**2 if num_classes is not None else 4 * self.size
 
     def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the counts of the cells, one row after the other; the last column is for no prediction."""
+        """Return the counts of the cells, one row after the other."""
         if self.num_classes is not None:
-            classes, labels, counted, named = read = self.read_classes(predictions, targets, mask)
-            columns = torch.where(named > 0, classes, self.size)
+            classes, labels, _, named = read = self.read_classes(predictions, targets, mask)
             # A class that is none would fall into the cell of another row: send it beyond the last one.
             beyond = (classes < 0) | (classes >= self.size)
-            cells = torch.where(beyond, self.num_sums, labels * (self.size + 1) + columns)
-            return self.count_ids(self.num_sums, cells, counted, read)
-        yes, no, true, counts = self.read_labels(predictions, targets, mask)
-        columns_of_labels = (no, yes, counts & ~no & ~yes)
-        cells = torch.stack([row & column for row in (counts & ~true, true) for column in columns_of_labels], -1)
-        return cells.sum(0).flatten()
+            cells = torch.where(beyond, self.num_sums, labels * self.size + classes)
+            return self.count_ids(self.num_sums, cells, named, read)
+        yes, no, true, _ = self.read_labels(predictions, targets, mask)
+        return torch.stack([row & column for row in (~true, true) for column in (no, yes)], -1).sum(0).flatten()
 
     def compute(self) -> Tensor:
         """Return counts, int64 on the CPU: (C, C), (2, 2) if binary, (K, 2, 2) for K labels. Waits for the device."""
-        return self._cells()[..., :-1]
-
-    @property
-    def unpredicted(self) -> Tensor:
-        """How often each true class had a prediction of NaN, int64 on the CPU: (C,), (2,) or (K, 2). Waits."""
-        return self._cells()[..., -1]
-
-    def normalized(self, over: Literal["true", "predicted", "all"] = "true") -> Tensor:
-        """Return shares in float64: of each row, of each column or of everything; nan where there is nothing.
-
-        >>> matrix = ConfusionMatrix()
-        >>> matrix.update(torch.tensor([0, 1, 1, 1]), torch.tensor([0, 0, 1, 1]))
-        >>> matrix.normalized().tolist()
-        [[0.5, 0.5], [0.0, 1.0]]
-        """
-        dims = {"true": (-1,), "predicted": (-2,), "all": (-2, -1)}
-        if over not in dims:
-            raise ConfigError(f"ConfusionMatrix: normalized over '{over}'; it is one of {', '.join(dims)}")
-        cells = self._cells().double()
-        totals = cells.sum(dims[over], keepdim=True)
-        return cells[..., :-1] / (totals[..., :-1] if over == "predicted" else totals)
-
-    def _cells(self) -> Tensor:
-        """Return the counts on the CPU, with the column of what was not predicted."""
-        shape = (self.size, self.size + 1) if self.num_classes is not None else (self.num_labels, 2, 3)
-        return self.state().cpu().view([length for length in shape if length is not None])
+        counts = self.state().cpu()
+        if self.num_classes is not None:
+            return counts.view(self.size, self.size)
+        return counts.view(2, 2) if self.num_labels is None else counts.view(self.size, 2, 2)

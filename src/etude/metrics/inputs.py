@@ -61,8 +61,6 @@ def counted_labels(targets: Tensor, mask: Tensor | None, ignore_index: int | Non
     if mask is not None and mask.shape == targets.shape[:-1] != targets.shape:
         mask = mask.unsqueeze(-1).expand(targets.shape)
     counted = counted_elements(targets, mask, None if targets.dtype is torch.bool else ignore_index, who)
-    if counted is None:
-        counted = torch.ones_like(targets, dtype=torch.bool)
     return counted & ~targets.isnan() if targets.is_floating_point() else counted
 
 
@@ -87,13 +85,11 @@ def class_dim_of(logits: Tensor, targets: Tensor, class_dim: int | None, who: st
     return fitting[0]
 
 
-def counted_elements(targets: Tensor, mask: Tensor | None, ignore_index: int | None, who: str) -> Tensor | None:
-    """Return which elements count, or None if all do."""
+def counted_elements(targets: Tensor, mask: Tensor | None, ignore_index: int | None, who: str) -> Tensor:
+    """Return which elements count."""
     if mask is not None and mask.shape != targets.shape:
         raise DataError(f"{who}: the mask {form_of(mask)} must have the shape of the targets {form_of(targets)}")
-    if ignore_index is None:
-        return None if mask is None else mask != 0
-    counted = targets != ignore_index
+    counted = torch.ones_like(targets, dtype=torch.bool) if ignore_index is None else targets != ignore_index
     return counted if mask is None else counted & (mask != 0)
 
 
