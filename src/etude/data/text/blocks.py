@@ -54,16 +54,14 @@ class TokenBlocks:
 
     def gather(self, indices: Indices, *, epoch: int, seed: int) -> dict[str, Tensor]:
         """Return the blocks at `indices`."""
-        starts = self._starts(indices, epoch, seed)
-        tokens = torch.from_numpy(self._read(starts, self.length + 1, None))
-        batch = {"input_ids": tokens[:, :-1], LABELS: tokens[:, 1:]}
-        for stream in self.file.streams:
-            batch[stream] = torch.from_numpy(self._read(starts, self.length, stream))
-        return batch
+        return next(self.gather_many(indices, 1, epoch=epoch, seed=seed))
 
     def gather_many(self, indices: Indices, number: int, *, epoch: int, seed: int) -> Iterator[dict[str, Tensor]]:
         """Return `number` batches whose tokens are read together, and made 64-bit integers one batch at a time."""
-        starts, length, from_numpy = self._starts(indices, epoch, seed), self.length, torch.from_numpy
+        length, from_numpy = self.length, torch.from_numpy
+        starts = indices * length
+        if self.moving:
+            starts += mix(seed, epoch, 3) % length
         rows = self.file.rows(starts, length + 1).reshape(number, -1, length + 1)
         streams = {
             name: self.file.rows(starts, length, name).reshape(number, -1, length) for name in self.file.streams
@@ -75,10 +73,3 @@ class TokenBlocks:
             for name, values in streams.items():
                 batch[name] = from_numpy(values[place].astype(np.int64))
             yield batch
-
-    def _starts(self, indices: Indices, epoch: int, seed: int) -> Indices:
-        starts = indices * self.length
-        return starts + mix(seed, epoch, 3) % self.length if self.moving else starts
-
-    def _read(self, starts: Indices, length: int, stream: str | None) -> Indices:
-        return self.file.rows(starts, length, stream).astype(np.int64)

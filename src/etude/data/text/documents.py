@@ -1,5 +1,6 @@
 """Whole documents of a token file, padded to the longest of the batch."""
 
+import copy
 from pathlib import Path
 from typing import Literal
 
@@ -52,8 +53,6 @@ class TokenDocuments:
         long: Literal["cut", "split"] = "cut",
         labels: str | None = None,
     ) -> None:
-        if max_length is not None and max_length < 1:
-            raise DataError(f"max_length is {max_length}; it must be at least 1")
         if long not in ("cut", "split"):
             raise DataError(f"long is {long!r}; it is 'cut' or 'split'")
         if long == "split" and max_length is None:
@@ -65,10 +64,15 @@ class TokenDocuments:
                 f"nothing is known of the documents of {self.file.path}; open it with a document_end, read it as "
                 f"TokenBlocks, or give long='split' and a max_length"
             )
-        self.max_length, self.pad_id, self.pad_multiple = max_length, pad_id, pad_multiple
-        self.long: Literal["cut", "split"] = long
+        self.pad_id, self.pad_multiple, self.long = pad_id, pad_multiple, long
         self.columns = Columns.of(self.file, labels, whole=True)
-        self._pieces = self._count_pieces(max_length) if long == "split" and max_length is not None else None
+        self._cut(max_length)
+
+    def _cut(self, max_length: int | None) -> None:
+        if max_length is not None and max_length < 1:
+            raise DataError(f"max_length is {max_length}; it must be at least 1")
+        self.max_length = max_length
+        self._pieces = self._count_pieces(max_length) if self.long == "split" and max_length is not None else None
         self._size = len(self.file) if self._pieces is None else int(self._pieces[-1])
         if not self._size:
             raise DataError(f"{self.file.path} has no documents; was everything left out when it was made?")
@@ -83,14 +87,9 @@ class TokenDocuments:
 
     def with_length(self, length: int) -> "TokenDocuments":
         """Return the same documents, cut or split at another length."""
-        return TokenDocuments(
-            self.file,
-            length,
-            pad_id=self.pad_id,
-            pad_multiple=self.pad_multiple,
-            long=self.long,
-            labels=self.columns.name,
-        )
+        other = copy.copy(self)
+        other._cut(length)
+        return other
 
     def lengths(self, indices: Indices) -> Indices:
         """Return how many tokens samples have."""

@@ -1,6 +1,6 @@
 """Which pieces of which documents make up a packed block: by cutting the file, or by fitting whole documents."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,24 +23,11 @@ class Pieces(NamedTuple):
     """Which pieces end with their document; the others go on in another block."""
 
 
-class Layout(Protocol):
-    """Blocks by number."""
-
-    num_blocks: int
-    num_padding: int
-    """Places in all blocks together that hold no token."""
-
-    def pieces(self, blocks: Indices) -> Pieces:
-        """Return the pieces of these blocks; none of them is empty."""
-        ...
-
-    def most_pieces(self) -> int:
-        """Return how many pieces a block has at most: no block has more, and none need have so many."""
-        ...
-
-
 class SplitLayout:
-    """All documents one after the other, cut every `length` tokens. Nothing is stored: boundaries are looked up."""
+    """All documents one after the other, cut every `length` tokens. Nothing is stored: boundaries are looked up.
+
+    `num_padding` counts the places in all blocks together that hold no token.
+    """
 
     def __init__(self, file: TokenFile, length: int, *, pad_last: bool) -> None:
         self._file, self._length = file, length
@@ -133,12 +120,3 @@ def _by_length(lengths: Indices, seed: int) -> Indices:
     longest = int(shuffled.max()) if shuffled.size else 0
     kind = np.uint16 if longest < 2**16 else np.uint64  # 16-bit numbers are sorted by radix
     return order[np.argsort((longest - shuffled).astype(kind), kind="stable")]
-
-
-def check_blocks(file: TokenFile, layout: Layout, length: int) -> None:
-    """Refuse a file too small for a single block."""
-    if layout.num_blocks < 1:
-        raise DataError(
-            f"{file.path} has {file.num_tokens:,} tokens, too few for a block of {length:,}; use shorter blocks, or "
-            f"last='pad'"
-        )

@@ -1,5 +1,6 @@
 """Masked language modelling: which tokens are hidden, decided by a hash of (seed, epoch, sample, place)."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,10 +83,11 @@ class MaskedTokens:
         mask_share: float = 0.8,
         random_share: float = 0.1,
     ) -> None:
-        self._attach(source, _Masking(mask_id, vocab_size, rate, special_ids, mask_share, random_share))
+        self._masking = _Masking(mask_id, vocab_size, rate, special_ids, mask_share, random_share)
+        self._attach(source)
 
-    def _attach(self, source: BatchSource, masking: "_Masking") -> None:
-        self.source, self._masking = source, masking
+    def _attach(self, source: BatchSource) -> None:
+        self.source = source
         # What the source knows of its samples holds for masked ones too, and loaders ask for it by name.
         if isinstance(source, MeasuredSource):
             self.lengths = source.lengths
@@ -101,8 +103,8 @@ class MaskedTokens:
     def _with_length(self, length: int) -> "MaskedTokens":
         """Return the source with samples of another length, masked in the same way."""
         assert isinstance(self.source, ResizableSource)
-        masked = MaskedTokens.__new__(MaskedTokens)
-        masked._attach(self.source.with_length(length), self._masking)
+        masked = copy.copy(self)
+        masked._attach(self.source.with_length(length))
         return masked
 
     def gather(self, indices: Indices, *, epoch: int, seed: int) -> dict[str, Tensor]:

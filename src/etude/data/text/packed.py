@@ -1,7 +1,8 @@
 """Documents packed to full blocks, with the boundaries between them."""
 
+import copy
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from etude.core.batch import DOCUMENT_STARTS
 from etude.core.errors import DataError
 from etude.data.order import Indices
 from etude.data.text.columns import LABELS, Columns, opened
-from etude.data.text.layouts import FitLayout, Layout, Pieces, SplitLayout, check_blocks
+from etude.data.text.layouts import FitLayout, Pieces, SplitLayout
 from etude.data.text.padding import IGNORED, Array, Mask, constant, filled, ranges, read_padded, scatter
 from etude.data.tokens import TokenFile
 
@@ -58,22 +59,32 @@ class PackedDocuments:
         causal: bool = True,
         seed: int = 0,
     ) -> None:
-        _check(length, strategy, last, attention)
+        given = {"strategy": (strategy, ("split", "fit")), "last": (last, ("drop", "pad"))}
+        for name, (value, allowed) in (given | {"attention": (attention, get_args(Attention))}).items():
+            if value not in allowed:
+                raise DataError(f"{name} is {value!r}; it is {' or '.join(map(repr, allowed))}")
         self.file = opened(file)
-        self.length, self.pad_id, self.seed = length, pad_id, seed
-        self.strategy: Literal["split", "fit"] = strategy
-        self.last: Literal["drop", "pad"] = last
-        self.attention: Attention = attention
-        self.cross_documents, self.causal = cross_documents, causal
+        self.strategy, self.last, self.attention, self.causal = strategy, last, attention, causal
+        self.pad_id, self.cross_documents, self.seed = pad_id, cross_documents, seed
         self.columns = Columns.of(self.file, labels, whole=False)
-        self._layout: Layout
-        if strategy == "split":
-            self._layout = SplitLayout(self.file, length, pad_last=last == "pad")
+        self._lay_out(length)
+
+    def _lay_out(self, length: int) -> None:
+        if length < 1:
+            raise DataError(f"the length of blocks is {length}; it must be at least 1")
+        self.length = length
+        self._layout: SplitLayout | FitLayout
+        if self.strategy == "split":
+            self._layout = SplitLayout(self.file, length, pad_last=self.last == "pad")
         else:
-            self._layout = FitLayout(self.file, length, seed=seed)
-        check_blocks(self.file, self._layout, length)
+            self._layout = FitLayout(self.file, length, seed=self.seed)
+        if not len(self):
+            raise DataError(
+                f"{self.file.path} has {self.file.num_tokens:,} tokens, too few for a block of {length:,}; use shorter "
+                f"blocks, or last='pad'"
+            )
         # For documents, padding, and one that stays free: blocks that a mixture pads keep their last document apart.
-        self._places = 1 << (self._layout.most_pieces() + 1).bit_length() if attention == "starts" else 0
+        self._places = 1 << (self._layout.most_pieces() + 1).bit_length() if self.attention == "starts" else 0
 
     def __len__(self) -> int:
         return self._layout.num_blocks
@@ -90,18 +101,9 @@ class PackedDocuments:
 
     def with_length(self, length: int) -> "PackedDocuments":
         """Return the same documents packed into blocks of another length."""
-        return PackedDocuments(
-            self.file,
-            length,
-            self.strategy,
-            pad_id=self.pad_id,
-            last=self.last,
-            labels=self.columns.name,
-            cross_documents=self.cross_documents,
-            attention=self.attention,
-            causal=self.causal,
-            seed=self.seed,
-        )
+        other = copy.copy(self)
+        other._lay_out(length)
+        return other
 
     def gather(self, indices: Indices, *, epoch: int, seed: int) -> dict[str, Tensor]:  # noqa: ARG002
         """Return the blocks at `indices`."""
@@ -185,18 +187,6 @@ def _numbered(pieces: Pieces, mask: Mask) -> tuple[Array, Array]:
     if total == mask.size:
         return positions.reshape(mask.shape), documents.reshape(mask.shape)
     return scatter(positions, mask, 0), scatter(documents, mask, -1)
-
-
-def _check(length: int, strategy: str, last: str, attention: str) -> None:
-    if length < 1:
-        raise DataError(f"the length of blocks is {length}; it must be at least 1")
-    for name, value, allowed in (
-        ("strategy", strategy, ("split", "fit")),
-        ("last", last, ("drop", "pad")),
-        ("attention", attention, ("ids", "starts", "full")),
-    ):
-        if value not in allowed:
-            raise DataError(f"{name} is {value!r}; it is {' or '.join(map(repr, allowed))}")
 
 
 def document_mask(document_ids: Tensor, *, causal: bool = True, dtype: torch.dtype = torch.bool) -> Tensor:

@@ -2,9 +2,8 @@
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from types import TracebackType
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -31,99 +30,81 @@ class PrefetchStream(Generic[T]):
     def __init__(self, source: Iterable[T], depth: int = 2) -> None:
         if depth < 1:
             raise ValueError(f"depth is {depth}; a prefetch queue holds at least 1 item")
-        self._queue: _Queue[T] = _Queue(depth)
+        self._channel: _Channel[T] = _Channel(depth)
         # The thread must not refer to the stream, or an abandoned stream would never be collected.
         self._thread = threading.Thread(
-            target=_produce, args=(source, self._queue), name="etude-prefetch", daemon=True
+            target=self._channel.produce, args=(source,), name="etude-prefetch", daemon=True
         )
-        weakref.finalize(self, self._queue.close)
+        weakref.finalize(self, self._channel.close)
         self._thread.start()
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
-        return self._queue.get()
+        return self._channel.take()
 
     def close(self) -> None:
         """Stop the thread and drop what it had ready; safe to call twice.
 
         A thread inside the source ends after the item it is computing; it is waited for, but not for ever.
         """
-        self._queue.close()
+        self._channel.close()
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def __enter__(self) -> "PrefetchStream[T]":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-class _Queue(Generic[T]):
-    """At most `depth` items, then either the end or an error."""
+class _Channel(Generic[T]):
+    """What a stream and its thread share. A garbage collection inside `get` may call `put` of the same queue."""
 
     def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._items: deque[T] = deque()
-        # The lock is re-entrant: a garbage collection inside a locked region may call `close`.
-        self._changed = threading.Condition(threading.RLock())
-        self._ended = False
-        self._closed = False
-        self._error: BaseException | None = None
+        self._room: SimpleQueue[None] = SimpleQueue()
+        """An entry for each item that is wanted."""
+        self._items: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
+        """Items, then an error or None for the end."""
+        self._is_closed = False
+        for _ in range(depth):
+            self._room.put(None)
 
-    def wait_for_room(self) -> bool:
-        """Wait until an item is wanted; False if none will be any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._items) < self._depth)
-            return not self._closed
+    def produce(self, source: Iterable[T]) -> None:
+        """Run in the thread. The next item is begun only when there is room for it."""
+        error: BaseException | None = None
+        try:
+            items = iter(source)
+            try:
+                while True:
+                    self._room.get()
+                    if self._is_closed:
+                        break
+                    self._items.put((next(items),))
+            except StopIteration:
+                pass
+            finally:
+                if isinstance(items, Generator):
+                    items.close()
+        except BaseException as caught:
+            error = caught
+        self._items.put(error)
 
-    def put(self, item: T) -> None:
-        with self._changed:
-            if not self._closed:
-                self._items.append(item)
-                self._changed.notify_all()
-
-    def end(self, error: BaseException | None) -> None:
-        with self._changed:
-            self._ended, self._error = True, None if self._closed else error
-            self._changed.notify_all()
-
-    def get(self) -> T:
-        with self._changed:
-            self._changed.wait_for(lambda: self._items or self._ended or self._closed)
-            if self._items:
-                item = self._items.popleft()
-                self._changed.notify_all()
-                return item
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
+    def take(self) -> T:
+        """Return the next item, raise the error of the source, or StopIteration."""
+        found = None if self._is_closed else self._items.get()
+        if isinstance(found, tuple) and not self._is_closed:
+            self._room.put(None)
+            return found[0]
+        is_late, self._is_closed = self._is_closed, True
+        if isinstance(found, BaseException) and not is_late:
+            raise found
         raise StopIteration
 
     def close(self) -> None:
-        with self._changed:
-            self._closed, self._error = True, None
-            self._items.clear()
-            self._changed.notify_all()
-
-
-def _produce(source: Iterable[T], queue: "_Queue[T]") -> None:
-    """Run in the thread. The next item is begun only when there is room for it."""
-    error: BaseException | None = None
-    try:
-        items = iter(source)
-        try:
-            while queue.wait_for_room():
-                queue.put(next(items))
-        except StopIteration:
-            pass
-        finally:
-            if isinstance(items, Generator):
-                items.close()
-    except BaseException as caught:
-        error = caught
-    queue.end(error)
+        """Wake whoever waits: the thread for room, a consumer for an item."""
+        self._is_closed = True
+        self._room.put(None)
+        self._items.put(None)
