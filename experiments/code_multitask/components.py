@@ -10,11 +10,10 @@ from annotated_types import Ge, Lt
 
 from etude.config.registry import register
 from etude.core.errors import DataError
+from etude.data import TokenDocuments, open_tokens
 from etude.data.catalog.files import logger
 from etude.data.catalog.tokens import Reading, find_split
 from etude.data.splits import DataSplits, LoaderData
-from etude.data.text import TokenDocuments
-from etude.data.tokens import open_tokens
 
 if str(Path(__file__).parent) not in sys.path:
     sys.path.append(str(Path(__file__).parent))

@@ -20,7 +20,7 @@ from etude.corpus import (
     read_vocabulary,
 )
 from etude.corpus.documents import digests
-from etude.data.tokens import check_tokens, open_tokens
+from etude.data import check_tokens, open_tokens
 
 DOCUMENTS = texts(60)
 

@@ -16,10 +16,10 @@ from etude.data import (
     StreamLoader,
     Streams,
     TensorData,
+    TokenWriter,
     combine_streams,
     make_loader,
 )
-from etude.data.tokens import TokenWriter
 
 
 def folder(path, *, lengths=(40, 60), tokenizer=None, splits=("train", "validation"), told=None, vocab_size=500):

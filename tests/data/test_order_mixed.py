@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from etude.core.errors import DataError
-from etude.data.order import BatchSampler, SequentialOrder, ShuffledOrder
+from etude.data import BatchSampler
 from etude.data.order.mixed import BucketOrder, MixtureOrder
+from etude.data.order.permutation import SequentialOrder, ShuffledOrder
 
 seeds = st.integers(0, 2**40)
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from etude.core.batch import DataBatch
-from etude.data.order import BatchSampler
+from etude.data import BatchSampler
 from etude.data.sources.memory import ALIGNED, TensorSource, _rows, _split
 
 

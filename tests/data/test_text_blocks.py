@@ -7,11 +7,10 @@ from hypothesis import given, settings, strategies as st
 
 import etude.data.sources.base as source_module
 from etude.core.errors import ConfigError, DataError
-from etude.data import DataLoader, DataLoaderFactory, DataSplits, LoaderData, TensorData
+from etude.data import DataLoader, DataLoaderFactory, DataSplits, LoaderData, TensorData, TokenWriter, open_tokens
 from etude.data.sources.base import send
 from etude.data.sources.mixture import TokenMixture
 from etude.data.text.blocks import TokenBlocks
-from etude.data.tokens import TokenWriter, open_tokens
 
 
 def write(path, ids, lengths=None, *, streams=None, vocab_size=60_000):

@@ -18,7 +18,7 @@ from etude.data import (
     mask_tokens,
 )
 from etude.data.sources.base import MeasuredSource, OrderedSource
-from etude.data.text import sample_keys
+from etude.data.text.masking import sample_keys
 
 SPECIAL = [0, 1, 2, 50]
 MASK = 3

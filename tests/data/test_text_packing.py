@@ -11,7 +11,7 @@ from token_samples import document_lengths, everything, numbered, opened_documen
 from etude.core.errors import DataError
 from etude.core.model import ModelCall
 from etude.data import DataLoader, PackedDocuments, TokenMixture, document_mask
-from etude.data.text.fitting import best_fit
+from etude.data.text.layouts import best_fit
 
 lengths_of_blocks = st.integers(1, 25)
 

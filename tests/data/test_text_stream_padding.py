@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from etude.core import DataError
-from etude.data.text import PackedDocuments, TokenDocuments
-from etude.data.tokens import TokenWriter
+from etude.data import PackedDocuments, TokenDocuments, TokenWriter
 
 
 def write(path, **facts):

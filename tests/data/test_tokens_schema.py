@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from etude.core.errors import DataError
-from etude.data import combine_streams, load_token_mixture, load_tokens
-from etude.data.tokens import TokenWriter, schema
+from etude.data import TokenWriter, combine_streams, load_token_mixture, load_tokens
+from etude.data.tokens import schema
 from etude.data.tokens.schema import SchemaFormat, TokenSchema, find_schema
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from etude.data.tokens import TokenWriter, open_tokens
+from etude.data import TokenWriter, open_tokens
 
 
 def write_tokens(path, documents, *, streams=(), labels=None, vocab_size=None, dtype="uint16"):

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from faults_runs import facts, wait_for
 
-from etude.data.tokens import TokenWriter
+from etude.data import TokenWriter
 
 SAVE_EVERY, STEPS = 2, 24
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from etude import CausalTransformerLM, DataLoader, Trainer
-from etude.data import PackedDocuments
-from etude.data.tokens import TokenWriter
+from etude.data import PackedDocuments, TokenWriter
 from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.data import DataLoader, TokenBlocks, TokenDocuments
-from etude.data.tokens import TokenWriter
+from etude.data import DataLoader, TokenBlocks, TokenDocuments, TokenWriter
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from etude.config import build_component
 from etude.core import ConfigError
-from etude.data.tokens import TokenWriter
+from etude.data import TokenWriter
 from etude.experiment import train_experiment
 from etude.models import huggingface_causal_lm
 

@@ -5,8 +5,7 @@ import pytest
 
 from etude import Callback
 from etude.core import ConfigError, DataError
-from etude.data import load_tokens
-from etude.data.tokens import TokenWriter
+from etude.data import TokenWriter, load_tokens
 from etude.experiment import load_config, train_experiment
 from etude.experiment.build import build_trainer
 from etude.monitor import RunFolder

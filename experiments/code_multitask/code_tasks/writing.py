@@ -12,7 +12,7 @@ from code_tasks.encoding import CodeTokenizer
 from code_tasks.labels import QUALITY, SECURITY
 from code_tasks.ontology import FULL, IGNORED, SIMPLE
 from code_tasks.samples import Sample
-from etude.data.tokens import TokenWriter
+from etude.data import TokenWriter
 
 LABEL_NAMES = {"simple": list(SIMPLE), "full": list(FULL), "quality": list(QUALITY), "security": list(SECURITY)}
 LABEL_NAMES |= {"clarification": ["another function's docstring", "its own docstring"]}

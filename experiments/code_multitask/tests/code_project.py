@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from etude.data.tokens import open_tokens
+from etude.data import open_tokens
 
 EXPERIMENT = Path(__file__).parents[1]
 if str(EXPERIMENT) not in sys.path:

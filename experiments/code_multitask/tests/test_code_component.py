@@ -12,8 +12,8 @@ from etude.config.imports import import_user_modules
 from etude.config.registry import lookup
 from etude.core import DataError
 from etude.corpus import load_tokenizer
+from etude.data import TokenDocuments
 from etude.data.catalog.tokens import load_tokens
-from etude.data.text import TokenDocuments
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from code_tasks.ontology import label_bytes
 from code_tasks.sources import SPLITS
 
 from etude.corpus import load_tokenizer
-from etude.data.tokens import check_tokens, open_tokens
+from etude.data import check_tokens, open_tokens
 
 
 @pytest.mark.parametrize("stream", STREAMS)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from etude.data.tokens import open_tokens
+from etude.data import open_tokens
 from etude.multimodal import Tokenizer, read_modalities
 from etude.multimodal.vocab import VocabSpec
 from stars.build import read_schema, read_truth

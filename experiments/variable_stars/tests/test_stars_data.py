@@ -16,7 +16,7 @@ from stars.layout import SCALARS
 from stars.options import split_of
 
 from etude.core import DataError
-from etude.data.tokens import check_tokens, open_tokens
+from etude.data import check_tokens, open_tokens
 
 
 def test_splits_are_by_name_alone(made):

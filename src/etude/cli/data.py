@@ -95,7 +95,7 @@ def check(
     document_end: DocumentEnd = None,
 ) -> None:
     """Verify token files: their structure, checksums and ids."""
-    from etude.data.tokens import check_tokens
+    from etude.data.tokens.check import check_tokens
 
     for file in files:
         report = check_tokens(file, format=format, dtype=dtype, document_end=document_end)
@@ -123,7 +123,7 @@ def show(
     """Print a document of a token file as text."""
     from etude.core.errors import DataError
     from etude.corpus import load_tokenizer
-    from etude.data.tokens import open_tokens
+    from etude.data.tokens.opening import open_tokens
 
     tokens = open_tokens(file)
     if not -len(tokens) <= sample < len(tokens):

@@ -35,7 +35,7 @@ from etude.corpus.report import (
 )
 from etude.corpus.sources import Found, absolute
 from etude.corpus.tokenizer import Encoder, Vocabulary, checksum, read_vocabulary, tokenizer_file, train_tokenizer
-from etude.data.tokens import TokenWriter
+from etude.data.tokens.writer import TokenWriter
 
 logger = logging.getLogger("etude")
 

@@ -16,30 +16,22 @@ if TYPE_CHECKING:
     from etude.data.catalog.tokens import load_tokens
     from etude.data.factory import DataLoaderFactory, as_loader, make_loader
     from etude.data.loader import DataLoader, StreamLoader
-    from etude.data.order import BatchSampler, KeyedPermutation
+    from etude.data.order.permutation import KeyedPermutation
+    from etude.data.order.sampler import BatchSampler
     from etude.data.sources.adapters import ForeignLoader
     from etude.data.sources.base import BatchSource, ResizableSource
     from etude.data.sources.mixture import TokenMixture
     from etude.data.splits import DataSplits, LoaderData, Streams, TensorData, check_labels
-    from etude.data.text import (
-        MaskedTokens,
-        PackedDocuments,
-        TokenDocuments,
-        collate,
-        document_mask,
-        mask_tokens,
-    )
     from etude.data.text.blocks import TokenBlocks
-    from etude.data.tokens import (
-        Sample,
-        TokenFile,
-        TokenReport,
-        TokenWriter,
-        check_tokens,
-        find_split,
-        open_tokens,
-        read_dataset,
-    )
+    from etude.data.text.collating import collate
+    from etude.data.text.documents import TokenDocuments
+    from etude.data.text.masking import MaskedTokens, mask_tokens
+    from etude.data.text.packed import PackedDocuments, document_mask
+    from etude.data.tokens.check import TokenReport, check_tokens
+    from etude.data.tokens.dataset import find_split, read_dataset
+    from etude.data.tokens.file import Sample, TokenFile
+    from etude.data.tokens.opening import open_tokens
+    from etude.data.tokens.writer import TokenWriter
     from etude.data.transfer.epoch import EpochIterator
     from etude.data.transfer.prefetch import PrefetchStream, prefetch_stream
 

@@ -10,7 +10,7 @@ import torch
 
 from etude.core.batch import Batch
 from etude.core.errors import DataError
-from etude.data.order import BatchSampler
+from etude.data.order.sampler import BatchSampler
 from etude.data.sources.samples import Place, SampledBatches, Samples
 from etude.data.sources.streams import StreamBatches, StreamSource
 from etude.data.sources.workers import Collate

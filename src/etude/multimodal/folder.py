@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from etude.core.errors import DataError
-from etude.data.tokens import TokenFile
+from etude.data.tokens.file import TokenFile
 from etude.data.tokens.places import exists, is_remote, local_copy, local_path
 from etude.data.tokens.schema import TokenSchema, folder_of
 from etude.multimodal.facts import check_vocabulary, describe_vocabulary, difference_of

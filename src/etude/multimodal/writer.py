@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from etude.core.errors import DataError
-from etude.data.tokens import TokenWriter
 from etude.data.tokens.schema import TYPES
+from etude.data.tokens.writer import TokenWriter
 from etude.multimodal.tokenizers.arrays import as_whole_numbers
 from etude.multimodal.vocab import VocabSpec
 

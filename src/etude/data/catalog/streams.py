@@ -14,8 +14,10 @@ from etude.data.catalog.tokens import Length, Share, Way, load_tokens
 from etude.data.sources.base import BatchSource
 from etude.data.sources.mixture import TokenMixture
 from etude.data.splits import DataSplits, Draw, LoaderData, Streams
-from etude.data.text import MaskedTokens, PackedDocuments, TokenDocuments
 from etude.data.text.blocks import TokenBlocks
+from etude.data.text.documents import TokenDocuments
+from etude.data.text.masking import MaskedTokens
+from etude.data.text.packed import PackedDocuments
 from etude.data.tokens.schema import check_same_schema, check_shared_schema
 
 SPLITS = ("train", "validation", "test")

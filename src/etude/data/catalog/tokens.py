@@ -11,9 +11,12 @@ from etude.config.registry import register
 from etude.core.errors import DataError
 from etude.data.sources.base import BatchSource
 from etude.data.splits import DataSplits, LoaderData
-from etude.data.text import MaskedTokens, PackedDocuments, TokenDocuments
 from etude.data.text.blocks import LABELS, TokenBlocks
-from etude.data.tokens import TokenFile, open_tokens
+from etude.data.text.documents import TokenDocuments
+from etude.data.text.masking import MaskedTokens
+from etude.data.text.packed import PackedDocuments
+from etude.data.tokens.file import TokenFile
+from etude.data.tokens.opening import open_tokens
 from etude.data.tokens.places import exists
 from etude.data.tokens.schema import TokenSchema, find_schema, folder_of, token_fields
 

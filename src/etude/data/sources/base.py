@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from etude.core.batch import Batch, in_pinned_memory, map_tensors, to_device
-from etude.data.order import BatchSampler, Indices, Order
+from etude.data.order.permutation import Indices, Order
+from etude.data.order.sampler import BatchSampler
 
 CHUNK_BYTES = 800_000
 """Batches read together are at most this large: they stay in the processor's cache, and Python's share is small."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from etude.core.batch import Batch, DataBatch, hand_out_parts
 from etude.core.errors import DataError
-from etude.data.order import BatchSampler, Indices
+from etude.data.order.permutation import Indices
+from etude.data.order.sampler import BatchSampler
 from etude.data.sources.arrays import as_tensor, is_array
 
 LABELS = "labels"

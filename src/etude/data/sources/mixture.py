@@ -8,8 +8,8 @@ from torch import Tensor
 
 from etude.core.batch import DOCUMENT_STARTS
 from etude.core.errors import DataError
-from etude.data.order import Indices, Order, SequentialOrder, ShuffledOrder
 from etude.data.order.mixed import MixtureOrder
+from etude.data.order.permutation import Indices, Order, SequentialOrder, ShuffledOrder
 from etude.data.sources.base import BatchSource, MeasuredSource, ResizableSource
 
 PADDING = {"labels": -100, "document_ids": -1, DOCUMENT_STARTS: 2**31 - 1}

@@ -12,7 +12,9 @@ from etude.core.arguments import as_device
 from etude.core.batch import Batch, DataBatch, in_pinned_memory, tensors_in, to_device, without_samples
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data.order import BatchSampler, BucketOrder, Indices, Order, SequentialOrder, ShuffledOrder
+from etude.data.order.mixed import BucketOrder
+from etude.data.order.permutation import Indices, Order, SequentialOrder, ShuffledOrder
+from etude.data.order.sampler import BatchSampler
 from etude.data.order.streams import EndlessOrder
 from etude.data.sources.base import BatchSource, DecodingSource, GatheredBatches, MeasuredSource, OrderedSource
 from etude.data.sources.memory import TensorSource, is_in_memory
@@ -24,8 +26,8 @@ from etude.data.sources.workers import (
     WorkerSettings,
     dataset_length,
 )
-from etude.data.text import TokenDocuments
-from etude.data.tokens import open_tokens
+from etude.data.text.documents import TokenDocuments
+from etude.data.tokens.opening import open_tokens
 
 Transform = Callable[..., Any]
 

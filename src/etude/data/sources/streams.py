@@ -9,7 +9,7 @@ from etude.core.batch import STREAM, Batch, JointBatch
 from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.core.spelling import listed
-from etude.data.order import Order
+from etude.data.order.permutation import Order
 from etude.data.order.sampler import check_rank, share
 from etude.data.order.streams import (
     SMALLEST_SHARE,

@@ -13,7 +13,8 @@ from torch.utils.data._utils.collate import collate as collate_by, default_colla
 from etude.core.batch import Batch, in_pinned_memory, without_samples
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data.order import BatchSampler, Indices
+from etude.data.order.permutation import Indices
+from etude.data.order.sampler import BatchSampler
 from etude.data.sources.base import BatchSource
 from etude.data.sources.global_rng import GLOBALS, Preserved, seed_generators
 from etude.data.sources.rng import owned_generators, seed_owned

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data.order import Indices
-from etude.data.tokens import TokenFile, open_tokens
+from etude.data.order.permutation import Indices
+from etude.data.tokens.file import TokenFile
+from etude.data.tokens.opening import open_tokens
 
 LABELS = "labels"
 """The per-token stream that replaces next tokens as labels."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import DataError
-from etude.data.order import Indices
+from etude.data.order.permutation import Indices
 from etude.data.text.padding import IGNORED, Array, check_multiple, filled, padded_width, scatter
 
 MASKS = {"input_ids": "attention_mask", "tokens": "attn_mask"}

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from etude.core.batch import DOCUMENT_STARTS
 from etude.core.errors import DataError
-from etude.data.order import Indices
+from etude.data.order.permutation import Indices
 from etude.data.text.padding import Array
-from etude.data.tokens import TokenFile, open_tokens
+from etude.data.tokens.file import TokenFile
+from etude.data.tokens.opening import open_tokens
 
 LABELS = "labels"
 OWN_KEYS = ("input_ids", "attention_mask", "position_ids", "document_ids", DOCUMENT_STARTS)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import DataError
-from etude.data.order import Indices
+from etude.data.order.permutation import Indices
 from etude.data.text.columns import LABELS, Columns, opened, sample_label
 from etude.data.text.padding import (
     IGNORED,
@@ -21,7 +21,7 @@ from etude.data.text.padding import (
     padded_width,
     read_padded,
 )
-from etude.data.tokens import TokenFile
+from etude.data.tokens.file import TokenFile
 
 
 class TokenDocuments:

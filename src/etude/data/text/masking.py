@@ -11,7 +11,7 @@ from torch import Tensor
 
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data.order import Indices
+from etude.data.order.permutation import Indices
 from etude.data.sources.base import BatchSource, MeasuredSource, OrderedSource, ResizableSource
 from etude.data.text.padding import IGNORED
 

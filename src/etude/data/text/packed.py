@@ -10,11 +10,11 @@ from torch import Tensor
 
 from etude.core.batch import DOCUMENT_STARTS
 from etude.core.errors import DataError
-from etude.data.order import Indices
+from etude.data.order.permutation import Indices
 from etude.data.text.columns import LABELS, Columns, opened
 from etude.data.text.layouts import FitLayout, Pieces, SplitLayout
 from etude.data.text.padding import IGNORED, Array, Mask, constant, filled, ranges, read_padded, scatter
-from etude.data.tokens import TokenFile
+from etude.data.tokens.file import TokenFile
 
 Attention = Literal["ids", "starts", "full"]
 """How batches say which tokens see each other."""

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.core.errors import DataError
-from etude.data.order import Indices
-from etude.data.tokens import TokenFile
+from etude.data.order.permutation import Indices
+from etude.data.tokens.file import TokenFile
 
 Array = NDArray[Any]
 Mask = NDArray[np.bool_]

@@ -43,7 +43,7 @@ class TokenWriter:
     >>> with TokenWriter(path, sample_labels={"label": "int8"}, meta={"vocab_size": 10}) as writer:
     ...     writer.add([1, 2, 3], labels={"label": 1})
     ...     writer.add_many([4, 5, 6, 7], lengths=[1, 3], labels={"label": [0, 1]})
-    >>> from etude.data.tokens import open_tokens
+    >>> from etude.data.tokens.opening import open_tokens
     >>> tokens = open_tokens(path)
     >>> len(tokens), tokens.num_tokens, tokens[2].ids.tolist(), int(tokens[2].labels)
     (3, 7, [5, 6, 7], 1)
