@@ -220,7 +220,7 @@ class GradientMonitor(Callback):
             return []
         whole = torch.cat([look.norms.to(pending[0].norms) for look in pending]).cpu()  # the one transfer
         found = []
-        for look, part in zip(pending, whole.split([len(look.names) for look in pending]), strict=True):
+        for look, part in zip(pending, torch.split(whole, [len(look.names) for look in pending]), strict=True):
             known = zip(look.names, look.has_gradient, part.tolist(), strict=True)
             norms = {name: norm if has_gradient else None for name, has_gradient, norm in known}
             found.append(self._judge.judge(look.step, norms, is_scaled=look.is_scaled))
