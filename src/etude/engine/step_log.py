@@ -21,6 +21,8 @@ from etude.engine.meter import NO_AMOUNTS, Amounts
 from etude.engine.step import Step
 
 Rows = npt.NDArray[np.float64]
+TOKENS, SKIPPED = -4, -1
+"""Places among the rows that are read: samples, uncounted, tokens, norm, divisor and skipped come last."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -48,6 +50,36 @@ class RunningSums:
     seconds: float = 0.0
     waited: float = 0.0
     """Seconds of `seconds` in which the step waited for data."""
+
+    def add(self, names: list[str], optional: set[str], rows: Rows, places: list[tuple[int, int, int]]) -> None:
+        """Add the numbers of some steps, one column each: sum and count of every name, and then what `_read` lists.
+
+        They are added one by one in the order of the steps, so that no sum depends on when the host has read them.
+        """
+        samples, uncounted, tokens, norms, divisors, skipped = rows[2 * len(names) :]
+        finite = np.isfinite(rows[: 2 * len(names) : 2])
+        self.steps += rows.shape[1]
+        self.samples += float(samples.sum())
+        self.uncounted += float(uncounted.sum())
+        self.tokens += float(tokens.sum())
+        self.skipped += int(skipped.sum())
+        self.bad_losses += int((~finite).any(axis=0).sum())
+        if self.first_skipped is None and skipped.any():
+            self.first_skipped = list(places[int(skipped.argmax())])
+        for index, name in enumerate(names):
+            sums, counts = rows[2 * index : 2 * index + 2]
+            if name not in optional or counts.any():
+                self.sums[name] = _add_up(sums[finite[index]], self.sums.get(name, 0.0))
+                self.counts[name] = _add_up(counts[finite[index]], self.counts.get(name, 0.0))
+        with np.errstate(all="ignore"):
+            good = (norms / divisors)[skipped == 0]
+        if good.size:
+            self.norm_sum = _add_up(good, self.norm_sum)
+            self.norm_count += good.size
+            self.norm_min, self.norm_max = (
+                min(self.norm_min, float(good.min())),
+                max(self.norm_max, float(good.max())),
+            )
 
     def means(self) -> dict[str, float]:
         """Return sum/count by name; nan where nothing finite was counted."""
@@ -122,14 +154,16 @@ class StepLog:
         if not self._pending:
             return
         entries, self._pending = self._pending, []
-        fresh, series = self._read(entries)
+        names, optional, rows = self._read(entries)
         now = time.perf_counter()
-        fresh.seconds, fresh.waited = now - self._since, self._waited
-        self._since, self._waited = now, 0.0
-        self.tokens += fresh.tokens
         for tally in (self.window, self.epoch):
-            _merge(tally, fresh)
-            series.add_to(tally)
+            tally.add(names, optional, rows, [entry.place for entry in entries])
+            tally.seconds += now - self._since
+            tally.waited += self._waited
+        self._since, self._waited = now, 0.0
+        self.tokens += float(rows[TOKENS].sum())
+        for bad in rows[SKIPPED].tolist():
+            self.bad_streak = self.bad_streak + 1 if bad else 0
 
     def take_window(self) -> RunningSums:
         """Flush, return the tally since the last log point, and begin a new window."""
@@ -192,7 +226,8 @@ class StepLog:
             self.restart_timer()  # measuring is no part of a step
         return self._peak
 
-    def _read(self, entries: list[_Entry]) -> "tuple[RunningSums, Series]":
+    def _read(self, entries: list[_Entry]) -> tuple[list[str], set[str], Rows]:
+        """Return the names of the terms, those that are optional, and a row for every number of the steps."""
         # A process by itself reads replayed steps as they lie on the device: everything else is the host's work.
         reports = joined([entry.report for entry in entries], on_host=self.world.size == 1)
         # Steps may differ in their terms; and of ranks, one without samples knows few.
@@ -200,61 +235,15 @@ class StepLog:
         optional = set(self.world.union(sorted(set().union(*(report.optional for report in reports)))))
         columns: list[Tensor] = []
         for name in names:
-            columns += [_column([r.sums.get(name, 0.0) for r in reports])]
-            columns += [_column([r.counts.get(name, 0.0) for r in reports])]
-        columns.append(_column([entry.amounts.samples for entry in entries]))
-        columns.append(_column([entry.amounts.uncounted for entry in entries]))
-        columns.append(_column([entry.amounts.tokens for entry in entries]))
+            columns += [_column([getattr(r, key).get(name, 0.0) for r in reports]) for key in ("sums", "counts")]
+        columns += [_column([getattr(e.amounts, key) for e in entries]) for key in ("samples", "uncounted", "tokens")]
         device = reports[0].norm.device
         per_rank = self.world.sum(torch.stack([column.to(device) for column in columns]))
         shared = torch.stack(
             [_column([getattr(r, key) for r in reports]).to(device) for key in ("norm", "divisor", "skipped")]
         )
         rows = torch.cat([per_rank, shared]).cpu()  # the one transfer
-        return self._summarise(names, optional, rows.numpy(), [entry.place for entry in entries])
-
-    def _summarise(
-        self, names: list[str], optional: set[str], rows: Rows, places: list[tuple[int, int, int]]
-    ) -> "tuple[RunningSums, Series]":
-        norms, divisors, skipped = rows[-3:]
-        samples, uncounted, tokens = rows[-6:-3].sum(axis=1).tolist()
-        tally = RunningSums(steps=rows.shape[1], samples=samples, uncounted=uncounted, tokens=tokens)
-        tally.skipped = int(skipped.sum())
-        finite = np.isfinite(rows[: 2 * len(names) : 2])
-        tally.bad_losses = int((~finite).any(axis=0).sum())
-        if tally.skipped:
-            tally.first_skipped = list(places[int(skipped.argmax())])
-        series = Series()
-        for index, name in enumerate(names):
-            sums, counts = rows[2 * index], rows[2 * index + 1]
-            if name in optional and not counts.any():
-                continue
-            series.terms[name] = sums[finite[index]].tolist(), counts[finite[index]].tolist()
-        with np.errstate(all="ignore"):
-            good = (norms / divisors)[skipped == 0]
-        series.norms = good.tolist()
-        if good.size:
-            tally.norm_count = good.size
-            tally.norm_min, tally.norm_max = float(good.min()), float(good.max())
-        for bad in skipped.tolist():
-            self.bad_streak = self.bad_streak + 1 if bad else 0
-        return tally, series
-
-
-@dataclass(slots=True)
-class Series:
-    """Numbers of single steps. They are added one by one, so that no sum depends on when the host has read them."""
-
-    terms: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
-    """Sums and counts by name."""
-    norms: list[float] = field(default_factory=list)
-
-    def add_to(self, tally: RunningSums) -> None:
-        """Add all of them up in the order of the steps."""
-        for name, (sums, counts) in self.terms.items():
-            tally.sums[name] = reduce(add, sums, tally.sums.get(name, 0.0))  # the builtin `sum` would round otherwise
-            tally.counts[name] = reduce(add, counts, tally.counts.get(name, 0.0))
-        tally.norm_sum = reduce(add, self.norms, tally.norm_sum)
+        return names, optional, rows.numpy()
 
 
 def _column(values: list[Any]) -> Tensor:
@@ -269,11 +258,6 @@ def _column(values: list[Any]) -> Tensor:
     return torch.stack([v if isinstance(v, Tensor) else numbers[v] for v in values]).double()
 
 
-def _merge(total: RunningSums, fresh: RunningSums) -> None:
-    """Add the numbers whose sums are exact."""
-    counters = ("steps", "samples", "uncounted", "tokens", "skipped", "bad_losses", "norm_count")
-    for key in (*counters, "seconds", "waited"):
-        setattr(total, key, getattr(total, key) + getattr(fresh, key))
-    total.first_skipped = total.first_skipped or fresh.first_skipped
-    total.norm_min = min(total.norm_min, fresh.norm_min)
-    total.norm_max = max(total.norm_max, fresh.norm_max)
+def _add_up(values: Rows, total: float) -> float:
+    """Return `total` and the values added to it one by one; the builtin `sum` would round otherwise."""
+    return reduce(add, values.tolist(), total)
