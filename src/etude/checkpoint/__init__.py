@@ -3,21 +3,18 @@
 from etude.checkpoint.folder import find_checkpoints, newest_intact
 from etude.checkpoint.format import pack, unpack
 from etude.checkpoint.manager import CheckpointManager, locate_checkpoint
-from etude.checkpoint.match import change_model, check_model_state, load_model_state
-from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state, remember_optimizer
+from etude.checkpoint.match import check_model_state, load_model_state
+from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state
 from etude.checkpoint.store import Checkpoint, is_intact, read_checkpoint
-from etude.checkpoint.trust import Undo, check_kind, check_tensor, copied, errors_of, record_of
+from etude.checkpoint.trust import check_kind, check_tensor, errors_of, record_of
 
 __all__ = [
     "Checkpoint",
     "CheckpointManager",
-    "Undo",
-    "change_model",
     "check_kind",
     "check_model_state",
     "check_optimizer",
     "check_tensor",
-    "copied",
     "errors_of",
     "find_checkpoints",
     "is_intact",
@@ -29,6 +26,5 @@ __all__ = [
     "pack",
     "read_checkpoint",
     "record_of",
-    "remember_optimizer",
     "unpack",
 ]

@@ -22,10 +22,10 @@ from etude.checkpoint.folder import (
     read_newest_intact,
     to_delete,
 )
-from etude.checkpoint.match import change_model
-from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state, remember_optimizer
+from etude.checkpoint.match import load_model_state
+from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state
 from etude.checkpoint.store import MANIFEST, Checkpoint, cannot_save, read_checkpoint, read_meta, write_checkpoint
-from etude.checkpoint.trust import Undo, check_kind, errors_of, record_of
+from etude.checkpoint.trust import check_kind, errors_of, record_of
 from etude.core.arguments import as_whole
 from etude.core.errors import CheckpointError, ConfigError
 from etude.core.model import clean_state_dict
@@ -167,19 +167,18 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """Load what `save_modules` saved into the same kind of module and optimizer; return `extra`.
 
-        Raises CheckpointError, and leaves both as they were, if they do not fit.
+        Raises CheckpointError if they do not fit, before anything changes.
         """
         checkpoint = self.load(which)
-        with errors_of(checkpoint.path), Undo() as undo:
+        with errors_of(checkpoint.path):
             check_kind(_MODULES, checkpoint.state, "state")
             saved = checkpoint.state["optimizer"]
             if optimizer is not None and saved is None:
                 raise CheckpointError("it has no optimizer state; load it without the optimizer")
             if optimizer is not None:
                 check_optimizer(optimizer, model, saved)
-            change_model(model, checkpoint.model_state, undo)
+            load_model_state(model, checkpoint.model_state)
             if optimizer is not None:
-                undo.add(remember_optimizer(optimizer))
                 load_optimizer_state(optimizer, model, saved)
         extra: dict[str, Any] = checkpoint.state["extra"]
         return extra

@@ -1,7 +1,6 @@
-"""Loading a module's state: all of it or nothing, and a mismatch explained by parameter name and shape."""
+"""Loading a module's state: a mismatch is explained by parameter name and shape, before anything changes."""
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from etude.checkpoint.trust import Undo, same_category
+from etude.checkpoint.trust import same_category
 from etude.core.errors import CheckpointError
 from etude.core.model import clean_name, unwrap
 
@@ -47,16 +46,9 @@ def explain_mismatch(module_state: Mapping[str, Any], saved: Mapping[str, Any]) 
 def load_model_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
     """Load a saved state into a module in place: its parameters stay the same objects, tied weights stay tied.
 
-    Raises CheckpointError, and leaves the module as it was, if names, shapes or types differ or the module refuses.
+    Raises CheckpointError if names, shapes or types differ, before anything changes, or if the module refuses.
     """
-    with Undo() as undo:
-        change_model(module, saved, undo)
-
-
-def change_model(module: nn.Module, saved: Mapping[str, Any], undo: Undo) -> None:
-    """Do the same as one of several changes that `undo` takes back together."""
     state = _fitting_state(module, saved)
-    undo.add(remember_model(module))
     try:
         unwrap(module).load_state_dict(state, strict=True)
     except Exception as error:  # a module may load its own state as it likes
@@ -66,13 +58,6 @@ def change_model(module: nn.Module, saved: Mapping[str, Any], undo: Undo) -> Non
 def check_model_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
     """Raise CheckpointError if `load_model_state` would find that names, shapes or types differ."""
     _fitting_state(module, saved)
-
-
-def remember_model(module: nn.Module) -> Callable[[], object]:
-    """Copy a module's state to the host; return what puts it back."""
-    target = unwrap(module)
-    before = {name: _kept(value) for name, value in target.state_dict().items() if not is_lazy(value)}
-    return lambda: target.load_state_dict(before, strict=False)
 
 
 def _fitting_state(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +119,3 @@ def _difference(own: Any, saved: Any) -> str | None:
     if not is_lazy(own) and own.shape != saved.shape:
         return f"checkpoint {tuple(saved.shape)}, model {tuple(own.shape)}"
     return None if same_category(saved.dtype, own.dtype) else f"checkpoint {saved.dtype}, model {own.dtype}"
-
-
-def _kept(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -1,6 +1,6 @@
 """Optimizer state by parameter name, so that it survives another order of parameters and can be read by people."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,23 +114,6 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, tree: Mapping[str, A
         )
     for i, (group, matching) in enumerate(zip(groups, _saved_groups(groups, tree), strict=True)):
         _check_group(optimizer, i, group, _settings(matching["settings"]), tree["state"])
-
-
-def remember_optimizer(optimizer: Optimizer) -> Callable[[], object]:
-    """Return what puts settings and state back as they are now. Loading replaces tensors, so none is copied."""
-    state, groups = optimizer.state, optimizer.param_groups
-    entries = {key: dict(value) if isinstance(value, dict) else value for key, value in state.items()}
-    settings = [dict(group) for group in groups]
-
-    def put_back() -> None:
-        state.clear()
-        state.update(entries)
-        for group, before in zip(groups, settings, strict=True):
-            group.clear()
-            group.update(before)
-        optimizer.state, optimizer.param_groups = state, groups
-
-    return put_back
 
 
 def _check_group(

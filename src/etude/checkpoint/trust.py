@@ -1,6 +1,6 @@
 """Checkpoints come from anywhere: their contents are compared with what is needed before anything uses them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -63,28 +63,6 @@ def errors_of(place: Path | str, part: str = "") -> Iterator[None]:
         text = " ".join(str(error).split()) if known else " ".join(f"{type(error).__name__}: {error}".split())
         part = f"{part}: " if part and not text.startswith(part) else ""
         raise CheckpointError(f"{_CANNOT_LOAD} {place}: {part}{text[:1000]}") from error
-
-
-class Undo:
-    """Takes back what was done since, last first, if the block does not reach its end."""
-
-    def __init__(self) -> None:
-        self._actions: list[Callable[[], object]] = []
-
-    def add(self, action: Callable[[], object]) -> None:
-        """Remember how to take back what is about to be done."""
-        self._actions.append(action)
-
-    def __enter__(self) -> "Undo":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        for action in reversed(self._actions if kind is not None else []):
-            try:
-                action()
-            except Exception as problem:  # the others are taken back all the same
-                assert error is not None
-                error.add_note(f"and taking it back failed: {problem!r}")
 
 
 def copied(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -18,18 +18,15 @@ from torch import Tensor, nn
 from etude.checkpoint import (
     Checkpoint,
     CheckpointManager,
-    Undo,
-    change_model,
     check_kind,
     check_model_state,
     check_optimizer,
-    copied,
     errors_of,
+    load_model_state,
     load_optimizer_state,
     optimizer_state,
     pack,
     record_of,
-    remember_optimizer,
     unpack,
 )
 from etude.core import CheckpointError, Clock, Task
@@ -38,7 +35,7 @@ from etude.core.model import clean_state_dict
 from etude.core.random import RunRandom, aside, check_rng_state, mix
 from etude.core.run_layout import folder_name
 from etude.distributed import World
-from etude.engine.callback import Callback, CallbackList
+from etude.engine.callback import CallbackList
 from etude.engine.compiled import DECISIONS, CompiledTask
 from etude.engine.precision import MixedPrecision
 from etude.engine.step_log import RunningSums, StepLog
@@ -107,6 +104,8 @@ class TrainState:
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the model's tensors and the tree of all the rest. Every rank must call this together."""
+        compiled = {} if self.compiled is None else self.compiled.decisions()
+        decided = {"loss": self.task.decisions(), "compile": compiled}
         return clean_state_dict(self.model), {
             "clock": self.clock.state_dict(),
             "optimizer": optimizer_state(self.optimizer, self.model),
@@ -115,19 +114,18 @@ class TrainState:
             "callbacks": self.callbacks.state_dict(),
             "rng": self.world.gather_bytes(_encode(self.random.state())),
             "seed": self.seed,
-            **{name: made for name, made in self._decisions().items() if made},
+            **{name: made for name, made in decided.items() if made},
             **self._data(),
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Put back what `capture` returned: everything or nothing. Every rank must call this together.
+        """Put back what `capture` returned. Every rank must call this together.
 
-        All parts are compared with what the run needs before the first one changes; if one is still refused, by a
-        callback or a module of the user's, all are as they were. Raises CheckpointError with checkpoint and part.
+        Raises CheckpointError with checkpoint and part. All parts are compared with what the run needs before the
+        first one changes, and callbacks, which may refuse theirs later, come before model and optimizer.
         """
         saved = self.world.attempt(lambda: self._checked(checkpoint))
-        with Undo() as undo:
-            self.world.attempt(lambda: self._change(checkpoint, saved, undo))
+        self.world.attempt(lambda: self._change(checkpoint, saved))
         if self.world.is_main and len(checkpoint.state["rng"]) != self.world.size:
             logger.warning(
                 "the checkpoint was saved by %d processes and is resumed by %d: the order of the data is the same, "
@@ -163,26 +161,26 @@ class TrainState:
             check_rng_state(saved)
             return saved
 
-    def _change(self, checkpoint: Checkpoint, random: dict[str, Any] | None, undo: Undo) -> None:
+    def _change(self, checkpoint: Checkpoint, random: dict[str, Any] | None) -> None:
         state = checkpoint.state
-        undo.add(self._remember())
+        for key, callback in self.callbacks.by_key().items():
+            if saved := state["callbacks"].get(key):
+                with errors_of(checkpoint.path, f"callbacks.{key}"):
+                    callback.load_state_dict(saved)
+        with errors_of(checkpoint.path, "loss"):
+            self.task.decide(state.get("loss", {}))
+            if self.compiled is not None:
+                self.compiled.decide(state.get("compile", {}))
+        with errors_of(checkpoint.path, "data"):
+            self._load_data(state.get("data", []))
         with errors_of(checkpoint.path, "model"):
-            change_model(self.model, checkpoint.model_state, undo)
+            load_model_state(self.model, checkpoint.model_state)
         with errors_of(checkpoint.path, "optimizer"):
             load_optimizer_state(self.optimizer, self.model, state["optimizer"])
         with errors_of(checkpoint.path):
             self.clock.load_state_dict(state["clock"])
             self.precision.load_state_dict(state["precision"])
             self.log.load_state_dict(state["ledger"])
-        for key, callback in self.callbacks.by_key().items():
-            if saved := state["callbacks"].get(key):
-                undo.add(_remember_callback(callback))
-                with errors_of(checkpoint.path, f"callbacks.{key}"):
-                    callback.load_state_dict(saved)
-        with errors_of(checkpoint.path, "loss"):
-            self._decide(state)
-        with errors_of(checkpoint.path, "data"):
-            self._load_data(state.get("data", []))
         if random is not None:
             self.random.load(random)
         else:  # begin new streams, the same at every resume
@@ -204,34 +202,6 @@ class TrainState:
         if self.loader is not None:
             self.loader.load_state_dict(_decode(saved[self.world.rank]) if len(saved) == self.world.size else {})
 
-    def _decisions(self) -> dict[str, dict[str, Any]]:
-        """Return what was decided on the way, by name; an older checkpoint has none of some."""
-        compiled = {} if self.compiled is None else self.compiled.decisions()
-        return {"loss": self.task.decisions(), "compile": compiled}
-
-    def _decide(self, saved: Mapping[str, Any]) -> None:
-        self.task.decide(saved.get("loss", {}))
-        if self.compiled is not None:
-            self.compiled.decide(saved.get("compile", {}))
-
-    def _remember(self) -> Callable[[], object]:
-        """Return what puts all but the model and the callbacks back as it is now."""
-        optimizer, clock = remember_optimizer(self.optimizer), self.clock.state_dict()
-        precision, log = copied(self.precision.state_dict()), self.log.remember()
-        random, random_state, decisions = self.random, self.random.state(), self._decisions()
-
-        def put_back() -> None:
-            self._decide(decisions)
-            self._load_data([])
-            optimizer()
-            self.clock.load_state_dict(clock)
-            self.precision.load_state_dict(precision)
-            log()
-            self.random = random
-            random.load(random_state)
-
-        return put_back
-
 
 def callbacks_in(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """Return the saved states of callbacks; raise CheckpointError if the checkpoint is not one of a run."""
@@ -239,14 +209,6 @@ def callbacks_in(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         check_kind(STATE, checkpoint.state, "state")
     saved: dict[str, dict[str, Any]] = checkpoint.state["callbacks"]
     return saved
-
-
-def _remember_callback(callback: Callback) -> Callable[[], object]:
-    try:
-        before = copied(callback.state_dict())
-    except Exception:  # one of the user's that has a state only while it trains
-        return lambda: None
-    return lambda: callback.load_state_dict(before)
 
 
 @cache

@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from operator import add
@@ -193,17 +192,6 @@ class StepLog:
         self.window, self.epoch = RunningSums(**state["window"]), RunningSums(**state["epoch"])
         self.tokens = state.get("tokens", 0.0)  # checkpoints of runs before tokens were counted have none
         self.bad_streak = state["bad_streak"]
-
-    def remember(self) -> Callable[[], object]:
-        """Return what puts everything back as it is now, reports not yet read included."""
-        names = ("window", "epoch", "tokens", "bad_streak", "_pending")
-        before = {name: getattr(self, name) for name in names}  # loading replaces these objects
-
-        def put_back() -> None:
-            for name, value in before.items():
-                setattr(self, name, value)
-
-        return put_back
 
     def numbers(self, tally: RunningSums, step: Step) -> dict[str, float]:
         """Return averages, what the task derives from them, norms and rates of some steps, as callbacks receive them.
