@@ -1,16 +1,21 @@
-"""Where a token file lies: a path of this machine, or an address that fsspec knows, of which a copy is made."""
+"""Where a token file lies: a path of this machine, or an address that fsspec knows, whose blocks are copied here."""
 
 import hashlib
 import json
 import logging
-import shutil
+import mmap
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from etude.core.errors import DataError
-from etude.core.files import FolderLock, cache_folder, replacing
+from etude.core.files import cache_folder
 
 logger = logging.getLogger("etude")
 
@@ -24,8 +29,12 @@ _VERSION_KEYS |= {"versionid", "md5", "md5hash", "content-md5", "digest", "check
 _HEAD_BYTES = 64
 """The first bytes of the project's own files hold a checksum of everything."""
 
-_PIECE_BYTES = 16 * 2**20
+BLOCK_BYTES = 4 * 2**20
+"""How much of a remote file is fetched at least."""
+REQUEST_BLOCKS = 16
+"""Blocks that are fetched by one request at most."""
 
+Ints = NDArray[np.int64]
 Answer = TypeVar("Answer")
 
 
@@ -56,36 +65,91 @@ def exists(name: str) -> bool:
         return False
 
 
+class RemoteFile:
+    """A remote file as a local one of the same size, whose blocks are fetched when they are needed, once.
+
+    A byte of `blocks` is set after its block is on the disk. Processes that fetch the same block write the same bytes.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.filesystem, self.path = _filesystem(url)
+        self._version = _version(url)
+        self.size = int(json.loads(self._version)["size"])
+        self.folder = cache_folder("tokens") / hashlib.sha256(f"{url} {self._version}".encode()).hexdigest()[:32]
+        self.copy, self._marks = self.folder / "data", self.folder / "blocks"
+        with self._errors_of_the_disk():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not self.copy.exists():
+                self._marks.unlink(missing_ok=True)
+            self.mapping = _mapped(self.copy, self.size)
+            self._known = np.frombuffer(_mapped(self._marks, -(-self.size // BLOCK_BYTES)) or b"", np.uint8)
+
+    def need(self, begins: Ints, ends: Ints) -> None:
+        """Fetch what is not here yet of the bytes from each begin to its end."""
+        first, last = begins // BLOCK_BYTES, (ends - 1) // BLOCK_BYTES
+        wanted = np.zeros(len(self._known), bool)
+        wanted[first] = wanted[last] = True
+        for begin, end in zip(first[last - first > 1], last[last - first > 1], strict=True):
+            wanted[begin:end] = True
+        if (missing := np.flatnonzero(wanted & (self._known == 0))).size:
+            for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1):
+                for start in range(0, len(run), REQUEST_BLOCKS):
+                    self._fetch(run[start : start + REQUEST_BLOCKS])
+
+    def _fetch(self, blocks: Ints) -> None:
+        """Fetch neighbouring blocks by one request."""
+        begin, end = int(blocks[0]) * BLOCK_BYTES, min((int(blocks[-1]) + 1) * BLOCK_BYTES, self.size)
+
+        def ask() -> bytes:
+            raw: bytes = self.filesystem.cat_file(self.path, start=begin, end=end)
+            if len(raw) != end - begin:
+                raise OSError(f"{len(raw)} of {end - begin} bytes came")
+            return raw
+
+        raw = _patiently(self.url, ask)
+        if _version(self.url) != self._version:
+            raise DataError(f"{self.url} has changed while it was being read; open it again")
+        with self._errors_of_the_disk():
+            write_at(self.copy, begin, raw)
+            write_at(self._marks, int(blocks[0]), b"\1" * len(blocks))
+
+    @contextmanager
+    def _errors_of_the_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"{self.folder} cannot hold the local copy of {self.url} ({error.strerror}); set ETUDE_CACHE_DIR to a "
+                f"folder with room for it"
+            ) from error
+
+
 def local_copy(name: str) -> Path:
-    """Return the path of a local file, or that of a copy of a remote one, fetched once for each of its versions."""
+    """Return the path of a local file, or that of a whole copy of a remote one."""
     if not is_remote(name):
         return local_path(name)
-    version = _version(name)
-    folder = cache_folder("tokens") / hashlib.sha256(f"{name} {version}".encode()).hexdigest()[:32]
-    copy = folder / "data"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FolderLock(folder / ".lock", wait=True, keep=False):
-            if not copy.exists():
-                logger.warning("fetching %s into %s, once", name, copy)
-                with replacing(copy) as file:
-                    _patiently(name, lambda: _fetch(name, file))
-                    if _version(name) != version:
-                        raise DataError(f"{name} has changed while it was being read; open it again")
-    except OSError as error:
-        raise DataError(
-            f"{folder} cannot hold the local copy of {name} ({error.strerror}); set ETUDE_CACHE_DIR to a folder with "
-            f"room for it"
-        ) from error
-    return copy
+    file = RemoteFile(name)
+    if file.size:
+        file.need(np.array([0]), np.array([file.size]))
+    return file.copy
 
 
-def _fetch(url: str, target: IO[bytes]) -> None:
-    filesystem, path = _filesystem(url)
-    target.seek(0)
-    target.truncate()
-    with filesystem.open(path, "rb") as source:
-        shutil.copyfileobj(source, target, _PIECE_BYTES)
+def write_at(path: Path, offset: int, raw: bytes) -> None:
+    """Write to a place of a file, and wait until it is on the disk."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _mapped(path: Path, size: int) -> mmap.mmap | None:
+    """Return a file of this size, made if there is none; None if it has no bytes."""
+    with path.open("ab") as file:
+        file.truncate(size)
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else None
 
 
 def _filesystem(url: str) -> tuple[Any, str]:

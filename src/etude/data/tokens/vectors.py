@@ -2,14 +2,14 @@
 
 import mmap
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from etude.core.errors import DataError
-from etude.data.tokens.places import local_copy
+from etude.data.tokens.places import RemoteFile, is_remote, local_path
 
 Ints = NDArray[np.int64]
 Array = NDArray[Any]
@@ -21,8 +21,15 @@ CHUNK_BYTES = 4 * 2**20
 class Vector:
     """Numbers of one type that lie one after the other. Indices given to it are in range, but for `rows`."""
 
-    def __init__(self, where: str, array: Array, mapping: mmap.mmap | None = None) -> None:
-        self._where, self._array, self._mapping = where, array, mapping
+    def __init__(
+        self,
+        where: str,
+        array: Array,
+        mapping: mmap.mmap | None = None,
+        need: Callable[[Ints, Ints], None] | None = None,
+    ) -> None:
+        """`need` makes sure that the values from some positions to others are there."""
+        self._where, self._array, self._mapping, self._need = where, array, mapping, need
         self.count, self.dtype = len(array), array.dtype
         self._views: dict[int, Array] = {}
 
@@ -35,6 +42,8 @@ class Vector:
         if starts.size and largest_unsigned(starts) >= len(view):
             check_rows(self._where, starts, length, self.count)
         if length:
+            if self._need is not None and starts.size:
+                self._need(starts, starts + length)
             # Touch the first value of each row: these misses overlap, those of the copy would come one by one.
             self._array.take(starts)
         return view[starts].view(self.dtype).reshape(len(starts), length)
@@ -52,6 +61,8 @@ class Vector:
 
     def spans(self, starts: Ints, lengths: Ints) -> Array:
         """Return the spans one after the other, as a fresh array."""
+        if self._need is not None and np.any(full := lengths > 0):
+            self._need(starts[full], (starts + lengths)[full])
         # Joining slices is, for spans of usual lengths, faster than an array of positions.
         stops = (starts + lengths).tolist()
         parts = [self._array[start:stop] for start, stop in zip(starts.tolist(), stops, strict=True)]
@@ -59,16 +70,21 @@ class Vector:
 
     def take(self, indices: Ints) -> Array:
         """Return single values."""
+        if self._need is not None and indices.size:
+            self._need(indices, indices + 1)
         values: Array = self._array[indices]
         return values
 
     def search(self, values: Ints) -> Ints:
         """Return for each value how many entries of this sorted vector are not above it."""
-        return np.searchsorted(self._array, values, side="right")
+        return np.searchsorted(self.slice(0, self.count), values, side="right")
 
     def slice(self, start: int, stop: int) -> Array:
         """Return a view of one span."""
-        return self._array[start:stop]
+        found = self._array[start:stop]
+        if self._need is not None and len(found):
+            self._need(np.array([start]), np.array([start + len(found)]))
+        return found
 
     def chunks(self) -> Iterator[tuple[int, Array]]:
         """Yield (position, values) of the whole vector, a few megabytes at a time, in constant memory."""
@@ -84,11 +100,15 @@ class Vector:
 
 
 class MappedFile:
-    """A token file mapped into memory; a remote one is copied to this machine first."""
+    """A token file mapped into memory; of a remote one the copy on this machine, which is filled as it is read."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        path = local_copy(name)
+        self._remote = RemoteFile(name) if is_remote(name) else None
+        if self._remote is not None:
+            self.size, self._mapping = self._remote.size, self._remote.mapping
+            return
+        path = local_path(name)
         if not path.is_file():
             raise DataError(
                 f"{name} is not a file; name the token file itself, such as data/tokenized/train.bin"
@@ -104,14 +124,22 @@ class MappedFile:
 
     def read(self, offset: int, size: int) -> bytes:
         """Return a few bytes; fewer than `size` where the file ends."""
-        return b"" if self._mapping is None else self._mapping[offset : offset + size]
+        found = self.vector(offset, max(0, min(size, self.size - offset)), "u1")
+        return found.slice(0, size).tobytes()
 
     def vector(self, offset: int, count: int, dtype: str) -> Vector:
         """Return the `count` values from a byte offset, which lie inside the file."""
         kind = np.dtype(dtype).newbyteorder("<")
         if not count or self._mapping is None:
             return Vector(self.name, np.empty(0, kind))
-        return Vector(self.name, np.frombuffer(self._mapping, kind, count, offset), self._mapping)
+        array = np.frombuffer(self._mapping, kind, count, offset)
+        if (remote := self._remote) is None:
+            return Vector(self.name, array, self._mapping)
+
+        def need(starts: Ints, stops: Ints) -> None:
+            remote.need(offset + starts * kind.itemsize, offset + stops * kind.itemsize)
+
+        return Vector(self.name, array, self._mapping, need)
 
 
 def as_indices(values: Any) -> Ints:
