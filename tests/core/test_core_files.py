@@ -253,4 +253,4 @@ def test_no_other_module_has_locks_or_atomic_writes_of_its_own():
     found = {
         str(file.relative_to(root)) for file in root.rglob("*.py") if own.search(file.read_text(encoding="utf-8"))
     }
-    assert found == {"core/files.py", "checkpoint/durable.py", "data/tokens/remote.py"}
+    assert found == {"core/files.py", "checkpoint/durable.py", "data/tokens/places.py"}
