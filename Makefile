@@ -2,8 +2,9 @@
 PYTHON ?= python3
 PIP := .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
 EXPERIMENT ?= lenet5/lecun1998
+unexport PYTHONDONTWRITEBYTECODE  # the tests start many processes: each would compile all modules again
 
-.PHONY: train data test test-slow lint format bench docs clean help
+.PHONY: train data test test-slow lint style types pytest format bench docs clean help
 
 help:
 	@echo "make train      set up .venv and train $(EXPERIMENT) on real data (EXPERIMENT=… for another)"
@@ -21,15 +22,22 @@ data: .venv/.core
 	.venv/bin/python experiments/code_multitask/prepare.py
 	.venv/bin/python experiments/variable_stars/prepare.py
 
-test: lint
+test: style
+	@$(MAKE) --no-print-directory -j 2 types pytest
+
+pytest: .venv/.dev
 	.venv/bin/pytest -n 2 --dist worksteal -m "not slow"
 
 test-slow: .venv/.dev
 	.venv/bin/pytest -m "slow"
 
-lint: .venv/.dev
+lint: style types
+
+style: .venv/.dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+types: .venv/.dev
 	.venv/bin/mypy
 	.venv/bin/lint-imports --no-logo
 

@@ -4,7 +4,6 @@ python -m benchmarks.linear_ce [--device cpu|cuda] [--tokens N] [--vocabulary V]
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -38,27 +37,22 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name in ("tokens", "vocabulary", "width"):
         parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--measure", nargs=2, metavar=("WAY", "TYPE"), help=argparse.SUPPRESS)
     own, rest = parser.parse_known_args()
     options = read_options(__doc__ or "", rest)
-    kind = torch.device(own.device).type
+    device = torch.device(own.device)
+    kind = device.type
     tokens = own.tokens or (1024 if options.quick else TOKENS[kind])
     vocabulary = own.vocabulary or (20_011 if options.quick else VOCABULARY)
     width = own.width or (16 if options.quick else WIDTH[kind])
-    sizes = [f"--device={own.device}", f"--tokens={tokens}", f"--vocabulary={vocabulary}", f"--width={width}"]
-    if own.measure is not None:
-        repeats = 1 if options.quick else REPEATS[kind]
-        print(json.dumps(measure(*own.measure, torch.device(own.device), tokens, vocabulary, width, repeats)))
-        return
+    sizes = tokens, vocabulary, width
+    repeats = 1 if options.quick else REPEATS[kind]
     found: dict[tuple[str, str], list[dict[str, float]]] = {(way, one): [] for one in TYPES for way in WAYS}
     for turn in range(1 if options.quick else ROUNDS):
         for way, one in found:
             progress(f"round {turn + 1}: {way}, {one}")
-            found[way, one].append(
-                in_own_process("linear_ce", [*sizes, *["--quick"] * options.quick, "--measure", way, one])
-            )
+            found[way, one].append(in_own_process(measure, way, one, device, *sizes, repeats))
     progress("")
-    publish("linear_ce", [table_of(found, (tokens, vocabulary, width), own.device)], options, device=own.device)
+    publish("linear_ce", [table_of(found, sizes, own.device)], options, device=own.device)
 
 
 def measure(

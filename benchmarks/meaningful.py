@@ -3,8 +3,6 @@
 python -m benchmarks.meaningful [--device cpu|cuda] [--quick] [--json FILE]
 """
 
-import argparse
-import json
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -32,16 +30,9 @@ DRAWS, LEARNING_STEPS, STEP_ROUNDS = 4, 10, 5
 
 def main() -> None:
     device, rest = take_device(None)
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--measure", nargs=4, metavar=("WAY", "TYPE", "KIND", "CODES"), help=argparse.SUPPRESS)
-    own, rest = parser.parse_known_args(rest)
     options = read_options(__doc__ or "", rest)
     quick = options.quick
     sizes = (256, 16, 512, 4) if quick else (POSITIONS, WIDTH, CODES, VALUES)
-    if own.measure is not None:
-        way, type_name, kind, codes = own.measure
-        print(json.dumps(peak(way, type_name, kind, int(codes), device, sizes)))
-        return
     fused = fused_table(device, sizes, quick)
     drawn = sampling_table(device, (4, 64) if quick else (BATCH, LENGTH), quick)
     progress("")
@@ -127,8 +118,7 @@ def compare(
 ) -> list[Row]:
     """Return a row for the plain formula and one for the fused way."""
     ways = ("plain formula", "fused")
-    arguments = [f"--device={device}", *["--quick"] * quick, "--measure"]
-    found = {way: in_own_process("meaningful", [*arguments, way, type_name, kind, str(codes)]) for way in ways}
+    found = {way: in_own_process(peak, way, type_name, kind, codes, device, sizes) for way in ways}
     problem = Problem(device, sizes, kind, codes, torch.float32 if type_name == "float32" else torch.bfloat16)
     times: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(-1, 3 if quick else ROUNDS):

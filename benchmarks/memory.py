@@ -1,27 +1,24 @@
-"""Time and peak memory of a pass, on the CPU or a GPU; a benchmark that measures itself in processes of its own."""
+"""Time and peak memory of a pass, on the CPU or a GPU, in a process of its own."""
 
-import json
+import multiprocessing
 import resource
-import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 
-from benchmarks.table import ROOT
-
 MB = 1e6
 
 
-def in_own_process(benchmark: str, arguments: list[str]) -> dict[str, float]:
+def in_own_process(measure: Callable[..., dict[str, float]], *arguments: object) -> dict[str, float]:
     """Measure in a process of its own: the peak of a process does not go down again."""
-    command = [sys.executable, "-m", f"benchmarks.{benchmark}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        print(done.stderr, file=sys.stderr)
-        raise SystemExit(f"failed: {' '.join(command)}")
-    return dict(json.loads(done.stdout))
+    context = multiprocessing.get_context("forkserver")  # it has imported the libraries and used none of them
+    context.set_forkserver_preload(["torch", "etude.losses", "etude.models", "etude.multimodal"])
+    with ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(measure, *arguments).result()
 
 
 def now(device: torch.device) -> float:

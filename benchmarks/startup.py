@@ -80,7 +80,7 @@ def start_up(rounds: int, with_peers: bool) -> Table:
         else:
             commands[code] = [sys.executable, "-c", code]
     times: dict[str, list[float]] = {name: [] for name in commands}
-    for command in commands.values():  # byte code and the disk cache
+    for command in commands.values() if rounds > 1 else ():  # byte code and the disk cache
         seconds(command)
     for turn in range(rounds):
         for name, command in commands.items():

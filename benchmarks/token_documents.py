@@ -162,7 +162,7 @@ def seeking_table(corpus: Corpus, path: Path, seeks: int, *, with_peers: bool) -
     """Return the time from asking for a position in the second half of an epoch to its first batch."""
     loaders = {
         f"blocks of {corpus.path.stat().st_size / 1e6:,.4g} MB": DataLoader(
-            TokenBlocks(corpus.path, LENGTH), batch_size=BATCH_SIZE
+            TokenBlocks(open_tokens(corpus.path, dtype="uint16"), LENGTH), batch_size=BATCH_SIZE
         ),
         "documents": DataLoader(TokenDocuments(path), batch_size=DOCUMENT_BATCH),
         "documents, bucketed": DataLoader(TokenDocuments(path), batch_size=DOCUMENT_BATCH, bucket_batches=POOL),

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from forked_python import run_python
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
@@ -57,8 +59,7 @@ def break_peers(folder):
 def run(name, folder, peers=()):
     """Return the rows of each table, less those of the named peers, which have to say why they were not run."""
     file = folder / f"{name}.json"
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=break_peers(folder))
+    done = run_python("-m", f"benchmarks.{name}", "--quick", "--json", file, cwd=ROOT, env=break_peers(folder))
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())
     assert report["benchmark"] == name
@@ -189,8 +190,7 @@ def test_meaningful(tmp_path):
     ("name", "arguments"), [("loader", ["--rounds=1", "--samples=2000"]), ("optim", ["--rounds=1"])]
 )
 def test_others(name, arguments):
-    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_python("-m", f"benchmarks.{name}", *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "etude" in done.stdout
 

@@ -21,6 +21,7 @@ from etude.losses import ClassificationLoss
 from etude.monitor import RunFolder
 from etude.multitask import CurriculumCallback, MultiTask, TaskGradientMonitor, TaskSpec
 from etude.multitask.curriculum import Curriculum, Phase, Start
+from forked_python import run_python
 
 ARGUMENTS = {
     "filename": "log.csv",
@@ -260,12 +261,9 @@ def test_a_new_run_with_the_same_callback_begins_anew(make, tmp_path):
 
 
 def test_importing_the_callbacks_does_not_import_rich():
-    import subprocess
-    import sys
-
     code = (
         "import sys, etude.callbacks, etude.monitor; print(sorted({'rich', 'yaml', 'pydantic'} & set(sys.modules)))"
     )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert answer.stdout.strip() == "[]"
+    answer = run_python("-c", code)
+    assert answer.stdout.strip() == "[]", answer.stderr
     assert etude.callbacks.__all__

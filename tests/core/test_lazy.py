@@ -2,14 +2,13 @@
 
 import ast
 import pkgutil
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import etude
+from forked_python import run_python
 
 PACKAGES = [
     "etude",
@@ -41,6 +40,6 @@ def test_a_name_brings_only_its_module():
     code = (
         "import sys; from etude.models import LeNet5; print(*(one for one in sys.modules if 'etude.models' in one))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = run_python("-c", code)
     assert "etude.models.lenet5" in done.stdout.split()
     assert "etude.models.transformer" not in done.stdout.split()

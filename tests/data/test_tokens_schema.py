@@ -1,7 +1,6 @@
 """A file beside token files that says what ids mean: formats of one's own, and plain text, which knows of none."""
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from etude.core.errors import DataError
 from etude.data import TokenWriter, combine_streams, load_token_mixture, load_tokens
 from etude.data.tokens import schema
 from etude.data.tokens.schema import SchemaFormat, TokenSchema, find_schema
+from forked_python import run_python
 
 
 @dataclass(frozen=True)
@@ -125,5 +125,5 @@ model = CausalTransformerLM(splits.vocab_size, d_model=8, n_layers=1, n_heads=1,
 Trainer(model, splits.make_loader("train", 1), config={{"epochs": 1, "device": "cpu"}}, progress=False).train()
 print([name for name in sys.modules if name.startswith("etude.multimodal")])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    done = run_python("-c", program)
+    assert done.stdout.strip() == "[]", done.stderr

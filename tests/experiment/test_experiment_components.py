@@ -2,8 +2,6 @@
 
 import json
 import pkgutil
-import subprocess
-import sys
 from importlib import import_module
 
 import pytest
@@ -12,12 +10,13 @@ import etude
 from etude.config import kinds, lookup, names, register
 from etude.config.components import MODULES
 from etude.core import ConfigError
+from forked_python import run_python
 
 
 def modules_after(code: str) -> set[str]:
     """Return the modules of ours that a process of its own has imported after this code."""
     code += "\nimport json, sys; print(json.dumps([one for one in sys.modules if one.startswith('etude')]))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 

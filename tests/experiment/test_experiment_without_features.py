@@ -3,13 +3,13 @@
 import os
 import random
 import shutil
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import etude
+from forked_python import run_python
 
 ROOMS = ("multimodal", "multitask")
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -28,13 +28,9 @@ def noise() -> DataSplits:
 def runner(root, rooms):
     """Return a function that runs Python with a copy of the package, in `root`, that lacks the rooms."""
     shutil.copytree(etude.__path__[0], root / "etude", ignore=shutil.ignore_patterns(*rooms, "__pycache__"))
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(root)}
 
-    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *map(str, arguments)]
-        return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240)
-
-    return run
+    return partial(run_python, cwd=root, env=environment)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Linear layer and cross entropy in one, against the plain formula in float64: values, gradients, metrics, memory."""
 
 import itertools
-import subprocess
 import sys
 
 import pytest
@@ -20,6 +19,7 @@ from etude.losses import (
 )
 from etude.losses.chunked import chunked
 from etude.losses.products import chunk_rows_for
+from forked_python import run_python
 from largest_tensor import Largest
 from linear_formula import MASKS, TOLERANCES, assert_near, compare, doubled, formula, make, masked
 
@@ -310,8 +310,8 @@ def test_without_triton_chunks_are_used(monkeypatch):
 
 def test_importing_needs_neither_triton_nor_the_compiler():
     code = "import sys, etude.losses.linear; print({'triton', 'torch._dynamo'} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "set()"
+    found = run_python("-c", code)
+    assert found.stdout.strip() == "set()", found.stderr
 
 
 def test_chunks_are_even_and_bounded():

@@ -1,6 +1,5 @@
 """The Triton kernels of the expected-value loss against formulas in float64, on the CPU by triton's interpreter."""
 
-import subprocess
 import sys
 import warnings
 from dataclasses import replace
@@ -14,6 +13,7 @@ from etude.multimodal.loss import fused, gpu, make_reconstruction
 from etude.multimodal.loss.fused import ExpectationProblem, chunked_expectation
 from etude.multimodal.loss.gpu_chunks import VectorTable
 from etude.multimodal.loss.kinds import MeanSquaredError
+from forked_python import run_python
 
 SCALARS = {"number": (5,), "wide": (6, 1), "one": (1,)}
 VECTORS = {"vector": (7, 3), "one_vector": (1, 4), "pair": (2, 17)}
@@ -236,8 +236,8 @@ def test_importing_the_loss_imports_no_kernel():
         "import sys, etude, etude.multimodal.loss;"
         "print(any(name.endswith(('triton_kernels', 'loss.gpu')) for name in sys.modules))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert found.stdout.strip() == "False"
+    found = run_python("-c", code)
+    assert found.stdout.strip() == "False", found.stderr
 
 
 def test_cuda_has_the_kernels(monkeypatch):

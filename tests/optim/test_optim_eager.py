@@ -2,8 +2,6 @@
 
 import functools
 import inspect
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -14,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from etude import optim
 from etude.optim.eager import take_step, without_compiler
+from forked_python import run_python
 
 CLASSES = sorted(
     (
@@ -262,7 +261,7 @@ print("fine")
 
 
 def test_the_compiler_is_not_imported_and_torch_is_left_as_it_was():
-    done = subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS], capture_output=True, text=True, timeout=240)
+    done = run_python("-c", IN_A_NEW_PROCESS)
     assert done.stdout == "fine\n", done.stderr
 
 

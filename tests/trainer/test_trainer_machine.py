@@ -12,6 +12,7 @@ from etude.core import ConfigError, TrainingError
 from etude.trainer import TrainerConfig
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine, making_model
+from forked_python import run_python
 
 
 def test_the_config_names_device_number_format_and_batch_size():
@@ -134,5 +135,5 @@ def test_other_libraries_can_still_ask_for_the_precision_of_products():
         "import torch; from etude.trainer.machine import configure_cuda_performance; configure_cuda_performance(); "
         "print(torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision)"
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["high", "tf32"]
+    done = run_python("-W", "error", "-c", code)
+    assert done.stdout.split() == ["high", "tf32"], done.stderr

@@ -5,8 +5,6 @@ import json
 import logging
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from etude.experiment.build import build_trainer
 from etude.monitor import FINISHED, RunFolder
 from etude.trainer.machine import Machine
 from etude.trainer.output import Output
+from forked_python import run_python
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
@@ -214,8 +213,7 @@ def test_overwrite_waits_for_no_lock_and_takes_nothing_from_a_running_process(tm
 
         def on_epoch_end(self, epoch, logs):
             if epoch == 1:
-                command = [sys.executable, "-c", OVERWRITE, str(tmp_path)]
-                self.result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+                self.result = run_python("-c", OVERWRITE, tmp_path)
                 self.left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
 
     rival = Rival()

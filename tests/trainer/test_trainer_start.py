@@ -1,7 +1,6 @@
 """A run that compiles nothing does not import torch's compiler, which takes longer than many a run."""
 
-import subprocess
-import sys
+from forked_python import run_python
 
 TRAIN = """
 import sys, torch
@@ -81,6 +80,5 @@ print("fine")
 
 
 def test_a_run_in_python_imports_no_compiler_with_any_optimizer(tmp_path):
-    command = [sys.executable, "-W", "error", "-c", TRAIN, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = run_python("-W", "error", "-c", TRAIN, tmp_path)
     assert done.stdout == "fine\n", done.stderr

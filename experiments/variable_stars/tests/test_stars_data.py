@@ -1,10 +1,7 @@
 """The data of the variable stars: whole, the same again, and right."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -17,6 +14,7 @@ from stars.options import split_of
 
 from etude.core import DataError
 from etude.data import check_tokens, open_tokens
+from forked_python import run_python
 
 
 def test_splits_are_by_name_alone(made):
@@ -150,10 +148,9 @@ def test_killed_while_it_is_made_it_leaves_nothing_half(made, tmp_path, monkeypa
     out, _, schema = made
     root = write_catalogue(tmp_path / "root", lines_of(), monkeypatch)
     folder = tmp_path / "stars"
-    command = [sys.executable, "-c", KILLED, str(EXPERIMENT), str(root), str(folder)]
-    command += [catalogue.FILES[catalogue.FILE], str(when), json.dumps(OPTIONS.facts())]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    words = [EXPERIMENT, root, folder, catalogue.FILES[catalogue.FILE], when, json.dumps(OPTIONS.facts())]
+    done = run_python("-c", KILLED, *words)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     with pytest.raises(DataError, match="is not there"):
         read_schema(folder)
     assert prepare(folder, OPTIONS, root=str(root), download=False) == schema
