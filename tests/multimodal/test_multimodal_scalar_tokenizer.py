@@ -228,10 +228,10 @@ def test_a_scalar_has_a_scalar_as_code():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([0.0],), "two numbers at least"),
-        (([[0.0, 1.0]],), "two numbers at least"),
-        (([0.0, 1.0, 1.0],), "edge 1 is 1.0 and edge 2 is 1.0"),
-        (([0.0, 1.0, 1.0 + 1e-12],), "must increase"),
+        (([0.0],), "two or more"),
+        (([[0.0, 1.0]],), "two or more"),
+        (([0.0, 1.0, 1.0],), "increase.*1.0, 1.0"),
+        (([0.0, 1.0, 1.0 + 1e-12],), "that increase"),
         (([0.0, math.inf],), "finite"),
         (([0.0, math.nan],), "finite"),
         (([0.0, 1.0, 2.0], [0.5]), "3 edges need 2 centres"),
@@ -325,9 +325,9 @@ def _facts(**changes):
         ({"weight": torch.ones(2)}, None, "is no tokenizer"),
         ({"weight": torch.ones(2)}, {"tokenizer": "{"}, "is no tokenizer"),
         ({"weight": torch.ones(2)}, {"tokenizer": "[1]"}, "is no tokenizer"),
-        ({"weight": torch.ones(2)}, _facts(), "has tensors weight"),
+        ({"weight": torch.ones(2)}, _facts(), "weight"),
         ({"weight": torch.ones(2)}, _facts(version=9), "version 9"),
-        ({"weight": torch.ones(2)}, _facts(kind="wavelet"), "'wavelet', expected scalar or vector"),
+        ({"weight": torch.ones(2)}, _facts(kind="wavelet"), "'wavelet'.*expected scalar or vector"),
         ({"edges": torch.ones(2), "centers": torch.ones(1)}, _facts(), "checksum"),
     ],
 )
@@ -342,7 +342,7 @@ def test_missing_and_other_files_are_refused(tmp_path):
     with pytest.raises(DataError, match="there is no tokenizer"):
         load_tokenizer(tmp_path / "none.safetensors")
     VectorTokenizer(torch.eye(3)).save(tmp_path / "a.safetensors")
-    with pytest.raises(DataError, match="kind 'vector', expected scalar"):
+    with pytest.raises(DataError, match=r"kind 'vector'.*expected scalar"):
         ScalarTokenizer.load(tmp_path / "a.safetensors")
 
 

@@ -50,15 +50,11 @@ def test_as_good_as_scikit_learn(vectors, size, within):
     fitted = [VectorTokenizer.fit(vectors, size, seed=seed) for seed in range(3)]
     assert all(tokenizer.size == size for tokenizer in fitted)
     assert np.median([tokenizer.inertia for tokenizer in fitted]) <= within * theirs
-    batches = VectorTokenizer.fit(vectors, size, batch_size=256)
-    assert batches.size == size
-    assert batches.inertia <= 1.1 * theirs
 
 
-@pytest.mark.parametrize("batch_size", [None, 100])
-def test_inertia_is_that_of_the_codes(batch_size):
+def test_inertia_is_that_of_the_codes():
     vectors = curves(500)
-    tokenizer = VectorTokenizer.fit(vectors, 20, batch_size=batch_size)
+    tokenizer = VectorTokenizer.fit(vectors, 20)
     assert tokenizer.inertia == pytest.approx(inertia(vectors, tokenizer.values), rel=1e-9)
     decoded = tokenizer.decode(tokenizer.encode(vectors)).numpy()
     assert tokenizer.inertia == pytest.approx(((decoded.astype(np.float64) - vectors) ** 2).sum(), rel=1e-9)
@@ -103,16 +99,15 @@ def test_fewer_centroids_are_told(caplog):
 
 def test_the_same_seed_gives_the_same_bits_and_another_one_others():
     vectors = curves(800)
-    for options in ({}, {"batch_size": 128}):
-        one, again = (VectorTokenizer.fit(vectors, 16, seed=4, **options) for _ in range(2))
-        assert torch.equal(one.values, again.values)
-        assert one.inertia == again.inertia
-        assert not torch.equal(one.values, VectorTokenizer.fit(vectors, 16, seed=5, **options).values)
+    one, again = (VectorTokenizer.fit(vectors, 16, seed=4) for _ in range(2))
+    assert torch.equal(one.values, again.values)
+    assert one.inertia == again.inertia
+    assert not torch.equal(one.values, VectorTokenizer.fit(vectors, 16, seed=5).values)
 
 
 def test_fitting_leaves_the_global_generator_alone():
     state = torch.get_rng_state()
-    VectorTokenizer.fit(curves(100), 4, batch_size=32)
+    VectorTokenizer.fit(curves(100), 4)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -161,14 +156,6 @@ def test_the_start_is_as_good_as_that_of_scikit_learn():
     assert np.mean([inertia(vectors, start) for start in starts]) <= 1.05 * np.mean(theirs)
 
 
-def test_after_a_pass_in_batches_centroids_are_the_means_of_all_their_rows():
-    near = torch.randn(500, 2, generator=torch.Generator().manual_seed(0))
-    rows = torch.cat((near, near.flip(1) + 50))
-    start = torch.tensor([[9.0, 9.0], [40.0, 40.0]])
-    found = kmeans._mini_batches(rows, start, 1, 0.0, 64, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(found, torch.stack((rows[:500].mean(0), rows[500:].mean(0))), rtol=1e-5, atol=1e-5)
-
-
 def test_centroids_without_rows_start_again_at_the_farthest():
     rows = torch.tensor([[0.0], [1.0], [10.0], [30.0]])
     centroids = kmeans._lloyd(rows, torch.tensor([[5.0], [500.0], [900.0]]), 10, 0.0)
@@ -176,12 +163,11 @@ def test_centroids_without_rows_start_again_at_the_farthest():
 
 
 @pytest.mark.parametrize("power", [-120, -30, 30, 123])
-@pytest.mark.parametrize("batch_size", [None, 64])
-def test_numbers_of_any_size_are_fitted_alike(power, batch_size):
+def test_numbers_of_any_size_are_fitted_alike(power):
     vectors = blobs(300)
     assert np.abs(vectors).max() < 16
-    plain = VectorTokenizer.fit(vectors, 8, batch_size=batch_size)
-    scaled = VectorTokenizer.fit(np.ldexp(vectors, power), 8, batch_size=batch_size)
+    plain = VectorTokenizer.fit(vectors, 8)
+    scaled = VectorTokenizer.fit(np.ldexp(vectors, power), 8)
     assert torch.equal(scaled.values, torch.ldexp(plain.values, torch.tensor(power)))
 
 
@@ -242,7 +228,6 @@ def test_nothing_to_encode():
         ([[math.nan, 1.0]], {}, "no vectors of finite numbers"),
         ([[1.0]], {"size": 0}, "size is 0"),
         ([[1.0]], {"iterations": 0}, "iterations is 0"),
-        ([[1.0]], {"batch_size": 0}, "batch_size is 0"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(vectors, options, message):
@@ -285,5 +270,5 @@ def test_saved_and_loaded_bit_for_bit(tmp_path_factory, vectors):
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
     ScalarTokenizer([0.0, 1.0]).save(tmp_path / "a.safetensors")
-    with pytest.raises(DataError, match="kind 'scalar', expected vector"):
+    with pytest.raises(DataError, match=r"kind 'scalar'.*expected vector"):
         VectorTokenizer.load(tmp_path / "a.safetensors")

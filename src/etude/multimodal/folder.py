@@ -13,8 +13,8 @@ from etude.data.tokens.places import exists, is_remote, local_copy, local_path
 from etude.data.tokens.schema import TokenSchema, folder_of
 from etude.multimodal.facts import check_vocabulary, describe_vocabulary, difference_of
 from etude.multimodal.tokenizers import Tokenizer, load_tokenizer
+from etude.multimodal.tokenizers.base import SUFFIX
 from etude.multimodal.tokenizers.scalar import ScalarTokenizer
-from etude.multimodal.tokenizers.storing import SUFFIX
 from etude.multimodal.vocab import VocabSpec
 
 VOCAB_FILE = "vocab.json"

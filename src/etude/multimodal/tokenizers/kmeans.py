@@ -1,4 +1,4 @@
-"""k-means: a greedy k-means++ start, then Lloyd's passes or mini-batches, in chunks that never hold all distances."""
+"""k-means: a greedy k-means++ start, then Lloyd's passes, in chunks that never hold all distances."""
 
 import math
 from typing import NamedTuple
@@ -17,9 +17,7 @@ class Assignment(NamedTuple):
     distances: Tensor
 
 
-def kmeans(
-    rows: Tensor, size: int, *, seed: int, iterations: int, tolerance: float, batch_size: int | None
-) -> tuple[Tensor, float]:
+def kmeans(rows: Tensor, size: int, *, seed: int, iterations: int, tolerance: float) -> tuple[Tensor, float]:
     """Return centroids (at most `size`, D) of float32 rows (N, D), and the inertia: the sum of squared distances.
 
     There are fewer centroids if there are fewer distinct rows. The same numbers, seed and thread count give the same
@@ -31,11 +29,8 @@ def kmeans(
     moved = torch.cat([((part.double() - mean) / scale).to(torch.float32) for part in _parts(rows)])
     centroids = _start(moved, size, generator)
     if centroids.shape[0] > 1:
-        if batch_size is None:
-            variance = float(moved.var(0, correction=0).mean())
-            centroids = _lloyd(moved, centroids, iterations, tolerance * variance)
-        else:
-            centroids = _mini_batches(moved, centroids, iterations, tolerance, batch_size, generator)
+        variance = float(moved.var(0, correction=0).mean())
+        centroids = _lloyd(moved, centroids, iterations, tolerance * variance)
     return _finished(rows, (centroids.double() * scale + mean).to(torch.float32))
 
 
@@ -152,34 +147,6 @@ def _lloyd(rows: Tensor, centroids: Tensor, iterations: int, tolerance: float) -
         centroids = moved.to(torch.float32)
         if shift <= tolerance:
             break
-    return centroids
-
-
-def _mini_batches(
-    rows: Tensor, centroids: Tensor, iterations: int, tolerance: float, batch_size: int, generator: torch.Generator
-) -> Tensor:
-    """Pass over shuffled rows in batches, each centroid the running mean of the rows it was given so far."""
-    size, before = centroids.shape[0], math.inf
-    totals = centroids.new_zeros(size, dtype=torch.float64)
-    for _ in range(iterations):
-        used, inertia = torch.zeros_like(totals), 0.0
-        order = torch.randperm(rows.shape[0], generator=generator).to(rows.device)
-        for batch in (rows[chosen] for chosen in torch.split(order, batch_size)):
-            labels, distances = nearest(batch, centroids)
-            sums, counts = _totals(batch, labels, size)
-            used += counts
-            inertia += float(distances.sum(dtype=torch.float64))
-            totals += counts
-            step = (sums - counts[:, None] * centroids) / totals[:, None].clamp(min=1)
-            centroids = (centroids + step).to(torch.float32)
-        empty = (used == 0).nonzero()[:, 0]
-        if len(empty):  # without a row in a whole pass: start again at the farthest rows of the last batch
-            farthest = distances.topk(min(len(empty), len(distances))).indices
-            centroids[empty[: len(farthest)]] = batch[farthest]
-            totals[empty] = 0
-        elif before - inertia <= tolerance * before:
-            break
-        before = inertia
     return centroids
 
 

@@ -2,14 +2,14 @@
 
 import logging
 import math
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from etude.core.errors import DataError
-from etude.multimodal.tokenizers.arrays import MISSING, as_codes, as_floats
+from etude.multimodal.tokenizers.arrays import MISSING, as_floats
+from etude.multimodal.tokenizers.base import Tokenizer
 from etude.multimodal.tokenizers.binning import (
     bin_means,
     bin_of,
@@ -18,15 +18,11 @@ from etude.multimodal.tokenizers.binning import (
     quantile_edges,
     uniform_edges,
 )
-from etude.multimodal.tokenizers.storing import read_tensors, save_tensors
 
 logger = logging.getLogger("etude")
 
-KIND = "scalar"
-TENSORS = ("centers", "edges")
 
-
-class ScalarTokenizer:
+class ScalarTokenizer(Tokenizer):
     """Bins of a scalar: `edges` (V + 1,), strictly increasing, and a centre for each bin in `values` (V,), float32.
 
     Bin i holds what is at least `edges[i]` and less than `edges[i + 1]`; the last bin also its upper edge. Its centre
@@ -42,19 +38,19 @@ class ScalarTokenizer:
     tensor([12., 62., 87., nan])
     """
 
+    kind = "scalar"
+    tensors: ClassVar = {"centers": "values", "edges": "edges"}
+
     def __init__(self, edges: Any, values: Any = None) -> None:
         self.edges = as_floats(edges, "edges").cpu().clone()
-        if self.edges.dim() != 1 or self.edges.numel() < 2:
-            raise DataError(f"edges must be a row of two numbers at least, found shape {tuple(self.edges.shape)}")
-        if not bool(self.edges.isfinite().all()):
-            raise DataError("edges must be finite numbers within float32")
-        if not bool((self.edges[1:] > self.edges[:-1]).all()):
-            place = int((self.edges[1:] <= self.edges[:-1]).nonzero()[0])
-            low, high = self.edges[place : place + 2].tolist()
-            raise DataError(f"edges must increase: edge {place} is {low} and edge {place + 1} is {high}, as float32")
+        increases = self.edges.dim() == 1 and len(self.edges) > 1 and bool((self.edges.diff() > 0).all())
+        if not increases or not bool(self.edges.isfinite().all()):
+            first = self.edges.flatten()[:8].tolist()
+            raise DataError(f"edges must be two or more finite numbers that increase, as float32; found {first} …")
         self.values = midpoints(self.edges) if values is None else as_floats(values, "centres").cpu().clone()
-        if self.values.shape != (self.size,):
-            raise DataError(f"{self.size + 1} edges need {self.size} centres, found shape {tuple(self.values.shape)}")
+        bins = len(self.edges) - 1
+        if self.values.shape != (bins,):
+            raise DataError(f"{bins + 1} edges need {bins} centres, found shape {tuple(self.values.shape)}")
         inside = lie_inside(self.values, self.edges)
         if not bool(inside.all()):
             place = int((~inside).nonzero()[0])
@@ -104,11 +100,6 @@ class ScalarTokenizer:
             )
         return tokenizer
 
-    @property
-    def size(self) -> int:
-        """The number of bins."""
-        return self.edges.numel() - 1
-
     def encode(self, values: Any) -> Tensor:
         """Return the codes of values, int64 of the same shape; -1 for NaN.
 
@@ -117,22 +108,6 @@ class ScalarTokenizer:
         numbers = as_floats(values)
         codes = bin_of(numbers, self.edges.to(numbers.device))
         return codes.masked_fill_(numbers.isnan(), MISSING)
-
-    def decode(self, codes: Any) -> Tensor:
-        """Return the centres of the bins, float32 of the same shape; NaN for -1."""
-        places = as_codes(codes, self.size)
-        centers = self.values.to(places.device)[places.clamp(min=0)]
-        return centers.masked_fill_(places == MISSING, torch.nan)
-
-    def save(self, path: str | Path) -> None:
-        """Write one safetensors file, whole or not at all."""
-        save_tensors(path, KIND, {"centers": self.values, "edges": self.edges}, {})
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Return what `save` wrote, bit for bit; DataError if the file is missing, damaged or of another kind."""
-        tensors, _ = read_tensors(path, {KIND: TENSORS})
-        return cls(tensors["edges"], tensors["centers"])
 
     def __repr__(self) -> str:
         return f"ScalarTokenizer({self.size} bins, {float(self.edges[0]):g} … {float(self.edges[-1]):g})"

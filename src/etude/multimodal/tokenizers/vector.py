@@ -1,24 +1,20 @@
 """VectorTokenizer: vectors as codes of the nearest centroid of a codebook, and back as the centroids."""
 
 import logging
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from etude.core.errors import DataError
-from etude.multimodal.tokenizers.arrays import MISSING, as_codes, as_floats
+from etude.multimodal.tokenizers.arrays import MISSING, as_floats
+from etude.multimodal.tokenizers.base import Tokenizer
 from etude.multimodal.tokenizers.kmeans import kmeans, nearest_exactly
-from etude.multimodal.tokenizers.storing import read_tensors, save_tensors
 
 logger = logging.getLogger("etude")
 
-KIND = "vector"
-TENSORS = ("centroids",)
 
-
-class VectorTokenizer:
+class VectorTokenizer(Tokenizer):
     """A codebook: `values` (V, D), float32, no two centroids equal. A vector's code is that of the nearest one.
 
     Which one is nearest is decided without rounding errors, so that encode(decode(codes)) gives the same codes. A
@@ -32,6 +28,9 @@ class VectorTokenizer:
     >>> tokenizer.encode(vectors)
     tensor([ 0,  0,  1,  1, -1])
     """
+
+    kind = "vector"
+    tensors: ClassVar = {"centroids": "values"}
 
     def __init__(self, values: Any, *, inertia: float | None = None) -> None:
         self.values = as_floats(values, "centroids").cpu().contiguous().clone()
@@ -53,21 +52,17 @@ class VectorTokenizer:
         seed: int = 0,
         iterations: int = 50,
         tolerance: float = 1e-4,
-        batch_size: int | None = None,
     ) -> Self:
         """Return a codebook for vectors (N, D) by k-means; missing vectors are passed over.
 
         iterations: passes over the vectors at most. Fitting ends earlier when centroids move by less than `tolerance`
             (squared, in units of the mean variance).
-        batch_size: centroids move after every batch of this many vectors, taken in random order, which needs fewer
-            passes for very many vectors; fitting ends when a pass gains less than `tolerance` of the inertia. By
-            default they move after every pass.
 
         If there are fewer distinct vectors than `size`, so are centroids; a warning tells. The same vectors and seed
         give the same bits on the CPU for the same number of threads.
         """
-        for name, number in (("size", size), ("iterations", iterations), ("batch_size", batch_size)):
-            if number is not None and number < 1:
+        for name, number in (("size", size), ("iterations", iterations)):
+            if number < 1:
                 raise DataError(f"{name} is {number}; it must be at least 1")
         rows = as_floats(vectors, "vectors")
         if rows.dim() != 2 or not rows.shape[1]:
@@ -76,17 +71,10 @@ class VectorTokenizer:
         rows = rows if bool(present.all()) else rows[present]
         if not len(rows):
             raise DataError(f"there are no vectors of finite numbers to fit to, among {len(present)}")
-        centroids, inertia = kmeans(
-            rows, size, seed=seed, iterations=iterations, tolerance=tolerance, batch_size=batch_size
-        )
+        centroids, inertia = kmeans(rows, size, seed=seed, iterations=iterations, tolerance=tolerance)
         if len(centroids) < size:
             logger.warning("%d centroids instead of %d: no more vectors are distinct", len(centroids), size)
         return cls(centroids, inertia=inertia)
-
-    @property
-    def size(self) -> int:
-        """The number of centroids."""
-        return self.values.shape[0]
 
     @property
     def width(self) -> int:
@@ -102,22 +90,9 @@ class VectorTokenizer:
         codes = nearest_exactly(rows, self.values.to(rows.device)).labels
         return codes.masked_fill_(~rows.isfinite().all(1), MISSING).reshape(shape)
 
-    def decode(self, codes: Any) -> Tensor:
-        """Return the centroids (…, D) of codes (…), float32; NaN for -1."""
-        places = as_codes(codes, self.size)
-        vectors = self.values.to(places.device)[places.clamp(min=0)]
-        return vectors.masked_fill_((places == MISSING)[..., None], torch.nan)
-
-    def save(self, path: str | Path) -> None:
-        """Write one safetensors file, whole or not at all."""
-        facts = {} if self.inertia is None else {"inertia": self.inertia}
-        save_tensors(path, KIND, {"centroids": self.values}, facts)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Return what `save` wrote, bit for bit; DataError if the file is missing, damaged or of another kind."""
-        tensors, facts = read_tensors(path, {KIND: TENSORS})
-        return cls(tensors["centroids"], inertia=facts.get("inertia"))
+    def facts(self) -> dict[str, Any]:
+        """Return the inertia of a tokenizer that was fitted."""
+        return {} if self.inertia is None else {"inertia": self.inertia}
 
     def __repr__(self) -> str:
         return f"VectorTokenizer({self.size} centroids of {self.width} numbers)"

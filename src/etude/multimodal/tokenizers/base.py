@@ -1,0 +1,99 @@
+"""What tokenizers share: codes become values, and a tokenizer is one safetensors file with facts and a checksum."""
+
+import json
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from etude.core.errors import DataError
+from etude.core.files import write_bytes
+from etude.multimodal.tokenizers.arrays import MISSING, as_codes
+
+SUFFIX = ".safetensors"
+VERSION = 1
+_FACTS = "tokenizer"
+
+
+class Tokenizer(ABC):
+    """Codes 0 … size-1 for values of one kind, and back; -1 is a value that is missing."""
+
+    kind: ClassVar[str]
+    tensors: ClassVar[Mapping[str, str]]
+    """The tensors of a file, and the arguments that they are."""
+    values: Tensor
+    """What the codes stand for: (V,) or (V, D), float32."""
+
+    @property
+    def size(self) -> int:
+        """The number of codes."""
+        return len(self.values)
+
+    @abstractmethod
+    def encode(self, values: Any) -> Tensor:
+        """Return the codes of values, int64; -1 for those that are missing."""
+
+    def decode(self, codes: Any) -> Tensor:
+        """Return the values of codes, float32; NaN for -1."""
+        places = as_codes(codes, self.size)
+        found = self.values.to(places.device)[places.clamp(min=0)]
+        found[places == MISSING] = torch.nan
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """Return further arguments that a file keeps."""
+        return {}
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file, whole or not at all; the same tokenizer gives the same bytes."""
+        path = Path(path)
+        dense = {name: getattr(self, argument).cpu().contiguous() for name, argument in sorted(self.tensors.items())}
+        header = {"kind": self.kind, "version": VERSION, **self.facts(), "crc32": _checksum(dense)}
+        raw = safetensors.torch.save(dense, {_FACTS: json.dumps(header)})
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, raw)
+        except OSError as error:
+            raise DataError(f"{path} cannot be written: {error.strerror or error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Return what `save` wrote, bit for bit; DataError if the file is missing, damaged or of another kind."""
+        path = Path(path)
+        if not path.is_file():
+            raise DataError(f"there is no tokenizer {path}; fit one and save it there")
+        try:
+            with safe_open(path, "pt") as file:
+                facts = json.loads((file.metadata() or {}).get(_FACTS, "{}"))
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            kind, version, checksum = facts.pop("kind", None), facts.pop("version", None), facts.pop("crc32", None)
+        except (SafetensorError, OSError, ValueError, AttributeError, TypeError) as error:
+            raise DataError(f"{path} is no tokenizer, or damaged: {error}; make or copy it again") from error
+        kinds: dict[str, type[Any]] = {one.kind: one for one in (cls, *cls.__subclasses__()) if "kind" in vars(one)}
+        if kind not in kinds or version != VERSION:
+            expected = f"{' or '.join(kinds)}, version {VERSION}"
+            raise DataError(
+                f"{path} is no tokenizer that can be read: kind {kind!r}, version {version!r}; expected {expected}"
+            )
+        names = kinds[kind].tensors
+        if set(tensors) != set(names) or _checksum(tensors) != checksum:
+            raise DataError(
+                f"{path} is damaged: its tensors ({', '.join(sorted(tensors))}) do not have its checksum; make it again"
+            )
+        found: Self = kinds[kind](**{names[name]: tensor for name, tensor in tensors.items()}, **facts)
+        return found
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> int:
+    crc = 0
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        crc = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), crc)
+        crc = zlib.crc32(tensor.numpy().tobytes(), crc)
+    return crc
