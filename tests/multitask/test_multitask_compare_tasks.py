@@ -120,7 +120,6 @@ def test_share_of_the_budget(etude, experiment, tmp_path):
         assert list(config["tasks"]) == [task]
         assert "curriculum" not in config
         assert "weighting" not in config
-        assert config["scheduler"]["warmup_steps"] == round(9 * alone["step"] / whole["step"])
         assert set(config["data"]["streams"]) == {"functions" if task == "quality" else "code"}
 
 

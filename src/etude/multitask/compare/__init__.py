@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
+    from etude.multitask.compare.runs import compare_weightings
     from etude.multitask.compare.tables import Comparison
     from etude.multitask.compare.tasks import compare_tasks
-    from etude.multitask.compare.weightings import compare_weightings
 
 __all__ = ["Comparison", "compare_tasks", "compare_weightings"]
 

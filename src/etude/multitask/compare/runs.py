@@ -1,51 +1,37 @@
-"""The runs of a comparison, trained and evaluated by a runner that is passed in."""
+"""The runs of a comparison, trained and evaluated by a runner that is passed in; several weightings over seeds."""
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from etude.config import lookup
 from etude.core import ConfigError
 from etude.core.files import write_text
 from etude.data import Streams
-from etude.distributed import before_joining
-from etude.monitor import RunFolder
-from etude.multitask.compare.tables import ComparedNumber, ComparedRun, Comparison, Measured, note_on_chance
+from etude.multitask.compare.tables import (
+    ComparedNumber,
+    ComparedRun,
+    Comparison,
+    Measured,
+    make_rows,
+    note_on_chance,
+)
 from etude.multitask.sections import variants_of
-
-
-class Runner(Protocol):
-    """What comparisons need of whole experiments: an `etude.experiment.ExperimentRunner`."""
-
-    def load(self, experiment: str | Path, overrides: Sequence[str] = ()) -> Any:
-        """Return the config of an experiment."""
-
-    def data(self, config: Any) -> Any:
-        """Return its data: `splits`, and `loader(split)`."""
-
-    def train(self, config: Any, path: Path, *, progress: bool) -> RunFolder:
-        """Return the folder of the finished run: train it, go on with it, or find it there."""
-
-    def evaluate(self, config: Any, folder: RunFolder, data: Any) -> dict[str, Any]:
-        """Return `step`, `parameters` and `splits` (split → numbers) of its last checkpoint."""
-
 
 Tell = Callable[[str], None]
 """Receives what a comparison does now."""
 
 
 class ComparedRuns:
-    """Trains the runs of a comparison, each in `seed-<seed>/<name>`, and keeps what they found."""
+    """Trains the runs of a comparison, each in `seed-<seed>/<name>`, and keeps what they found.
 
-    def __init__(self, runner: Runner, config: Any, root: Path, progress: bool, tell: Tell) -> None:
+    `runner` loads, trains and evaluates whole experiments: an `etude.experiment.ExperimentRunner`.
+    """
+
+    def __init__(self, runner: Any, config: Any, root: Path, progress: bool, tell: Tell) -> None:
         """Load the data of an experiment; raise ConfigError if its models could not be evaluated."""
-        with before_joining():
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise ConfigError(
-                    "a comparison trains its models one after the other in one process; start it without torchrun"
-                )
         if not config.training.save_checkpoints:
             raise ConfigError(
                 f"{config.document.place('training.save_checkpoints')}: a comparison evaluates the last checkpoint of "
@@ -107,3 +93,45 @@ def with_training(config: Any, **changes: Any) -> Any:
     """Return the experiment with other settings of training."""
     training = config.sections["training"].model_copy(update=changes)
     return replace(config, sections={**config.sections, "training": training})
+
+
+def compare_weightings(
+    runner: Any,
+    experiment: str | Path,
+    weightings: Sequence[str],
+    overrides: Sequence[str] = (),
+    *,
+    out: str | Path | None = None,
+    seeds: Sequence[int] | int | None = None,
+    progress: bool = True,
+    tell: Tell = lambda _words: None,
+) -> Comparison:
+    """Train the experiment with every weighting and seed, evaluate all runs and write `compare.json` and `compare.md`.
+
+    A weighting is a name; the one that the experiment itself names keeps its settings, others have their defaults.
+    Every run has a folder `seed-<seed>/<weighting>` in `out` (`runs/<experiment>/compare-weightings` by default).
+    Finished runs are not trained again, one that was stopped goes on. Raises ConfigError, before anything is trained,
+    for a weighting that is not known or cannot be made, and for the reasons of `compare_tasks`.
+    """
+    own = runner.load(experiment, overrides)
+    if not own.tasks:
+        raise ConfigError(f"{own.document.place('tasks')}: there are no tasks whose losses could be weighed")
+    if len(set(weightings)) < len(weightings) or not weightings:
+        raise ConfigError(
+            f"weightings {', '.join(weightings) or '(none)'}: name each once, such as static,uncertainty"
+        )
+    for name in weightings:
+        lookup("weighting", name)
+    selected = own.selection("weighting")
+    configs = {
+        name: own
+        if selected is not None and selected.component.name == name
+        else runner.load(experiment, [*overrides, f"weighting={name}"])
+        for name in weightings
+    }
+    runs = ComparedRuns(runner, own, folder_of(own, out, "compare-weightings"), progress, tell)
+    for seed in chosen_seeds(own, seeds):
+        for name, config in configs.items():
+            runs.add(name, with_training(config, seed=seed), runs.data, name)
+    rows = [row for task in own.tasks for row in make_rows(task, runs.found)]
+    return runs.write({"weightings": tuple(configs)}, rows, "every model after its last step")

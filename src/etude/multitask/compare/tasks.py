@@ -11,7 +11,7 @@ from etude.core import ConfigError
 from etude.core.spelling import suggest
 from etude.data import DataLoader, DataSplits, Streams, make_loader
 from etude.engine.step import GradientAccumulator
-from etude.multitask.compare.runs import ComparedRuns, Runner, Tell, chosen_seeds, folder_of, with_training
+from etude.multitask.compare.runs import ComparedRuns, Tell, chosen_seeds, folder_of, with_training
 from etude.multitask.compare.tables import Comparison, make_rows
 from etude.multitask.sections import TaskSection, TaskVariant, variants_of
 from etude.multitask.spec import TaskSpec, learns_from
@@ -22,7 +22,7 @@ MULTI = "multi-task"
 
 
 def compare_tasks(
-    runner: Runner,
+    runner: Any,
     experiment: str | Path,
     overrides: Sequence[str] = (),
     *,
@@ -37,7 +37,7 @@ def compare_tasks(
     A single-task model has the same trunk, the head of the task without variants, and its stream; optimizer, schedule
     and batch size are the same, and there is no curriculum, no weighting and no callback. `budget`: "share" gives it as
     many samples as the multi-task run read for its task, rounded up to a whole step, "whole" as many steps as the whole
-    multi-task run. Warm-up is shortened with the run. All models are compared after their last step, on the test split
+    multi-task run. All models are compared after their last step, on the test split
     where there is one, else on validation. Runs that are finished in `out` (`runs/<experiment>/compare` by default) are
     not trained again, one that was stopped goes on. Raises ConfigError if there is nothing to compare, or no checkpoint
     to evaluate.
@@ -59,7 +59,8 @@ def compare_tasks(
             alone = single_task_config(whole, task, runs.data)
             own, share = runner.data(alone), multi.samples[task]
             steps = multi.steps if budget == "whole" else steps_for(own, share)
-            alone = _for_steps(alone, steps, of_steps=multi.steps)
+            rare = {"validate_interval": 0, "validate_every_steps": None, "checkpoint_interval": 0}
+            alone = with_training(alone, epochs=None, max_steps=steps, **rare)
             read = runs.add(task, alone, own, f"a model for {task} alone, {steps} steps").samples[task]
             if budget == "share" and read != share:
                 differing[f"{task} {read:,} instead of {share:,}"] = None
@@ -91,30 +92,6 @@ def steps_for(data: Any, samples: int) -> int:
         samples -= whole
         epoch += 1
     return max(1, steps - (-samples // (loader.batch_size * accumulator.steps_at(epoch))))
-
-
-def _for_steps(config: Any, steps: int, *, of_steps: int) -> Any:
-    """Return the experiment for so many steps instead of `of_steps`."""
-    scheduler = config.selection("scheduler")
-    short = None if scheduler is None else _shortened(scheduler, steps / of_steps)
-    return with_training(
-        replace(config, sections={**config.sections, "scheduler": short}),
-        epochs=None,
-        max_steps=steps,
-        validate_interval=0,
-        validate_every_steps=None,
-        checkpoint_interval=0,
-    )
-
-
-def _shortened(scheduler: Selection, share: float) -> Selection:
-    """Return the schedule with its warm-up shortened like the run."""
-    said = (scheduler.defaults | scheduler.arguments).get("warmup_steps")
-    if not isinstance(said, int) or share >= 1:
-        return scheduler
-    return replace(
-        scheduler, arguments={**scheduler.arguments, "warmup_steps": min(said, max(1, round(said * share)))}
-    )
 
 
 def sections_of_one(sections: Mapping[str, Any], task: str, splits: DataSplits) -> dict[str, Any]:
