@@ -10,7 +10,8 @@ from checkpoint_helpers import assert_same, raw
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from etude.checkpoint import CheckpointManager, load_optimizer_state, optimizer_state, pack, unpack
+from etude.checkpoint import CheckpointManager, pack, unpack
+from etude.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from etude.checkpoint.optimizer_needs import check_state, needed_state
 from etude.core import CheckpointError
 

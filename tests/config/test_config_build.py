@@ -8,7 +8,9 @@ import pytest
 import torch
 from annotated_types import Gt
 
-from etude.config import Section, build_component, dump_yaml, plain, read_config, register, select_component
+from etude.config import Section, build_component, dump_yaml, read_config, register
+from etude.config.schema import select_component
+from etude.config.selection import plain
 from etude.core.errors import ConfigError, DataError, EtudeError
 
 

@@ -10,7 +10,9 @@ from annotated_types import Ge, Gt
 from hypothesis import given, settings, strategies as st
 from pydantic import AliasChoices, Field
 
-from etude.config import Document, Section, SectionModel, SectionSpec, json_schema, register, validate_document
+from etude.config import Document, Section, SectionModel, SectionSpec, register
+from etude.config.editor import json_schema
+from etude.config.schema import validate_document
 from etude.core.errors import ConfigError
 
 

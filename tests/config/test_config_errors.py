@@ -8,19 +8,10 @@ from annotated_types import Ge, Gt, Len
 from hypothesis import assume, given, settings, strategies as st
 from pydantic import AliasChoices, Field
 
-from etude.config import (
-    Document,
-    Section,
-    SectionModel,
-    SectionSpec,
-    apply_overrides,
-    canonical_keys,
-    plain,
-    read_config,
-    register,
-    validate_document,
-    validate_section,
-)
+from etude.config import Document, Section, SectionModel, SectionSpec, apply_overrides, read_config, register
+from etude.config.schema import validate_document, validate_section
+from etude.config.selection import plain
+from etude.config.shapes import canonical_keys
 from etude.core.errors import ConfigError
 
 

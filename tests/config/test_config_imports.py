@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from etude.config import import_user_modules, lookup, names, read_config
+from etude.config import lookup, names, read_config
+from etude.config.imports import import_user_modules
 from etude.core.errors import ConfigError
 
 REGISTERS = (
@@ -111,7 +112,8 @@ def test_two_registrations_of_one_name_say_where(write: Any) -> None:
 SPAWN = """
 import multiprocessing
 from pathlib import Path
-from etude.config import import_user_modules, lookup
+from etude.config import lookup
+from etude.config.imports import import_user_modules
 
 if __name__ == "__main__":
     import_user_modules(["code/for_workers.py"], Path("."))

@@ -16,7 +16,8 @@ from etude import DataLoader, Trainer
 from etude.core import CheckpointError, ConfigError, DataError
 from etude.core.task import LossTerm, Task
 from etude.data import as_loader
-from etude.distributed import World, join_world, leave_world, share_buffers
+from etude.distributed import World, join_world, leave_world
+from etude.distributed.parallel import share_buffers
 from etude.distributed.world import run_collective
 from etude.engine.callback import Callback
 from etude.engine.evaluation import evaluate

@@ -8,7 +8,7 @@ from torch import nn
 
 from etude.core import LossTerm
 from etude.core.task import as_task
-from etude.distributed import RankTask
+from etude.distributed.parallel import RankTask
 
 
 def terms_of(model, batch, *, metrics):

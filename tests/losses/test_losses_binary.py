@@ -11,14 +11,8 @@ from torch import Tensor
 
 from etude.config import lookup
 from etude.core.errors import ConfigError, DataError, TrainingError
-from etude.losses import (
-    BinaryLoss,
-    MultiLabelLoss,
-    binary_cross_entropy,
-    binary_cross_entropy_term,
-    multi_label_bce,
-    multi_label_bce_term,
-)
+from etude.losses import BinaryLoss, MultiLabelLoss, binary_cross_entropy, multi_label_bce
+from etude.losses.binary import binary_cross_entropy_term, multi_label_bce_term
 
 NAN = math.nan
 

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from etude.core.errors import DataError, TrainingError
-from etude.losses import accuracy_term, cross_entropy, cross_entropy_term, mean_of
+from etude.losses import cross_entropy, mean_of
 from etude.losses.binary import binary_accuracy_term
+from etude.losses.functional import accuracy_term, cross_entropy_term
 from etude.losses.linear import linear_cross_entropy_terms
 from etude.trainer.loops.functions import FunctionTask
 
@@ -215,7 +216,7 @@ def test_masks_and_weights_that_do_not_fit():
     for mask in (torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 4)):
         with pytest.raises(TrainingError, match=r"a mask of shape \(2, 4\) does not fit labels of shape \(2, 3\)"):
             cross_entropy_term(logits, targets, mask)
-    with pytest.raises(TrainingError, match=r"a mask of shape \(2,\) does not fit an output of shape \(2, 3, 6\)"):
+    with pytest.raises(TrainingError, match=r"a mask of shape \(2,\) does not fit"):
         cross_entropy_term(logits, logits.detach(), torch.ones(2))
     with pytest.raises(TrainingError, match="there are 2 class weights, but the model's output has 6 classes"):
         cross_entropy_term(logits, targets, class_weights=torch.ones(2))

@@ -10,14 +10,9 @@ from hypothesis import given, settings, strategies as st
 
 from etude.core import LossTerm
 from etude.core.errors import DataError, TrainingError
-from etude.losses import (
-    cross_entropy_term,
-    linear_autograd,
-    linear_cross_entropy,
-    linear_cross_entropy_terms,
-    mean_of,
-)
+from etude.losses import linear_autograd, linear_cross_entropy, linear_cross_entropy_terms, mean_of
 from etude.losses.chunked import chunked
+from etude.losses.functional import cross_entropy_term
 from etude.losses.products import chunk_rows_for
 from forked_python import run_python
 from largest_tensor import Largest

@@ -13,7 +13,8 @@ from etude.core.errors import ConfigError, TrainingError
 from etude.core.model import HeadOutput, ModelCall
 from etude.engine.recompute import repeated_blocks
 from etude.losses import LanguageModelingLoss
-from etude.models import MLP, CausalTransformerLM, LeNet5, Trunk, feature_dim
+from etude.models import MLP, CausalTransformerLM, LeNet5, feature_dim
+from etude.models.features import Trunk
 from etude.models.huggingface_trunk import HuggingFaceTrunk
 from etude.multitask import (
     BinaryHead,

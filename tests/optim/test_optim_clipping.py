@@ -8,7 +8,8 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from etude.core import ConfigError
-from etude.optim import clip_gradients, clip_gradients_by_value, clip_to_norm, global_norm
+from etude.optim import clip_gradients, clip_gradients_by_value, global_norm
+from etude.optim.clipping import clip_to_norm
 
 SMALL = [(64, 32), (64,), (10, 64), ()]
 LARGE = [(300, 300), (7,), (50, 20, 5)]

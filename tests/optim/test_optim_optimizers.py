@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from etude.config import lookup
 from etude.core import ConfigError
-from etude.optim import SGD, Adam, AdamW, RMSprop, choose_kernel, decay_groups, get_lr, set_lr
+from etude.optim import SGD, Adam, AdamW, RMSprop, decay_groups, get_lr, set_lr
+from etude.optim.optimizers import choose_kernel
 
 CASES = [
     (SGD, torch.optim.SGD, {"lr": 0.1}),

@@ -8,7 +8,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from etude.optim import AdamW, choose_kernel, clip_gradients
+from etude.optim import AdamW, clip_gradients
+from etude.optim.optimizers import choose_kernel
 
 pytestmark = pytest.mark.distributed
 

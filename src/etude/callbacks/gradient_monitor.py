@@ -13,7 +13,7 @@ from etude.core import ConfigError, StepReport, TrainingError
 from etude.core.model import clean_name, unwrap
 from etude.engine.callback import Callback, Gradients, Logs, RunInfo
 from etude.engine.precision import MixedPrecision
-from etude.optim import tensor_norms
+from etude.optim.clipping import tensor_norms
 
 _KEPT = {"steps": int, "looked_at": int, "watching": bool, "layers": dict[str, float]}
 _STATE = record_of("GradientMonitor", {**_KEPT, "judge": dict[str, Any]})

@@ -12,22 +12,12 @@ from etude.lazy import load_late
 if TYPE_CHECKING:
     from etude.config.dialect import dump_yaml
     from etude.config.document import Document
-    from etude.config.editor import json_schema
     from etude.config.errors import Problem, config_error
     from etude.config.feature import Feature, RunDraft
-    from etude.config.imports import import_user_modules
     from etude.config.overrides import apply_overrides
     from etude.config.read import find_config, list_experiments, read_config
-    from etude.config.schema import (
-        SectionSpec,
-        build_component,
-        build_selection,
-        select_component,
-        validate_document,
-        validate_section,
-    )
-    from etude.config.selection import Selection, SuppliedSection, plain, selections_in
-    from etude.config.shapes import canonical_keys
+    from etude.config.schema import SectionSpec, build_component, build_selection
+    from etude.config.selection import Selection
     from etude.config.signature import SectionModel
 
 __all__ = [
@@ -39,27 +29,18 @@ __all__ = [
     "SectionModel",
     "SectionSpec",
     "Selection",
-    "SuppliedSection",
     "apply_overrides",
     "build_component",
     "build_selection",
-    "canonical_keys",
     "config_error",
     "dump_yaml",
     "find_config",
-    "import_user_modules",
-    "json_schema",
     "kinds",
     "list_experiments",
     "lookup",
     "names",
-    "plain",
     "read_config",
     "register",
-    "select_component",
-    "selections_in",
-    "validate_document",
-    "validate_section",
 ]
 
 __getattr__ = load_late(__name__, __file__)

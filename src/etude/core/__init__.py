@@ -5,16 +5,9 @@ from typing import TYPE_CHECKING
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
-    from etude.core.batch import Batch, DataBatch, batch_labels, is_empty, map_tensors, num_samples, to_device
+    from etude.core.batch import Batch, DataBatch, num_samples, to_device
     from etude.core.clock import Clock, Control
-    from etude.core.errors import (
-        CheckpointError,
-        ConfigError,
-        DataError,
-        EtudeError,
-        RunFolderError,
-        TrainingError,
-    )
+    from etude.core.errors import CheckpointError, ConfigError, DataError, EtudeError, RunFolderError, TrainingError
     from etude.core.loader import BatchIterator, Loader
     from etude.core.model import HeadOutput
     from etude.core.report import StepReport
@@ -38,9 +31,6 @@ __all__ = [
     "Task",
     "Terms",
     "TrainingError",
-    "batch_labels",
-    "is_empty",
-    "map_tensors",
     "num_samples",
     "to_device",
 ]

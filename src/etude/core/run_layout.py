@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 OWN_FILES = frozenset(["config.yaml", "metrics.jsonl", "events.jsonl", "env.json", "result.json", ".lock"])
@@ -67,18 +66,17 @@ def output_problems(outputs: Iterable[tuple[str, str | Path]], run_dir: Path | N
     >>> output_problems([("csv_logger", "Config.YAML"), ("mine", "a.csv"), ("yours", "x/../a.csv")], Path("runs/1"))
     [('csv_logger', "Config.YAML is the run's own file"), ('yours', 'x/../a.csv is written by mine too')]
     """
-    base = _parts(run_dir) if run_dir is not None else None
     found: list[tuple[str, str]] = []
-    writers: dict[tuple[str, ...], str] = {}
+    writers: dict[str, str] = {}
+    base = os.path.realpath(run_dir).casefold() if run_dir is not None else "\0"
     for writer, name in outputs:
         target = (run_dir or Path()) / name
-        path = _parts(target)
-        inside = path[len(base) :] if base is not None and path[: len(base)] == base else None
-        if inside is not None and _is_own(inside):
+        path = os.path.realpath(target).casefold()
+        if path == base or (path.startswith(f"{base}{os.sep}") and _is_own(Path(path[len(base) + 1 :]).parts)):
             found.append((writer, f"{name or repr('')} is the run's own file"))
         elif path in writers:
             found.append((writer, f"{name} is written by {writers[path]} too"))
-        elif _is_special(target):
+        elif target.exists() and not target.is_file():  # replacing it would destroy it
             found.append((writer, f"{name} is there and is no regular file"))
         writers.setdefault(path, writer)
     return found
@@ -86,22 +84,8 @@ def output_problems(outputs: Iterable[tuple[str, str | Path]], run_dir: Path | N
 
 def _is_own(inside: tuple[str, ...]) -> bool:
     """Whether a path in the run folder, in small letters, is one that the run itself writes."""
-    if not inside or inside[0] in OWN_FILES or (inside[0].startswith(".") and inside[0].endswith(".tmp")):
+    if inside[0] in OWN_FILES or (inside[0].startswith(".") and inside[0].endswith(".tmp")):
         return True
     if inside[0] != CHECKPOINTS or len(inside) == 1:
         return inside[0] == CHECKPOINTS
     return is_made(inside[1]) or inside[1].startswith((".", "step-", "copy-of-"))  # other files may lie beside them
-
-
-def _is_special(path: Path) -> bool:
-    """Whether there is a folder, a device or a pipe of that name: replacing it would destroy it."""
-    try:
-        return path.exists() and not path.is_file()
-    except (OSError, ValueError):  # no file can have such a name; opening it says so
-        return False
-
-
-def _parts(path: Path) -> tuple[str, ...]:
-    with suppress(ValueError):  # no file can have such a name; opening it says so
-        path = Path(os.path.realpath(path))
-    return tuple(part.casefold() for part in path.parts)

@@ -12,7 +12,8 @@ from etude.core.batch import is_empty
 from etude.core.model import unwrap
 from etude.core.random import aside
 from etude.core.task import as_task, check_terms
-from etude.distributed import World, share_buffers
+from etude.distributed import World
+from etude.distributed.parallel import share_buffers
 from etude.engine.captured_evaluation import COUNT, SUM, CapturedEvaluation, EvaluationNumbers
 from etude.engine.explain import explained
 from etude.engine.precision import MixedPrecision

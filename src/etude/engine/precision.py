@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from etude.checkpoint import check_tensor
+from etude.checkpoint.trust import check_tensor
 from etude.core.errors import CheckpointError, ConfigError
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]

@@ -15,20 +15,10 @@ import torch
 from annotated_types import Ge, Lt, MinLen
 from torch import Tensor, nn
 
-from etude.checkpoint import (
-    Checkpoint,
-    CheckpointManager,
-    check_kind,
-    check_model_state,
-    check_optimizer,
-    errors_of,
-    load_model_state,
-    load_optimizer_state,
-    optimizer_state,
-    pack,
-    record_of,
-    unpack,
-)
+from etude.checkpoint import Checkpoint, CheckpointManager, check_kind, load_model_state, pack, record_of, unpack
+from etude.checkpoint.match import check_model_state
+from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state
+from etude.checkpoint.trust import errors_of
 from etude.core import CheckpointError, Clock, Task
 from etude.core.loader import StatefulLoader
 from etude.core.model import clean_state_dict

@@ -13,14 +13,13 @@ from etude.config import (
     apply_overrides,
     dump_yaml,
     find_config,
-    import_user_modules,
-    json_schema,
     lookup,
-    plain,
     read_config,
-    selections_in,
-    validate_document,
 )
+from etude.config.editor import json_schema
+from etude.config.imports import import_user_modules
+from etude.config.schema import validate_document
+from etude.config.selection import plain, selections_in
 from etude.config.signature import parameters_of
 from etude.core import ConfigError
 from etude.experiment.features import ROOM_OF, all_features, features_for, with_features, with_training_models

@@ -12,16 +12,17 @@ from shlex import quote
 from etude.checkpoint import (
     Checkpoint,
     CheckpointManager,
-    errors_of,
     find_checkpoints,
     load_model_state,
     newest_intact,
     read_checkpoint,
 )
+from etude.checkpoint.trust import errors_of
 from etude.core import CheckpointError, ConfigError, DataError, RunFolderError
 from etude.core.run_layout import folder_name
 from etude.core.spelling import shorten, suggest
-from etude.distributed import World, before_joining, failing_together, join_world, launcher, leave_world
+from etude.distributed import World, before_joining, join_world, launcher, leave_world
+from etude.distributed.world import failing_together
 from etude.experiment.build import build_data, build_trainer
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config
 from etude.monitor import RunFolder, default_run_dir

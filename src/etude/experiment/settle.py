@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from etude.config import Document, Problem, Selection, canonical_keys, config_error
+from etude.config import Document, Problem, Selection, config_error
 from etude.config.document import put_setting
+from etude.config.shapes import canonical_keys
 from etude.core import ConfigError
 from etude.core.run_layout import output_problems
 from etude.engine.callback import Callback

@@ -5,15 +5,8 @@ from typing import TYPE_CHECKING
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
-    from etude.losses.binary import (
-        BinaryLoss,
-        MultiLabelLoss,
-        binary_cross_entropy,
-        binary_cross_entropy_term,
-        multi_label_bce,
-        multi_label_bce_term,
-    )
-    from etude.losses.functional import accuracy_term, cross_entropy, cross_entropy_loss, cross_entropy_term, mean_of
+    from etude.losses.binary import BinaryLoss, MultiLabelLoss, binary_cross_entropy, multi_label_bce
+    from etude.losses.functional import cross_entropy, cross_entropy_loss, mean_of
     from etude.losses.language import LanguageModelingLoss, MaskedLanguageModelingLoss
     from etude.losses.linear import linear_cross_entropy, linear_cross_entropy_terms
     from etude.losses.strategies import (
@@ -24,14 +17,13 @@ if TYPE_CHECKING:
         VisionClassificationLoss,
         logits_of,
     )
-    from etude.losses.task import InferredLoss, SupervisedTask, as_strategy, infer_strategy
+    from etude.losses.task import SupervisedTask, as_strategy
     from etude.losses.wrapped import FunctionLoss
 
 __all__ = [
     "BinaryLoss",
     "ClassificationLoss",
     "FunctionLoss",
-    "InferredLoss",
     "LanguageModelingLoss",
     "LossStrategy",
     "MaskedLanguageModelingLoss",
@@ -40,20 +32,15 @@ __all__ = [
     "SupervisedTask",
     "TextClassificationLoss",
     "VisionClassificationLoss",
-    "accuracy_term",
     "as_strategy",
     "binary_cross_entropy",
-    "binary_cross_entropy_term",
     "cross_entropy",
     "cross_entropy_loss",
-    "cross_entropy_term",
-    "infer_strategy",
     "linear_cross_entropy",
     "linear_cross_entropy_terms",
     "logits_of",
     "mean_of",
     "multi_label_bce",
-    "multi_label_bce_term",
 ]
 
 __getattr__ = load_late(__name__, __file__)

@@ -48,20 +48,20 @@ def cross_entropy_term(
     """
     skip = NO_LABEL if ignore_index is None else ignore_index
     hard = not targets.is_floating_point()
-    if mask is not None and (mask.is_floating_point() or not hard):
-        return _weighted_term(logits, targets, mask, label_smoothing, skip, class_weights, class_dim)
-    if mask is not None:
+    weighs = mask is not None and (mask.is_floating_point() or not hard)
+    if mask is not None and hard:
         targets = mask_labels(targets, mask, skip)
     rows, labels, weights = _as_rows(logits, targets, class_weights, class_dim)
     all_count = not hard or (mask is None and ignore_index is None and weights is None)
     try:
+        if mask is not None and weighs:
+            losses = F.cross_entropy(rows, labels, weights, None, skip, None, "none", label_smoothing)
+            return _weighted_term(losses, targets, mask, skip, weights)
         if not all_count and label_smoothing == 0 and rows.dim() == 2 and labels.numel() <= EXACT_IN_FLOAT32:
             # The kernel adds up the weights of the labels that count: taking its sum saves two more.
             log_probs = torch.log_softmax(rows, 1)
             return LossTerm(*torch.ops.aten.nll_loss_forward.default(log_probs, labels, weights, REDUCE_SUM, skip))
-        total = F.cross_entropy(
-            rows, labels, weights, ignore_index=skip, reduction="sum", label_smoothing=label_smoothing
-        )
+        total = F.cross_entropy(rows, labels, weights, None, skip, None, "sum", label_smoothing)
     except (IndexError, RuntimeError, ValueError) as error:
         raise_explained(error, logits, targets, skip, weights, class_dim)
         raise
@@ -179,38 +179,19 @@ def _as_rows(
 
 
 def _weighted_term(
-    logits: Tensor,
-    targets: Tensor,
-    mask: Tensor,
-    label_smoothing: float,
-    ignore_index: int,
-    class_weights: Tensor | None,
-    class_dim: int,
+    losses: Tensor, targets: Tensor, mask: Tensor, ignore_index: int, class_weights: Tensor | None
 ) -> LossTerm:
-    """Cross entropy where every element has a weight of its own: one value per element, then a weighted sum."""
-    soft = targets.is_floating_point()
-    if soft:
-        check_shapes(logits, targets, class_dim)
-        if mask.shape != logits.select(class_dim, 0).shape:
-            raise TrainingError(
-                f"a mask of shape {tuple(mask.shape)} does not fit an output of shape {tuple(logits.shape)}"
-            )
-        counted = mask
-    else:
-        targets = mask_labels(targets, mask, ignore_index)
+    """Return the sum of losses where every element has a weight of its own, and the sum of the weights that count."""
+    if mask.numel() != losses.numel():
+        raise TrainingError(
+            f"a mask of shape {tuple(mask.shape)} does not fit labels of shape {tuple(targets.shape)}"
+        )
+    counted = mask
+    if not targets.is_floating_point():
         counted = mask * targets.ne(ignore_index)
-    rows, labels, weights = _as_rows(logits, targets, class_weights, class_dim)
-    try:
-        losses = F.cross_entropy(
-            rows, labels, weights, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
-        ).view(mask.shape)
-    except (IndexError, RuntimeError, ValueError) as error:
-        raise_explained(error, logits, targets, ignore_index, weights, class_dim)
-        raise
-    total = (losses * mask).sum()
-    if weights is not None and not soft:
-        counted = counted * label_weights(targets, weights, ignore_index)
-    return LossTerm(total, counted.sum())
+        if class_weights is not None:
+            counted = counted * label_weights(targets, class_weights, ignore_index)
+    return LossTerm((losses.view(mask.shape) * mask).sum(), counted.sum())
 
 
 def count_labels(targets: Tensor, ignore_index: int | None, class_weights: Tensor | None = None) -> Tensor | float:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
-    from etude.models.features import Features, Trunk, feature_dim
+    from etude.models.features import Features, feature_dim
     from etude.models.huggingface import huggingface_causal_lm
     from etude.models.lenet5 import LeNet5
     from etude.models.mlp import MLP
@@ -18,7 +18,6 @@ __all__ = [
     "Features",
     "LeNet5",
     "TextClassifier",
-    "Trunk",
     "feature_dim",
     "huggingface_causal_lm",
 ]

@@ -6,17 +6,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from etude.config import (
-    Document,
-    Feature,
-    Problem,
-    RunDraft,
-    SectionModel,
-    SectionSpec,
-    Selection,
-    config_error,
-    selections_in,
-)
+from etude.config import Document, Feature, Problem, RunDraft, SectionModel, SectionSpec, Selection, config_error
+from etude.config.selection import selections_in
 from etude.core import ConfigError, DataError
 from etude.data import DataSplits
 from etude.engine.callback import Callback

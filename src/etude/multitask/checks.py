@@ -3,15 +3,8 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from etude.config import (
-    Document,
-    Problem,
-    Selection,
-    build_selection,
-    config_error,
-    names,
-    select_component,
-)
+from etude.config import Document, Problem, Selection, build_selection, config_error, names
+from etude.config.schema import select_component
 from etude.core import ConfigError
 from etude.core.spelling import listed, suggest
 from etude.multitask.curriculum import ALL, DEFAULT_PHASES, Curriculum, Phase

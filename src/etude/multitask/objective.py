@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from etude.core import Batch, ConfigError, Task, Terms, TrainingError
 from etude.core.batch import STREAM, JointBatch, is_empty
 from etude.core.task import LossTerm
-from etude.distributed import World, idle_output, local_gradients
+from etude.distributed import World
+from etude.distributed.parallel import idle_output, local_gradients
 from etude.engine.callback import CallbackList
 from etude.engine.objective import Counts, Objective, ObjectiveParts
 from etude.multitask.gradients import LOSS, TaskGradientWatcher, TaskRows, shared_model

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from etude.config import Section, SectionModel, Selection, SuppliedSection
+from etude.config import Section, SectionModel, Selection
+from etude.config.selection import SuppliedSection
 from etude.multitask.curriculum import Phase
 
 Head = Annotated[Any, SuppliedSection("head", frozenset({"in_features", "vocab_size"}))]

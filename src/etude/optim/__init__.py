@@ -7,8 +7,8 @@ from etude.lazy import load_late
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import CosineAnnealingLR
 
-    from etude.optim.clipping import clip_gradients, clip_gradients_by_value, clip_to_norm, global_norm, tensor_norms
-    from etude.optim.optimizers import SGD, Adam, AdamW, RMSprop, choose_kernel, decay_groups, get_lr, set_lr
+    from etude.optim.clipping import clip_gradients, clip_gradients_by_value, global_norm
+    from etude.optim.optimizers import SGD, Adam, AdamW, RMSprop, decay_groups, get_lr, set_lr
     from etude.optim.schedules import (
         Schedule,
         constant,
@@ -35,10 +35,8 @@ __all__ = [
     "CosineAnnealingLR",
     "RMSprop",
     "Schedule",
-    "choose_kernel",
     "clip_gradients",
     "clip_gradients_by_value",
-    "clip_to_norm",
     "constant",
     "cosine",
     "cosine_restarts",
@@ -56,7 +54,6 @@ __all__ = [
     "sequence",
     "set_lr",
     "step_decay",
-    "tensor_norms",
     "warmup",
     "warmup_cosine",
 ]

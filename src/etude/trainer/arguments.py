@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from etude.config import build_component, canonical_keys, validate_section
+from etude.config import build_component
+from etude.config.schema import validate_section
+from etude.config.shapes import canonical_keys
 from etude.core import ConfigError, Task
 from etude.core.arguments import as_whole
 from etude.core.spelling import did_you_mean

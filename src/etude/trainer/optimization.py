@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from etude.callbacks import LRSchedule
-from etude.config import build_selection, select_component
+from etude.config import build_selection
+from etude.config.schema import select_component
 from etude.config.signature import parameters_of
 from etude.core import ConfigError, Task, TrainingError
-from etude.distributed import wrap_data_parallel
+from etude.distributed.parallel import wrap_data_parallel
 from etude.engine.callback import Callback
 from etude.engine.capture import Capture
 from etude.engine.captured_evaluation import CapturedEvaluation

@@ -9,16 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from etude.callbacks import ProgressDisplay, RunRecorder
-from etude.checkpoint import (
-    Checkpoint,
-    CheckpointManager,
-    errors_of,
-    find_checkpoints,
-    is_intact,
-    locate_checkpoint,
-    read_checkpoint,
-)
-from etude.config import dump_yaml, plain
+from etude.checkpoint import Checkpoint, CheckpointManager, find_checkpoints, locate_checkpoint, read_checkpoint
+from etude.checkpoint.store import is_intact
+from etude.checkpoint.trust import errors_of
+from etude.config import dump_yaml
+from etude.config.selection import plain
 from etude.core import Clock, ConfigError, RunFolderError
 from etude.core.run_layout import folder_name
 from etude.engine.callback import Callback, CallbackList

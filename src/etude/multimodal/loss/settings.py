@@ -4,7 +4,8 @@ import inspect
 from functools import cache
 from typing import Any
 
-from etude.config import Document, Problem, SectionModel, config_error, validate_section
+from etude.config import Document, Problem, SectionModel, config_error
+from etude.config.schema import validate_section
 from etude.config.signature import make_model, parameters_of
 from etude.multimodal.loss.strategy import ALIASES, MeaningfulLoss, Weight
 from etude.multimodal.loss.terms import SHORT_NAMES

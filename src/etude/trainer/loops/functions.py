@@ -25,7 +25,7 @@ from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses.functional import IGNORE_INDEX, accuracy_term, count_labels
 from etude.metrics import TrainingMetrics
-from etude.optim import clip_to_norm, global_norm
+from etude.optim.clipping import clip_to_norm, global_norm
 
 logger = logging.getLogger("etude")
 
