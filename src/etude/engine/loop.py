@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from etude.core import Batch, Control, DataError, Loader
-from etude.engine.callback import CallbackList
 from etude.engine.meter import measure
 from etude.engine.state import Saver, TrainState
 from etude.engine.step import GradientAccumulator, Step
@@ -45,7 +44,6 @@ class Loop:
         *,
         learning_rate: LearningRate,
         accumulator: GradientAccumulator | None = None,
-        callbacks: CallbackList | None = None,
         validate: Callable[[], dict[str, float]] | None = None,
         saver: Saver | None = None,
         interrupts: Interrupts | None = None,
@@ -58,7 +56,7 @@ class Loop:
         self.plan = plan
         self.learning_rate = learning_rate
         self.accumulator = accumulator if accumulator is not None else GradientAccumulator()
-        self.callbacks = callbacks if callbacks is not None else CallbackList()
+        self.callbacks = state.callbacks
         self.control: Control = self.callbacks.control
         self.validate = validate
         self.saver = saver

@@ -241,7 +241,6 @@ class Trainer:
             plan,
             learning_rate=self.learning_rate,
             accumulator=self.loaders.accumulator,
-            callbacks=self.callbacks,
             validate=self.evaluate if self.loaders.validation is not None else None,
             saver=self.output.saver(self.state, config, self.meta),
             interrupts=interrupts,

@@ -135,13 +135,8 @@ class EngineLoop(EpochLoop):
 
     def _run(self, number: int, epoch: Epoch) -> dict[str, float]:
         """Run one epoch of the engine's loop and return its numbers."""
-        step, loaders, callbacks, machine, rate = (
-            epoch.step,
-            epoch.loaders,
-            epoch.callbacks,
-            epoch.machine,
-            epoch.rate,
-        )
+        step, loaders, machine, rate = epoch.step, epoch.loaders, epoch.machine, epoch.rate
+        callbacks = epoch.callbacks
         assert loaders.train is not None
         has_schedule = rate.schedule is not None
         callbacks.bind(RunParts(epoch.model, step.task, *loaders.sources, rate, has_schedule=has_schedule))
@@ -168,7 +163,6 @@ class EngineLoop(EpochLoop):
                 plan,
                 learning_rate=rate,
                 accumulator=self.accumulator,
-                callbacks=callbacks,
                 validate=validate,
                 saver=saver,
                 interrupts=interrupts,

@@ -1,6 +1,6 @@
 """What the loops by epochs have in common: stopping, the end of a run, saved states, and a line for the epoch."""
 
-import os
+import contextlib
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Self, TextIO
 
 from etude.callbacks import EarlyStopping, LRSchedule, ModelCheckpoint, ProgressDisplay
+from etude.callbacks.progress import is_terminal
 from etude.core import CheckpointError, ConfigError, Control, StepReport
 from etude.engine.callback import Callback, Logs, RunInfo
 
@@ -64,15 +65,16 @@ def wants_progress(progress: bool | None, callbacks: Iterable[Callback]) -> bool
     """Return whether a line is to be shown: if asked for, or on a terminal where no display is among the callbacks."""
     if progress is not None:
         return progress
-    return _is_terminal(sys.stdout) and not any(isinstance(one, ProgressDisplay) for one in callbacks)
+    return is_terminal(sys.stdout) and not any(isinstance(one, ProgressDisplay) for one in callbacks)
 
 
-class ProgressLine:
-    """Shows a label, a count and a few numbers: redrawn in place on a terminal, once at the end elsewhere."""
+class EpochProgress(Callback):
+    """A line for the epoch under way: redrawn in place on a terminal, written once at its end elsewhere."""
 
     def __init__(self, progress: bool | None = None, stream: TextIO | None = None) -> None:
         """`progress` True writes a line of every epoch also where the output is not a terminal."""
-        self._given = stream
+        super().__init__()
+        self._stream = stream
         self._writes_always = bool(progress)
         self._label = self._words = ""
         self._total: int | None = None
@@ -80,7 +82,7 @@ class ProgressLine:
         self._began = self._due = 0.0
 
     def begin(self, label: str, total: int | None) -> None:
-        """Begin a new line of `total` steps; None if that is not known."""
+        """Begin a line of `total` steps; None if that is not known."""
         self._label, self._total, self._count, self._words = label, total, 0, ""
         self._began = time.perf_counter()
         self._due = self._began + REFRESH_S
@@ -90,40 +92,20 @@ class ProgressLine:
         self._count += 1
         if (now := time.perf_counter()) >= self._due:
             self._due = now + REFRESH_S
-            self._draw("\r")
+            self.draw()
 
-    def show(self, numbers: Logs) -> None:
-        """Take numbers that have been read anyway."""
-        names = ("loss", "accuracy", "lr")
-        self._words = "".join(f"  {name} {numbers[name]:.4g}" for name in names if name in numbers)
-
-    def end(self) -> None:
-        """Draw the line a last time and leave it."""
-        self._draw("\n")
-
-    def _draw(self, end: str) -> None:
-        stream = self._given if self._given is not None else sys.stdout
-        terminal = _is_terminal(stream)
-        if not terminal and (end == "\r" or not self._writes_always):
+    def draw(self, end: str = "") -> None:
+        """Draw the line; with an `end` it stays."""
+        stream = self._stream if self._stream is not None else sys.stdout
+        terminal = is_terminal(stream)
+        if not terminal and not (end and self._writes_always):
             return
         total = "" if self._total is None else f"/{self._total}"
         seconds = time.perf_counter() - self._began
-        text = f"{self._label}  {self._count}{total}{self._words}  {seconds:.1f} s"
         erase = "\r\x1b[2K" if terminal else ""
-        try:
-            stream.write(erase + text + ("" if end == "\r" else end))
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe costs the line, not the run
+            stream.write(f"{erase}{self._label}  {self._count}{total}{self._words}  {seconds:.1f} s{end}")
             stream.flush()
-        except (OSError, ValueError):  # a closed pipe costs the line, not the run
-            pass
-
-
-class EpochProgress(Callback):
-    """Shows the epoch under way by a `ProgressLine`."""
-
-    def __init__(self, progress: bool | None = None, stream: TextIO | None = None) -> None:
-        super().__init__()
-        self._line = ProgressLine(progress, stream)
-        self._total: int | None = None
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Learn how many steps an epoch has."""
@@ -131,25 +113,22 @@ class EpochProgress(Callback):
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Begin a line."""
-        self._line.begin(f"epoch {epoch + 1}", self._total)
+        self.begin(f"epoch {epoch + 1}", self._total)
 
     def on_step_end(self, report: StepReport) -> None:  # noqa: ARG002 - hook signature
         """Count."""
-        self._line.advance()
+        self.advance()
 
     def on_log(self, record: Logs) -> None:
-        """Take the numbers of a log point."""
-        self._line.show(record)
+        """Take numbers that have been read anyway."""
+        names = ("loss", "accuracy", "lr")
+        self._words = "".join(f"  {name} {record[name]:.4g}" for name in names if name in record)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:  # noqa: ARG002 - hook signature
         """Leave the line with the numbers of the epoch."""
-        self._line.show(logs)
-        self._line.end()
+        self.on_log(logs)
+        self.draw("\n")
 
     def on_exception(self, error: BaseException) -> None:  # noqa: ARG002 - hook signature
         """Leave the line as it is."""
-        self._line.end()
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    return not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.draw("\n")

@@ -14,7 +14,7 @@ from etude.losses import LossStrategy
 from etude.trainer.arguments import as_callbacks, check_model, plain_task
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders, num_batches
-from etude.trainer.loops.epoch import EpochLoop, ProgressLine, check_keys, wants_progress
+from etude.trainer.loops.epoch import EpochLoop, EpochProgress, check_keys, wants_progress
 from etude.trainer.loops.results import EpochResult, cross_entropy_of, epoch_result
 from etude.trainer.machine import Machine
 
@@ -47,7 +47,7 @@ class ValidationLoop(EpochLoop):
                 name = type(callback).__name__
                 raise ConfigError(f"{name} acts in training steps, and validation has none; give it to TrainingLoop")
         self.clock = Clock()
-        self._line = ProgressLine(progress) if wants_progress(progress, self.callbacks) else None
+        self._line = EpochProgress(progress) if wants_progress(progress, self.callbacks) else None
         self._measures: nn.Module | None = None
         self._logs: dict[str, float] = {}
 
@@ -109,7 +109,7 @@ class ValidationLoop(EpochLoop):
 class _Counting:
     """A loader that remembers how many samples and tokens its last epoch had, and shows how far it is."""
 
-    def __init__(self, loader: Any, line: ProgressLine | None, label: str) -> None:
+    def __init__(self, loader: Any, line: EpochProgress | None, label: str) -> None:
         self.loader = loader
         self.batches: Any = None
         self.tokens: Tensor | int = 0
@@ -137,7 +137,7 @@ class _Counting:
         finally:
             self.batches.close()
             if line is not None:
-                line.end()
+                line.draw("\n")
 
     @property
     def samples(self) -> int:
