@@ -169,8 +169,6 @@ MISUSES = {
     "a device that is none": ({"device": "gpu"}, "device"),
     "an object as device": ({"device": object()}, "device"),
     "a number as folder": ({"output_dir": 3}, "output_dir"),
-    "a number as name": ({"name": 3}, "name"),
-    "text as meta": ({"meta": "mine"}, "meta"),
     "epochs as text": ({"num_epochs": "3"}, "num_epochs"),
     "negative epochs": ({"num_epochs": -1}, "num_epochs"),
     "no epochs": ({"num_epochs": 0}, "num_epochs"),
@@ -180,7 +178,6 @@ MISUSES = {
     "float64 validation": ({"val_loader": (X.double(), Y)}, "float64"),
     "curriculum number": ({"curriculum": 3}, "curriculum.*Phase.*3"),
     "curriculum name": ({"curriculum": "default"}, "curriculum.*Phase.*default"),
-    "whole_config": ({"whole_config": 3}, "whole_config.*3"),
     "task of two arguments": ({"task": lambda model, batch: {}}, "task.*metrics"),
     "loss as task": ({"task": nn.CrossEntropyLoss()}, "task.*metrics"),
 }

@@ -29,22 +29,19 @@ LossLike = LossStrategy | nn.Module | Callable[..., Any] | Section | None
 CallbacksLike = Callback | Section | Iterable[Callback | Section]
 
 
+def expect(argument: str, value: Any, fits: bool, wanted: str) -> None:
+    """Raise ConfigError unless an argument fits; a class in the place of an object is named as such."""
+    if isinstance(value, type):
+        raise ConfigError(f"{argument} is the class {value.__name__}; give an object of it: {value.__name__}(…)")
+    if not fits:
+        found = "None" if value is None else f"{type(value).__name__} {value!r:.60}".replace("\n", " ")
+        raise ConfigError(f"{argument} must be {wanted}, found {found}")
+
+
 def check_model(model: Any) -> nn.Module:
     """Return the model; raise ConfigError if it is no module."""
-    if isinstance(model, nn.Module):
-        return model
-    refuse_class("model", model)
-    raise ConfigError(f"model must be a torch.nn.Module, found {kind_of(model)}")
-
-
-def check_names(model: Any, name: Any, meta: Any, whole_config: Any = None) -> None:
-    """Raise ConfigError unless `model` is a module, `name` text, and `meta` and `whole_config` mappings."""
-    check_model(model)
-    if not isinstance(name, str):
-        raise ConfigError(f"name must be text, found {kind_of(name)}")
-    for argument, value in (("meta", meta), ("whole_config", whole_config)):
-        if value is not None and not isinstance(value, Mapping):
-            raise ConfigError(f"{argument} must be a mapping, found {kind_of(value)}")
+    expect("model", model, isinstance(model, nn.Module), "a torch.nn.Module")
+    return model  # type: ignore[no-any-return]
 
 
 def as_config(
@@ -55,17 +52,13 @@ def as_config(
     compile_model: bool | None,
 ) -> TrainerConfig:
     """Return the config as a `TrainerConfig`, with what the `Trainer` was given beside it."""
-    if config is not None and not isinstance(config, (TrainerConfig, Mapping)):
-        raise ConfigError(
-            f"config must be a TrainerConfig or a mapping of its keys, found {type(config).__name__}; "
-            f"load_config reads a file, and its `.training` is one"
-        )
+    fits = config is None or isinstance(config, (TrainerConfig, Mapping))
+    expect("config", config, fits, "a TrainerConfig (`load_config(path).training` is one) or a mapping of its keys")
     if not isinstance(config, TrainerConfig):
         data = canonical_keys(dict(config or {}), TRAINING_ALIASES, "training", None)
         config = validate_section(TrainerConfig, data, path="training", document=None)
     for name, value in (("use_amp", use_amp), ("compile_model", compile_model)):
-        if not isinstance(value, bool | None):
-            raise ConfigError(f"{name} must be True, False or None, found {value!r}")
+        expect(name, value, isinstance(value, bool | None), "True, False or None")
     changes: dict[str, Any] = {}
     if device is not None:
         changes["device"] = str(device)
@@ -84,11 +77,7 @@ def as_loss(loss: Any) -> Any:
         return loss
     if isinstance(loss, (str, Mapping)):
         return build_named("loss", loss, "loss")
-    refuse_class("loss", loss)
-    if not callable(loss):
-        raise ConfigError(
-            f"loss must be a torch loss, a function of (predictions, labels) or a name, not {kind_of(loss)}"
-        )
+    expect("loss", loss, callable(loss), "a torch loss, a function of (predictions, labels) or a name")
     return loss
 
 
@@ -148,18 +137,14 @@ def as_callbacks(callbacks: Any, curriculum: Any = None) -> list[Callback]:
 def _as_callback(callback: Any, place: int) -> Callback:
     if isinstance(callback, (str, Mapping)):
         callback = build_named("callback", callback, f"callbacks.{place}")
-    refuse_class("callbacks", callback)
-    if not isinstance(callback, Callback):
-        raise ConfigError(f"callbacks must be of class etude.Callback or names of such, found {kind_of(callback)}")
-    return callback
+    expect("callbacks", callback, isinstance(callback, Callback), "of class etude.Callback or names of such")
+    return callback  # type: ignore[no-any-return]
 
 
 def check_functions(**functions: Any) -> None:
     """Raise ConfigError for a function that cannot be called."""
     for name, function in functions.items():
-        refuse_class(name, function)
-        if not callable(function):
-            raise ConfigError(f"{name} must be a function, found {kind_of(function)}")
+        expect(name, function, callable(function), "a function")
 
 
 def as_epochs(num_epochs: Any) -> int:
@@ -170,14 +155,3 @@ def as_epochs(num_epochs: Any) -> int:
 def build_named(kind: str, section: Section, path: str, **provided: Any) -> Any:
     """Return the registered component that a section names."""
     return build_component(kind, section, path=path, provided=provided)
-
-
-def refuse_class(argument: str, value: Any) -> None:
-    """Raise ConfigError for a class where an object of it is meant."""
-    if isinstance(value, type):
-        raise ConfigError(f"{argument} is the class {value.__name__}; give an object of it: {value.__name__}(…)")
-
-
-def kind_of(value: Any) -> str:
-    """Return what a value is, for messages."""
-    return "None" if value is None else f"{type(value).__name__} {value!r:.60}".replace("\n", " ")

@@ -24,7 +24,7 @@ from etude.engine.step import Step
 from etude.engine.update import LearningRate, Updater
 from etude.optim import AdamW, Schedule
 from etude.optim.eager import without_compiler
-from etude.trainer.arguments import Section, build_named, kind_of, refuse_class
+from etude.trainer.arguments import Section, build_named, expect
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine, making_model
@@ -162,19 +162,14 @@ def optimizer_factory(optimizer: Any, settings: Mapping[str, Any]) -> Callable[[
         section = {**{key: value for key, value in settings.items() if key not in own}, **section}
         return lambda params: build_named("optimizer", section, "optimizer", params=params)
     is_class = isinstance(optimizer, type)
-    if not callable(optimizer) or (is_class and not issubclass(optimizer, torch.optim.Optimizer)):
-        raise ConfigError(
-            f"optimizer must be an optimizer, a function of the parameters that makes one, or a name such as 'adamw', "
-            f"found {kind_of(optimizer)}"
-        )
+    if not (is_class and issubclass(optimizer, torch.optim.Optimizer)):
+        expect("optimizer", optimizer, callable(optimizer), "an optimizer, a function that makes one, or a name")
 
     def make(params: Any) -> torch.optim.Optimizer:
         try:
             made = optimizer(params, **(settings if is_class else {}))
         except TypeError as error:
             raise ConfigError(f"optimizer cannot be made from the parameters: {error}") from error
-        if not isinstance(made, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer, a function, must return a torch optimizer, and returned {kind_of(made)}")
         return made
 
     return make
@@ -182,9 +177,7 @@ def optimizer_factory(optimizer: Any, settings: Mapping[str, Any]) -> Callable[[
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Raise ConfigError for what is no optimizer or computes the loss again, TrainingError for one of another model."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        refuse_class("optimizer", optimizer)
-        raise ConfigError(f"optimizer must be a torch optimizer, found {kind_of(optimizer)}")
+    expect("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "or make a torch optimizer")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
         raise ConfigError(
@@ -200,17 +193,11 @@ def check_scheduler(scheduler: Any) -> None:
     """Raise ConfigError for a scheduler that is neither a function of the step nor one of torch."""
     if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         return
-    refuse_class("scheduler", scheduler.func if isinstance(scheduler, functools.partial) else scheduler)
-    if callable(getattr(scheduler, "step_update", None)):
-        raise ConfigError(
-            f"scheduler {type(scheduler).__name__} has the interface of timm, which is driven by hand; give a function "
-            f"of the step such as etude.optim.warmup_cosine(total_steps, warmup_steps), or a torch scheduler"
-        )
-    if not callable(scheduler):
-        raise ConfigError(
-            f"scheduler must be a function of the step, a torch scheduler or a name such as 'cosine', "
-            f"found {kind_of(scheduler)}"
-        )
+    made = scheduler.func if isinstance(scheduler, functools.partial) else scheduler
+    is_function = callable(scheduler) and not callable(
+        getattr(scheduler, "step_update", None)
+    )  # timm's are no functions
+    expect("scheduler", made, is_function, "a function of the step, a torch scheduler or a name such as 'cosine'")
 
 
 # ------------------------------------------------------------------------------------------------ learning rate

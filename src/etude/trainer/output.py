@@ -19,6 +19,7 @@ from etude.core.run_layout import folder_name
 from etude.engine.callback import Callback, CallbackList
 from etude.engine.state import Saver, TrainState
 from etude.monitor import FINISHED, RunFolder
+from etude.trainer.arguments import expect
 from etude.trainer.config import TrainerConfig
 from etude.trainer.machine import Machine
 
@@ -226,8 +227,7 @@ class Output:
 def _check_switches(output_dir: Any, config: TrainerConfig, overwrite: Any, resume: Any) -> None:
     """Raise ConfigError for what contradicts."""
     for name, value in (("overwrite", overwrite), ("resume", resume)):
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} is {value!r}; it must be True or False")
+        expect(name, value, isinstance(value, bool), "True or False")
     if overwrite and resume:
         raise ConfigError("overwrite=True removes the run in output_dir and resume=True goes on with it: keep one")
     if output_dir is None and (overwrite or resume):
@@ -248,6 +248,5 @@ def _warn_of_ignored(output_dir: Any, config: TrainerConfig) -> None:
 def _as_folder(output_dir: Any, checkpoint_dir: str | None) -> RunFolder | None:
     if output_dir is None or isinstance(output_dir, RunFolder):
         return output_dir
-    if not isinstance(output_dir, (str, os.PathLike)):
-        raise ConfigError(f"output_dir must be a path, found {type(output_dir).__name__}")
+    expect("output_dir", output_dir, isinstance(output_dir, (str, os.PathLike)), "a path")
     return RunFolder.ensure(Path(output_dir), checkpoint_dir)

@@ -22,7 +22,7 @@ from etude.trainer.arguments import (
     as_callbacks,
     as_config,
     as_epochs,
-    check_names,
+    check_model,
     make_task,
 )
 from etude.trainer.loaders import Loaders
@@ -106,8 +106,7 @@ class Trainer:
                 with the settings of `config.meaningful_loss`; `edges` are those of the bins of scalars, by modality;
                 `use_ce=False` leaves out its cross entropy.
         """
-        check_names(model, name, meta, whole_config)
-        self.model = model
+        self.model = check_model(model)
         self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
         self.machine = Machine.from_config(self.config, world)
         self.task = make_task(loss, task, self.config, modalities, of=type(self))
