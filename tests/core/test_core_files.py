@@ -203,11 +203,11 @@ def test_a_file_system_that_cannot_sync_folders_is_no_reason_to_fail(tmp_path, m
 
 def test_a_lock_is_held_once_and_says_by_whom(tmp_path):
     path = tmp_path / ".lock"
-    with FolderLock(path, "one"), pytest.raises(LockHeld) as held, FolderLock(path, "two"):
+    with FolderLock(path), pytest.raises(LockHeld) as held, FolderLock(path):
         pytest.fail("entered twice")
     assert held.value.holder == str(os.getpid())
-    with FolderLock(path, "three") as lock:
-        assert lock.last_holder == f"{os.getpid()} one"
+    with FolderLock(path):
+        assert path.read_text().split() == [str(os.getpid())]
 
 
 def test_a_lock_that_waits_is_entered_by_one_after_the_other(tmp_path):

@@ -154,15 +154,13 @@ class LockHeld(Exception):
 class FolderLock:
     """Holds a lock file while it is entered; entering raises LockHeld if somebody else does, unless it may `wait`.
 
-    The file names process and `owner`. With `keep` it stays behind and says who was last; without, it is removed.
+    The file names the process. With `keep` it stays behind; without, it is removed.
     Where the system or the file system has no locks, entering always succeeds: working there beats refusing to.
     """
 
-    def __init__(self, path: Path, owner: str = "", *, wait: bool = False, keep: bool = True) -> None:
+    def __init__(self, path: Path, *, wait: bool = False, keep: bool = True) -> None:
         self.path = path
-        self.owner, self.wait, self.keep = owner, wait, keep
-        self.last_holder = ""
-        """What the file said before: process and owner of the last lock; nothing if there was none."""
+        self.wait, self.keep = wait, keep
         self._descriptor: int | None = None
 
     def __enter__(self) -> "FolderLock":
@@ -173,11 +171,10 @@ class FolderLock:
             descriptor = self._open()
         self._descriptor = descriptor
         _HELD.add(descriptor)
-        self.last_holder = _content(descriptor)
         with contextlib.suppress(OSError):  # a full disk: an empty file is read as "nobody"
             os.ftruncate(descriptor, 0)
             os.lseek(descriptor, 0, os.SEEK_SET)
-            os.write(descriptor, f"{os.getpid()} {self.owner}".rstrip().encode() + b"\n")
+            os.write(descriptor, f"{os.getpid()}\n".encode())
         return self
 
     def __exit__(

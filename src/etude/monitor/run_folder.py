@@ -167,18 +167,17 @@ class RunFolder:
         return self.metrics_path.exists() and any(_step(record) > 0 for record in self.read_metrics())
 
     @contextmanager
-    def lock(self, owner: str = "") -> Iterator[str]:
+    def lock(self) -> Iterator[None]:
         """Hold the folder for this process; raises RunFolderError if another one has it, or it cannot be written.
 
-        Yields who held it last, process and `owner`. The lock is freed when the block ends or the process dies, also
-        by `kill -9`.
+        The lock is freed when the block ends or the process dies, also by `kill -9`.
         """
         for name in sorted(OWN_FILES):
             if problem := _problem_of(self.path / name):
                 raise RunFolderError(f"{self.path / name} is in the way: {problem}; remove it, or move it elsewhere")
         with ExitStack() as stack:
             try:
-                lock = stack.enter_context(FolderLock(self.lock_path, owner))
+                stack.enter_context(FolderLock(self.lock_path))
             except LockHeld as held:
                 raise RunFolderError(
                     f"run folder {self.path} is in use by process {held.holder}; wait until it ends, stop it, "
@@ -191,7 +190,7 @@ class RunFolder:
                 ) from error
             self.is_held = True
             try:
-                yield lock.last_holder
+                yield
             finally:
                 self.is_held = False
 

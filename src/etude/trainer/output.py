@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,9 +69,6 @@ class Output:
         self._whole_config = None if whole_config is None else dict(whole_config)
         self._overwrite = overwrite
         self._goes_on = resume
-        self._owner = secrets.token_hex(8)
-        self._last_holder: str | None = None
-        """Who must have held the folder last if its run is still ours; None if that may be anybody."""
         display = ProgressDisplay() if progress is True else progress or None
         self._display = display if self._world.is_main else None
         recorder = RunRecorder(self.folder) if self.folder is not None and self._world.is_main else None
@@ -141,23 +137,18 @@ class Output:
 
     def _take(self, folder: RunFolder, stack: contextlib.ExitStack, clock: Clock, config: TrainerConfig) -> None:
         if not folder.is_held:
-            before = stack.enter_context(folder.lock(self._owner))
-            self._claim(folder, before, clock.step)
-            self._goes_on, self._last_holder = True, self._owner
+            stack.enter_context(folder.lock())
+            self._claim(folder, clock.step)
+            self._goes_on = True
         if self._whole_config is not None or not folder.is_rebuildable:  # else the file says more than Python knows
             folder.write_config(self._described(config), rebuildable=self._whole_config is not None)
         if clock.step == 0 or not folder.environment_path.exists():
             folder.write_environment(self._machine.device)
 
-    def _claim(self, folder: RunFolder, before: str, step: int) -> None:
-        """Take the folder for this run; raise RunFolderError if it is another one's. `before` held it last."""
+    def _claim(self, folder: RunFolder, step: int) -> None:
+        """Take the folder for this run; raise RunFolderError if it is another one's."""
         folder.claim_checkpoints(new=not self._goes_on)
         if self._goes_on:
-            if before and self._last_holder is not None and self._last_holder not in before:
-                raise RunFolderError(
-                    f"{self.path} has been written by another run since this one trained; "
-                    f"load_checkpoint({str(self.path)!r}) goes on with that, another output_dir leaves it alone"
-                )
             self._refuse_newer(folder, step)
         elif self._overwrite:
             folder.remove_run()
@@ -209,7 +200,7 @@ class Output:
         """Note that the trainer goes on from a checkpoint: if it is one of this folder, so does the folder's run."""
         self.is_resumed, self._came_from, self.metrics = True, checkpoint, dict(metrics)
         if self._holds(checkpoint):
-            self._goes_on, self._last_holder = True, None
+            self._goes_on = True
 
     def _holds(self, checkpoint: Path) -> bool:
         return self.folder is not None and checkpoint.resolve().parent == self.folder.checkpoints_path.resolve()
