@@ -53,9 +53,8 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
 
 
-@contextlib.contextmanager
-def _imports_that_stay() -> Iterator[None]:
-    """Import torch in this context: Python does not look for garbage in what was imported, neither now nor at the exit.
+def _load(name: str) -> Any:
+    """Return a name of `etude.experiment`. It imports torch; Python does not look for garbage in that, even at exit.
 
     That is most of the time that an exit takes. In a process that has torch already nothing is done: it holds more.
     """
@@ -63,18 +62,13 @@ def _imports_that_stay() -> Iterator[None]:
     if alone:
         gc.disable()
     try:
-        yield
+        import etude.experiment
+
+        return getattr(etude.experiment, name)
     finally:
         if alone:
             gc.freeze()
             gc.enable()
-
-
-def _make_runner() -> Any:
-    with _imports_that_stay():
-        from etude.experiment import ExperimentRunner
-
-    return ExperimentRunner()
 
 
 app = typer.Typer(
@@ -85,7 +79,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"obj": _make_runner},
+    context_settings={"obj": lambda: _load("ExperimentRunner")()},
 )
 config_app = typer.Typer(help="Look at, check and describe experiment configs.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
@@ -112,20 +106,16 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train an experiment in a new run folder."""
-    with _imports_that_stay():
-        from etude.experiment import train_experiment
-
-    outcome = train_experiment(experiment, overrides or [], run_dir=run_dir, overwrite=overwrite, progress=not quiet)
+    outcome = _load("train_experiment")(
+        experiment, overrides or [], run_dir=run_dir, overwrite=overwrite, progress=not quiet
+    )
     _conclude(outcome)
 
 
 @app.command()
 def resume(run_dir: RunDir, overrides: Overrides = None, quiet: Quiet = False) -> None:
     """Go on with a run from its newest intact checkpoint."""
-    with _imports_that_stay():
-        from etude.experiment import resume_run
-
-    _conclude(resume_run(run_dir, overrides or [], progress=not quiet))
+    _conclude(_load("resume_run")(run_dir, overrides or [], progress=not quiet))
 
 
 @app.command()
@@ -135,10 +125,7 @@ def evaluate(
     checkpoint: Annotated[str, typer.Option(help="best, last or a step number.")] = "best",
 ) -> None:
     """Evaluate a checkpoint of a run."""
-    with _imports_that_stay():
-        from etude.experiment import evaluate_run
-
-    path, metrics = evaluate_run(run_dir, split=split, which=checkpoint)
+    path, metrics = _load("evaluate_run")(run_dir, split=split, which=checkpoint)
     if _is_main():
         print(f"{path} on the {split} split:")
         _print_metrics(metrics)
@@ -177,13 +164,10 @@ def new(
         raise typer.BadParameter(
             "it names a column of the data: give the data too, with --from", param_hint="--target"
         )
-    with _imports_that_stay():
-        from etude.experiment import new_experiment, new_experiment_from
-
     if data is None:
-        folder = new_experiment(name, root)
+        folder = _load("new_experiment")(name, root)
     else:
-        folder, words = new_experiment_from(name, data, root, target)
+        folder, words = _load("new_experiment_from")(name, data, root, target)
         print("\n".join(words))
     print(f"made {folder}; train it with: etude train {name}/baseline")
 
@@ -194,20 +178,14 @@ app.command()(tokenize)
 @config_app.command("show")
 def config_show(experiment: Experiment, overrides: Overrides = None) -> None:
     """Print the whole resolved config, defaults included, as YAML."""
-    with _imports_that_stay():
-        from etude.experiment import load_experiment_config
-
-    print(load_experiment_config(experiment, overrides=overrides or []).to_yaml(), end="")
+    print(_load("load_experiment_config")(experiment, overrides=overrides or []).to_yaml(), end="")
 
 
 @config_app.command("check")
 def config_check(experiment: Experiment, overrides: Overrides = None) -> None:
     """Check a config as far as that goes without its data; every mistake is one line."""
-    with _imports_that_stay():
-        from etude.experiment import check_experiment, load_experiment_config
-
-    config = load_experiment_config(experiment, overrides=overrides or [])
-    check_experiment(config)
+    config = _load("load_experiment_config")(experiment, overrides=overrides or [])
+    _load("check_experiment")(config)
     print(f"{config.path}: fine")
 
 
@@ -221,10 +199,7 @@ def config_schema(
     """
     import json
 
-    with _imports_that_stay():
-        from etude.experiment import experiment_schema
-
-    print(json.dumps(experiment_schema(imports or []), indent=2))
+    print(json.dumps(_load("experiment_schema")(imports or []), indent=2))
 
 
 def _conclude(outcome: Any) -> None:
