@@ -14,17 +14,18 @@ from etude.config import dump_yaml, lookup
 from etude.core import ConfigError, DataError
 from etude.core.spelling import did_you_mean, listed, shorten
 from etude.data import DataSplits
-from etude.data.catalog.delimited import PLAIN, Block, NotANumber, NumberForm, read_blocks
+from etude.data.catalog.delimited import NumberForm
 from etude.data.catalog.features import in_order
 from etude.data.catalog.screening import MAX_CATEGORIES
 from etude.data.catalog.table import Table
+from etude.data.catalog.table_files import TableFormat
 
 TARGETS = ("target", "label", "class", "y", "output", "outcome", "species", "category")
 TEXTS = ("text", "sentence", "content", "review", "body", "comment", "question", "title")
 """Names by which the column to predict, and that of texts, are recognised."""
 MAX_CLASSES = 20
 """Whole numbers with up to so many values are taken for classes."""
-SURVEYED_BLOCKS, SURVEYED_LINES = 64, 2000
+SURVEYED_LINES = 2000
 TABLE_MODEL = {"name": "mlp", "hidden": [128, 64], "dropout": 0.1}
 TEXT_MODEL = {"name": "text_classifier", "d_model": 128, "n_layers": 2, "n_heads": 4}
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
@@ -116,23 +117,13 @@ def config_text(name: str, finding: Finding) -> str:
 
 @dataclass(slots=True)
 class Column:
-    """What the first rows of a column hold."""
+    """What a column holds."""
 
     name: str
     numbers: bool = True
     values: dict[str, None] = field(default_factory=dict)
     """Different texts, a few more than categories may have."""
     missing: bool = False
-
-    def add(self, block: Block, place: int) -> None:
-        """Look at some more rows."""
-        if self.numbers:
-            try:
-                self.missing |= bool(np.isnan(block.numbers([place])).any())
-            except NotANumber:
-                self.numbers = False
-        if len(self.values) <= MAX_CATEGORIES:
-            self.values |= dict.fromkeys(block.texts(place))
 
     @property
     def is_classes(self) -> bool:
@@ -150,22 +141,13 @@ class Column:
 
 def _table(path: Path, target: str | None) -> Finding:
     delimiter = _delimiter(path)
-    columns = _columns(path, delimiter, PLAIN)
+    columns = _columns(TableFormat(delimiter=delimiter).read(path, None))
     usual = "\t" if path.suffix in (".tsv", ".tab") else ","
     options: dict[str, Any] = {} if delimiter == usual else {"delimiter": delimiter}
     if delimiter != "," and any(_is_decimal_comma(column) for column in columns):
         options["decimal"] = ","
-        columns = _columns(path, delimiter, NumberForm(decimal=","))
+        columns = _columns(TableFormat(delimiter=delimiter, form=NumberForm(decimal=",")).read(path, None))
     return _of_columns("csv", path, columns, target, options)
-
-
-def _columns(path: Path, delimiter: str, form: NumberForm) -> list[Column]:
-    names, blocks = read_blocks(path, delimiter, form=form)
-    columns = [Column(name) for name in names]
-    for block in (unread() for unread in islice(blocks, SURVEYED_BLOCKS)):
-        for place, column in enumerate(columns):
-            column.add(block, place)
-    return columns
 
 
 def _delimiter(path: Path) -> str:
@@ -217,12 +199,10 @@ def _target(path: Path, names: Sequence[str], target: str | None) -> str:
 
 
 def _parquet(path: Path, target: str | None) -> Finding:
-    from etude.data.catalog.table_files import TableFormat
-
-    return _of_columns("parquet", path, _of_table(TableFormat(parquet=True).read(path, None)), target, {})
+    return _of_columns("parquet", path, _columns(TableFormat(parquet=True).read(path, None)), target, {})
 
 
-def _of_table(table: Table) -> list[Column]:
+def _columns(table: Table) -> list[Column]:
     columns = []
     for name in table.names:
         if text := table.texts.get(name):
@@ -304,7 +284,7 @@ def _dataset(path: Path, target: str | None) -> Finding:
     label = _target(path, list(kinds), target)
     texts = [name for name, is_text in kinds.items() if is_text and name != label]
     if not texts:
-        return _of_columns("huggingface", path, _of_table(training_table(str(path), label)), label, {})
+        return _of_columns("huggingface", path, _columns(training_table(str(path), label)), label, {})
     text = next((name for name in TEXTS if name in texts), texts[0])
     data = {"name": "huggingface", "path": str(path), "target": label, "text": text}
     return Finding(data, dict(TEXT_MODEL), [f"  texts in {data['text']!r}, classes in {label!r}"])
