@@ -3,9 +3,8 @@
 import logging
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 
@@ -97,22 +96,20 @@ class _IteratorState:
 class _Reading:
     """Who reads something stateful: its state at first, and the iteration that began last."""
 
-    _known: ClassVar[dict[int, "_Reading"]] = {}
-
     def __init__(self) -> None:
         self.initial: dict[str, Any] | None = None
         self.iteration: object = None
 
-    @classmethod
-    def of(cls, keeper: Stateful) -> "_Reading":
-        """Return the one of this object, whoever asks; a new one each time, so no state, if its end cannot be seen."""
-        found = cls._known.get(id(keeper))
-        if found is None:
-            found = cls()
-            with suppress(TypeError):  # a class with slots, without one for weak references
-                weakref.finalize(keeper, cls._known.pop, id(keeper), None)
-                cls._known[id(keeper)] = found
-        return found
+
+_READINGS: weakref.WeakKeyDictionary[Any, _Reading] = weakref.WeakKeyDictionary()
+
+
+def _reading_of(keeper: Stateful) -> _Reading:
+    """Return the one of this object, whoever asks; a new one each time, so no state, if its end cannot be seen."""
+    try:
+        return _READINGS.setdefault(keeper, _Reading())
+    except TypeError:  # a class with slots, without one for weak references
+        return _Reading()
 
 
 class SourceState:
@@ -153,7 +150,7 @@ class SourceState:
         start = getattr(self._source, "worker_init_fn", None)
         if self._keeper is None or (isinstance(start, WorkerStart) and start.has_drawn):
             return None
-        if _Reading.of(self._keeper).iteration is not self._iteration:
+        if _reading_of(self._keeper).iteration is not self._iteration:
             return None  # somebody else reads the same source: its state is theirs
         with Preserved():
             state = self._keeper.state_dict()
@@ -171,7 +168,7 @@ class SourceState:
         keeper = self._keeper
         if keeper is None or isinstance(keeper, _IteratorState):
             return
-        reading = _Reading.of(keeper)
+        reading = _reading_of(keeper)
         reading.iteration = self._iteration = object()
         if isinstance(keeper, CountsEpochs):
             keeper.current_epoch, keeper.restore = epoch, False
@@ -191,7 +188,7 @@ class SourceState:
         """
         if isinstance(batches, StatefulIterator) and not isinstance(self._source, Stateful):
             self._keeper = _IteratorState(batches)
-            _Reading.of(self._keeper).iteration = self._iteration = object()
+            _reading_of(self._keeper).iteration = self._iteration = object()
             if state is not None:
                 self._load(self._keeper, state)
         return self._keeper is not None and state is not None

@@ -8,10 +8,8 @@ return. Where it does not, on another Python or NumPy, the functions are used.
 import ctypes
 import random
 import struct
-import sys
 import threading
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,23 +19,24 @@ WORDS = 624
 """Of a Mersenne Twister's state; one more number tells how many of them are used up."""
 STATE_BYTES = 4 * (WORDS + 1)
 
+Accessors = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""How the state of one generator is read and written."""
+
 
 class GlobalGenerator(NamedTuple):
-    """One of them: how its state is read, written, compared, and set by a seed."""
+    """One of them: how its state is read, written, and set by a seed."""
 
     read: Callable[[], Any]
     write: Callable[[Any], Any]
     seed: Callable[[int], Any]
-    differ: Callable[[Any, Any], bool]
 
 
-def _python() -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+def _python() -> Accessors:
     inst: Any = random._inst
     base: Any = random.Random.__base__
-    offset = object.__basicsize__
-    if sys.implementation.name != "cpython" or base.__basicsize__ < offset + STATE_BYTES:
+    if base.__basicsize__ < object.__basicsize__ + STATE_BYTES:
         return random.getstate, random.setstate
-    memory = (ctypes.c_char * STATE_BYTES).from_address(id(inst) + offset)
+    memory = (ctypes.c_char * STATE_BYTES).from_address(id(inst) + object.__basicsize__)
     used, *words = struct.unpack(f"{WORDS + 1}I", memory.raw)
     if (*words, used) != random.getstate()[1]:
         return random.getstate, random.setstate
@@ -51,88 +50,42 @@ def _python() -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return read, write
 
 
-def _numpy() -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+def _numpy() -> Accessors:
     module: Any = np.random
-    twister, offset = module.get_bit_generator(), _gauss_offset()
-    found = twister.state
-    if found["bit_generator"] != "MT19937" or offset is None:
-        return _NumpyState, _numpy_write
+    twister, found = module.get_bit_generator(), np.random.get_state()
     memory = (ctypes.c_char * STATE_BYTES).from_address(twister.ctypes.state_address)
-    if memory.raw != struct.pack(f"{WORDS + 1}I", *found["state"]["key"].tolist(), found["state"]["pos"]):
-        return _NumpyState, _numpy_write
-    # A second normal number, made with the first, is kept by the object around the generator.
-    gauss = (ctypes.c_char * 16).from_address(id(module.mtrand._rand) + offset)
-    lock, current = twister.lock, module.get_bit_generator
+    # A second normal number, made with the first, is kept by the object around the generator: a flag and the number.
+    probe, value = np.random.RandomState(0), 0.123456789
+    probe.set_state(("MT19937", *np.random.RandomState(0).get_state()[1:3], 1, value))
+    probed = (ctypes.c_char * np.random.RandomState.__basicsize__).from_address(id(probe)).raw
+    place = probed.find(struct.pack("i4xd", 1, value))
+    if place < 0 or memory.raw != struct.pack(f"{WORDS + 1}I", *found[1].tolist(), found[2]):
+        return _numpy_state, lambda state: np.random.set_state(
+            (state[0], np.frombuffer(state[1], np.uint32), *state[2:])
+        )
+    gauss = (ctypes.c_char * 16).from_address(id(module.mtrand._rand) + place)
 
     def read() -> Any:
-        if current() is not twister:  # somebody replaced it
-            return _NumpyState()
-        with lock:
+        with twister.lock:
             return memory.raw, gauss.raw
 
     def write(state: Any) -> None:
-        if isinstance(state, _NumpyState):
-            _numpy_write(state)
-            return
-        if current() is not twister:
-            module.set_bit_generator(twister)
-        with lock:
+        with twister.lock:
             memory.raw, gauss.raw = state
 
     return read, write
 
 
-def _gauss_offset() -> int | None:
-    """Return where a RandomState keeps a normal number for later: a flag, and 8 bytes on the number itself."""
-    probe, value = np.random.RandomState(0), 0.123456789
-    probe.set_state({**probe.get_state(legacy=False), "has_gauss": 1, "gauss": value})
-    size: int = np.random.RandomState.__basicsize__
-    memory = (ctypes.c_char * size).from_address(id(probe)).raw
-    place = memory.find(struct.pack("i4xd", 1, value))
-    return place if place > 0 and sys.implementation.name == "cpython" else None
-
-
-_numpy_state = np.random.get_state
-
-
-class _NumpyState:
-    """A state of any of NumPy's generators, to be compared."""
-
-    def __init__(self) -> None:
-        self.state = _numpy_state(legacy=False)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _NumpyState) and _plain(self.state) == _plain(other.state)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    return value.tobytes() if isinstance(value, np.ndarray) else value
-
-
-def _numpy_write(state: _NumpyState) -> None:
-    np.random.set_state(state.state)
-
-
-def _differ(one: Any, two: Any) -> bool:
-    return bool(one != two)
-
-
-def _tensors_differ(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return ctypes.string_at(one.data_ptr(), one.nbytes) != ctypes.string_at(two.data_ptr(), two.nbytes)
+def _numpy_state() -> Any:
+    name, words, *others = np.random.get_state()
+    return name, words.tobytes(), *others
 
 
 GLOBALS = {
-    "python": GlobalGenerator(*_python(), random.seed, _differ),
-    "numpy": GlobalGenerator(*_numpy(), lambda seed: np.random.seed(seed & 0xFFFFFFFF), _differ),
+    "python": GlobalGenerator(*_python(), random.seed),
+    "numpy": GlobalGenerator(*_numpy(), lambda seed: np.random.seed(seed & 0xFFFFFFFF)),
     "torch": GlobalGenerator(
-        torch.default_generator.get_state,
-        torch.default_generator.set_state,
-        torch.default_generator.manual_seed,
-        _tensors_differ,
+        torch.default_generator.get_state, torch.default_generator.set_state, torch.default_generator.manual_seed
     ),
 }
 
@@ -143,28 +96,33 @@ def seed_generators(seed: int) -> None:
         generator.seed(seed)
 
 
-class _Reader:
-    """Stands in for a function that returns the state of a generator, or its seed, and counts its calls."""
-
-    def __init__(self, generator: str, module: ModuleType, name: str) -> None:
-        self.generator, self.place, self.name = generator, vars(module), name
-        self.function: Callable[..., Any] = self.place[name]
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        _CALLS[self.generator] += 1
-        return self.function(*args, **options)
+def differ(one: Any, two: Any) -> bool:
+    """Return whether two states of a generator differ."""
+    if isinstance(one, torch.Tensor):
+        return ctypes.string_at(one.data_ptr(), one.nbytes) != ctypes.string_at(two.data_ptr(), two.nbytes)
+    return bool(one != two)
 
 
 _CALLS = dict.fromkeys(GLOBALS, 0)
-_READERS = (
-    _Reader("python", random, "getstate"),
-    _Reader("numpy", np.random, "get_state"),
-    *(
-        _Reader("torch", module, name)
-        for module in (torch, torch.random)
-        for name in ("initial_seed", "get_rng_state")
-    ),
-)
+
+
+def _counted(generator: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        _CALLS[generator] += 1
+        return function(*args, **options)
+
+    return call
+
+
+_READERS = [
+    (vars(module), name, _counted(generator, getattr(module, name)))
+    for generator, module, name in (
+        ("python", random, "getstate"),
+        ("numpy", np.random, "get_state"),
+        *(("torch", module, name) for module in (torch, torch.random) for name in ("initial_seed", "get_rng_state")),
+    )
+]
+"""Functions that return the state of a generator, or its seed: their modules, their names, and what counts calls."""
 
 
 class Preserved:
@@ -182,6 +140,7 @@ class Preserved:
     __slots__ = ("_calls", "_states", "drawn", "watched")
     _lock = threading.Lock()
     _watching = 0
+    _functions: tuple[Any, ...] = ()
 
     def __init__(self, watched: Iterable[str] = ()) -> None:
         self.watched = frozenset(watched)
@@ -201,21 +160,21 @@ class Preserved:
         for (name, generator), state in zip(GLOBALS.items(), self._states, strict=True):
             if name not in self.watched:
                 generator.write(state)
-            elif generator.differ(state, generator.read()):
+            elif differ(state, generator.read()):
                 generator.write(state)
                 drawn.append(name)
             elif _CALLS[name] != self._calls[name]:
                 drawn.append(name)
 
     def _count_calls(self, change: int) -> None:
-        """Let the readers stand in for their functions as long as anybody watches."""
+        """Count the calls of readers as long as anybody watches."""
         with Preserved._lock:
             before = Preserved._watching
             Preserved._watching = now = before + change
             if before == 0:
-                for reader in _READERS:
-                    reader.function = reader.place[reader.name]
-                    reader.place[reader.name] = reader
+                Preserved._functions = tuple(place[name] for place, name, _ in _READERS)
+                for place, name, counting in _READERS:
+                    place[name] = counting
             elif now == 0:
-                for reader in _READERS:
-                    reader.place[reader.name] = reader.function
+                for (place, name, _), function in zip(_READERS, Preserved._functions, strict=True):
+                    place[name] = function

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -13,10 +13,8 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from etude.core.random import mix, rng_state, set_rng_state
-from etude.data.sources.global_rng import GLOBALS, seed_generators
+from etude.data.sources.global_rng import GLOBALS, Accessors, seed_generators
 
-Accessors = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""How the state of one generator is read and written."""
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 CLOSED = (*GENERATORS, torch.Tensor, np.ndarray, str, bytes, type, ModuleType, _BaseDataLoaderIter)
 """What is not looked into for generators."""

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader as TorchLoader, _DatasetKind
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from etude.core.random import mix
-from etude.data.sources.global_rng import GLOBALS, seed_generators
+from etude.data.sources.global_rng import GLOBALS, differ, seed_generators
 from etude.data.sources.rng import owned_generators, seed_owned
 
 ENDING, EPOCH, SEED, DREW, PIDS = 0, 1, 2, 3, 4
@@ -99,8 +99,7 @@ class WorkerStart:
 
         def watched(index: Any) -> Any:
             batch = fetch(index)
-            pairs = zip(GLOBALS.values(), states, strict=True)
-            if any(generator.differ(state, generator.read()) for generator, state in pairs):
+            if any(map(differ, states, [generator.read() for generator in GLOBALS.values()])):
                 self._shared[DREW] = 1
                 fetcher.fetch = fetch
             return batch
