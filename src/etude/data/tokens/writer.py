@@ -8,7 +8,6 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import numpy as np
@@ -77,17 +76,12 @@ class TokenWriter:
             self._parts["index"].write(np.zeros(1, np.uint64))
 
     def add(
-        self,
-        ids: ArrayLike,
-        *,
-        streams: Mapping[str, ArrayLike] = {},
-        labels: Mapping[str, ArrayLike] = {},
+        self, ids: ArrayLike, *, streams: Mapping[str, ArrayLike] = {}, labels: Mapping[str, ArrayLike] = {}
     ) -> None:
         """Add one sample."""
-        array = np.asarray(ids)
-        self.add_many(
-            array, [array.size], streams=streams, labels={name: np.asarray(v)[None] for name, v in labels.items()}
-        )
+        ids = np.asarray(ids)
+        rows = {name: np.asarray(value)[None] for name, value in labels.items()}
+        self.add_many(ids, [ids.size], streams=streams, labels=rows)
 
     def add_many(
         self,
@@ -100,30 +94,24 @@ class TokenWriter:
         """Add many samples, whose ids lie one after the other."""
         if self._file.closed:
             raise DataError(f"{self.path} is already written; open another TokenWriter to write more")
-        given: dict[Kind, Mapping[str, ArrayLike]] = {"tokens": {"tokens": ids}, "index": {"index": lengths}}
-        given |= {"stream": streams, "label": labels}
-        counts = {
-            "tokens": np.size(ids),
-            "index": np.size(lengths),
-            "stream": np.size(ids),
-            "label": np.size(lengths),
-        }
-        arrays: dict[str, NDArray[Any]] = {}
-        for kind, values in given.items():  # all is checked before anything is written
+        ids, lengths = np.asarray(ids), np.asarray(lengths)
+        for kind, values in (("stream", streams), ("label", labels)):
             declared = {name for name, part in self._parts.items() if part.kind == kind}
             if values.keys() != declared:
                 found, allowed = (", ".join(sorted(names)) or "none" for names in (values.keys(), declared))
                 raise DataError(f"every sample has the {kind}s that were declared ({allowed}), found {found}")
-            arrays |= {name: self._parts[name].checked(value, counts[kind]) for name, value in values.items()}
-        ends = np.cumsum(arrays["index"], dtype=np.uint64)
-        if (total := int(ends[-1]) if ends.size else 0) != counts["tokens"]:
-            raise DataError(f"the lengths add up to {total:,}, but there are {counts['tokens']:,} ids")
-        arrays["index"] = ends + np.uint64(self.num_tokens)
+        given = {"tokens": ids, "index": lengths, **streams, **labels}
+        counts = {"tokens": ids.size, "stream": ids.size, "index": lengths.size, "label": lengths.size}
+        # All is checked before anything is written.
+        arrays = {name: part.checked(given[name], counts[part.kind]) for name, part in self._parts.items()}
+        if (total := int(arrays["index"].sum())) != ids.size:
+            raise DataError(f"the lengths add up to {total:,}, but there are {ids.size:,} ids")
+        arrays["index"] = np.cumsum(arrays["index"], dtype=np.uint64) + np.uint64(self.num_tokens)
         with self._telling_of_the_disk():
             for name, array in arrays.items():
                 self._parts[name].write(array)
-        self.num_tokens += counts["tokens"]
-        self.num_samples += counts["index"]
+        self.num_tokens += ids.size
+        self.num_samples += lengths.size
 
     def close(self) -> None:
         """Finish the file and put it in its place. Without this, nothing is there."""
@@ -149,13 +137,8 @@ class TokenWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.close() if kind is None else self.discard()
 
     def __del__(self) -> None:
         if "_file" in vars(self) and not self._file.closed:
@@ -204,15 +187,13 @@ class _Part:
         limits, kept = np.iinfo(self.dtype), np.iinfo(array.dtype)
         highest = int(limits.max) if self.vocab_size is None else self.vocab_size - 1
         if kept.min < limits.min or kept.max > highest:
-            for start in range(0, array.size, _PIECE):
-                piece = array[start : start + _PIECE]
-                low, high = int(np.minimum.reduce(piece)), int(np.maximum.reduce(piece))
-                if low < limits.min or high > highest:
-                    bad = low if low < limits.min else high
-                    why = (
-                        f"for a vocabulary of {self.vocab_size:,}" if self.vocab_size else f"to fit {self.dtype.name}"
-                    )
-                    raise DataError(f"{self.title} must be {limits.min} … {highest} {why}, found {bad}")
+            low, high = int(array.min()), int(array.max())
+            if low < limits.min or high > highest:
+                found = low if low < limits.min else high
+                why = (
+                    f"to fit {self.dtype.name}" if self.vocab_size is None else f"for a vocabulary of {highest + 1:,}"
+                )
+                raise DataError(f"{self.title} must be {limits.min} … {highest} {why}, found {found}")
         return array
 
     def write(self, array: NDArray[Any]) -> None:
@@ -226,10 +207,9 @@ class _Part:
 
     def finish(self, name: str, target: IO[bytes]) -> FileSection:
         """Append the section to the token file (the tokens are there already) and say where it lies."""
-        size = self._count * self.dtype.itemsize
-        offset = PREAMBLE_BYTES
+        assert self.file is not None
+        size, offset = self._count * self.dtype.itemsize, PREAMBLE_BYTES
         if self.file is not target:
-            assert self.file is not None
             offset = _align(target)
             self.file.seek(0)
             shutil.copyfileobj(self.file, target, 4 * _BUFFER)
@@ -244,23 +224,21 @@ def _declare(
     streams: Mapping[str, str],
     sample_labels: Mapping[str, str | tuple[str, int]],
 ) -> dict[str, _Part]:
-    declared: list[tuple[str, Kind, str, int | None]] = [
-        (name, "stream", kind, None) for name, kind in streams.items()
-    ]
-    for name, spec in sample_labels.items():
-        declared.append((name, "label", *(spec if isinstance(spec, tuple) else (spec, None))))
     if problem := declaration_problem("tokens", "tokens", dtype):
         raise DataError(f"the tokens have {problem}")
     parts = {
         "tokens": _Part("ids", "tokens", dtype, vocab_size=vocab_size),
         "index": _Part("lengths", "index", "uint64"),
     }
-    for name, kind, its_dtype, width in declared:
-        if (problem := declaration_problem(name, kind, its_dtype)) or (width is not None and width < 1):
-            raise DataError(f"{kind} {name!r} has {problem or f'width {width}; at least 1 is needed'}")
-        if name in parts:
-            raise DataError(f"{name!r} is both a stream and a label; give one of them another name")
-        parts[name] = _Part(f"{kind} {name!r}", kind, its_dtype, width=width)
+    kinds: tuple[tuple[Kind, Mapping[str, Any]], ...] = (("stream", streams), ("label", sample_labels))
+    for kind, declared in kinds:
+        for name, spec in declared.items():
+            its_dtype, width = spec if isinstance(spec, tuple) else (spec, None)
+            if (problem := declaration_problem(name, kind, its_dtype)) or (width is not None and width < 1):
+                raise DataError(f"{kind} {name!r} has {problem or f'width {width}; at least 1 is needed'}")
+            if name in parts:
+                raise DataError(f"{name!r} is both a stream and a label; give one of them another name")
+            parts[name] = _Part(f"{kind} {name!r}", kind, its_dtype, width=width)
     return parts
 
 
