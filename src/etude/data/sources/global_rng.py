@@ -52,11 +52,11 @@ def _python() -> Accessors:
 
 def _numpy() -> Accessors:
     module: Any = np.random
-    twister, found = module.get_bit_generator(), np.random.get_state()
+    twister, found = module.get_bit_generator(), module.get_state()
     memory = (ctypes.c_char * STATE_BYTES).from_address(twister.ctypes.state_address)
     # A second normal number, made with the first, is kept by the object around the generator: a flag and the number.
-    probe, value = np.random.RandomState(0), 0.123456789
-    probe.set_state(("MT19937", *np.random.RandomState(0).get_state()[1:3], 1, value))
+    probe, value = module.RandomState(0), 0.123456789
+    probe.set_state((*probe.get_state()[:3], 1, value))
     probed = (ctypes.c_char * np.random.RandomState.__basicsize__).from_address(id(probe)).raw
     place = probed.find(struct.pack("i4xd", 1, value))
     if place < 0 or memory.raw != struct.pack(f"{WORDS + 1}I", *found[1].tolist(), found[2]):
@@ -77,8 +77,8 @@ def _numpy() -> Accessors:
 
 
 def _numpy_state() -> Any:
-    name, words, *others = np.random.get_state()
-    return name, words.tobytes(), *others
+    state: Any = np.random.get_state()
+    return state[0], state[1].tobytes(), *state[2:]
 
 
 GLOBALS = {
