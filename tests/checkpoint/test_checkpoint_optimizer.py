@@ -219,7 +219,7 @@ def test_what_an_optimizer_keeps_is_known_in_advance(shape: tuple[int, ...]) -> 
         optimizer = make([parameter])
         optimizer.step()
         settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-        needed = needed_state(optimizer, settings, settings, parameter, "settings")
+        needed = needed_state(optimizer, settings, parameter)
         assert needed is not None
         kept = {key: value for key, value in optimizer.state[parameter].items() if value is not None}
         assert kept, optimizer

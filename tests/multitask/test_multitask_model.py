@@ -399,38 +399,17 @@ def test_bert_as_a_trunk_with_an_output_layer_of_the_head(tiny):
     assert model.last_shared_layer(inputs) == "trunk.encoder.layer.1"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_causal_models_of_transformers_see_ahead_if_asked(tiny, name):
-    trunk = tiny.gpt2() if name == "gpt2" else tiny.llama_like("Llama")
-    model = MultiTaskModel(trunk, {"code": LanguageModelHead()}).eval()
-    tokens, mask = ids(1, 8), torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1]])
-    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
-
-    def changed(place, **more):
-        other = tokens.clone()
-        other[0, place] = (other[0, place] + 1) % VOCAB
-        inputs = {"attention_mask": mask, "document_ids": documents, **more}
-        one, two = (model({"input_ids": t, **inputs}, ["code"])["code"].logits for t in (tokens, other))
-        return (~one.isclose(two, atol=1e-5).all(-1))[0].nonzero()[:, 0].tolist()
-
-    assert changed(6, causal=False) == [4, 5, 6, 7]
-    assert changed(3, causal=False) == [3]  # padding
-    plain = model({"input_ids": tokens, "causal": False}, ["code"])["code"].logits
-    assert not plain[:, 0].isclose(model({"input_ids": tokens}, ["code"])["code"].logits[:, 0]).all()
-
-
 def test_what_an_architecture_does_is_found_out_by_running_it(tiny):
     def found(model):
         trunk = HuggingFaceTrunk(model)
-        return trunk.has_output, trunk.sees_ahead, trunk.can_see_ahead
+        return trunk.has_output, trunk.sees_ahead
 
-    assert found(tiny.gpt2()) == (True, False, True)
-    assert found(tiny.gpt2(attention="eager")) == (True, False, False)  # has a causal mask of its own
-    assert found(tiny.bert()) == (False, True, True)
-    assert found(tiny.bert("BertForMaskedLM")) == (False, True, True)  # a layer between features and output layer
-    assert found(tiny.llama_like("Granite", logits_scaling=4.0)) == (False, False, True)
+    assert found(tiny.gpt2()) == (True, False)
+    assert found(tiny.bert()) == (False, True)
+    assert found(tiny.bert("BertForMaskedLM")) == (False, True)  # a layer between features and output layer
+    assert found(tiny.llama_like("Granite", logits_scaling=4.0)) == (False, False)
     capped = tiny.llama_like("Gemma2", head_dim=8, num_key_value_heads=2, final_logit_softcapping=0.5)
-    assert found(capped) == (True, False, True)
+    assert found(capped) == (True, False)
     model = MultiTaskModel(capped, {"code": LanguageModelHead()}).eval()
     torch.testing.assert_close(model(ids(), ["code"])["code"].logits, capped(input_ids=ids()).logits)
 
@@ -488,7 +467,7 @@ def test_finding_out_leaves_no_trace(tiny):
 
 
 def test_a_causal_model_that_cannot_see_ahead_says_so(tiny):
-    model = MultiTaskModel(tiny.gpt2(attention="eager"), {"code": LanguageModelHead()})
+    model = MultiTaskModel(tiny.gpt2(), {"code": LanguageModelHead()})
     with pytest.raises(TrainingError, match="GPT2LMHeadModel sees earlier positions only"):
         model({"input_ids": ids(), "causal": False}, ["code"])
 

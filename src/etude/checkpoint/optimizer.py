@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from etude.checkpoint.optimizer_needs import check_settings, check_state, needed_state
-from etude.checkpoint.trust import check_kind, copied, record_of
+from etude.checkpoint.trust import check_kind, record_of
 from etude.core.errors import CheckpointError
 from etude.core.model import clean_name, unwrap
 from etude.optim.eager import without_compiler
@@ -69,8 +69,8 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, tree: Mapping[s
     state = {name: _copy(value, named[name]) for name, value in tree["state"].items()}
     optimizer.load_state_dict(
         {
-            **copied(tree["other"]),
-            "state": {**copied(tree["shared"]), **{index_of[name]: value for name, value in state.items()}},
+            **_copy(tree["other"]),
+            "state": {**_copy(tree["shared"]), **{index_of[name]: value for name, value in state.items()}},
             "param_groups": [
                 # Settings that the saved run did not know keep the value they have.
                 {**own, **_settings(saved["settings"]), "params": [index_of[name] for name in names]}
@@ -132,7 +132,7 @@ def _check_group(
             continue
         form = (parameter.shape, parameter.dtype)
         if form not in needed:
-            needed[form] = needed_state(optimizer, {**own, **saved}, own, parameter, part)
+            needed[form] = needed_state(optimizer, {**own, **saved}, parameter)
         if (wanted := needed[form]) is not None:
             check_state(states[name], wanted, f"optimizer.state.{name}")
 
@@ -171,14 +171,16 @@ def _saved_groups(groups: Sequence[Mapping[str, Tensor]], tree: Mapping[str, Any
     return matching
 
 
-def _copy(value: Any, parameter: Tensor) -> Any:
+def _copy(value: Any, parameter: Tensor | None = None) -> Any:
     """Copy the tensors of a tree, so that training on does not change it; they take the layout of the parameter."""
     if isinstance(value, dict):
         return {key: _copy(item, parameter) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_copy(item, parameter) for item in value)
-    if not isinstance(value, Tensor) or value.shape != parameter.shape:
-        return copied(value)
+    if not isinstance(value, Tensor):
+        return value
+    if parameter is None or value.shape != parameter.shape:
+        return value.detach().clone()
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 

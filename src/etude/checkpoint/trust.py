@@ -65,15 +65,6 @@ def errors_of(place: Path | str, part: str = "") -> Iterator[None]:
         raise CheckpointError(f"{_CANNOT_LOAD} {place}: {part}{text[:1000]}") from error
 
 
-def copied(value: Any) -> Any:
-    """Copy a tree of data with its tensors."""
-    if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(copied(item) for item in value)
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
 def same_category(saved: torch.dtype, own: torch.dtype) -> bool:
     """Whether values of one type can stand for the other: floats for floats, otherwise only the same type."""
     return saved == own or (saved.is_floating_point and own.is_floating_point)

@@ -11,7 +11,7 @@ from pydantic_core import core_schema
 
 from etude.config.registry import kinds, lookup, names
 from etude.config.schema import SectionSpec, root_model
-from etude.config.selection import SuppliedSection, component_model
+from etude.config.selection import component_model
 from etude.config.shapes import marks_in
 from etude.config.signature import spellings
 
@@ -27,8 +27,7 @@ def json_schema(sections: Mapping[str, SectionSpec]) -> dict[str, Any]:
     root = root_model(sections)
     provided: dict[str, frozenset[str]] = {}
     for mark in marks_in(root):
-        names_here = mark.provided if isinstance(mark, SuppliedSection) else frozenset[str]()
-        provided[mark.kind] = provided.get(mark.kind, frozenset()) | names_here
+        provided[mark.kind] = provided.get(mark.kind, frozenset()) | mark.provided
     everywhere = frozenset[str]().union(*provided.values())
     components = {
         (kind, name): component_model(lookup(kind, name), provided.get(kind, everywhere))

@@ -44,6 +44,8 @@ class Section:
     """Marks an argument that is itself a component: `Annotated[Schedule, Section("scheduler")]`."""
 
     kind: str
+    provided: frozenset[str] = frozenset()
+    """Arguments that its builder supplies."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         """Let pydantic validate the argument as a section; imported late, so that the registry stays light."""

@@ -12,7 +12,7 @@ from etude.config.document import Document, join
 from etude.config.errors import Problem, config_error, problems_in
 from etude.config.messages import show
 from etude.config.registry import Section
-from etude.config.selection import Selection, SuppliedSection, field_values, select
+from etude.config.selection import Selection, field_values, select
 from etude.config.shapes import canonical_sections
 from etude.config.signature import Parameter, SectionModel, make_model, parameters_of
 from etude.core.errors import ConfigError, EtudeError
@@ -58,12 +58,11 @@ def validate_section(
     names = frozenset(provided)
     if data is not None and not isinstance(data, Mapping):
         raise config_error([Problem(path, f"expected a mapping, got {show(data)}")], document)
-    settled = canonical_sections(model, data or {}, path, document, names)
+    section = canonical_sections(model, data or {}, path, document, names)
     try:
-        return model.model_validate(settled, context={"provided": names})
+        return model.model_validate(section, context={"provided": names})
     except ValidationError as error:
-        problems = problems_in(error, model, settled, path=path, provided=names)
-    raise config_error(problems, document)
+        raise config_error(problems_in(error, model, section, path=path, provided=names), document) from None
 
 
 def validate_document(document: Document, sections: Mapping[str, SectionSpec]) -> dict[str, Any]:
@@ -87,7 +86,7 @@ def root_model(sections: Mapping[str, SectionSpec]) -> type[SectionModel]:
     for name, spec in sections.items():
         hint: Any = spec.model
         if spec.kind is not None:
-            hint = Annotated[Any, SuppliedSection(spec.kind, frozenset(spec.provided))]
+            hint = Annotated[Any, Section(spec.kind, frozenset(spec.provided))]
         if spec.many:
             hint = types.GenericAlias(list, (hint,))
         optional = not spec.required and not spec.is_fixed
@@ -124,12 +123,11 @@ def select_component(
     """Validate a section and return the component with its arguments, not yet built."""
     names, path = frozenset(provided), path or kind
     hint = Annotated[Any, Section(kind)]
-    settled = canonical_sections(hint, section, path, document, names)
+    section = canonical_sections(hint, section, path, document, names)
     try:
-        return select(kind, settled, names)
+        return select(kind, section, names)
     except ValidationError as error:
-        problems = problems_in(error, hint, settled, path=path, provided=names)
-    raise config_error(problems, document)
+        raise config_error(problems_in(error, hint, section, path=path, provided=names), document) from None
 
 
 def build_selection(

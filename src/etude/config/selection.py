@@ -28,13 +28,6 @@ class Selection:
     """What the signature adds."""
 
 
-@dataclass(frozen=True, slots=True)
-class SuppliedSection(Section):
-    """A section whose builder supplies some arguments."""
-
-    provided: frozenset[str] = frozenset()
-
-
 def select(kind: str, value: Any, provided: Collection[str] = ()) -> Selection:
     """Validate a section against the signature of the component it names; raise pydantic's ValidationError.
 
@@ -93,10 +86,7 @@ def section_core_schema(section: Section) -> CoreSchema:
     def validate(value: Any, info: core_schema.ValidationInfo) -> Any:
         if not isinstance(value, (str, bytes, int, float, list, tuple, Mapping, type(None))):
             return value  # made in Python: only the component that takes it can judge it
-        provided = frozenset((info.context or {}).get("provided", ()))
-        if isinstance(section, SuppliedSection):
-            provided |= section.provided
-        return select(section.kind, value, provided)
+        return select(section.kind, value, section.provided | frozenset((info.context or {}).get("provided", ())))
 
     return core_schema.with_info_plain_validator_function(validate)
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from etude.config.document import Document, join
 from etude.config.registry import Component, Section, lookup, names
-from etude.config.selection import SuppliedSection, component_model, named_component
+from etude.config.selection import component_model, named_component
 from etude.config.signature import SectionModel, spellings
 from etude.core.errors import ConfigError
 
@@ -125,7 +125,7 @@ def _shape(hint: Any, value: Any, provided: frozenset[str]) -> Shape | None:
             component = named_component(hint.kind, value)
         except ValidationError:
             return None
-        return component_shape(component, _provided(hint, provided))
+        return component_shape(component, provided | hint.provided)
     if isinstance(hint, type) and issubclass(hint, BaseModel):
         return _shape_of_model(hint)
     if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or typing.is_typeddict(hint)):
@@ -154,14 +154,10 @@ def _shape_of_kind(section: Section, provided: frozenset[str]) -> Shape:
     """Return the keys that any component of the kind takes."""
     merged = Shape()
     for name in names(section.kind):
-        shape = component_shape(lookup(section.kind, name), _provided(section, provided))
+        shape = component_shape(lookup(section.kind, name), provided | section.provided)
         merged.names += [key for key in shape.names if key not in merged.names]
         merged.spellings = shape.spellings | merged.spellings
     return merged
-
-
-def _provided(section: Section, provided: frozenset[str]) -> frozenset[str]:
-    return provided | section.provided if isinstance(section, SuppliedSection) else provided
 
 
 def canonical_keys(

@@ -153,14 +153,14 @@ class TrainState:
 
     def _change(self, checkpoint: Checkpoint, random: dict[str, Any] | None) -> None:
         state = checkpoint.state
-        for key, callback in self.callbacks.by_key().items():
-            if saved := state["callbacks"].get(key):
-                with errors_of(checkpoint.path, f"callbacks.{key}"):
-                    callback.load_state_dict(saved)
         with errors_of(checkpoint.path, "loss"):
             self.task.decide(state.get("loss", {}))
             if self.compiled is not None:
                 self.compiled.decide(state.get("compile", {}))
+        for key, callback in self.callbacks.by_key().items():
+            if saved := state["callbacks"].get(key):
+                with errors_of(checkpoint.path, f"callbacks.{key}"):
+                    callback.load_state_dict(saved)
         with errors_of(checkpoint.path, "data"):
             self._load_data(state.get("data", []))
         with errors_of(checkpoint.path, "model"):

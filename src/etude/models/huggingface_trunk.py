@@ -11,16 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from etude.core.batch import Batch, inputs_of, is_next_token
+from etude.core.batch import Batch
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.model import MAIN_KEYS, OTHER_NAMES, Forward, ModelCall
 from etude.models.sampling import evaluating
-from etude.models.transformer import attention_mask
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Differences that are rounding, relative to the largest value; `HALF_TOLERANCE` for smaller types."""
 HALF_TOLERANCE = 3e-2
-MASK_KEYS = ("attention_mask", "attn_mask")
 
 
 @runtime_checkable
@@ -50,7 +48,7 @@ class HuggingFaceTrunk:
         self._always = {"use_cache": False} if "use_cache" in names else {}
         self._known = names | {key for name, key in OTHER_NAMES if name in names} | {*MAIN_KEYS, "document_ids"}
         reads_tokens = isinstance(model.get_input_embeddings(), nn.Embedding)
-        self.has_output, self.sees_ahead, self.can_see_ahead = reads_tokens, True, True
+        self.has_output, self.sees_ahead = reads_tokens, True
         if reads_tokens and next(model.parameters()).device.type != "meta":
             self._find_out(model)
 
@@ -61,27 +59,13 @@ class HuggingFaceTrunk:
         to layers that ignore it or fail.
         """
         if isinstance(batch, Mapping):
-            ahead = batch.get("causal") is False and not self.sees_ahead
-            inputs = {key: value for key, value in batch.items() if key in self._known}
-            batch = self._seeing_ahead(model, inputs, is_next_token(batch)) if ahead else inputs
+            if batch.get("causal") is False and not self.sees_ahead:
+                raise TrainingError(
+                    f"{type(model).__name__} sees earlier positions only, and causal: false cannot be had from it; "
+                    f"take an encoder, or causal_transformer_lm"
+                )
+            batch = {key: value for key, value in batch.items() if key in self._known}
         return self._call(partial(base_of(model), **self._always), batch).last_hidden_state
-
-    def _seeing_ahead(self, model: Any, batch: Mapping[str, Any], next_token: bool) -> Batch:
-        """Return the batch with a mask that says who sees whom: models take one in place of their causal order."""
-        if not self.can_see_ahead:
-            raise TrainingError(
-                f"{type(model).__name__} sees earlier positions only, and causal: false cannot be had from it; "
-                f"take an encoder, causal_transformer_lm, or another attention (attn_implementation: sdpa)"
-            )
-        padding = next((batch[key] for key in MASK_KEYS if key in batch), None)
-        if padding is not None and padding.dim() != 2:
-            raise TrainingError("causal: false with a mask that says who sees whom; leave one of them out")
-        ids, documents = inputs_of(batch), batch.get("document_ids")
-        if next_token:
-            ids, padding, documents = (None if one is None else one[:, :-1] for one in (ids, padding, documents))
-        seen = attention_mask(ids, padding, documents, causal=False)
-        kept = {key: value for key, value in batch.items() if key not in MASK_KEYS}
-        return {**kept, "attention_mask": added_mask(ids, seen, next(model.parameters()).dtype)}
 
     def _find_out(self, model: Any) -> None:
         """Run four tokens: is the output layer all that follows the features, and do positions see later ones?"""
@@ -94,9 +78,6 @@ class HuggingFaceTrunk:
             hidden = self(model, _batch(ids))
             self.has_output = self._is_linear(model, ids, hidden)
             self.sees_ahead = not _same(hidden[:, 0], self(model, _batch(other))[:, 0])
-            if not self.sees_ahead:
-                first, second = (self._first_with_all(model, tokens) for tokens in (ids, other))
-                self.can_see_ahead = first is not None and second is not None and not _same(first, second)
 
     def _is_linear(self, model: Any, ids: Tensor, hidden: Tensor) -> bool:
         """Whether the logits are the output layer's product with the features, with nothing between or after."""
@@ -109,27 +90,12 @@ class HuggingFaceTrunk:
         logits = model(**_batch(ids)).logits
         return logits.shape == expected.shape and _same(logits.to(expected.dtype), expected)
 
-    def _first_with_all(self, model: Any, ids: Tensor) -> Tensor | None:
-        """Return the first position's hidden state where it may see all; None if the model takes no such mask."""
-        try:
-            hidden: Tensor = self(model, {**_batch(ids), "causal": False})
-            return hidden[:, 0]
-        except (ValueError, RuntimeError, IndexError, TypeError):
-            return None
-
 
 def base_of(model: Any) -> nn.Module:
     """Return the model without its head, and without what adapters may have wrapped around it."""
     while model.base_model is not model:
         model = model.base_model
     return model  # type: ignore[no-any-return]
-
-
-def added_mask(ids: Tensor, seen: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return a mask (B, 1, L, L) to be added to attention scores: 0 where seen, else the least number there is."""
-    length = ids.shape[1]
-    mask = torch.zeros(len(ids), 1, length, length, dtype=dtype, device=ids.device)
-    return mask if seen is None else mask.masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 def _batch(ids: Tensor) -> dict[str, Tensor]:

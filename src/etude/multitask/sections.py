@@ -7,12 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from etude.config import Section, SectionModel, Selection
-from etude.config.selection import SuppliedSection
 from etude.multitask.curriculum import Phase
 
-Head = Annotated[Any, SuppliedSection("head", frozenset({"in_features", "vocab_size"}))]
+Head = Annotated[Any, Section("head", frozenset({"in_features", "vocab_size"}))]
 Loss = Annotated[Any, Section("loss")]
-MetricOfTask = Annotated[Any, SuppliedSection("metric", frozenset({"num_classes", "num_labels"}))]
+MetricOfTask = Annotated[Any, Section("metric", frozenset({"num_classes", "num_labels"}))]
 StreamOrData = Annotated[str | Annotated[Any, Section("data")], Field(union_mode="left_to_right")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$")]
 """Names of tasks and variants become names of modules and of numbers in logs."""
