@@ -17,6 +17,7 @@ BENCHMARKS = {
     "startup": (),
     "loader": ("--rounds=1", "--samples=2000"),
     "token_loader": (),
+    "csv_loading": (),
     "optim": ("--rounds=2",),
     "gradient_monitor": (),
     "linear_ce": (),

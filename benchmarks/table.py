@@ -28,6 +28,8 @@ DISTRIBUTIONS = (
     "torchdata",
     "litdata",
     "datasets",
+    "pandas",
+    "pyarrow",
     "grain",
     "triton",
     "liger-kernel",

@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import (  # noqa: E402
     counters,
+    csv_loading,
     meaningful,
     multi_task,
     overhead,
@@ -39,6 +40,8 @@ BROKEN = {
     "grain": "SystemExit('needs another Python')",
     "ignite": "OSError('libtorch_cuda.so: cannot open shared object file')",
     "lightning": "ImportError('cannot import name x from y')",
+    "pandas": "ImportError('numpy of another version')",
+    "pyarrow": "OSError('libarrow.so: cannot open shared object file')",
     "litdata": "RuntimeError('operator torchvision::nms does not exist')",
     "torchdata": "ModuleNotFoundError('no module', name='something_else')",
     "torchjd": "ValueError('made for another torch')",
@@ -98,6 +101,13 @@ def test_startup(tmp_path):
     assert {row["command"] for row in commands} >= {"import torch", "import etude", "etude --help"}
     assert all(row["s"] > 0 for row in commands)
     assert seeking[0]["slowest ms"] >= seeking[0]["median ms"] > 0
+
+
+def test_csv_loading(tmp_path):
+    ((row,),) = run("csv_loading", tmp_path, set(csv_loading.READERS) - {csv_loading.WITHOUT})
+    assert row["reader"] == csv_loading.WITHOUT
+    assert row["s"] > 0
+    assert row["CPU s"] > 0
 
 
 def test_token_loader(tmp_path):

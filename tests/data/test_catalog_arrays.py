@@ -1,5 +1,7 @@
 """`arrays`: .npz, .safetensors and folders of .npy; mapped where they can be, and never unpickled."""
 
+import zipfile
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from safetensors.numpy import save_file
 
 from etude.core import DataError
 from etude.data import make_loader
+from etude.data.catalog import arrays
 from etude.data.catalog.arrays import load_arrays
 from etude.data.catalog.rows import ArrayRows, Scaling
 
@@ -167,3 +170,25 @@ def test_files_that_are_none(tmp_path, name, fact):
     (tmp_path / "d.txt").write_text("x")
     with pytest.raises(DataError, match=fact):
         load_arrays(str(tmp_path / name))
+
+
+def test_an_archive_that_unpacks_to_far_more_than_it_holds_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "bomb.npz"
+    np.savez_compressed(path, x=np.zeros((1000, 500)), y=np.arange(1000) % 2)
+    load_arrays(str(path))
+    monkeypatch.setattr(arrays, "MAX_BYTES", 2**20)
+    with pytest.raises(DataError, match=r"'x'.* 4,000,128 bytes; .*savez") as caught:
+        load_arrays(str(path))
+    assert "\n" not in str(caught.value)
+    np.savez(path, x=np.zeros((1000, 500)), y=np.arange(1000) % 2)
+    load_arrays(str(path))
+
+
+def test_a_shape_that_no_memory_holds_is_refused(tmp_path):
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000000,)}"
+    array = b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + header.ljust(117) + b"\n" + bytes(64)
+    with zipfile.ZipFile(tmp_path / "d.npz", "w") as archive:
+        archive.writestr("x.npy", array)
+        archive.writestr("y.npy", array)
+    with pytest.raises(DataError, match="'x' cannot be read"):
+        load_arrays(str(tmp_path / "d.npz"))

@@ -361,6 +361,16 @@ def test_folders_without_images_are_named(folder, caplog):
     assert ".git" not in caplog.text
 
 
+def test_pictures_that_are_not_read_are_counted(folder, caplog):
+    root = folder(classes(5))
+    for name in ("cat/a.heic", "cat/b.HEIC", "dog/c.svg", "dog/.d.heic", "dog/notes.txt"):
+        (root / name).write_bytes(b"x")
+    load_image_folder(str(root))
+    (record,) = caplog.records
+    assert "2 .heic, 1 .svg" in record.getMessage()
+    assert "txt" not in record.getMessage()
+
+
 def test_a_config_for_a_folder_with_broken_images_leaves_them_out(folder):
     root = folder(classes(10))
     (root / "cat" / "0.png").write_bytes(b"")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from etude.core import ConfigError, DataError
-from etude.data.catalog import delimited
+from etude.data.catalog import arrow_lines, delimited, table_files
 from etude.data.catalog.holdout import hold_out
 from etude.data.catalog.table_files import TableFormat
 from etude.data.catalog.tabular import load_csv, load_parquet
@@ -448,6 +448,93 @@ def test_threads_do_not_matter(write, monkeypatch):
         assert other.facts == found[0].facts
         assert torch.equal(other.train.data, found[0].train.data)
         assert torch.equal(other.test.labels, found[0].test.labels)
+
+
+# ------------------------------------------------------------------------------------------------ pyarrow
+
+FORMS = [
+    "",
+    " ",
+    "NA",
+    "nUlL",
+    " nan",
+    "-nan",
+    "nan(1)",
+    "inf",
+    "-Infinity",
+    "+1",
+    "1_0",
+    "1e5",
+    "1E-05",
+    ".5",
+    "5.",
+    "-.5",
+    "0x1",
+]
+FORMS += [
+    "-0",
+    "00012",
+    "1e400",
+    "1e-400",
+    "\t7 ",
+    "9007199254740993",
+    "0.1000000000000000055511151231257827",
+    "\ufeff1",
+    "½",
+    "٣",
+]
+hostile = (
+    st.sampled_from(FORMS)
+    | st.floats(allow_nan=False).map(repr)
+    | st.from_regex(r"-?[0-9]{1,22}(\.[0-9]{0,22})?", fullmatch=True)
+    | st.text(st.sampled_from("0123456789+-.eEnaNif() _\t\0xü'\x1c\x85"), max_size=6)
+)
+
+
+def read_both(monkeypatch, path, form):
+    """Return what is read with pyarrow and without: numbers and keys to the last bit, texts and lines, or the error."""
+    found = []
+    for size in (0, 2**60):
+        monkeypatch.setattr(table_files, "MIN_BYTES", size)
+        try:
+            table = form.read(Path(path), None)
+        except DataError as error:
+            found.append(str(error))
+        else:
+            texts = {name: (column.codes.tolist(), column.values) for name, column in table.texts.items()}
+            found.append((table.numbers.tobytes(), table.keys.tolist(), table.lines.tolist(), texts))
+    return found
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    rows=st.lists(st.tuples(hostile, hostile, hostile), min_size=1, max_size=12),
+    plain=st.integers(0, 30),
+    end=st.sampled_from(["\n", "\r\n", "\r"]),
+    texts=st.sampled_from([frozenset("c"), frozenset("ac"), frozenset()]),
+    odd=st.sampled_from(["", "1,2\n", "1,2,3,4\n", "\n", '"1",2,"x"\n', ",,\n"]),
+    block=st.sampled_from([20, 100, 10_000]),
+)
+def test_what_is_read_does_not_depend_on_pyarrow(write, monkeypatch, rows, plain, end, texts, odd, block):
+    pytest.importorskip("pyarrow")
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", block)
+    lines = ["a,b,c\n", *["1.5,-2,u\n"] * plain, *(f"{','.join(row)}\n" for row in rows), odd]
+    path = write("".join(lines).replace("\n", end))
+    with_pyarrow, without = read_both(monkeypatch, path, TableFormat(texts=texts))
+    assert with_pyarrow == without
+
+
+def test_pyarrow_reads_plain_files(write, monkeypatch):
+    pytest.importorskip("pyarrow")
+    used = []
+    read = arrow_lines.ArrowReader.read
+    monkeypatch.setattr(arrow_lines.ArrowReader, "read", lambda *given: used.append(read(*given)) or used[-1])
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", 100)
+    path = write("a,b,c\n" + "".join(f"{i / 7!r},{i},{'uvw'[i % 3]} \n" for i in range(100)))
+    with_pyarrow, without = read_both(monkeypatch, path, TableFormat())
+    assert with_pyarrow == without
+    assert len(used) > 5
+    assert all(isinstance(block, arrow_lines.ArrowBlock) for block in used)
 
 
 # ------------------------------------------------------------------------------------------------ parquet

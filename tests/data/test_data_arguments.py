@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from etude import DataLoaderFactory, TrainerConfig
 from etude.core import DataError
 from etude.data import DataLoader
+from etude.data.sources import samples
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on a machine with few cores
@@ -110,3 +111,14 @@ def test_a_factory_of_the_default_config_makes_loaders(training):
     seen = [index for batch in loader.iterate(0) for index in batch.data.tolist()]
     assert len(seen) == (8 if training else 10)
     assert (seen == list(range(10))) == (not training)
+
+
+def test_workers_for_tensors_are_said_to_do_nothing(caplog):
+    samples._say_unused.cache_clear()
+    for _ in range(2):
+        assert len(list(DataLoader(torch.zeros(6, 2), batch_size=3, num_workers=2))) == 2
+    (record,) = caplog.records
+    assert "num_workers is 2" in record.getMessage()
+    caplog.clear()
+    list(DataLoader([torch.zeros(2)] * 6, batch_size=3))
+    assert not caplog.records

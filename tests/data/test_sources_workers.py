@@ -275,6 +275,28 @@ def test_collate_fn_makes_the_batch():
     assert [batch["n"].tolist() for batch in loader] == [[3, 1], [2]]
 
 
+def test_lists_of_numbers_in_columns_are_tensors():
+    rows = [{"x": [float(i), 1.0], "ids": [[i, 2]], "y": i, "words": ["a", "b"], "n": i / 2} for i in range(3)]
+    batch = collate_samples(rows)
+    assert list(batch) == ["x", "ids", "y", "words", "n"]
+    assert torch.equal(batch["x"], torch.tensor([[0.0, 1.0], [1.0, 1.0], [2.0, 1.0]]))
+    assert torch.equal(batch["ids"], torch.tensor([[[0, 2]], [[1, 2]], [[2, 2]]]))
+    assert batch["words"] == [("a", "a", "a"), ("b", "b", "b")]
+
+
+@pytest.mark.parametrize("other", [[1.0], [1.0, None], ["a", "b"]])
+def test_lists_that_cannot_be_put_together_are_named(other):
+    with pytest.raises(DataError, match=r"'x'.*collate_fn"):
+        next(iter(DataLoader([{"x": [1.0, 2.0]}, {"x": other}], batch_size=2, shuffle=False)))
+
+
+def test_a_dataset_of_hugging_face_is_read_as_in_its_torch_format():
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": [[0.1 * i, 1.0] for i in range(6)], "y": list(range(6))})
+    ours, theirs = (list(DataLoader(one, batch_size=3)) for one in (rows, rows.with_format("torch")))
+    assert_equal(*([(batch["x"], batch["y"]) for batch in one] for one in (ours, theirs)))
+
+
 def test_samples_that_torch_cannot_put_together_are_named():
     with pytest.raises(DataError, match=r"GraphBatch.*collate_fn"):
         next(DataLoader([graphs([3]), graphs([4])], batch_size=2).iterate(0))

@@ -14,6 +14,7 @@ from annotated_types import Ge
 from etude.config.registry import register
 from etude.core.errors import DataError
 from etude.core.spelling import did_you_mean, listed
+from etude.data.catalog.files import MAX_BYTES
 from etude.data.catalog.holdout import Share, fingerprint, hold_out, mix_keys, shares
 from etude.data.catalog.rows import Array, ArrayRows, Scaling, digest_blocks
 from etude.data.splits import DataSplits, check_labels
@@ -21,6 +22,8 @@ from etude.data.splits import DataSplits, check_labels
 INPUTS = ("inputs", "x", "X", "data", "images", "features")
 LABELS = ("labels", "y", "Y", "targets", "target")
 """Names under which inputs and labels are looked for."""
+MAX_RATIO = 100
+"""Arrays that are larger than MAX_BYTES and so many times as large as in their archive are not unpacked."""
 _DTYPES = {
     "F64": "f8",
     "F32": "f4",
@@ -154,7 +157,7 @@ class ArrayFiles(Mapping[str, Array]):
     def __getitem__(self, name: str) -> Array:
         try:
             array: Array = self._openers[name]()
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
             reason = "it holds Python objects" if "allow_pickle" in str(error) else " ".join(str(error).split())
             raise DataError(f"{self.path}: array {name!r} cannot be read ({reason})") from error
         return array
@@ -186,8 +189,15 @@ def _open(path: Path) -> ArrayFiles:
 
 
 def _unpacked(path: Path, name: str) -> Array:
-    with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as file:
-        array: Array = np.lib.format.read_array(file, allow_pickle=False)
+    with zipfile.ZipFile(path) as archive:
+        entry = archive.getinfo(f"{name}.npy")
+        if entry.file_size > max(MAX_BYTES, MAX_RATIO * entry.compress_size):
+            raise ValueError(
+                f"it would unpack from {entry.compress_size:,} to {entry.file_size:,} bytes; save it with np.savez, or "
+                f"as .npy in a folder"
+            )
+        with archive.open(entry) as file:
+            array: Array = np.lib.format.read_array(file, allow_pickle=False)
     return array
 
 

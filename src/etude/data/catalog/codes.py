@@ -36,6 +36,8 @@ class Texts:
 
     def encode_column(self, block: Block, column: int) -> Codes:
         """Return the codes of a block's column."""
+        if (places := block.categories(column)) is not None:
+            return self.encode(places[1])[places[0]]
         words = block.words(column) if len(self.known) <= _MAX_HASHED else None
         found = None if words is None else self._look_up(block, column, words)
         return self.encode(block.texts(column)) if found is None else found

@@ -69,6 +69,10 @@ class Block:
         """Return a column of short texts as machine words (words, rows), last characters first; None if it is not."""
         return None
 
+    def categories(self, column: int) -> tuple[Places, list[str]] | None:  # noqa: ARG002
+        """Return a column as places in a list of its texts; None if they are not known."""
+        return None
+
     def numbers(self, columns: Sequence[int]) -> Numbers:
         """Return columns as numbers (rows, columns), NaN where there is none. Raises NotANumber for other text."""
         rows = range(len(self.lines))
@@ -264,8 +268,9 @@ def _blocks(layout: Layout, rest: bytes, pieces: Iterator[bytes], line: int) -> 
         if cut := piece.rfind(b"\n") + 1:
             end = PADDING + len(tail) + cut
             whole = b"".join((b"x" * PADDING, tail, memoryview(piece)[:cut], b"x" * (-end % 8)))
-            yield partial(_plain, layout, whole, end, line, parser)
-            line += int(np.count_nonzero(np.frombuffer(whole, np.uint8) == ord("\n")))  # faster than bytes.count
+            count = int(np.count_nonzero(np.frombuffer(whole, np.uint8) == ord("\n")))  # faster than bytes.count
+            yield PlainLines(layout, whole, end, line, count, parser)
+            line += count
             tail = b""
         tail, piece = tail + piece[cut:], following
 
@@ -274,13 +279,25 @@ def _self(block: Block) -> Block:
     return block
 
 
-def _plain(layout: Layout, buffer: bytes, end: int, line: int, parser: DecimalParser) -> Block:
-    """Return the lines of a text without quotes, which ends at `end`."""
-    cells = find_cells(layout, buffer)
-    if cells is None or (layout.columns == 1 and b"\n\n" in buffer):  # empty lines, or lines too long or short
-        lines = _lines(b"", iter([buffer[PADDING:end]]))
-        return next(_quoted(layout, lines, line, len(buffer)), QuotedBlock(layout, [], []))
-    return PlainBlock(layout, buffer, line, cells, parser)
+@dataclass(frozen=True, slots=True)
+class PlainLines:
+    """Lines without quotes: the bytes of a buffer from PADDING to `end`. Called in any thread, returns their rows."""
+
+    layout: Layout
+    buffer: bytes
+    end: int
+    line: int
+    """The number of the first line in the file, from 1."""
+    count: int
+    parser: DecimalParser
+
+    def __call__(self) -> Block:
+        """Read the lines: empty ones, and those that are too long or too short, are left to the csv module."""
+        cells = find_cells(self.layout, self.buffer)
+        if cells is None or (self.layout.columns == 1 and b"\n\n" in self.buffer):
+            lines = _lines(b"", iter([self.buffer[PADDING : self.end]]))
+            return next(_quoted(self.layout, lines, self.line, self.end), QuotedBlock(self.layout, [], []))
+        return PlainBlock(self.layout, self.buffer, self.line, cells, self.parser)
 
 
 def _lines(rest: bytes, pieces: Iterator[bytes]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ from etude.data.catalog.rows import Array, ArrayRows, Scaling
 from etude.data.splits import DataSplits
 
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".pbm", ".tif", ".tiff"))
+OTHER_SUFFIXES = frozenset(
+    (".avif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".svg", ".tga", ".dng", ".cr2", ".nef")
+)
+"""Of pictures that are not read."""
 SPLIT_FOLDERS = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
 IN_MEMORY_BYTES = 2**30
 """Decoded images up to this size are kept in memory."""
@@ -172,12 +177,12 @@ def _images_in(root: Path) -> list[Path]:
     if not root.is_dir():
         raise DataError(f"{root} is no folder")
     folders = [place for place in root.iterdir() if place.is_dir() and not place.name.startswith(".")]
-    found = [
-        (place, file)
-        for place in folders
-        for file in place.rglob("*")
-        if file.suffix.lower() in SUFFIXES and not file.name.startswith(".") and file.is_file()
-    ]
+    files = [(place, file) for place in folders for file in place.rglob("*") if not file.name.startswith(".")]
+    found = [(place, file) for place, file in files if file.suffix.lower() in SUFFIXES and file.is_file()]
+    others = Counter(suffix for _, file in files if (suffix := file.suffix.lower()) in OTHER_SUFFIXES)
+    if others:
+        counts = listed([f"{count:,} {suffix}" for suffix, count in sorted(others.items())])
+        logger.warning("%s: pictures left out: %s; save them as .png or .jpg", root, counts)
     if (empty := {*folders} - {place for place, _ in found}) and found:
         logger.warning("%s: no images, so no class, in %s", root, listed(sorted(place.name for place in empty)))
     return sorted((file for _, file in found), key=lambda file: file.relative_to(root).as_posix())

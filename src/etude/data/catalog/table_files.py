@@ -15,7 +15,8 @@ import torch
 
 from etude.core.errors import DataError
 from etude.core.spelling import did_you_mean, shorten
-from etude.data.catalog.delimited import PLAIN, Block, NotANumber, NumberForm, Unread, read_blocks
+from etude.data.catalog.arrow_lines import MIN_BYTES, ArrowReader
+from etude.data.catalog.delimited import PLAIN, Block, Layout, NotANumber, NumberForm, PlainLines, Unread, read_blocks
 from etude.data.catalog.table import Kind, Numbers, Table, TableBuilder
 
 ARROW_ROWS = 2**13
@@ -80,7 +81,8 @@ def read_delimited(
     builder = form.builder(path, found, int(1.1 * path.stat().st_size / first.size * len(first.lines)) + 1)
     number_places = [places[name] for name in builder.number_names]
     try:
-        read = partial(_read, number_places)
+        arrow = _arrow(first.layout, number_places, [places[name] for name in builder.texts])
+        read = partial(_read, number_places, arrow)
         for block, numbers in chain([read(lambda: first)], in_threads(read, blocks)):
             codes = {name: texts.encode_column(block, places[name]) for name, texts in builder.texts.items()}
             builder.add(numbers, codes, block.lines)
@@ -92,8 +94,17 @@ def read_delimited(
     return builder.table()
 
 
-def _read(places: Sequence[int], unread: Unread) -> tuple[Block, Numbers]:
-    block = unread()
+def _arrow(layout: Layout, numbers: Sequence[int], texts: Sequence[int]) -> ArrowReader | None:
+    """Return what reads a large file faster, if it is installed."""
+    try:
+        return ArrowReader(layout, numbers, texts) if layout.path.stat().st_size >= MIN_BYTES else None
+    except ImportError:
+        return None
+
+
+def _read(places: Sequence[int], arrow: ArrowReader | None, unread: Unread) -> tuple[Block, Numbers]:
+    block = arrow.read(unread) if arrow is not None and isinstance(unread, PlainLines) else None
+    block = unread() if block is None else block
     return block, block.numbers(places)
 
 

@@ -1,7 +1,9 @@
 """One data set as batches: tensors, a source of whole batches, a token file or a map-style dataset, on a device."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +30,8 @@ from etude.data.sources.workers import (
 )
 from etude.data.text.documents import TokenDocuments
 from etude.data.tokens.opening import open_tokens
+
+logger = logging.getLogger("etude")
 
 Transform = Callable[..., Any]
 
@@ -89,6 +93,8 @@ class Samples:
             in_workers = isinstance(data, BatchSource)
             samples = SourceSamples(data, seed) if in_workers else SeededSamples(data, collate_fn, seed)
             self.source = DatasetSource(samples, WorkerSettings(pin_memory=pin, **workers or {}))
+        if (unused := (workers or {}).get("num_workers")) and not isinstance(self.source, DatasetSource):
+            _say_unused(unused)
         self._target = None if device == there else device
         self._transform = None if transform is None else BatchTransform(transform)
         self._is_finished = self._target is None and transform is None and not self._pin_last
@@ -229,3 +235,12 @@ def _check_options(data: Any, labels: Any, collate_fn: Collate | None, bucket_ba
         raise DataError(f"labels is the number {labels}; give the batch size by name: batch_size={labels}")
     if labels is not None and not in_memory:
         raise DataError("labels go with tensors, arrays and tables; the samples of a dataset carry their own")
+
+
+@cache
+def _say_unused(num_workers: int) -> None:
+    """Say, once, that the data has no work for worker processes."""
+    logger.warning(
+        f"num_workers is {num_workers}, but tensors and token files are read in the process that trains, which is "
+        f"faster; leave it out"
+    )

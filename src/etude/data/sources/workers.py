@@ -45,8 +45,13 @@ class WorkerSettings:
 def collate_samples(samples: list[Any]) -> Batch:
     """Return what torch's `default_collate` returns, in less time if there are plain numbers.
 
-    Raises DataError for samples of a kind that torch does not put together.
+    But columns of lists of numbers, as datasets of Hugging Face have them, become one tensor each, as in their torch
+    format. Raises DataError for samples of a kind that torch does not put together.
     """
+    first = samples[0]
+    if isinstance(first, dict) and (lists := [name for name, value in first.items() if _has_numbers(value)]):
+        others = collate_samples([{name: one[name] for name in first if name not in lists} for one in samples])
+        return {name: _stack(name, samples) if name in lists else others[name] for name in first}
     try:
         return collate_by(samples, collate_fn_map=_COLLATE)
     except TypeError as error:
@@ -56,6 +61,27 @@ def collate_samples(samples: list[Any]) -> Batch:
             f"samples are a {type(samples[0]).__name__}, and torch cannot put objects of every kind together: "
             f"{error}; give a collate_fn, or batches, such as those of the library's own loader"
         ) from error
+
+
+def _has_numbers(value: Any) -> bool:
+    while isinstance(value, list) and value:
+        value = value[0]
+        if isinstance(value, int | float):
+            return True
+    return False
+
+
+def _stack(name: str, samples: list[Any]) -> torch.Tensor:
+    """Return lists of numbers as a tensor: int64, or float32."""
+    try:
+        array = np.array([sample[name] for sample in samples])
+    except ValueError:
+        raise DataError(
+            f"the lists {name!r} of a batch have different lengths; give a collate_fn that pads them"
+        ) from None
+    if array.dtype.kind not in "biuf":
+        raise DataError(f"the lists {name!r} of a batch hold more than numbers; leave them out, or give a collate_fn")
+    return torch.from_numpy(array.astype(np.float32) if array.dtype.kind == "f" else array)
 
 
 def _collate_numbers(kind: type, samples: Any, *, collate_fn_map: Any = None) -> Any:
