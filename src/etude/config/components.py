@@ -46,8 +46,8 @@ _HOMES = {
     "weighting": {
         "multitask.weighting.losses": "dwa imtl_l static uncertainty",
         "multitask.weighting.steps": "famo gradnorm pcgrad",
-        "multitask.weighting.torchjd_adapter": "aligned_mtl cagrad config cosmos dualproj fairgrad "
-        "geometric_mean graddrop imtl_g krum mean mgda pbi random stch trimmed_mean upgrad",
+        "multitask.weighting.torchjd_adapter": "aligned_mtl cagrad config cosmos dualproj excess_mtl fairgrad "
+        "geometric_mean graddrop gradvac imtl_g krum mean mgda nash_mtl pbi pcd random stch trimmed_mean upgrad",
     },
 }
 MODULES = {

@@ -3,8 +3,7 @@
 An aggregator makes one gradient of shared parameters from those of the tasks; a scalarizer makes one loss, and its
 derivatives are the coefficients. The keys of a section are torchjd's own arguments; one that is a vector over tasks is
 given by task name. Where torchjd has a method in both forms, the aggregator is meant. PCGrad, FAMO, DWA, IMTL-L,
-uncertainty (torchjd: UW) and static (Constant, Sum) are our own. Methods with a state of their own
-(ExcessMTL, GradVac, NashMTL, PCD) are left out: checkpoints could not hold it.
+uncertainty (torchjd: UW) and static (Constant, Sum) are our own.
 
 Most of these methods solve a small problem on the host: every step waits for the device once.
 """
@@ -34,14 +33,18 @@ CLASSES = {
     "config": "aggregation.ConFIG",
     "cosmos": "scalarization.COSMOS",
     "dualproj": "aggregation.DualProj",
+    "excess_mtl": "aggregation.ExcessMTL",
     "fairgrad": "aggregation.FairGrad",
     "geometric_mean": "scalarization.GeometricMean",
     "graddrop": "aggregation.GradDrop",
+    "gradvac": "aggregation.GradVac",
     "imtl_g": "aggregation.IMTLG",
     "krum": "aggregation.Krum",
     "mean": "aggregation.Mean",
     "mgda": "aggregation.MGDA",
+    "nash_mtl": "aggregation.NashMTL",
     "pbi": "scalarization.PBI",
+    "pcd": "aggregation.PCD",
     "random": "aggregation.Random",
     "stch": "scalarization.STCH",
     "trimmed_mean": "aggregation.TrimmedMean",
@@ -49,57 +52,95 @@ CLASSES = {
 }
 """Names in config files, and the classes of torchjd they stand for."""
 
+STATE: dict[str, dict[str, tuple[int, float]]] = {
+    "GradVac": {"gramian_weighting._phi_t": (2, 0.0)},
+    "NashMTL": {"weighting.prvs_alpha": (1, 1.0)},
+    "PCD": {"gramian_weighting._sq_norm_ema": (1, 0.0), "gramian_weighting._n_steps": (0, 0.0)},
+}
+"""What a method keeps from step to step: attributes, how many of their dimensions are tasks, and their first value.
+Methods with a state that is not listed are refused: a resumed run would not be the same."""
+
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 Vector = Mapping[str, float]
 """Numbers by task."""
+
+_NEEDS_ALL_TASKS = frozenset({"PCD"})
+"""Methods whose state is of no use to a part of the tasks."""
 
 
 class TorchjdWeighting(Weighting):
     """A method of torchjd, made from its class and its settings; vectors over tasks are mappings from task names.
 
     `seed` is that of methods that draw random numbers, which are a function of it and the step. Tasks that are inactive
-    in a step are left out of the method.
+    in a step are left out of the method, and so is their part of its state.
     """
 
     def __init__(self, tasks: Sequence[str], kind: type, seed: int = 0, **settings: Any) -> None:
         super().__init__(tasks)
         self.kind, self.seed = kind, seed
         self._settings = settings
-        for name, values in settings.items():
-            if isinstance(values, Mapping):
-                self.vector(values, 0.0, name)
-                if missing := [task for task in self.tasks if task not in values]:
-                    raise ConfigError(f"{name} has no number for the task '{missing[0]}'; give one for each task")
+        self._vectors = [name for name, value in settings.items() if isinstance(value, Mapping)]
+        for name in self._vectors:
+            self._check_vector(name, settings[name])
         self._methods: dict[tuple[Any, ...], Any] = {}
-        self._method(range(len(self.tasks)), torch.zeros(()))  # settings that it refuses are refused now
+        self._state = STATE.get(kind.__name__, {})
+        from torchjd import Stateful
 
-    def _method(self, places: Sequence[int], like: Tensor) -> Any:
-        """Return the method for these tasks; made once."""
-        key = (*places, like.device, like.dtype)
+        if issubclass(kind, Stateful) and not self._state:
+            raise ConfigError(
+                f"{kind.__name__} of torchjd keeps a state that checkpoints cannot hold, so that a run could not be "
+                f"resumed; choose another weighting"
+            )
+        for path, (dimensions, first) in self._state.items():
+            self.register_buffer(_buffer(path), torch.full((len(self.tasks),) * dimensions, first))
+        self._make(range(len(self.tasks)), torch.zeros(()))  # settings that it refuses are refused now
+
+    def _check_vector(self, name: str, values: Mapping[str, float]) -> None:
+        self.vector(values, 0.0, name)
+        if missing := [task for task in self.tasks if task not in values]:
+            raise ConfigError(f"{name} has no number for the task '{missing[0]}'; give one for each task")
+
+    def _make(self, places: Sequence[int], like: Tensor) -> Any:
+        """Return the method for these tasks."""
+        settings = dict(self._settings)
+        for name in self._vectors:
+            settings[name] = torch.tensor([settings[name][self.tasks[place]] for place in places]).to(like)
+        if "n_tasks" in inspect.signature(self.kind).parameters:
+            settings["n_tasks"] = len(places)
+        try:
+            return self.kind(**settings)
+        except ImportError as error:
+            raise ConfigError(f"{' '.join(str(error).split())} (or: pip install 'etude[torchjd]')") from error
+
+    def _method(self, places: Sequence[int], values: Tensor) -> Any:
+        key = (*places, values.device, values.dtype)
         if key not in self._methods:
-            settings = dict(self._settings)
-            for name, values in settings.items():
-                if isinstance(values, Mapping):
-                    settings[name] = torch.tensor([values[self.tasks[place]] for place in places]).to(like)
-            try:
-                self._methods[key] = self.kind(**settings)
-            except ImportError as error:
-                raise ConfigError(f"{' '.join(str(error).split())} (or: pip install 'etude[torchjd]')") from error
+            self._methods[key] = method = self._make(places, values)
+            if self._state:
+                self._call(
+                    method, values
+                )  # it makes what depends on shapes now; the state that this leaves is replaced
         return self._methods[key]
 
-    def _call(self, places: Sequence[int], values: Tensor) -> Tensor:
+    def _call(self, method: Any, values: Tensor) -> Tensor:
         try:
-            result: Tensor = self._method(places, values)(values)
+            result: Tensor = method(values)
         except ValueError as error:
             raise TrainingError(
                 f"{self.kind.__name__} of torchjd, with {len(values)} of {len(self.tasks)} tasks in this step: {error}"
             ) from error
         return result
 
-
-def _places(active: Tensor) -> list[int]:
-    """Return the numbers of the tasks that are active in this step; the host waits for the device here."""
-    return [place for place, part in enumerate(active.tolist()) if part]
+    def _places(self, active: Tensor) -> list[int]:
+        """Return the numbers of the tasks that are active in this step; the host waits for the device here."""
+        places = [place for place, part in enumerate(active.tolist()) if part]
+        if 0 < len(places) < len(self.tasks) and self.kind.__name__ in _NEEDS_ALL_TASKS:
+            raise TrainingError(
+                f"{self.kind.__name__} of torchjd needs all tasks in every step, here are "
+                f"{', '.join(self.tasks[place] for place in places)}; set data.draw to together, or choose another "
+                f"weighting"
+            )
+        return places
 
 
 class TorchjdAggregator(TorchjdWeighting):
@@ -110,12 +151,36 @@ class TorchjdAggregator(TorchjdWeighting):
     @torch.no_grad()
     def merge(self, gradients: Tensor, step: int, active: Tensor) -> Tensor:
         """Return what the aggregator makes of the gradients of the active tasks."""
-        places = _places(active)
+        places = self._places(active)
         if not places:
             return torch.zeros_like(gradients[0])
         rows = gradients if len(places) == len(self.tasks) else gradients[places]
         with aside(mix(self.seed, step)):
-            return self._call(places, rows).to(gradients.dtype)
+            method = self._method(places, rows)
+        with aside(mix(self.seed, step)):
+            self._put_state(method, places, step)
+            result = self._call(method, rows)
+            self._keep_state(method, places)
+        return result.to(gradients.dtype)
+
+    def _put_state(self, method: Any, places: Sequence[int], step: int) -> None:
+        """Give the method its state, of these tasks."""
+        for path, (dimensions, _) in self._state.items():
+            part, _, name = path.partition(".")
+            value, now = self._kept(path)[_at(places, dimensions)], getattr(getattr(method, part), name)
+            new = value.to(now) if isinstance(now, Tensor) else value.cpu().double().numpy()
+            setattr(getattr(method, part), name, new)
+        if self.kind.__name__ == "NashMTL":  # its own count of calls: at 0 it would set its problem up again
+            method.weighting.step = float(step or method.update_weights_every)
+
+    def _keep_state(self, method: Any, places: Sequence[int]) -> None:
+        """Keep the state that the method has now."""
+        for path, (dimensions, _) in self._state.items():
+            kept = self._kept(path)
+            kept[_at(places, dimensions)] = torch.as_tensor(operator.attrgetter(path)(method)).to(kept)
+
+    def _kept(self, path: str) -> Tensor:
+        return self.get_buffer(_buffer(path))
 
 
 class TorchjdScalarizer(TorchjdWeighting):
@@ -131,12 +196,12 @@ class TorchjdScalarizer(TorchjdWeighting):
 
     def coefficients(self, losses: Tensor, scale: Tensor | None = None) -> Tensor:
         """Return the derivatives by the losses of the active tasks, times the scale."""
-        places = _places(is_active(losses, scale))
+        places = self._places(is_active(losses, scale))
         found = torch.zeros_like(losses)
         if places:
             values = losses.detach()[places].requires_grad_()
             with torch.enable_grad():
-                total = self._call(places, values)
+                total = self._call(self._method(places, values), values)
             found[places] = torch.autograd.grad(total, values)[0]
         found = found if scale is None else found * scale
         self.used[places] = found[places].to(self.used)
@@ -180,7 +245,7 @@ class _Factory:
         except ConfigError:
             return inspect.Signature([*parameters, inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD)])
         for name, (hint, default) in arguments.items():
-            if (said := _in_files(hint)) is not None:
+            if (said := _in_files(hint)) is not None and name != "n_tasks":
                 default = inspect.Parameter.empty if default is PydanticUndefined else default
                 parameters.append(inspect.Parameter(name, _KEYWORD, annotation=said, default=default))
         return inspect.Signature(parameters)
@@ -195,6 +260,20 @@ def _in_files(hint: Any) -> Any:
     if not kept:
         return None
     return functools.reduce(operator.or_, [*kept, None] if type(None) in members else kept)
+
+
+def _buffer(path: str) -> str:
+    """Return the name of the buffer for a part of a method's state.
+
+    >>> _buffer("gramian_weighting._phi_t")
+    'phi_t'
+    """
+    return path.rpartition(".")[2].strip("_")
+
+
+def _at(places: Sequence[int], dimensions: int) -> Any:
+    """Return an index: the elements of these tasks along so many dimensions."""
+    return (..., list(places), ([[place] for place in places], list(places)))[dimensions]
 
 
 for _name, _path in CLASSES.items():
