@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from etude.core.errors import DataError
 from etude.corpus.documents import Skip, cut_at_lines, digests, documents, read_texts, scan
 from etude.corpus.options import SPECIAL_TOKENS, CorpusOptions
-from etude.corpus.sources import Source
+from etude.corpus.sources import SourceFile
 from etude.corpus.tokenizer import Encoder, train_tokenizer
 
 
@@ -45,7 +45,7 @@ def test_cutting_loses_nothing_and_keeps_to_the_limit(text, limit):
 
 def documents_of(path, kind="text", **options):
     """The documents of a file, packed if its name says so."""
-    return list(documents(Source(str(path), kind, path.suffix == ".gz", 0, 0), CorpusOptions(**options)))
+    return list(documents(SourceFile(str(path), kind, path.suffix == ".gz", 0, 0), CorpusOptions(**options)))
 
 
 def test_whole_file_is_one_document(tmp_path):
@@ -76,7 +76,7 @@ def test_what_is_not_text_is_passed_over(tmp_path, raw, reason):
 
 def scanned(folder, *paths, **options):
     """Where the documents of some files lie, and how many were passed over."""
-    sources = [Source(str(path), "text", False, 0, 0) for path in paths]
+    sources = [SourceFile(str(path), "text", False, 0, 0) for path in paths]
     return scan(sources, CorpusOptions(**options), folder / "texts", lambda done: None)
 
 

@@ -20,7 +20,7 @@ from etude.core.errors import DataError
 from etude.core.files import replacing
 from etude.core.spelling import shorten
 from etude.corpus.options import CorpusOptions
-from etude.corpus.sources import Source
+from etude.corpus.sources import SourceFile
 
 HEAD_BYTES = 8192
 """Where a zero byte shows that a file is not text."""
@@ -37,7 +37,7 @@ class Skip(Exception):
 
 
 def scan(
-    sources: Sequence[Source], options: CorpusOptions, texts: Path, progress: Callable[[int], None]
+    sources: Sequence[SourceFile], options: CorpusOptions, texts: Path, progress: Callable[[int], None]
 ) -> tuple[Locations, Counter[str]]:
     """Write the documents of all files to one, `texts`; return where each lies, and how many were passed over."""
     rows, skipped, num_bytes = array("Q"), Counter[str](), 0
@@ -95,7 +95,7 @@ def digests(text: str, raw: bytes, salt: str) -> tuple[int, int, int]:
     return high, low, int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
 
 
-def documents(source: Source, options: CorpusOptions) -> Iterator[str]:
+def documents(source: SourceFile, options: CorpusOptions) -> Iterator[str]:
     """Yield the documents of a file: the whole text or pieces of it, or those of every line of JSON."""
     is_json = source.kind == "json"
     try:
@@ -114,7 +114,7 @@ def documents(source: Source, options: CorpusOptions) -> Iterator[str]:
         raise Skip("unreadable") from None
 
 
-def _open(source: Source) -> IO[bytes]:
+def _open(source: SourceFile) -> IO[bytes]:
     path = Path(source.path)
     return cast("IO[bytes]", gzip.open(path)) if source.packed else path.open("rb")
 
@@ -145,7 +145,7 @@ def cut_at_lines(file: IO[str], max_chars: int) -> Iterator[str]:
         yield "".join(held)
 
 
-def _json_texts(file: IO[bytes], source: Source, key: str) -> Iterator[IO[str]]:
+def _json_texts(file: IO[bytes], source: SourceFile, key: str) -> Iterator[IO[str]]:
     """Yield the texts of the lines of a JSONL file."""
     for number, line in enumerate(file, 1):
         if line.strip():

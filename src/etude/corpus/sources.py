@@ -31,7 +31,7 @@ STDLIB_LEFT_OUT = ("test", "tests", "idle_test", "encodings", "pydoc_data")
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Source:
+class SourceFile:
     """One file."""
 
     path: str
@@ -46,7 +46,7 @@ class Source:
 class Found:
     """The files of a corpus, and how many others were passed over, by reason."""
 
-    files: list[Source] = field(default_factory=list)
+    files: list[SourceFile] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
 
 
@@ -79,7 +79,7 @@ def absolute(inputs: Sequence[str]) -> list[str]:
     return [name if name == STDLIB else str(Path(name).expanduser().absolute()) for name in inputs]
 
 
-def _source(path: Path) -> Source | None:
+def _source(path: Path) -> SourceFile | None:
     """Return a file as a source; None if it cannot be read twice, as a pipe or a dangling link."""
     try:
         status = path.stat()
@@ -89,7 +89,7 @@ def _source(path: Path) -> Source | None:
         return None
     name = path.name.lower()
     kind = "json" if name.removesuffix(".gz").endswith((".jsonl", ".ndjson")) else "text"
-    return Source(str(path), kind, name.endswith(".gz"), status.st_size, status.st_mtime_ns)
+    return SourceFile(str(path), kind, name.endswith(".gz"), status.st_size, status.st_mtime_ns)
 
 
 def _files(

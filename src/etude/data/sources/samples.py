@@ -25,7 +25,6 @@ from etude.data.sources.workers import (
     DatasetSource,
     SeededSamples,
     SourceSamples,
-    WorkerSettings,
     dataset_length,
 )
 from etude.data.text.documents import TokenDocuments
@@ -92,7 +91,7 @@ class Samples:
             self.size, there = dataset_length(data), None
             in_workers = isinstance(data, BatchSource)
             samples = SourceSamples(data, seed) if in_workers else SeededSamples(data, collate_fn, seed)
-            self.source = DatasetSource(samples, WorkerSettings(pin_memory=pin, **workers or {}))
+            self.source = DatasetSource(samples, pin_memory=pin, **workers or {})
         if (unused := (workers or {}).get("num_workers")) and not isinstance(self.source, DatasetSource):
             _say_unused(unused)
         self._target = None if device == there else device

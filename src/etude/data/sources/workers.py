@@ -1,7 +1,6 @@
 """Map-style datasets: samples fetched in this process or in worker processes, with the same random numbers."""
 
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,23 +22,6 @@ from etude.data.sources.worker_process import WorkerStart, begin_workers, end_wo
 Collate = Callable[[list[Any]], Batch]
 Request = tuple[int, list[int]]
 """What a worker is asked for: the epoch, and the indices of one batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """How samples are fetched. Raises DataError for settings of workers where there are none."""
-
-    num_workers: int = 0
-    pin_memory: bool = False
-    persistent_workers: bool = False
-    prefetch_factor: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.prefetch_factor is not None and self.prefetch_factor < 1:
-            raise DataError(f"prefetch_factor is {self.prefetch_factor}; a worker loads at least 1 batch ahead")
-        given = {"persistent_workers": self.persistent_workers, "prefetch_factor": self.prefetch_factor}
-        if self.num_workers == 0 and (names := [name for name, value in given.items() if value]):
-            raise DataError(f"{' and '.join(names)} need worker processes; set num_workers, or leave them out")
 
 
 def collate_samples(samples: list[Any]) -> Batch:
@@ -191,20 +173,37 @@ def dataset_length(dataset: Any) -> int:
 
 
 class DatasetSource:
-    """Batches of a map-style dataset, or of a source that is read by workers, in the sampler's order."""
+    """Batches of a map-style dataset, or of a source that is read by workers, in the sampler's order.
 
-    def __init__(self, samples: SeededSamples | SourceSamples, settings: WorkerSettings) -> None:
-        self.samples, self.settings = samples, settings
-        self._start = WorkerStart(settings.num_workers) if settings.num_workers else None
+    Raises DataError for settings of workers where there are none.
+    """
+
+    def __init__(
+        self,
+        samples: SeededSamples | SourceSamples,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+    ) -> None:
+        if prefetch_factor is not None and prefetch_factor < 1:
+            raise DataError(f"prefetch_factor is {prefetch_factor}; a worker loads at least 1 batch ahead")
+        given = {"persistent_workers": persistent_workers, "prefetch_factor": prefetch_factor}
+        if num_workers == 0 and (names := [name for name, value in given.items() if value]):
+            raise DataError(f"{' and '.join(names)} need worker processes; set num_workers, or leave them out")
+        self.samples, self.pin_memory, self._num_workers = samples, pin_memory, num_workers
+        self._settings: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory, **given}
+        self._start = WorkerStart(num_workers) if num_workers else None
         self._persistent: tuple[_Requests, TorchLoader[Batch]] | None = None
         self._turn = 0
 
     def batches(self, sampler: BatchSampler, epoch: int, position: int) -> Iterator[Batch]:
         """Return the batches of `epoch` from `position` on; workers start at once."""
         requests = _Requests(sampler, epoch, position)
-        if self.settings.num_workers == 0:
+        if self._num_workers == 0:
             return self._fetch(requests)
-        if not self.settings.persistent_workers:
+        if not self._settings["persistent_workers"]:
             return _begin(self._make_loader(requests))
         if self._persistent is None:
             self._persistent = requests, self._make_loader(requests)
@@ -223,7 +222,7 @@ class DatasetSource:
 
     def _fetched(self, epoch: int, indices: list[int]) -> Batch:
         batch = self.samples[epoch, indices]
-        return in_pinned_memory(batch) if self.settings.pin_memory else batch
+        return in_pinned_memory(batch) if self.pin_memory else batch
 
     def _follow(self, batches: Iterator[Batch], turn: int) -> Iterator[Batch]:
         """Persistent workers serve one epoch at a time: an iterator that was overtaken says so."""
@@ -239,16 +238,12 @@ class DatasetSource:
         )
 
     def _make_loader(self, requests: "_Requests") -> "TorchLoader[Batch]":
-        settings = self.settings
         return TorchLoader(
             self.samples,
             batch_size=None,  # a request is a whole batch
             sampler=requests,
             collate_fn=_unchanged,
-            num_workers=settings.num_workers,
-            pin_memory=settings.pin_memory,
-            persistent_workers=settings.persistent_workers,
-            prefetch_factor=settings.prefetch_factor,
+            **self._settings,
             worker_init_fn=self._start,
             generator=torch.Generator(),  # else torch would draw a seed from the caller's generator
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from etude.core.errors import DataError
 from etude.data.order.permutation import Indices
-from etude.data.text.columns import LABELS, Columns, opened, sample_label
+from etude.data.text.columns import Columns, opened
 from etude.data.text.padding import (
     IGNORED,
     Array,
@@ -65,7 +65,7 @@ class TokenDocuments:
                 f"TokenBlocks, or give long='split' and a max_length"
             )
         self.pad_id, self.pad_multiple, self.long = pad_id, pad_multiple, long
-        self.columns = Columns.of(self.file, labels, whole=True)
+        self.columns = Columns(self.file, labels, whole=True)
         self._cut(max_length)
 
     def _cut(self, max_length: int | None) -> None:
@@ -101,23 +101,20 @@ class TokenDocuments:
         mask = filled(lengths, padded_width(largest(lengths), self.pad_multiple))
         ids = read_padded(self.file, starts, lengths, mask, self.pad_id)
         batch = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask.astype(np.int64))}
-        columns = self.columns
-        if columns.kind == "next":
+
+        def next_tokens() -> Array:
             labels = constant(ids.shape, IGNORED)
             np.copyto(labels[:, :-1], ids[:, 1:], where=mask[:, 1:])
             if more is not None and more.any():
                 followed = np.flatnonzero(more)
                 last = lengths[followed] - 1
                 labels[followed, last] = self.file.rows(starts[followed] + last + 1, 1)[:, 0]
-            batch[LABELS] = torch.from_numpy(labels)
-        elif columns.kind == "stream":
-            batch[LABELS] = torch.from_numpy(read_padded(self.file, starts, lengths, mask, IGNORED, columns.name))
-        elif columns.kind == "sample":
-            batch[LABELS] = sample_label(self.file, columns.name, documents)
-        for name in columns.streams:
-            batch[name] = torch.from_numpy(read_padded(self.file, starts, lengths, mask, columns.fill(name), name))
-        for name in columns.sample_labels:
-            batch[name] = sample_label(self.file, name, documents)
+            return labels
+
+        self.columns.add(
+            batch, lambda name, fill: read_padded(self.file, starts, lengths, mask, fill, name), next_tokens
+        )
+        self.columns.add_samples(batch, documents)
         return batch
 
     def _spans(self, indices: Indices) -> tuple[Indices, Indices, Indices, Array | None]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from etude.core.batch import DOCUMENT_STARTS
 from etude.core.errors import DataError
 from etude.data.order.permutation import Indices
-from etude.data.text.columns import LABELS, Columns, opened
+from etude.data.text.columns import Columns, opened
 from etude.data.text.layouts import FitLayout, Pieces, SplitLayout
 from etude.data.text.padding import IGNORED, Array, Mask, constant, filled, ranges, read_padded, scatter
 from etude.data.tokens.file import TokenFile
@@ -66,7 +66,7 @@ class PackedDocuments:
         self.file = opened(file)
         self.strategy, self.last, self.attention, self.causal = strategy, last, attention, causal
         self.pad_id, self.cross_documents, self.seed = pad_id, cross_documents, seed
-        self.columns = Columns.of(self.file, labels, whole=False)
+        self.columns = Columns(self.file, labels, whole=False)
         self._lay_out(length)
 
     def _lay_out(self, length: int) -> None:
@@ -119,14 +119,13 @@ class PackedDocuments:
         spans = (pieces.starts[first], used) if self.strategy == "split" else (pieces.starts, pieces.lengths)
         ids = self._read(spans, mask, None, self.pad_id)
         batch = {"input_ids": torch.from_numpy(ids)}
-        if self.columns.kind == "next":
-            batch[LABELS] = torch.from_numpy(self._next_tokens(ids, mask, pieces))
-        elif self.columns.kind == "stream":
-            batch[LABELS] = torch.from_numpy(self._read(spans, mask, self.columns.name, IGNORED))
         positions, documents = _numbered(pieces, mask)
         batch["position_ids"], batch["document_ids"] = torch.from_numpy(positions), torch.from_numpy(documents)
-        for name in self.columns.streams:
-            batch[name] = torch.from_numpy(self._read(spans, mask, name, self.columns.fill(name)))
+        self.columns.add(
+            batch,
+            lambda name, fill: self._read(spans, mask, name, fill),
+            lambda: self._next_tokens(ids, mask, pieces),
+        )
         if self.attention == "starts":
             batch[DOCUMENT_STARTS] = torch.from_numpy(_starts(pieces, used, self.length, self._places))
         if self.attention == "full":

@@ -155,12 +155,11 @@ class TokenFile:
 
     def rows(self, starts: ArrayLike, length: int, stream: str | None = None) -> Array:
         """Return `length` tokens, or values of a stream, from each start: a fresh (n, length) array."""
-        vector = self.vectors[None] if stream is None else self._stream(stream)
-        return vector.rows(as_indices(starts), length)
+        return self._vector(stream).rows(as_indices(starts), length)
 
     def read(self, starts: ArrayLike, lengths: ArrayLike, stream: str | None = None) -> Array:
         """Return spans one after the other: a fresh array as long as the lengths together."""
-        vector = self.vectors[None] if stream is None else self._stream(stream)
+        vector = self._vector(stream)
         starts, lengths = as_indices(starts), as_indices(lengths)
         if starts.shape != lengths.shape:
             raise DataError(f"found {len(starts):,} starts and {len(lengths):,} lengths; there must be one of each")
@@ -199,10 +198,10 @@ class TokenFile:
         """Let go of the memory that reading in order has made resident."""
         self.vectors[None].forget()  # all else lies in the same file
 
-    def _stream(self, name: str) -> Vector:
-        if name not in self.vectors:
-            raise DataError(f"{self.path} has no stream {name!r}{suggest(name, self.streams)}")
-        return self.vectors[name]
+    def _vector(self, stream: str | None) -> Vector:
+        if stream not in self.vectors:
+            raise DataError(f"{self.path} has no stream {stream!r}{suggest(str(stream), self.streams)}")
+        return self.vectors[stream]
 
     def _sample(self, index: int, start: int, length: int) -> Sample:
         ids = self.vectors[None].slice(start, start + length).astype(np.int64)
