@@ -154,9 +154,7 @@ def test_by_hand_with_and_without_a_model(tmp_path, caplog):
     callback = ModelCheckpoint(path)
     for epoch in range(3):
         callback.on_epoch_end(epoch, {"val_loss": 1.0 - epoch / 10})
-    assert [record.message for record in caplog.records] == [
-        "ModelCheckpoint saved nothing: it has no model; call on_train_begin(run), or set its `.model`"
-    ]
+    assert "saved nothing: call on_train_begin(run), or set its `.model`" in caplog.text
     assert not path.exists()
     callback.model = nn.Linear(2, 1)
     callback.on_epoch_end(3, {"val_loss": 0.1})

@@ -166,11 +166,9 @@ def test_blocks_are_found_in_the_outermost_lists():
 
 def test_nothing_to_recompute_is_an_error_that_names_the_lists():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    with pytest.raises(ConfigError, match=r"Sequential has no repeated blocks.*the model itself \(Linear, ReLU\)"):
+    with pytest.raises(ConfigError, match="no repeated blocks in Sequential, which has 0, 1"):
         recompute_activations(model)
-    with pytest.raises(
-        ConfigError, match=r"no module of the model matches 'blcoks\.\*'; it has inward, blocks, head"
-    ):
+    with pytest.raises(ConfigError, match=r"no module matches 'blcoks\.\*' in .* inward, blocks, head"):
         recompute_activations(net(), blocks="blcoks.*")
 
 

@@ -47,7 +47,6 @@ class ModelCheckpoint(Callback):
         self.best_path: Path | None = None
         """The file of the best epoch; None before the first."""
         self._run: RunInfo | None = None
-        self._warned = False
 
     @classmethod
     def writes(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
@@ -81,7 +80,7 @@ class ModelCheckpoint(Callback):
         path = self._path(epoch, logs)
         if self._run is None or self._run.is_main:
             if self.model is None:
-                self._warn_without_model()
+                logger.warning("ModelCheckpoint saved nothing: call on_train_begin(run), or set its `.model`")
                 return
             try:
                 save_weights(self.model, path, self._metadata(epoch))
@@ -119,13 +118,6 @@ class ModelCheckpoint(Callback):
     def _metadata(self, epoch: int) -> dict[str, str]:
         metadata = {"epoch": str(epoch), "monitor": self.monitored.name, "value": repr(self.monitored.best)}
         return metadata | ({"step": str(self._run.clock.step)} if self._run is not None else {})
-
-    def _warn_without_model(self) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "ModelCheckpoint saved nothing: it has no model; call on_train_begin(run), or set its `.model`"
-            )
 
 
 def _file(filepath: str | Path) -> Path:

@@ -91,18 +91,11 @@ def _matching(model: nn.Module, pattern: str) -> list[str]:
 
 
 def _nothing_found(model: nn.Module, pattern: str | None) -> str:
-    lists = [
-        f"{name or 'the model itself'} ({', '.join(dict.fromkeys(type(child).__name__ for child in module))})"
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential))
-    ]
-    there = f"module lists there are: {'; '.join(lists)}" if lists else "it has no module lists"
-    if pattern is not None:
-        names = ", ".join(name for name, _ in model.named_children())
-        return f"activation_checkpointing: no module of the model matches '{pattern}'; it has {names}; {there}"
+    what = f"no module matches '{pattern}'" if pattern is not None else "there are no repeated blocks"
+    names = ", ".join(name for name, _ in model.named_children())
     return (
-        f"activation_checkpointing: {type(model).__name__} has no repeated blocks; {there}; name the modules to "
-        f"recompute by a pattern such as 'layers.*', or set it to false"
+        f"activation_checkpointing: {what} in {type(model).__name__}, which has {names or 'no parts'}; name modules by "
+        f"a pattern such as 'layers.*', or set it to false"
     )
 
 

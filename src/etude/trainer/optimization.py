@@ -167,7 +167,7 @@ def optimizer_factory(optimizer: Any, settings: Mapping[str, Any]) -> Callable[[
 
     def make(params: Any) -> torch.optim.Optimizer:
         try:
-            made = optimizer(params, **(settings if is_class else {}))
+            made: torch.optim.Optimizer = optimizer(params, **(settings if is_class else {}))
         except TypeError as error:
             raise ConfigError(f"optimizer cannot be made from the parameters: {error}") from error
         return made
