@@ -35,7 +35,7 @@ def test_a_run_that_learned_nothing_does_not_say_finished(etude, experiment, tmp
     code, process = etude.run("train", experiment, "--run-dir", folder, "data.nan_from=0", *length)
     assert code == 2
     (line,) = process.err.splitlines()
-    assert line.startswith("etude: nothing was learned")
+    assert "so nothing was learned" in line
     assert "finished" not in process.out
     assert not (folder / "result.json").exists()
 
