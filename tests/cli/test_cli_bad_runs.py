@@ -22,7 +22,7 @@ def test_unwritable_run_folder(etude, config, tmp_path, below):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["caf\udce9", "x" * 300])
+@pytest.mark.parametrize("name", ["x" * 300])
 def test_run_folder_that_no_system_has(etude, config, tmp_path, name):
     for arguments in (["train", config(), "--run-dir", tmp_path / name], ["resume", tmp_path / name]):
         outcome = etude(*arguments)

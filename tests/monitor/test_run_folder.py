@@ -10,7 +10,6 @@ import yaml
 from hypothesis import given, settings, strategies as st
 
 from etude.core import RunFolderError
-from etude.core.run_layout import OWN_FILES
 from etude.monitor import FINISHED, EventLog, JsonlSink, RunFolder, default_run_dir, newest_run
 
 
@@ -87,18 +86,6 @@ def test_a_file_in_the_place_of_the_checkpoints_is_named(tmp_path, setting):
     with pytest.raises(RunFolderError, match=rf"{place}: .* another {remedy}"):
         RunFolder.create(tmp_path / "run", checkpoint_dir=setting)
     assert place.read_text() == "precious"
-
-
-@pytest.mark.parametrize("name", sorted(OWN_FILES))
-@pytest.mark.parametrize(
-    "make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path)], ids=["dir", "fifo", "loop"]
-)
-def test_what_lies_in_the_way_of_a_file_is_named(tmp_path, name, make):
-    folder = holding_a_run(tmp_path / "run")
-    (folder.path / name).unlink(missing_ok=True)
-    make(folder.path / name)
-    with pytest.raises(RunFolderError, match=f"{folder.path / name} is in the way"), folder.lock():
-        pass
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -215,7 +202,7 @@ def test_dangling_link_as_root_is_an_error(tmp_path):
         default_run_dir("x", tmp_path / "runs")
 
 
-@pytest.mark.parametrize("name", ["caf\udce9", "a\0b", "x" * 300])
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300])
 def test_name_that_no_system_has(tmp_path, name):
     with pytest.raises(RunFolderError) as caught:
         RunFolder.ensure(tmp_path / name)

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,7 +26,7 @@ import torch
 
 from etude.core import RunFolderError
 from etude.core.files import FolderLock, LockHeld, replacing, write_text
-from etude.core.run_layout import CHECKPOINTS, OWN_FILES
+from etude.core.run_layout import CHECKPOINTS
 from etude.monitor.checkpoint_folder import checkpoint_folder, claim, holds_checkpoints, made_in, setting_in
 from etude.monitor.environment import collect_environment
 from etude.monitor.sinks import decode, plain, read_jsonl
@@ -92,13 +91,13 @@ class RunFolder:
         folder = cls(path)
         folder.place_checkpoints(checkpoint_dir)
         try:
-            str(path).encode()  # checkpoints are written under names in UTF-8 only
             folder.path.mkdir(parents=True, exist_ok=True)
             folder.lock_path.touch()  # shows that files can be written here
         except (OSError, ValueError) as error:
-            why = "its name is not UTF-8" if isinstance(error, UnicodeError) else getattr(error, "strerror", error)
-            shown = str(folder.path).encode(errors="backslashreplace").decode()
-            raise RunFolderError(f"cannot write run folder {shown}: {why}; choose a writable --run-dir") from error
+            why = getattr(error, "strerror", None) or error
+            raise RunFolderError(
+                f"cannot write run folder {folder.path}: {why}; choose a writable --run-dir"
+            ) from error
         try:
             folder.checkpoints_path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -141,7 +140,7 @@ class RunFolder:
     @property
     def is_rebuildable(self) -> bool:
         """True if a run has been started here that can be built from its config again: not one made in Python."""
-        if not self.holds_run or _problem_of(self.config_path):
+        if not self.config_path.is_file():
             return self.holds_run  # what is no regular file is not read: whoever loads it says what is wrong
         with self.config_path.open("rb") as file:
             return not file.readline().startswith(_MADE_IN_PYTHON.encode())
@@ -172,9 +171,6 @@ class RunFolder:
 
         The lock is freed when the block ends or the process dies, also by `kill -9`.
         """
-        for name in sorted(OWN_FILES):
-            if problem := _problem_of(self.path / name):
-                raise RunFolderError(f"{self.path / name} is in the way: {problem}; remove it, or move it elsewhere")
         with ExitStack() as stack:
             try:
                 stack.enter_context(FolderLock(self.lock_path))
@@ -311,16 +307,6 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except OSError:
         return False
-
-
-def _problem_of(path: Path) -> str:
-    """Return why a file of the run cannot be one: a folder, a pipe, a link to itself; nothing if it can."""
-    try:
-        return "" if stat.S_ISREG(path.stat().st_mode) else "it is no regular file"
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        return str(error.strerror or error)
 
 
 def _trim_jsonl(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
