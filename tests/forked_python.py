@@ -4,6 +4,7 @@ Not for tests of what happens before torch is imported, of the number of its thr
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -57,6 +58,7 @@ def _serve() -> None:
 
     torch.set_num_threads(1)
     del sys.path[0]
+    gc.freeze()  # a collection in a fork would copy all pages
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()

@@ -13,15 +13,18 @@ they are ended. With a size of 1 there is no torchrun.
 """
 
 import contextlib
+import gc
 import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
 
 import distributed_checks
+import numpy.ctypeslib  # noqa: F401 - as above
 import torch
 import torch._dynamo  # wrapping a model imports it: here once, for all processes
 import torch.distributed as dist
@@ -29,6 +32,7 @@ import torch.distributed as dist
 import etude.experiment.run  # noqa: F401 - what runs import, here once for all processes too
 from etude.cli import main as cli
 from etude.config import kinds, lookup, names
+from etude.experiment import load_experiment_config
 
 GRACE_S = 20
 for kind in kinds():
@@ -119,8 +123,20 @@ class Launch:
                 self.codes[self.pids.index(pid)] = os.waitstatus_to_exitcode(status)
 
 
+def warm_up() -> None:
+    """Read a config like those of the tests: what that imports and builds is there for all processes."""
+    config = {"model": "lenet5", "data": "mnist", "callbacks": ["early_stopping"]}
+    more = {"optimizer": {"name": "adamw", "lr": 0.01}, "scheduler": "warmup_cosine", "training": {"epochs": 1}}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.yaml")
+        path.write_text(json.dumps(config | more))  # which is YAML too
+        load_experiment_config(path)
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    warm_up()
+    gc.freeze()  # a collection in a fork would copy all pages
     launch: Launch | None = None
     with contextlib.suppress(KeyboardInterrupt):
         for line in sys.stdin:

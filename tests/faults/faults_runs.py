@@ -125,4 +125,4 @@ def wait_for(condition: Callable[[], object], process: Process | None = None) ->
     deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "waited in vain" + (f": {process.err}" if process else "")
-        time.sleep(0.0005)
+        time.sleep(0.002)

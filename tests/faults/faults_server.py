@@ -7,20 +7,22 @@ cannot make a file larger than that; with "speed": {"how", "at", "signals"} its 
 sends itself signals at a moment of that.
 """
 
+import gc
 import json
 import os
 import resource
 import signal
 import sys
+import tempfile
 import traceback
 import warnings
+from pathlib import Path
 
 import faults_speed
 import torch
 
 from etude.cli.main import main
-from etude.config import Document
-from etude.experiment import validate_experiment
+from etude.experiment import load_experiment_config
 
 PATIENCE_S = 180
 OPERATIONS = ("open", "write", "ftruncate", "fsync", "mkdir", "rename", "replace", "symlink", "unlink", "rmdir")
@@ -83,9 +85,20 @@ def start(request) -> int:
         os._exit(code)
 
 
+def warm_up() -> None:
+    """Read a config like those of the tests: what that imports and builds is there for all processes."""
+    config = {"model": "lenet5", "data": "mnist"}
+    more = {"optimizer": {"name": "adamw", "lr": 0.01}, "scheduler": "warmup_cosine", "training": {"epochs": 1}}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.yaml")
+        path.write_text(json.dumps(config | more))  # which is YAML too
+        load_experiment_config(path)
+
+
 def serve() -> None:
     torch.set_num_threads(1)
-    validate_experiment(Document({"model": "lenet5"}))  # loads what a run will use
+    warm_up()
+    gc.freeze()  # a collection in a fork would copy all pages
     print(os.getpid(), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
