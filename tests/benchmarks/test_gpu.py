@@ -3,11 +3,12 @@
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from forked_python import run_python
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -23,9 +24,8 @@ def section(contestants, **settings):
 
 def test_everything_that_needs_no_gpu_runs_and_the_rest_says_so(tmp_path):
     file = tmp_path / "gpu.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--no-peers", "--json", str(file)]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
+    done = run_python("-m", "benchmarks.gpu", "--quick", "--no-peers", "--json", file, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())
     assert report["benchmark"] == "gpu"

@@ -22,6 +22,8 @@ from etude.distributed.world import run_collective
 from etude.engine.callback import Callback
 from etude.engine.evaluation import evaluate
 from etude.engine.stopping import Interrupted, Interrupts
+from etude.optim import AdamW, clip_gradients
+from etude.optim.optimizers import choose_kernel
 
 __all__ = ["many_tasks"]
 
@@ -294,3 +296,28 @@ def interrupted_validation() -> None:
         with pytest.raises(Interrupted):
             evaluate(nn.Linear(4, 2), task, loader, world=w, interrupts=interrupts)
         w.barrier()
+
+
+def sharded_parameters() -> None:
+    """Parameters in shards (DTensor) have the norm, the clipping and the update of whole ones."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with world() as w:
+        mesh = init_device_mesh("cpu", (w.size,))
+        whole = [nn.Parameter(torch.arange(12.0).view(6, 2) - 5), nn.Parameter(torch.linspace(-1, 1, 7))]
+        parts = [nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)])) for param in whole]
+        assert choose_kernel(parts) == "fused"
+        assert choose_kernel([parts[0], whole[1]]) == "loop"
+        optimizers = AdamW(whole, lr=0.1), AdamW(parts, lr=0.1)
+        for step in range(3):
+            for full, part in zip(whole, parts, strict=True):
+                full.grad = torch.sin(full.detach() + step) * 10
+                part.grad = distribute_tensor(full.grad, mesh, [Shard(0)])
+            norms = clip_gradients(whole, 1.0), clip_gradients(parts, 1.0)
+            assert type(norms[1]) is torch.Tensor
+            torch.testing.assert_close(norms[0], norms[1])
+            for optimizer in optimizers:
+                optimizer.step()
+        for full, part in zip(whole, parts, strict=True):
+            torch.testing.assert_close(part.full_tensor(), full.detach())

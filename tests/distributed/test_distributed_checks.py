@@ -16,6 +16,10 @@ def test_trainer(runs, check):
     runs.call(2, check).ok()
 
 
+def test_norm_clipping_and_update_of_sharded_parameters(runs):
+    runs.call(2, "sharded_parameters").ok()
+
+
 def test_weights_that_become_zero(runs):
     runs.call(2, "weights_that_become_zero").ok()
 

@@ -67,7 +67,7 @@ model:
 data: {{name: tokens, root: {tmp_path}, length: 32}}
 loss: {{name: language_modeling, fused_head: {str(fused_head).lower()}}}
 optimizer: {{name: adamw, lr: 0.005}}
-training: {{max_steps: 200, batch_size: 16, log_interval: 50, num_threads: 1, device: cpu}}
+training: {{max_steps: 200, batch_size: 8, log_interval: 50, num_threads: 1, device: cpu}}
 """
     )
     outcome = train_experiment(config, [], run_dir=tmp_path / "run", progress=False)
