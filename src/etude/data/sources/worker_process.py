@@ -63,16 +63,8 @@ class WorkerStart:
 
     def end(self) -> None:
         """End the workers that are left: the program is about to end, and waits for its child processes."""
-        self._shared[ENDING] = 1
         pids = set(self._shared[PIDS:].tolist())
-        workers = [child for child in multiprocessing.active_children() if child.pid in pids]
-        for end in (multiprocessing.Process.terminate, partial(multiprocessing.Process.join, timeout=GRACE_S)):
-            for worker in workers:
-                with contextlib.suppress(RuntimeError):  # torch, at any time, of a worker that had died before
-                    end(worker)
-        for worker in workers:
-            if worker.is_alive():
-                worker.kill()
+        _end_processes(self._shared, [child for child in multiprocessing.active_children() if child.pid in pids])
 
     def __call__(self, worker: int) -> None:
         """Run in the worker before its first batch."""
@@ -186,16 +178,19 @@ _BEGUN: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _end_left(shared: torch.Tensor, owner: int, workers: tuple[Any, ...]) -> None:
-    if os.getpid() != owner:
-        return
-    if left := [worker for worker in workers if worker.is_alive()]:
-        shared[ENDING] = 1
-        for worker in left:
-            worker.terminate()
-        for worker in left:
-            with contextlib.suppress(RuntimeError):  # torch, of a worker that had died before
-                worker.join(GRACE_S)
+    if os.getpid() == owner and (left := [worker for worker in workers if worker.is_alive()]):
+        _end_processes(shared, left)
         shared[ENDING] = 0
+
+
+def _end_processes(shared: torch.Tensor, workers: list[Any]) -> None:
+    """End workers at once; those that do not go are killed."""
+    shared[ENDING] = 1
+    process = multiprocessing.Process
+    for end in (process.terminate, partial(process.join, timeout=GRACE_S), process.kill):
+        for worker in workers:
+            with contextlib.suppress(RuntimeError):  # torch, at any time, of a worker that had died before
+                end(worker)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -63,16 +63,8 @@ class FileSection:
         return f"offset {self.offset:,} is not a multiple of {ALIGNMENT}" if self.offset % ALIGNMENT else None
 
 
-@dataclass(frozen=True)
-class Header:
-    """What a file says of itself: its sections by name, tokens and index among them, and facts for the user."""
-
-    sections: dict[str, FileSection]
-    meta: dict[str, Any]
-
-    def of_kind(self, kind: Kind) -> list[FileSection]:
-        """Return the sections of a kind."""
-        return [section for section in self.sections.values() if section.kind == kind]
+Sections = dict[str, FileSection]
+"""The sections of a file by name, tokens and index among them."""
 
 
 def declaration_problem(name: object, kind: object, dtype: object) -> str | None:
@@ -99,12 +91,7 @@ def encode_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
 def encode_header(sections: Sequence[FileSection], meta: Mapping[str, Any]) -> bytes:
     """Return the header as JSON, the same bytes for the same contents."""
     content = {"meta": dict(meta), "sections": [asdict(section) for section in sections]}
-    raw = json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
-    if len(raw) > _MAX_HEADER:
-        raise DataError(
-            f"the meta of a token file is {len(raw):,} bytes of JSON; at most {_MAX_HEADER:,} are allowed"
-        )
-    return raw
+    return json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
 
 
 def encode_preamble(header: bytes, offset: int) -> bytes:
@@ -113,8 +100,10 @@ def encode_preamble(header: bytes, offset: int) -> bytes:
     return raw + struct.pack("<I", zlib.crc32(raw))
 
 
-def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> Header:
-    """Return the header of a file of this size after checking all it says; `read` gives bytes from an offset.
+def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tuple[Sections, dict[str, Any]]:
+    """Return the sections of a file of this size, and facts for the user, after checking all that its header says.
+
+    `read` gives bytes from an offset.
 
     Raises DataError for a damaged, cut or newer file.
     """
@@ -133,36 +122,28 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> Head
     if zlib.crc32(raw) != crc:
         raise DataError(f"{name} is damaged: its header does not have its checksum; make or copy it again")
     try:
-        return _checked(_decoded(raw), (offset, offset + header_bytes), size)
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name}: its header is not JSON ({str(error)[:100]})") from error
+    try:
+        return _checked(content, (offset, offset + header_bytes), size)
     except DataError as error:
         raise DataError(f"{name}: its header is wrong: {error}; fix the program that wrote it") from error
 
 
-def _decoded(raw: bytes) -> Any:
-    try:
-        return json.loads(raw.decode(), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"it is not JSON ({str(error)[:100]})") from error
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a JSON number")
-
-
-def _checked(content: Any, place: tuple[int, int], size: int) -> Header:
-    """Return the header that JSON holds, if its sections are right, belong together and lie inside the file."""
+def _checked(content: Any, place: tuple[int, int], size: int) -> tuple[Sections, dict[str, Any]]:
+    """Return what the header holds, if its sections are right, belong together and lie inside the file."""
     if not isinstance(content, dict) or not isinstance(content.get("sections"), list):
         raise DataError("it must be an object with a list of sections")
     _check_meta(meta := content.get("meta", {}))
-    sections = [_section(entry) for entry in content["sections"]]
-    header = Header({section.name: section for section in sections}, meta)
-    if len(header.sections) < len(sections) or not header.sections.keys() >= set(SINGLE):
+    sections = {section.name: section for section in map(_section, content["sections"])}
+    if len(sections) < len(content["sections"]) or not sections.keys() >= set(SINGLE):
         raise DataError("it must have sections 'tokens' and 'index', and none twice")
-    (num_tokens,), (num_offsets,) = (header.sections[name].shape for name in SINGLE)
+    (num_tokens,), (num_offsets,) = (sections[name].shape for name in SINGLE)
     counts = {"tokens": num_tokens, "index": max(num_offsets, 1), "stream": num_tokens, "label": num_offsets - 1}
     # Sections lie inside the file, and neither on each other nor on preamble and header.
     places = [(0, PREAMBLE_BYTES, "preamble"), (*place, "header")]
-    for section in sections:
+    for section in sections.values():
         name, end, count = section.name, section.offset + section.bytes, counts[section.kind]
         if section.shape[0] != count:
             raise DataError(f"section {name!r} has {section.shape[0]:,} entries, expected {count:,}")
@@ -173,7 +154,7 @@ def _checked(content: Any, place: tuple[int, int], size: int) -> Header:
     for (_, end, first), (start, _, second) in pairwise(sorted(places)):
         if end > start:
             raise DataError(f"{first!r} and {second!r} overlap")
-    return header
+    return sections, meta
 
 
 def _section(entry: Any) -> FileSection:

@@ -88,9 +88,9 @@ def _pair(name: str, format: str) -> tuple[str, str] | None:
 
 def _open_native(file: MappedFile) -> TokenFile:
     """Open a file of the project's own format; reads the header and two entries of the index."""
-    header = read_header(file.read, file.size, file.name)
+    sections, meta = read_header(file.read, file.size, file.name)
     vectors = {}
-    for name, section in header.sections.items():
+    for name, section in sections.items():
         dtype = "int64" if section.kind == "index" else section.dtype  # an offset above 2**63 is found to be negative
         vectors[name] = file.vector(section.offset, section.bytes // np.dtype(dtype).itemsize, dtype)
     tokens, index = vectors["tokens"], vectors["index"]
@@ -104,8 +104,10 @@ def _open_native(file: MappedFile) -> TokenFile:
         "etude",
         tokens,
         lambda: index,
-        meta=header.meta,
-        streams={one.name: vectors[one.name] for one in header.of_kind("stream")},
-        labels={one.name: Label(vectors[one.name], (*one.shape, None)[1]) for one in header.of_kind("label")},
-        checksums={name: (vectors[name], section.crc32) for name, section in header.sections.items()},
+        meta=meta,
+        streams={name: vectors[name] for name, one in sections.items() if one.kind == "stream"},
+        labels={
+            name: Label(vectors[name], (*one.shape, None)[1]) for name, one in sections.items() if one.kind == "label"
+        },
+        checksums={name: (vectors[name], section.crc32) for name, section in sections.items()},
     )
