@@ -77,7 +77,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         with _locked(temporary):  # tells `clean_leftovers` of another process that the writer is alive
             yield temporary
             sync_folder(temporary)
-            put_in_place(temporary, target)
+            _put_in_place(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -140,7 +140,7 @@ def _make_root(root: Path) -> None:
         sync_folder(folder.parent)
 
 
-def put_in_place(folder: Path, target: Path) -> None:
+def _put_in_place(folder: Path, target: Path) -> None:
     """Rename a folder to `target`; a folder of that name is replaced, and found at every moment."""
     aside: Path | None = None
     if target.exists():

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from etude.checkpoint.durable import delete_folder, find_folders, put_in_place
-from etude.checkpoint.store import MANIFEST, Checkpoint, is_intact, read_checkpoint, read_meta, verify_checkpoint
+from etude.checkpoint.durable import delete_folder, find_folders
+from etude.checkpoint.store import MANIFEST, Checkpoint, is_intact, read_checkpoint, verify_checkpoint
 from etude.core.errors import CheckpointError
 from etude.core.files import beside
-from etude.core.run_layout import BEST, LAST, TEMPORARY, folder_name, step_of
+from etude.core.run_layout import BEST, LAST, TEMPORARY, step_of
 
 T = TypeVar("T")
 Mode = Literal["min", "max"]
@@ -23,34 +23,13 @@ _log = logging.getLogger(__name__)
 
 def find_checkpoints(root: Path) -> dict[int, Path]:
     """Return the checkpoint folders in `root` by step, oldest first; they are not verified."""
-    return {step: paths[0] for step, paths in find_all(root).items()}
-
-
-def find_all(root: Path) -> dict[int, list[Path]]:
-    """Return the folders of each step, oldest step first: `step-NNNNNNNN`, then folders `last` and `best` of that step.
-
-    Those two are folders where a run was copied by something that follows links.
-    """
     if not root.is_dir():
         return {}
     try:
         folders = find_folders(root)
     except OSError as error:
         raise CheckpointError(f"cannot list {root}: {error.strerror}") from error
-    steps = {step: [path] for name, path in folders.items() if (step := step_of(name)) is not None}
-    for name in (LAST, BEST):
-        if name in folders and (step := step_of_copy(folders[name])) is not None:
-            steps.setdefault(step, []).append(folders[name])
-    return dict(sorted(steps.items()))
-
-
-def step_of_copy(folder: Path) -> int | None:
-    """Return the step of a checkpoint that has lost its own name; None if the folder is not a checkpoint."""
-    try:
-        step = read_meta(folder).get("step")
-    except CheckpointError:
-        return None
-    return step if type(step) is int and step_of(folder_name(step)) is not None else None
+    return dict(sorted((step, path) for name, path in folders.items() if (step := step_of(name)) is not None))
 
 
 def newest_intact(root: Path) -> tuple[Path, list[str]]:
@@ -80,7 +59,7 @@ def read_first_intact(candidates: Iterable[Path], root: Path) -> Checkpoint:
 
 
 def _newest_first(root: Path) -> list[Path]:
-    return [path for paths in reversed(find_all(root).values()) for path in paths]
+    return list(reversed(find_checkpoints(root).values()))
 
 
 def _first(action: Callable[[Path], T], candidates: Iterable[Path], root: Path) -> tuple[T, list[str]]:
@@ -176,33 +155,22 @@ def point(root: Path, name: str, target: str | None) -> None:
         raise
 
 
-def adopt_copies(root: Path) -> None:
+def remove_copies(root: Path) -> None:
     """Make room for `last` and `best` where they are folders, as in a run copied by something that follows links.
 
-    A checkpoint that is nowhere else gets its own name back. One that is also there under its own name, byte for byte,
-    goes. Anything else is somebody's and is only renamed.
+    A copy of a checkpoint that is there, intact, goes. Anything else is somebody's and is only renamed.
     """
     for path in (root / LAST, root / BEST):
         if path.is_symlink() or not path.is_dir():
             continue
-        step = step_of_copy(path)
-        own = None if step is None else root / folder_name(step)
-        if own is not None and not own.exists():
-            path.rename(own)
-        elif own is not None and is_intact(own) and _same(path, own):
+        own = [other for other in find_checkpoints(root).values() if _manifest(other) == _manifest(path) is not None]
+        if own and is_intact(own[0]):
             delete_folder(path)
-        elif own is not None and is_intact(path) and not is_intact(own):
-            put_in_place(path, own)
         else:
-            aside = path.rename(_free_name(root, f"copy-of-{path.name}"))
+            aside = path.rename(beside(path, "copy-of-"))
             _log.warning("%s is a folder of its own, not a link to a checkpoint: renamed to %s", path, aside.name)
 
 
-def _same(folder: Path, other: Path) -> bool:
-    """Whether the manifests, which hold the checksums of all files, are equal."""
-    return (folder / MANIFEST).read_bytes() == (other / MANIFEST).read_bytes()
-
-
-def _free_name(root: Path, name: str) -> Path:
-    candidates = (root / (name if count == 1 else f"{name}-{count}") for count in range(1, 1_000_000))
-    return next(path for path in candidates if not path.exists() and not path.is_symlink())
+def _manifest(folder: Path) -> bytes | None:
+    """Return the manifest, which holds the checksums of all files."""
+    return (folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None

@@ -12,14 +12,13 @@ from etude.checkpoint.durable import clean_leftovers, delete_folder, follow
 from etude.checkpoint.folder import (
     Entry,
     Mode,
-    adopt_copies,
     best_first,
-    find_all,
     find_checkpoints,
     newest_intact,
     point,
     read_first_intact,
     read_newest_intact,
+    remove_copies,
     to_delete,
 )
 from etude.checkpoint.match import load_model_state
@@ -119,8 +118,8 @@ class CheckpointManager:
         ranked = best_first(self.all(), self.mode)
         if not ranked:
             raise CheckpointError(f'no checkpoint in {self.root} has a value of {self.monitor}; load "last" instead')
-        folders = find_all(self.root)
-        return read_first_intact([path for entry in ranked for path in folders[entry.step]], self.root)
+        folders = find_checkpoints(self.root)
+        return read_first_intact([folders[entry.step] for entry in ranked], self.root)
 
     def latest(self) -> Path | None:
         """Return the folder of the newest checkpoint, not verified, or None."""
@@ -187,7 +186,7 @@ class CheckpointManager:
         if not self._cleaned:
             clean_leftovers(self.root)
             self._cleaned = True
-        adopt_copies(self.root)
+        remove_copies(self.root)
 
     def _tidy(self, saved: int) -> None:
         """Point the links at the newest and the best, then delete what is no longer kept."""

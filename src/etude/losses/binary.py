@@ -113,8 +113,8 @@ class BinaryLoss(LossStrategy):
 
     def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
         """Return "loss", and with `metrics` "accuracy": the share of labels on the right side of a logit of 0."""
-        labels = self._labels(batch)
-        logits = self._logits(output, labels)
+        labels = required_labels(batch, type(self).__name__)
+        logits = _without_last(logits_of(output), labels)
         self._place(logits.device)
         weights, skip = self._label_weights, self.ignore_index
         if not self._checked:  # of a GPU, the first batch alone is looked at
@@ -127,15 +127,9 @@ class BinaryLoss(LossStrategy):
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
         """Return the number of labels that are there, or the sum of their weights."""
-        labels = self._labels(batch)
+        labels = required_labels(batch, type(self).__name__)
         self._place(labels.device)
         return {"loss": _count(labels, element_weights(labels, None, self._label_weights, self.ignore_index))}
-
-    def _labels(self, batch: Batch) -> Tensor:
-        return required_labels(batch, type(self).__name__)
-
-    def _logits(self, output: Any, labels: Tensor) -> Tensor:
-        return _without_last(logits_of(output), labels)
 
     def _place(self, device: torch.device) -> None:
         """Keep the weights where the model is, so that they are copied there once."""
@@ -160,9 +154,6 @@ class MultiLabelLoss(BinaryLoss):
         super().__init__(None, ignore_index)
         self._pos_weight = torch.tensor(pos_weight) if isinstance(pos_weight, list) else pos_weight
         self._label_weights = None if label_weights is None else torch.tensor(label_weights, dtype=torch.float32)
-
-    def _logits(self, output: Any, labels: Tensor) -> Tensor:  # noqa: ARG002
-        return logits_of(output)
 
 
 def binary_accuracy_term(logits: Tensor, targets: Tensor, ignore_index: int | None = IGNORE_INDEX) -> LossTerm:

@@ -65,7 +65,9 @@ class CausalTransformerLM(nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.type_embedding = nn.Embedding(n_types, d_model) if n_types else None
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(d_model, n_heads, d_ff or 4 * d_model, dropout) for _ in range(n_layers))
+        self.blocks = nn.ModuleList(
+            TransformerBlock(d_model, n_heads, d_ff or 4 * d_model, dropout) for _ in range(n_layers)
+        )
         self.norm = nn.RMSNorm(d_model)
         self.head = nn.Linear(d_model, vocab_size, bias=False)
         if tie_embeddings:
@@ -258,7 +260,7 @@ class CausalTransformerLM(nn.Module):
         return [LayerCache(shape, self.embedding.weight) for _ in self.blocks]
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and two linear layers, each normed before and added to what came in."""
 
     def __init__(self, d_model: int, n_heads: int, d_ff: int, dropout: float) -> None:
