@@ -10,7 +10,7 @@ help:
 	@echo "make train      set up .venv and train $(EXPERIMENT) on real data (EXPERIMENT=… for another)"
 	@echo "make data       set up .venv and build the data of code_multitask (the standard library) and variable_stars (12 MB)"
 	@echo "make test       set up .venv, then lint, types and tests"
-	@echo "make test-slow  the fault, soak and scale tests in full"
+	@echo "make test-slow  the fault, soak and scale tests in full, properties with ten times the examples"
 	@echo "make bench      speed tables, measured against a hand-written loop and other trainers"
 	@echo "make docs       the site of guides, design notes and reference, in build/site"
 	@echo "make lint       ruff, mypy --strict and import-linter alone"
@@ -29,7 +29,7 @@ pytest: .venv/.dev
 	.venv/bin/pytest -n 2 --dist worksteal -m "not slow"
 
 test-slow: .venv/.dev
-	.venv/bin/pytest -m "slow"
+	.venv/bin/pytest -m "slow or hypothesis" --hypothesis-profile=thorough
 
 lint: style types
 

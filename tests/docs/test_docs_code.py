@@ -20,7 +20,7 @@ from etude.multitask.weighting.torchjd_adapter import CLASSES
 from etude.trainer import TRAINING_ALIASES, TrainerConfig
 
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
-UNTRACKED = {"runs", "data", "build", "dist"}
+UNTRACKED = {"__pycache__", "runs", "data", "build", "dist"}
 """Folders that git ignores."""
 PROGRAMS = [block for page in PAGES for block in blocks_of(page) if block.words[:1] == ("needs",)]
 
