@@ -17,7 +17,7 @@ from etude.core.errors import DataError
 from etude.core.spelling import shorten
 from etude.data.catalog.decimals import PADDING, DecimalParser, Numbers, Places, Words
 
-BLOCK_BYTES = 2**19
+BLOCK_BYTES = 2**20
 QUOTED_ROWS = 4096
 """Rows of a block that has quotes."""
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none"))
@@ -252,9 +252,9 @@ def _quoted_header(path: Path, head: bytes, delimiter: str) -> tuple[list[str], 
 
 def _blocks(layout: Layout, rest: bytes, pieces: Iterator[bytes], line: int) -> Iterator[Unread]:
     parser = DecimalParser()
-    # The allocator of the C library keeps memory for later as long as it is smaller than the largest that was freed;
-    # without this, every array of every block would be taken from the system and cleared.
-    np.empty(32 * BLOCK_BYTES, np.uint8)
+    # The allocator of the C library keeps memory for later as long as it is smaller than the largest that was freed
+    # (up to 32 MB); without this, every array of every block would be taken from the system and cleared.
+    np.empty(2**24, np.uint8)
     stream = chain([rest], pieces)
     tail, piece = b"", next(stream, None)
     while piece is not None:
