@@ -117,22 +117,6 @@ class LRSchedule(Callback):
         self.scheduler.load_state_dict(saved)
         self._set_rates(self.scheduler.get_last_lr())
 
-    @property
-    def base_rates(self) -> list[float] | None:
-        """The rates that the scheduler starts from; None if it knows none, as ReduceLROnPlateau."""
-        rates = getattr(self.scheduler, "base_lrs", None)
-        return None if rates is None else [float(rate) for rate in rates]
-
-    def rebase(self, rates: list[float] | None) -> None:
-        """Go on at the same place of the schedule from other base rates, as `base_rates` gave them."""
-        before = self.base_rates
-        if rates is None or before is None:
-            return
-        places = zip(self.scheduler.get_last_lr(), before, rates, strict=True)
-        last = [float(lr) * now / was if was else now for lr, was, now in places]
-        self.scheduler.base_lrs, self.scheduler._last_lr = list(rates), last
-        self._set_rates(last)
-
     def _set_rates(self, rates: list[float]) -> None:
         for group, lr in zip(self.scheduler.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):

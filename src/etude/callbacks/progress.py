@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 MAX_SHARE = 0.02
 """Share of the run's time that drawing may take: on a slow terminal the display is refreshed less often."""
-NOTICE_S = 60.0
-"""How long a notice stays in sight on a terminal when others follow it."""
 MAX_NOTICES = 3
 
 _STATE = record_of(
@@ -67,7 +65,6 @@ class ProgressDisplay(Callback):
         self._first_step = self._epoch_first_step = 0
         self._due = math.inf
         """When the next step draws; infinite where there is no terminal."""
-        self._noticed: list[tuple[float, str]] = []
         self._phase_is_new = False
         self._norms: dict[str, float | None] = {}
         """Of the epoch that ends, by name."""
@@ -83,7 +80,6 @@ class ProgressDisplay(Callback):
             view.rows, view.groups = before.rows, before.groups
         if run.clock.step or self._phase_is_new:  # reported by a callback that is listed before the display
             view.phase = before.phase
-        self._noticed = []
         self._began = self._epoch_began = time.perf_counter()
         self._first_step = self._epoch_first_step = run.clock.step
         self.close()
@@ -160,13 +156,11 @@ class ProgressDisplay(Callback):
         self._draw()
 
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
-        """Show what a callback tells the user; on a terminal it stays until others have taken its place for a while."""
+        """Show what a callback tells the user; on a terminal the last ones stay."""
         if (norms := facts.get("norms")) is not None:  # of groups, for their table
             self._norms = {f"{group}/grad_norm": norm for group, norm in norms.items()}
-        now = time.perf_counter()
-        earlier = [(when, text) for when, text in self._noticed if now - when < NOTICE_S and text != message]
-        self._noticed = [*earlier, (now, message)][-MAX_NOTICES:]
-        self._view.notices = [text for _, text in self._noticed]
+        earlier = [text for text in self._view.notices if text != message]
+        self._view.notices = [*earlier, message][-MAX_NOTICES:]
         self._due = -math.inf
         self._say(message)
 

@@ -139,15 +139,17 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
 def hyperparameters(optimizer: torch.optim.Optimizer, callbacks: Iterable[Callback], *, keep: bool) -> Iterator[None]:
     """Load a checkpoint in this context; `keep` keeps learning rate, weight decay and so on as they are before it."""
     mine = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    rates = [(one, one.base_rates) for one in callbacks if isinstance(one, LRSchedule)]
+    if keep and any(isinstance(one, LRSchedule) for one in callbacks):
+        raise ConfigError(
+            "keep_hyperparameters cannot change the rates that a torch scheduler holds; take a function of the step, "
+            "such as etude.optim.cosine, as the schedule"
+        )
     yield
     if not keep:
         return
     for group, settings in zip(optimizer.param_groups, mine, strict=True):
         group.pop("initial_lr", None)  # that of the checkpoint
         group.update(settings)
-    for schedule, base in rates:
-        schedule.rebase(base)
 
 
 def optimizer_factory(optimizer: Any, settings: Mapping[str, Any]) -> Callable[[Any], torch.optim.Optimizer]:
