@@ -181,14 +181,14 @@ def test_a_run_says_it_once_in_the_log_the_display_and_the_run_folder(tmp_path, 
 
 def test_lasting_findings_are_told_at_growing_intervals():
     model, monitor = sick(), GradientMonitor()
-    told = []
+    reported = []
     for look in range(1, 251):
         if look <= 2:
             backward(model)
         health = monitor.check(model)
         assert len(health.findings) == 1
-        told += [look] * len(health.warnings)
-    assert told == [1, 10, 100]
+        reported += [look] * len(health.warnings)
+    assert reported == [1, 10, 100]
 
 
 def test_state_holds_what_was_told_and_what_was_not():
@@ -247,7 +247,7 @@ def test_resumed_run_records_the_layers_that_an_unbroken_one_records(tmp_path):
         return {step: {k: v for k, v in log.items() if k.startswith("grad_norm/")} for step, log in logs.items()}
 
     run(tmp_path / "whole", 8)
-    run(tmp_path / "parts", 3)  # the look at step 1 is told at step 4 too, the next one is at step 5
+    run(tmp_path / "parts", 3)  # the look at step 1 is reported at step 4 too, the next one is at step 5
     run(tmp_path / "parts", 8)
     assert layers(tmp_path / "parts") == layers(tmp_path / "whole")
     assert [list(numbers) for numbers in layers(tmp_path / "whole").values()] == [["grad_norm/0", "grad_norm/2"]] * 4

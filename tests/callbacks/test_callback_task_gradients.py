@@ -23,7 +23,7 @@ def look(vectors: np.ndarray, step: int = 0, tasks: tuple[str, ...] = NAMES) -> 
     return TaskGradients(tasks[: len(vectors)], torch.from_numpy(products), step)
 
 
-class Told(Callback):
+class Reported(Callback):
     """Keeps the notices."""
 
     shows_notices = True
@@ -110,13 +110,13 @@ def test_norms_alone():
 
 
 def test_an_epoch_is_told_in_one_sentence():
-    monitor, told = TaskGradientMonitor(every_steps=1), Told()
-    callbacks = CallbackList([monitor, told])
+    monitor, reported = TaskGradientMonitor(every_steps=1), Reported()
+    callbacks = CallbackList([monitor, reported])
     for sign in (1.0, -1.0, -1.0):
         monitor.on_task_gradients(look(np.array([[2.0, 0.0], [sign, 0.0], [0.0, 0.5]])))
         monitor.numbers()  # log points in between change nothing
     callbacks.on_epoch_end(4, {})
-    ((message, facts),) = told.notices
+    ((message, facts),) = reported.notices
     assert message == (
         "epoch 5: gradient norms from 0.5000 (security) to 2.0000 (quality); "
         "in conflict: code/quality (cosine -0.33, in 2 of 3 steps)"
@@ -127,7 +127,7 @@ def test_an_epoch_is_told_in_one_sentence():
     assert monitor.report is not None
     assert monitor.report.cosines["code/quality"] == pytest.approx(-1 / 3)
     callbacks.on_epoch_end(5, {})
-    assert len(told.notices) == 1  # nothing was looked at
+    assert len(reported.notices) == 1  # nothing was looked at
 
 
 def test_many_conflicts_stay_short():
@@ -144,10 +144,10 @@ def test_many_conflicts_stay_short():
 
 
 def test_other_processes_say_nothing(tmp_path):
-    monitor, told = TaskGradientMonitor(every_steps=1), Told()
-    Life(tmp_path, is_main=False, total_epochs=2).whole(monitor, told)
+    monitor, reported = TaskGradientMonitor(every_steps=1), Reported()
+    Life(tmp_path, is_main=False, total_epochs=2).whole(monitor, reported)
     assert monitor.report is not None
-    assert told.notices == []
+    assert reported.notices == []
 
 
 @pytest.mark.parametrize("every", [1, 3, 4])
@@ -164,20 +164,20 @@ def test_a_resumed_run_reports_the_same_numbers(tmp_path):
             if monitor.wants_task_gradients(step):
                 monitor.on_task_gradients(task_gradients(step))
 
-    straight, told = TaskGradientMonitor(every_steps=2), Told()
-    callbacks = CallbackList([straight, told])
+    straight, reported = TaskGradientMonitor(every_steps=2), Reported()
+    callbacks = CallbackList([straight, reported])
     steps(straight, 0, 20)
     numbers = straight.numbers()
     callbacks.on_epoch_end(0, {})
 
-    first, second, told_again = TaskGradientMonitor(every_steps=2), TaskGradientMonitor(every_steps=2), Told()
+    first, second, reported_again = TaskGradientMonitor(every_steps=2), TaskGradientMonitor(every_steps=2), Reported()
     steps(first, 0, 7)
     second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
-    callbacks = CallbackList([second, told_again])
+    callbacks = CallbackList([second, reported_again])
     steps(second, 7, 20)
     assert second.numbers() == numbers
     callbacks.on_epoch_end(0, {})
-    assert told_again.notices == told.notices
+    assert reported_again.notices == reported.notices
     assert second.state_dict() == straight.state_dict()
 
 

@@ -1,6 +1,5 @@
 """Find where numbers that are not finite come from: in the batch, in a layer, or in the loss."""
 
-from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from etude.config.registry import register
 from etude.core import ConfigError, StepReport
+from etude.core.batch import tensors_in
 from etude.core.model import unwrap
 from etude.engine.callback import Callback, Logs, RunInfo
 
@@ -86,7 +86,8 @@ class FindNonfinite(Callback):
 
     def _see_batch(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._batches += 1
-        for name, tensor in _floats({**{str(index): arg for index, arg in enumerate(args)}, **kwargs}):
+        inputs = {**{str(index): arg for index, arg in enumerate(args)}, **kwargs}
+        for name, tensor in ((name, one) for name, value in inputs.items() for one in tensors_in(value)):
             if not self._found and not _is_finite(tensor):
                 rows = tensor.detach().reshape(tensor.shape[0] if tensor.dim() else 1, -1)
                 bad = (~rows.isfinite()).any(dim=1).nonzero().flatten().tolist()
@@ -95,14 +96,14 @@ class FindNonfinite(Callback):
                 self._found = f"{which} holds numbers that are not finite (input {name}, samples {samples})"
 
     def _see_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._found and not all(_is_finite(tensor) for _, tensor in _floats((args, kwargs))):
+        if not self._found and not all(map(_is_finite, tensors_in((args, kwargs)))):
             self._found = (
                 f"the input of {self._name(module)} is not finite, though every layer before it gave finite numbers: "
                 f"look at the code in front of it"
             )
 
     def _see_output(self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
-        if self._found or all(_is_finite(tensor) for _, tensor in _floats(output)):
+        if self._found or all(map(_is_finite, tensors_in(output))):
             return
         own = [name for name, param in module.named_parameters() if not _is_finite(param)]
         why = f"its parameter {own[0]} is not finite" if own else "its inputs are finite"
@@ -121,16 +122,3 @@ def _beyond_the_layers(report: StepReport) -> str:
 
 def _is_finite(tensor: Tensor) -> bool:
     return bool(tensor.detach().isfinite().all())  # a host synchronisation, asked for by using this callback
-
-
-def _floats(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point tensors in nested containers, with the keys that lead to them."""
-    if isinstance(tree, Tensor):
-        if tree.is_floating_point() or tree.is_complex():
-            yield name, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _floats(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(tree, (list, tuple)):
-        for index, value in enumerate(tree):
-            yield from _floats(value, f"{name}.{index}" if name else str(index))
