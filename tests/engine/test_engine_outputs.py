@@ -104,7 +104,7 @@ def test_two_callbacks_do_not_share_a_file(
     ("callbacks", "where"),
     [
         ("[{name: csv_logger, filename: config.yaml}]", "callbacks.0"),
-        ("[{name: csv_logger, filename: ./METRICS.csv}]", "callbacks.0"),
+        ("[{name: csv_logger, filename: ./METRICS.jsonl}]", "callbacks.0"),
         ("[{name: csv_logger, filename: ''}]", "callbacks.0: ''"),
         ("[{name: csv_logger, filename: a.csv}, {name: csv_logger, filename: a.csv}]", "callbacks.1"),
         ("[{name: csv_logger, filename: 'a\\0b'}, {name: csv_logger, filename: '.lock'}]", "callbacks.1"),
