@@ -4,8 +4,6 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from checkpoint_helpers import read_filled
 
 from etude.checkpoint import CheckpointManager, find_checkpoints, newest_intact
 from etude.checkpoint.store import verify_checkpoint
+from forked_python import run_python
 
 OPERATIONS = ["open", "write", "fsync", "mkdir", "rename", "replace", "symlink", "unlink", "rmdir"]
 
@@ -108,8 +107,7 @@ def test_death_while_copied_folders_are_replaced(tmp_path: Path) -> None:
 
 def run_killer(root: Path, kills: int, seed: int, size: int) -> list[dict[str, Any]]:
     script = Path(__file__).with_name("checkpoint_killer.py")
-    command = [sys.executable, str(script), str(root), str(kills), str(seed), str(size)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_python(script, root, kills, seed, size)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

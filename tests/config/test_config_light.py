@@ -1,7 +1,6 @@
 """The registry is imported by every leaf: it must not bring pydantic or YAML with it."""
 
-import subprocess
-import sys
+from forked_python import run_python
 
 
 def test_the_registry_loads_neither_pydantic_nor_yaml() -> None:
@@ -9,5 +8,5 @@ def test_the_registry_loads_neither_pydantic_nor_yaml() -> None:
         "import sys, torch; before = set(sys.modules); from etude.config import register, Section; "
         "print(sorted(name for name in set(sys.modules) - before if '.' not in name))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.strip() == "['etude']"
+    done = run_python("-c", code)
+    assert done.stdout.strip() == "['etude']", done.stderr
