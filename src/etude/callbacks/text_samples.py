@@ -5,19 +5,20 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from etude.callbacks.monitored import resolve
 from etude.config.registry import register
 from etude.core import ConfigError
+from etude.core.arguments import checked
 from etude.core.files import write_text
 from etude.core.model import ModelCall, unwrap
 from etude.corpus import load_tokenizer, read_vocabulary
 from etude.engine.callback import Callback, Logs, RunInfo
 from etude.losses.strategies import logits_of
 from etude.models import CausalTransformerLM
-from etude.models.sampling import check_sampling, evaluating, next_tokens
+from etude.models.sampling import Temperature, TopK, TopP, evaluating, next_tokens
 from etude.monitor.run_folder import SAMPLES
 
 logger = logging.getLogger("etude")
@@ -34,19 +35,19 @@ class TextSamples(Callback):
 
     needs_model = True
 
+    @checked
     def __init__(
         self,
         prompts: list[str] | None = None,
         max_new_tokens: Annotated[int, Ge(1)] = 200,
-        temperature: Annotated[float, Ge(0)] = 0.8,
-        top_k: Annotated[int, Ge(1)] | None = None,
-        top_p: Annotated[float, Gt(0), Le(1)] | None = 0.95,
+        temperature: Temperature = 0.8,
+        top_k: TopK = None,
+        top_p: TopP = 0.95,
         seed: Annotated[int, Ge(0)] = 0,
         tokenizer: str | None = None,
     ) -> None:
         """`tokenizer` is a tokenizer.json or a folder with one; in a config file it is that of the data."""
         super().__init__()
-        check_sampling(temperature, top_k, top_p)
         self.prompts = [""] if prompts is None else list(prompts)
         self.max_new_tokens, self.seed = max_new_tokens, seed
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p

@@ -118,18 +118,14 @@ def _merge(base: Mapping[str, Any], top: Mapping[str, Any], path: str, merged: D
         below, where = base.get(key), join(path, key)
         if isinstance(below, str) and isinstance(value, Mapping) and "name" not in value:
             below = {"name": below}
-        if isinstance(below, Mapping) and isinstance(value, Mapping) and not names_another(below, value):
+        names = [one["name"] for one in (below, value) if isinstance(one, Mapping) and "name" in one]
+        if isinstance(below, Mapping) and isinstance(value, Mapping) and names[:1] == names[-1:]:
             result[key] = _merge(below, value, where, merged)
         else:
             merged.forget(where)
             result[key] = copy.deepcopy(value)
     # Keep the order of the base, then what is new: a resolved config reads like the file it extends.
     return {key: result[key] for key in [*base, *(key for key in top if key not in base)]}
-
-
-def names_another(base: Mapping[str, Any], top: Mapping[str, Any]) -> bool:
-    """Return whether both sections name a component, and not the same one."""
-    return "name" in base and "name" in top and base["name"] != top["name"]
 
 
 def put_setting(

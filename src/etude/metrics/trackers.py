@@ -3,12 +3,13 @@
 import math
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
-from etude.core.errors import ConfigError
+from etude.core.arguments import checked
 from etude.metrics.base import Meter
 
 
@@ -23,9 +24,8 @@ class LossTracker(Meter):
     (3.0, 2.5, 3)
     """
 
-    def __init__(self, window_size: int = 100) -> None:
-        if window_size < 1:
-            raise ConfigError(f"LossTracker: window_size is {window_size}; it must be at least 1")
+    @checked
+    def __init__(self, window_size: Annotated[int, Ge(1)] = 100) -> None:
         self.window_size = window_size
         self._seen = 0
         """Values written to the ring."""

@@ -2,21 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
 
-from etude.core.errors import ConfigError
-
-
-def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raise ConfigError for settings out of range."""
-    if temperature < 0:
-        raise ConfigError(f"temperature is {temperature}; it must be at least 0 (0 always takes the likeliest token)")
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k is {top_k}; it must be at least 1, or None to keep every token")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f"top_p is {top_p}; it must be above 0 and at most 1, or None to keep every token")
+Temperature = Annotated[float, Ge(0)]
+TopK = Annotated[int, Ge(1)] | None
+TopP = Annotated[float, Gt(0), Le(1)] | None
 
 
 @contextmanager

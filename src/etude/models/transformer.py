@@ -9,10 +9,11 @@ from annotated_types import Ge, Le, Lt
 from torch import Tensor, library, nn
 
 from etude.config.registry import register
+from etude.core.arguments import checked
 from etude.core.errors import ConfigError, TrainingError
 from etude.models.packed_attention import DocumentSpans, VarlenAttention, document_offsets, few_places
 from etude.models.parts import takes_config
-from etude.models.sampling import check_sampling, evaluating, next_tokens
+from etude.models.sampling import Temperature, TopK, TopP, evaluating, next_tokens
 
 Size = Annotated[int, Ge(1)]
 
@@ -152,13 +153,14 @@ class CausalTransformerLM(nn.Module):
             mask = attention_mask(tokens, attn_mask, document_ids, causal=causal)
         return self._hidden(tokens, types, mask, position_ids, causal=causal)
 
+    @checked
     def generate(
         self,
         prompt_ids: Tensor,
         max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
+        temperature: Temperature = 1.0,
+        top_k: TopK = None,
+        top_p: TopP = None,
         generator: torch.Generator | None = None,
         stop_id: int | None = None,
         *,
@@ -170,7 +172,6 @@ class CausalTransformerLM(nn.Module):
         have, the work ends. Where the text outgrows `max_len`, it goes on from its last max_len/2 tokens. New tokens
         have the type of the last of `types`. Random numbers come from `generator`, else from torch's global one.
         """
-        check_sampling(temperature, top_k, top_p)
         tokens = prompt_ids if prompt_ids.dim() == 2 else prompt_ids[None]
         types = None if types is None else types.reshape(tokens.shape)
         if tokens.shape[1] == 0:
