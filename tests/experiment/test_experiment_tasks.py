@@ -252,14 +252,8 @@ def test_mistake_is_one_line(load, overrides, sections, words):
         ),
         (
             [],
-            {
-                "data": {**EXPERIMENT["data"], "weights": {"code": 1, "functions": 1}},
-                "tasks": {**EXPERIMENT["tasks"], "quality": {**TASK, "data": FUNCTIONS}},
-            },
-            (
-                "x.yaml:20: data.weights: say nothing of the stream 'quality', the data of a task; "
-                "move it to data.streams and give it a weight"
-            ),
+            {"tasks": {**EXPERIMENT["tasks"], "quality": {**TASK, "data": FUNCTIONS}}},
+            "x.yaml:42: tasks.quality.data: the data section has streams already; move this data set to data.streams",
         ),
     ],
 )

@@ -20,7 +20,6 @@ from etude.multimodal.loss import MeaningfulLoss
         ({"edges": {"spectrum": SCALAR}}, ConfigError, "edges is given for the modality 'spectrum'"),
         ({"kind": "hl_gauss", "edges": {"scalar": SCALAR}}, DataError, "'scalar' .* 5 bins have 6 edges"),
         ({"use_ce": False, "weight": 0.0}, TrainingError, "nothing to learn from"),
-        ({"ignore_index": VOCAB.base_scalar + 2}, ConfigError, "ignore_index 14 is a token of the modality 'scalar'"),
     ],
 )
 def test_mistakes_are_one_line(options, error, message):

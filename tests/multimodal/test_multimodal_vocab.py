@@ -68,8 +68,6 @@ def test_any_number_of_modalities(sizes, special, shape):
     ids = torch.arange(vocab.vocab_size).reshape(shape)
     assert vocab.types(ids).flatten().tolist() == [0 if what is None else what[0] for what in known.values()]
     assert vocab.types(ids).shape == ids.shape
-    for token, what in known.items():
-        assert vocab.modality_of(token) == (None if what is None else what[1])
     for name, size in sizes.items():
         own = [what[2] if what is not None and what[1] == name else -1 for what in known.values()]
         assert vocab.decode(name, ids).flatten().tolist() == own
@@ -83,7 +81,6 @@ def test_ids_outside_the_vocabulary_belong_to_nothing():
     outside = torch.tensor([-100, -1, 9, 10**12])
     assert vocab.types(outside).tolist() == [0] * 4
     assert vocab.decode("scalar", outside).tolist() == [-1] * 4
-    assert [vocab.modality_of(int(token)) for token in outside] == [None] * 4
 
 
 def test_ranges_by_hand_may_have_gaps_and_come_in_any_order():

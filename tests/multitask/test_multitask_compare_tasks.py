@@ -266,7 +266,7 @@ def test_in_python_the_arguments_are_those_of_the_command(etude, experiment, tmp
         (
             ["--seeds", "1,0,1"],
             {},
-            "--seeds 1,0,1: a seed is there twice, which would look like agreement; give each once",
+            "--seeds 1,0,1: give whole numbers separated by commas, each once",
         ),
         (["--seeds", "0,x"], {}, "--seeds 0,x: give whole numbers separated by commas, such as 0,1,2"),
         (

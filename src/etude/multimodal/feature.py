@@ -7,21 +7,16 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from etude.config import Document, Feature, Problem, RunDraft, SectionModel, SectionSpec, Selection, config_error
-from etude.config.selection import selections_in
 from etude.core import ConfigError, DataError
 from etude.data import DataSplits
 from etude.engine.callback import Callback
 from etude.multimodal.folder import VOCAB_FILE, Modalities
 from etude.multimodal.loss.settings import DEFAULTS, settings_model
-from etude.multimodal.loss.strategy import NO_VOCABULARY, MeaningfulLoss, read_codebook
+from etude.multimodal.loss.strategy import NO_VOCABULARY, MeaningfulLoss
 from etude.multimodal.training_section import move_meaningful_loss
 from etude.multimodal.vocab import SPECIAL, VocabSpec, build_vocab_spec
 
 Size = Annotated[int, Field(ge=1)]
-OF_A_TASK = (
-    "a task learns from one number, and the meaningful loss has one for each modality; "
-    "train it by itself, with `loss:` in place of `tasks:`"
-)
 
 
 class VocabSection(SectionModel):
@@ -89,9 +84,6 @@ class Vocabularies(Feature):
         except DataError as error:
             raise config_error([Problem("data.root", str(error))], document) from error
         problems = [*_disagreement(said, of_data)]
-        for path, one in selections_in(sections).items():
-            if path != "loss" and one.component.factory is MeaningfulLoss:
-                problems.append(Problem(path, OF_A_TASK))
         if (loss := _meaningful(sections)) is not None:
             if (vocab := of_data or said) is not None:
                 problems += _loss_problems(loss, vocab)
@@ -153,15 +145,13 @@ def _find_vocabulary(section: VocabSection, splits: DataSplits, document: Docume
 
 
 def _loss_problems(loss: Selection, vocab: VocabSpec) -> Iterator[Problem]:
-    """Yield what is wrong with a meaningful loss for this vocabulary; codebook files are looked at where they exist."""
+    """Yield the modalities of a meaningful loss that this vocabulary does not have."""
     for key in ("weights", "kind", "codebooks", "edges"):
         given = loss.arguments.get(key)
-        for name, value in given.items() if isinstance(given, Mapping) else ():
+        for name in given if isinstance(given, Mapping) else ():
             try:
                 vocab.range_of(name)
-                if key == "codebooks" and Path(value).expanduser().is_file():
-                    read_codebook(value, name, vocab)
-            except (ConfigError, DataError) as error:
+            except ConfigError as error:
                 yield Problem(f"loss.{key}.{name}", str(error))
 
 

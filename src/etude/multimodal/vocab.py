@@ -132,10 +132,6 @@ class VocabSpec:
         inside = (tokens >= modality.base) & (tokens < modality.stop)
         return torch.where(inside, tokens - modality.base, -1)
 
-    def modality_of(self, token: int) -> str | None:
-        """Return the name of the modality that an id belongs to; None for special tokens and unused ids."""
-        return next((m.name for m in self.modalities.values() if m.base <= token < m.stop), None)
-
     def types(self, tokens: Tensor) -> Tensor:
         """Return the type of every token: 0 for special tokens, 1 for the first modality, and so on.
 

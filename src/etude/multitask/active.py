@@ -140,32 +140,32 @@ class ActiveTasks(Task):
         """
         if self.weighting is None:
             return
-        groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-        wanted = [param for param in self.weighting.parameters() if param.requires_grad]
-        name = type(self.weighting).__name__
-        if any(groups[id(param)].get("weight_decay") for param in wanted if id(param) in groups):
-            logger.warning(
-                "the optimizer decays the parameters of %s, which pulls the tasks towards equal weights; "
-                "make it with model.parameter_groups()",
-                name,
-            )
-        missing = [param for param in wanted if id(param) not in groups]
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        missing = [param for param in self.weighting.parameters() if param.requires_grad and id(param) not in held]
         if missing and getattr(optimizer.step, "_wrapped_by_lr_sched", False):  # as torch's schedulers leave it
             raise ConfigError(
-                f"the optimizer has no parameters of {name} and a torch scheduler has taken it over, so that they "
-                f"cannot be added; call task.join(model) first and make it with model.parameter_groups()"
+                f"the optimizer has no parameters of {type(self.weighting).__name__}, and a torch scheduler has it "
+                f"already; call task.join(model) first and make the optimizer with model.parameter_groups()"
             )
         if missing:
             with without_compiler():
                 optimizer.add_param_group({"params": missing, "weight_decay": 0.0})
 
     def check_loader(self, loader: Loader | None, accumulation_steps: int) -> None:
-        """Raise TrainingError for labels that no stream has; warn if tasks that are compared never share a step."""
+        """Leave out streams that no task reads; raise TrainingError for labels that no stream has.
+
+        Warns if tasks that are compared never share a step.
+        """
         self.alike = isinstance(loader, DataLoader)
         if not isinstance(loader, StreamLoader):
             return
         firsts = [next(iter(make_loader(Streams({name: part}), 1))) for name, part in loader.data.parts.items()]
         check_labels(self.tasks, list(dict.fromkeys(key for one in firsts for key in one if key != STREAM)), None)
+        read = {one.spec.stream for one in self._variants.values()}
+        if None not in read:
+            if unread := sorted(set(loader.data.parts) - read):
+                logger.warning("no task reads the stream %s: it is left out", " or ".join(map(repr, unread)))
+            loader.choose(only=self.streams())
         compares = self.weighting is not None and self.weighting.needs != "nothing"
         if compares and loader.data.draw == "alternate" and accumulation_steps == 1:
             logger.warning(

@@ -1,7 +1,6 @@
 """Building tasks: their streams of data, the model with its heads, and the specs that `MultiTask` trains by."""
 
-import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +22,6 @@ from etude.multitask.sections import TaskSection, TaskVariant, all_variants, var
 from etude.multitask.spec import TaskSpec
 from etude.multitask.task import MultiTask
 
-logger = logging.getLogger("etude")
-
-_SPLITS = ("train", "validation", "test")
-
-
 # ------------------------------------------------------------------------------------------------ data
 
 
@@ -46,56 +40,15 @@ def with_own_data(
     """Return all data of the tasks: that of the data section, and every data set of a task's own as a stream."""
     tasks: Mapping[str, TaskSection] = sections["tasks"]
     phases: Sequence[Phase] = sections.get("curriculum") or ()
-    splits = shared
-    if own:
-        train = None if shared is None else shared.train
-        if isinstance(train, Streams):
-            if train.weights is not None:
-                raise ConfigError(
-                    f"{document.place('data.weights')}: say nothing of the stream '{next(iter(own))}', the data "
-                    f"of a task; move it to data.streams and give it a weight"
-                )
-            assert shared is not None
-            splits = combine_streams({**_apart(shared), **own}, None, train.draw, train.epoch_samples)
-        else:
-            splits = combine_streams(own if shared is None else {SHARED: shared, **own})
+    if own and shared is not None and isinstance(shared.train, Streams):
+        place = document.place(next(iter(own_data(tasks).values()))[0])
+        raise ConfigError(f"{place}: the data section has streams already; move this data set to data.streams")
+    splits = combine_streams({**({} if shared is None else {SHARED: shared}), **own}) if own else shared
     assert splits is not None
-    known = _names(splits)
-    refuse(stream_problems(tasks, phases, known), document)
-    trained = all_variants(tasks) if phases else [next(variants_of(*item)) for item in tasks.items()]
-    return _used_streams({variant.stream for variant in trained}, splits) if known else splits
-
-
-def _apart(splits: DataSplits) -> dict[str, DataSplits]:
-    """Return the streams of data, each as a data set of its own."""
-    streams: dict[str, Any] = {split: getattr(splits, split) for split in _SPLITS}
-
-    def part(name: str) -> dict[str, Any]:
-        return {split: None if one is None else one.parts.get(name) for split, one in streams.items()}
-
-    return {name: replace(splits, **part(name)) for name in _names(splits)}
-
-
-def _names(splits: DataSplits) -> tuple[str, ...]:
     train = splits.train
-    return (*train.parts, *sorted(train.absent)) if isinstance(train, Streams) else ()
-
-
-def _used_streams(read: Collection[str | None], splits: DataSplits) -> DataSplits:
-    """Leave out streams that no task reads: their batches would teach nothing."""
-    unused = () if None in read else tuple(name for name in _names(splits) if name not in read)
-    if not unused:
-        return splits
-    logger.warning("no task reads the stream %s: it is left out", " or ".join(map(repr, unused)))
-    kept: dict[str, Any] = {split: _without(getattr(splits, split), unused) for split in _SPLITS}
-    return replace(splits, **kept)
-
-
-def _without(streams: Streams | None, unused: tuple[str, ...]) -> Streams | None:
-    if streams is None or not (parts := {name: part for name, part in streams.parts.items() if name not in unused}):
-        return None
-    weights = None if streams.weights is None else {name: streams.weights[name] for name in parts}
-    return replace(streams, parts=parts, weights=weights, absent=streams.absent | frozenset(unused))
+    known = (*train.parts, *sorted(train.absent)) if isinstance(train, Streams) else ()
+    refuse(stream_problems(tasks, phases, known), document)
+    return splits
 
 
 # ------------------------------------------------------------------------------------------------ model and tasks

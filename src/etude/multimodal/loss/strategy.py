@@ -115,15 +115,14 @@ class MeaningfulLoss(LanguageModelingLoss):
         super().__init__(shift, ignore_index, label_smoothing, False if fused_head is None else fused_head)
         data = vocab if isinstance(vocab, Modalities) else None
         vocab = data.vocab if data is not None else vocab
-        if vocab is None:
-            raise ConfigError(NO_VOCABULARY)
         if not isinstance(vocab, VocabSpec):
-            raise ConfigError(f"vocab must be a VocabSpec, as build_vocab_spec makes, found {type(vocab).__name__}")
+            found = f"vocab must be a VocabSpec, as build_vocab_spec makes, found {type(vocab).__name__}"
+            raise ConfigError(NO_VOCABULARY if vocab is None else found)
         self.vocab = vocab
         self.use_ce = use_ce or not enabled
         self.sample_k = sample_k
         check_modalities(weights or {}, vocab, "a weight")
-        own = {name: read_codebook(values, name, vocab) for name, values in (codebooks or {}).items()}
+        own = {name: _read_codebook(values) for name, values in (codebooks or {}).items()}
         known = {**({} if data is None else data.codebooks), **own} if enabled else {}
         # The edges of the data belong to its own centres, and are left out with them.
         of_data = {} if data is None else {name: one for name, one in data.edges.items() if name not in own}
@@ -136,11 +135,6 @@ class MeaningfulLoss(LanguageModelingLoss):
         self._check_numbers()
         if enabled:
             self._check_kinds(weights or {}, kind, huber_delta, hl_sigma)
-        if (owner := vocab.modality_of(ignore_index)) is not None:
-            raise ConfigError(
-                f"ignore_index {ignore_index} is a token of the modality {owner!r}; labels to ignore must be no token "
-                f"of a modality, for example {IGNORE_INDEX}"
-            )
         self._chooses_head = fused_head is None
         self._tried: nn.Module | None = None
 
@@ -281,17 +275,8 @@ class MeaningfulLoss(LanguageModelingLoss):
         return head
 
 
-def read_codebook(values: Any, name: str, vocab: VocabSpec) -> Any:
-    """Return the values of a modality's tokens, from the file whose path they may be.
-
-    Raises DataError if a file does not hold one for every token.
-    """
+def _read_codebook(values: Any) -> Any:
+    """Return the values of a modality's tokens, from the file whose path they may be."""
     if not isinstance(values, (str, Path)):
         return values
-    path, size = str(values), vocab.range_of(name).size
-    found = load_npz_key(path) if path.endswith(".npz") else load_codebook(path)
-    if len(found) != size:
-        raise DataError(
-            f"{path} has {len(found)} values, but the modality '{name}' has {size} tokens; there must be one for each"
-        )
-    return found
+    return load_npz_key(values) if str(values).endswith(".npz") else load_codebook(values)

@@ -1,6 +1,5 @@
 """`etude compare`: one model for all tasks against one model for each, or several weightings."""
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,14 +67,14 @@ def _numbers(text: str | None) -> list[int] | int | None:
     from etude.core import ConfigError
     from etude.core.spelling import shorten
 
-    words = [word.strip() for word in text.removesuffix(",").split(",")]
     is_list = "," in text
-    form = "[0-9]{1,18}" if is_list else "[1-9][0-9]{0,2}"
-    if not all(re.fullmatch(form, word) for word in words):
+    try:
+        seeds = [int(word) for word in text.removesuffix(",").split(",")]
+    except ValueError:
+        seeds = []
+    if not seeds or min(seeds) < (0 if is_list else 1) or len(set(seeds)) < len(seeds):
         raise ConfigError(
-            f"--seeds {shorten(text)}: give whole numbers separated by commas, such as 0,1,2, or how many, such as 3"
+            f"--seeds {shorten(text)}: give whole numbers separated by commas, each once, such as 0,1,2, or how many, "
+            f"such as 3"
         )
-    seeds = [int(word) for word in words]
-    if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds {text}: a seed is there twice, which would look like agreement; give each once")
     return seeds if is_list else seeds[0]

@@ -40,7 +40,7 @@ class CurriculumCallback(Callback):
 
     def __init__(self, curriculum: Curriculum | Sequence[Phase]) -> None:
         super().__init__()
-        phases = _phases_of(curriculum)
+        phases = curriculum.phases if isinstance(curriculum, Curriculum) else curriculum
         self._given = curriculum
         self.state = CurriculumState()
         """The phases that have begun."""
@@ -259,13 +259,3 @@ def _words(facts: Mapping[str, Any]) -> str:
 
 def _choosing(loader: object) -> ChoosesStreams | None:
     return loader if isinstance(loader, ChoosesStreams) else None
-
-
-def _phases_of(curriculum: Any) -> Sequence[Phase]:
-    if isinstance(curriculum, Curriculum):
-        return curriculum.phases
-    if isinstance(curriculum, Sequence) and all(isinstance(phase, Phase) for phase in curriculum):
-        return curriculum
-    raise ConfigError(
-        f"a curriculum is a Curriculum or a list of Phases, such as DEFAULT_PHASES, found {curriculum!r:.60}"
-    )

@@ -20,26 +20,19 @@ micro-batches of a step can be weighed one after the other. `Weighting.needs` sa
 | those of torchjd | `TorchjdAggregator` | gradients |
 | | `TorchjdScalarizer` | losses of the step, for `coefficients` |
 
-In a step (`merge` is `combine` for gradients that are scaled already):
+In a step of a loop by hand, `scale` may be left out, and `combine` is `merge` for gradients that are not scaled yet:
 
-    losses = ...                                     # (tasks,), with gradient history
-    if weighting.needs == "gradients":
-        rows = task_gradients(losses, shared)        # (tasks, elements)
-        merged = weighting.combine(rows, step=clock.step, scale=scale)
-    if weighting.needs == "layer_gradients":
-        weighting.observe(losses, task_gradients(losses, last_shared), scale)
     weighting(losses, scale).backward()
     if weighting.needs == "gradients":
-        assign_gradients(merged, shared)             # heads keep the gradients of the plain sum
+        merged = weighting.combine(rows, step=step, scale=scale)   # rows: (tasks, elements), a gradient for each loss
+        assign_gradients(merged, shared)                           # heads keep the gradients of the plain sum
     optimizer.step()
-    if weighting.needs == "updates":
-        weighting.after_update(losses, losses_again, scale)
 
 State is buffers and parameters: `state_dict` holds tensors only, and `to(device)` moves it. On several processes every
 process must be given the same losses and gradients, that is, the reduced ones; then all of them stay the same.
 """
 
-from etude.multitask.weighting.base import Needs, Weighting, assign_gradients, task_gradients
+from etude.multitask.weighting.base import Needs, Weighting, assign_gradients
 from etude.multitask.weighting.losses import (
     DynamicWeightAverage,
     ImpartialLosses,
@@ -62,5 +55,4 @@ __all__ = [
     "UncertaintyWeighting",
     "Weighting",
     "assign_gradients",
-    "task_gradients",
 ]
