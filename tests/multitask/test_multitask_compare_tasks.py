@@ -268,7 +268,7 @@ def test_in_python_the_arguments_are_those_of_the_command(etude, experiment, tmp
             {},
             "--seeds 1,0,1: give whole numbers separated by commas, each once",
         ),
-        (["--seeds", "0,x"], {}, "--seeds 0,x: give whole numbers separated by commas, such as 0,1,2"),
+        (["--seeds", "0,x"], {}, "--seeds 0,x: give whole numbers separated by commas"),
         (
             ["training.epochs=1"],
             {"tasks": None, "curriculum": None, "weighting": None},

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from etude.core.errors import ConfigError
-from etude.multitask.curriculum import Curriculum, CurriculumState, Phase, Ramp, Start
+from etude.multitask.curriculum import Curriculum, Phase, Ramp, Start
 
 TASKS = ("a", "b", "c")
 
@@ -32,7 +32,7 @@ def curricula(draw):
 @given(curricula(), st.integers(2, 6), st.lists(st.booleans(), min_size=40, max_size=40))
 def test_asking_only_when_something_may_change_is_the_same_as_asking_before_every_step(curriculum, per_epoch, low):
     """Phases and weights of a run of 40 steps, with a validation after each step, asked for always and when due."""
-    always = due = CurriculumState()
+    always = due = ()
     next_step, metrics, weights = 0, {}, {}
     for step in range(40):
         epoch = step // per_epoch + 1
@@ -50,7 +50,7 @@ def test_asking_only_when_something_may_change_is_the_same_as_asking_before_ever
 
 @given(curricula(), st.integers(1, 12), st.integers(0, 60))
 def test_what_is_upcoming_and_what_has_begun_part_the_phases(curriculum, epoch, step):
-    state = curriculum.advance(CurriculumState(), epoch, step, {"m": 0.0})
+    state = curriculum.advance((), epoch, step, {"m": 0.0})
     place = curriculum.phases.index(curriculum.current_phase(epoch, step, state))
     assert curriculum.upcoming(state) == curriculum.phases[place + 1 :]
 

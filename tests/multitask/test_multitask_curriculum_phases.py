@@ -14,8 +14,8 @@ from etude.multitask.curriculum import (
     ALL,
     DEFAULT_PHASES,
     DEFAULT_TASKS,
+    Begun,
     Curriculum,
-    CurriculumState,
     Phase,
     PhaseStart,
     Ramp,
@@ -26,7 +26,7 @@ from etude.multitask.curriculum import (
 )
 
 TASKS = ("code", "tests", "style", "notes")
-EMPTY = CurriculumState()
+EMPTY = ()
 
 
 # The default curriculum
@@ -122,7 +122,7 @@ def test_the_weights_do_not_depend_on_how_one_came_there(
     state = EMPTY
     for moment in sorted(moment for moment in visited if moment <= epoch):
         state = curriculum.advance(state, moment)
-        state = CurriculumState.from_dict(json.loads(json.dumps(state.to_dict())))
+        state = tuple(PhaseStart(*entry) for entry in json.loads(json.dumps(state)))
     state = curriculum.advance(state, epoch)
     assert curriculum.loss_weights(epoch, state=state) == curriculum.loss_weights(epoch)
     assert curriculum.current_phase(epoch, state=state) == curriculum.current_phase(epoch)
@@ -194,7 +194,7 @@ def test_a_phase_begins_when_its_metric_reaches_the_value_and_stays() -> None:
     for epoch, metrics in ((2, {}), (3, {"val_loss": math.nan}), (4, {"val_loss": 2.1, "accuracy": 0.9})):
         assert curriculum.advance(state, epoch, epoch * 10, metrics) is state
     after = curriculum.advance(state, 5, 50, {"val_loss": 2.0})
-    assert after.starts == (PhaseStart("a", 1.0, 0), PhaseStart("b", 5.0, 50))
+    assert after == (PhaseStart("a", 1.0, 0), PhaseStart("b", 5.0, 50))
     assert curriculum.advance(after, 6, 60, {"val_loss": 9.0}) is after
     assert curriculum.current_phase(6, 60, after).name == "b"
     assert curriculum.loss_weights(7, 70, after) == {"code": 1.0, "tests": pytest.approx(0.1 + 0.9 * 2 / 5)}
@@ -204,7 +204,7 @@ def test_a_phase_begins_when_its_metric_reaches_the_value_and_stays() -> None:
 def test_a_fixed_start_passes_over_metrics_that_were_never_reached() -> None:
     curriculum = by_metric()
     state = curriculum.advance(curriculum.advance(EMPTY, 1), 20, 200, {"val_loss": 3.0})
-    assert [entry.phase for entry in state.starts] == ["a", "d"]
+    assert [entry.phase for entry in state] == ["a", "d"]
     # Nothing goes back to a phase that was passed over.
     assert curriculum.advance(state, 21, 210, {"val_loss": 0.1, "accuracy": 1.0}) is state
     assert curriculum.loss_weights(20, 200, state) == {"code": 1.0, "tests": 0.1, "style": 0.1, "notes": 0.1}
@@ -216,7 +216,7 @@ def test_resuming_a_curriculum_by_metric_anywhere_changes_nothing(
 ) -> None:
     curriculum, stop = by_metric(), data.draw(st.integers(0, len(history)))
 
-    def follow(state: CurriculumState, epochs: range) -> tuple[CurriculumState, list[dict[str, float]]]:
+    def follow(state: Begun, epochs: range) -> tuple[Begun, list[dict[str, float]]]:
         weights = []
         for epoch in epochs:
             loss, accuracy = history[epoch - 1]
@@ -226,8 +226,8 @@ def test_resuming_a_curriculum_by_metric_anywhere_changes_nothing(
 
     end, whole = follow(EMPTY, range(1, len(history) + 1))
     state, head = follow(EMPTY, range(1, stop + 1))
-    saved = json.loads(json.dumps(state.to_dict()))
-    again, tail = follow(CurriculumState.from_dict(saved), range(stop + 1, len(history) + 1))
+    saved = json.loads(json.dumps(state))
+    again, tail = follow(tuple(PhaseStart(*entry) for entry in saved), range(stop + 1, len(history) + 1))
     assert (again, head + tail) == (end, whole)
     for early, late in pairwise(whole):
         assert all(late[task] >= weight for task, weight in early.items())
@@ -299,6 +299,6 @@ def test_mistakes_are_told_in_words(build: Callable[[], object], words: str) -> 
 
 
 def test_a_saved_phase_that_is_gone_is_reported() -> None:
-    state = CurriculumState((PhaseStart("gone", 1.0, 0),))
+    state = (PhaseStart("gone", 1.0, 0),)
     with pytest.raises(CheckpointError, match=r"phase 'gone', which is not defined .*p0"):
         Curriculum(phases(1)).current_phase(2, state=state)

@@ -5,7 +5,7 @@ an epoch has come: 11.5 is the middle of epoch 11. Steps are optimizer steps tak
 before the first.
 """
 
-from etude.multitask.curriculum.curriculum import Curriculum, CurriculumState, PhaseStart
+from etude.multitask.curriculum.curriculum import Begun, Curriculum, PhaseStart
 from etude.multitask.curriculum.defaults import (
     DEFAULT_PHASES,
     DEFAULT_TASKS,
@@ -19,8 +19,8 @@ __all__ = [
     "ALL",
     "DEFAULT_PHASES",
     "DEFAULT_TASKS",
+    "Begun",
     "Curriculum",
-    "CurriculumState",
     "Phase",
     "PhaseStart",
     "Ramp",

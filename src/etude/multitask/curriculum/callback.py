@@ -12,7 +12,7 @@ from etude.core import Clock, ConfigError, EtudeError
 from etude.core.loader import ChoosesStreams
 from etude.core.spelling import suggest
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
-from etude.multitask.curriculum import Curriculum, CurriculumState, Phase
+from etude.multitask.curriculum import Begun, Curriculum, Phase, PhaseStart
 from etude.multitask.task import MultiTask
 
 _STATE = record_of(
@@ -42,7 +42,7 @@ class CurriculumCallback(Callback):
         super().__init__()
         phases = curriculum.phases if isinstance(curriculum, Curriculum) else curriculum
         self._given = curriculum
-        self.state = CurriculumState()
+        self.state: Begun = ()
         """The phases that have begun."""
         self._scales = any(phase.lr_scale != 1 for phase in phases)
         self._clock = Clock()
@@ -80,14 +80,14 @@ class CurriculumCallback(Callback):
         """Check that every phase can be applied; start over if the run does."""
         self._clock, self._is_main = run.clock, run.is_main
         if not run.resumed:
-            self.state, self._measured, self._missed = CurriculumState(), {}, set()
+            self.state, self._measured, self._missed = (), {}, set()
             self._moment = (run.clock.epoch + 1, run.clock.step)
         self._rehearse()
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Begin the phases of this epoch; ramps that count epochs go on."""
         # In an epoch that is resumed nothing begins until it is sure that it has a step left.
-        if self._clock.position == 0 or not self.state.starts:
+        if self._clock.position == 0 or not self.state:
             self._go_on(epoch)
 
     def on_validation_end(self, epoch: int, metrics: Logs) -> None:
@@ -107,14 +107,19 @@ class CurriculumCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return when phases began, and the moment that the present weights are for."""
         epoch, step = self._moment
-        return {**self.state.to_dict(), "epoch": epoch, "step": step, "measured": dict(self._measured)}
+        return {
+            "begun": [entry._asdict() for entry in self.state],
+            "epoch": epoch,
+            "step": step,
+            "measured": dict(self._measured),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict` and apply the phase of that moment."""
         check_kind(_STATE, state, "state")
-        self.state = CurriculumState.from_dict(state)
+        self.state = tuple(PhaseStart(**entry) for entry in state["begun"])
         self._moment, self._measured = (state["epoch"], state["step"]), dict(state["measured"])
-        if self.state.starts:
+        if self.state:
             self._apply(self.state)
 
     # --- phases
@@ -126,10 +131,10 @@ class CurriculumCallback(Callback):
         self.state = self.curriculum.advance(before, *self._moment, self._measured)
         self._measured = {}
         self._apply(self.state, self._clock.position)
-        for count in range(len(before.starts) + 1, len(self.state.starts) + 1):
-            self._announce(CurriculumState(self.state.starts[:count]))
+        for count in range(len(before) + 1, len(self.state) + 1):
+            self._announce(self.state[:count])
 
-    def _apply(self, state: CurriculumState, position: int | None = None) -> None:
+    def _apply(self, state: Begun, position: int | None = None) -> None:
         """Set tasks, data (from this position of the epoch on) and learning rate to those of the moment."""
         epoch, step = self._moment
         phase = self.curriculum.current_phase(epoch, step, state)
@@ -149,7 +154,7 @@ class CurriculumCallback(Callback):
         if self._loader is not None:
             self._loader.choose(phase.mixture, phase.sequence_length, only, position)
 
-    def _announce(self, state: CurriculumState) -> None:
+    def _announce(self, state: Begun) -> None:
         """Report the phase that began last to the callbacks and to the user."""
         phase = self.curriculum.current_phase(*self._moment, state)
         facts = self._facts(phase, state)
@@ -158,11 +163,11 @@ class CurriculumCallback(Callback):
         if self._is_main:
             self.notify(_words(facts), event="phase", **facts)
 
-    def _facts(self, phase: Phase, state: CurriculumState) -> dict[str, Any]:
+    def _facts(self, phase: Phase, state: Begun) -> dict[str, Any]:
         epoch, step = self._moment
         tasks = self.curriculum.active_tasks(phase)
-        earlier = CurriculumState(state.starts[:-1])
-        before = self.curriculum.active_tasks(epoch, step, earlier) if earlier.starts else ()
+        earlier = state[:-1]
+        before = self.curriculum.active_tasks(epoch, step, earlier) if earlier else ()
         return {
             "phase": phase.name,
             "number": self._number(phase),
@@ -212,8 +217,8 @@ class CurriculumCallback(Callback):
                 self._switch(phase, weights)
             except EtudeError as error:
                 raise type(error)(f"phase '{phase.name}': {error}") from error
-        started = self.state.starts or self.curriculum.advance(self.state, *self._moment).starts
-        self._apply(CurriculumState(started))
+        started = self.state or self.curriculum.advance(self.state, *self._moment)
+        self._apply(started)
 
     def _check(self, phase: Phase) -> None:
         asked = [name for name in ("mixture", "sequence_length") if getattr(phase, name) is not None]

@@ -2,17 +2,15 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import NamedTuple
 
 from etude.core.errors import CheckpointError, ConfigError
 from etude.core.spelling import suggest
 from etude.multitask.curriculum.phase import ALL, Phase, Ramp, Start, check_weight
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseStart:
+class PhaseStart(NamedTuple):
     """When a phase began."""
 
     phase: str
@@ -22,25 +20,8 @@ class PhaseStart:
     """The steps that had been taken by then."""
 
 
-@dataclass(frozen=True, slots=True)
-class CurriculumState:
-    """The phases that have begun, in order. `Curriculum.advance` returns the next state and changes nothing.
-
-    >>> state = CurriculumState((PhaseStart("code", 1.0, 0),))
-    >>> CurriculumState.from_dict(state.to_dict()) == state
-    True
-    """
-
-    starts: tuple[PhaseStart, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the state as lists, strings and numbers."""
-        return {"begun": [asdict(entry) for entry in self.starts]}
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> "CurriculumState":
-        """Return the state that `to_dict` wrote."""
-        return cls(tuple(PhaseStart(entry["phase"], entry["epoch"], entry["step"]) for entry in state["begun"]))
+Begun = tuple[PhaseStart, ...]
+"""The state of a curriculum: the phases that have begun, in order. `Curriculum.advance` returns the next one."""
 
 
 class Curriculum:
@@ -76,15 +57,13 @@ class Curriculum:
         """The names of all tasks."""
         return tuple(self.weights)
 
-    def advance(
-        self, state: CurriculumState, epoch: float, step: int = 0, metrics: Mapping[str, float] | None = None
-    ) -> CurriculumState:
+    def advance(self, state: Begun, epoch: float, step: int = 0, metrics: Mapping[str, float] | None = None) -> Begun:
         """Return the state with the phases that begin now; the same state if none does.
 
         Phases with a fixed start are recorded at that start, however late this is called.
         """
         _check_epoch(epoch)
-        starts, place, waiting = list(state.starts), self._place(state) + 1, False
+        starts, place, waiting = list(state), self._place(state) + 1, False
         for phase in self.phases[place:]:
             start = phase.begins
             if not start.reached(epoch, step, metrics or {}):
@@ -95,44 +74,44 @@ class Curriculum:
                 at = (float(start.epoch or epoch), step if start.step is None else start.step)
                 starts.append(PhaseStart(phase.name, *at))
                 waiting = False
-        return CurriculumState(tuple(starts)) if len(starts) > len(state.starts) else state
+        return tuple(starts) if len(starts) > len(state) else state
 
-    def current_phase(self, epoch: float, step: int = 0, state: CurriculumState | None = None) -> Phase:
+    def current_phase(self, epoch: float, step: int = 0, state: Begun | None = None) -> Phase:
         """Return the phase at this moment."""
         return self.phases[self._place(self._state(epoch, step, state))]
 
-    def active_tasks(self, at: Phase | float, step: int = 0, state: CurriculumState | None = None) -> tuple[str, ...]:
+    def active_tasks(self, at: Phase | float, step: int = 0, state: Begun | None = None) -> tuple[str, ...]:
         """Return the tasks of a phase, or of the phase at an epoch, in the order in which they are defined."""
         phase = at if isinstance(at, Phase) else self.current_phase(at, step, state)
         return self.tasks if phase.tasks == ALL else tuple(name for name in self.tasks if name in phase.tasks)
 
-    def loss_weights(self, epoch: float, step: int = 0, state: CurriculumState | None = None) -> dict[str, float]:
+    def loss_weights(self, epoch: float, step: int = 0, state: Begun | None = None) -> dict[str, float]:
         """Return the weight of every active task: its static weight times how far its ramp has come."""
         state = self._state(epoch, step, state)
         factors: dict[str, float] = {}
-        for number, entry in enumerate(state.starts):
+        for number, entry in enumerate(state):
             phase = self.phases[self._places[entry.phase]]
             came_in = 1.0 if number == 0 else phase.ramp.at(epoch - entry.epoch, step - entry.step)
             factors = {task: factors.get(task, came_in) for task in self.active_tasks(phase)}
         return {task: self.weights[task] * factor for task, factor in factors.items()}
 
-    def upcoming(self, state: CurriculumState) -> tuple[Phase, ...]:
+    def upcoming(self, state: Begun) -> tuple[Phase, ...]:
         """Return the phases that may still begin."""
         return self.phases[self._place(state) + 1 :]
 
-    def next_change(self, step: int, state: CurriculumState) -> int | None:
+    def next_change(self, step: int, state: Begun) -> int | None:
         """Return the earliest step after `step` at which the phase or a weight changes by steps alone; None: never.
 
         >>> from etude.multitask.curriculum import Ramp
         >>> curriculum = Curriculum([Phase("a", 1, ["x"]), Phase("b", Start(step=10), ["x", "y"], Ramp(steps=3))])
-        >>> state = curriculum.advance(CurriculumState(), epoch=1, step=4)
+        >>> state = curriculum.advance((), epoch=1, step=4)
         >>> curriculum.next_change(4, state)
         10
         >>> state = curriculum.advance(state, epoch=1, step=10)
         >>> [curriculum.next_change(step, state) for step in (10, 11, 12, 13)]
         [11, 12, 13, None]
         """
-        for entry in state.starts[1:]:
+        for entry in state[1:]:
             length = self.phases[self._places[entry.phase]].ramp.steps
             if length is not None and step < entry.step + length:
                 return step + 1
@@ -141,8 +120,8 @@ class Curriculum:
                 return phase.begins.step
         return None
 
-    def _state(self, epoch: float, step: int, state: CurriculumState | None) -> CurriculumState:
-        if state is not None and state.starts:
+    def _state(self, epoch: float, step: int, state: Begun | None) -> Begun:
+        if state:
             _check_epoch(epoch)
             return state
         for phase in self.phases[1:]:
@@ -154,18 +133,18 @@ class Curriculum:
                     f"phase '{phase.name}' begins at {start.text} with {ramp}, which epoch and step do not tell; "
                     f"give the state that Curriculum.advance returns, or the ramp in the unit of the start"
                 )
-        return self.advance(CurriculumState(), epoch, step)
+        return self.advance((), epoch, step)
 
-    def _place(self, state: CurriculumState) -> int:
-        if not state.starts:
+    def _place(self, state: Begun) -> int:
+        if not state:
             return -1
-        unknown = [entry.phase for entry in state.starts if entry.phase not in self._places]
+        unknown = [entry.phase for entry in state if entry.phase not in self._places]
         if unknown:
             raise CheckpointError(
                 f"the saved curriculum is in phase '{unknown[0]}', which is not defined"
                 f"{suggest(unknown[0], self._places)}; keep the names of phases that have begun"
             )
-        return self._places[state.starts[-1].phase]
+        return self._places[state[-1].phase]
 
 
 def _check_epoch(epoch: float) -> None:
