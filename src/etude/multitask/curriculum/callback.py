@@ -41,6 +41,8 @@ class CurriculumCallback(Callback):
     def __init__(self, curriculum: Curriculum | Sequence[Phase]) -> None:
         super().__init__()
         phases = curriculum.phases if isinstance(curriculum, Curriculum) else curriculum
+        if not isinstance(phases, Sequence) or not all(isinstance(phase, Phase) for phase in phases):
+            raise ConfigError(f"a curriculum is a Curriculum or a list of Phases, found {curriculum!r:.60}")
         self._given = curriculum
         self.state: Begun = ()
         """The phases that have begun."""
