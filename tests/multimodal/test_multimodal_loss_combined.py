@@ -291,7 +291,7 @@ def run(**options):
         ({"config": {"weight_image": "0.1"}}, ConfigError, r"config\.weight_image: "),
         ({"config": {"sample_k": 0}}, ConfigError, r"config\.sample_k: .*at least 1"),
         ({"config": {"sample_k": True}}, ConfigError, r"config\.sample_k: "),
-        ({"config": {"sample_k_per_modality": -1}}, ConfigError, r"config\.sample_k_per_modality: "),
+        ({"config": {"sample_k_per_modality": -1}}, ConfigError, r"config\.sample_k"),
         (
             {"config": {"kind": "huber", "huber_delta": 0}},
             ConfigError,
