@@ -45,7 +45,7 @@ class ArrowReader:
             return None
         options = self._csv.ReadOptions(block_size=size + 1, **self._read_options)
         try:
-            table = self._csv.read_csv(self._pa.py_buffer(text), options, **self._options)
+            table = self._csv.read_csv(self._pa.BufferReader(text), options, **self._options)
         except self._pa.ArrowException:
             self.is_sure = False
             return None

@@ -98,7 +98,7 @@ def _arrow(layout: Layout, numbers: Sequence[int], texts: Sequence[int]) -> Arro
     """Return what reads a large file faster, if it is installed."""
     try:
         return ArrowReader(layout, numbers, texts) if layout.path.stat().st_size >= MIN_BYTES else None
-    except ImportError:
+    except (ImportError, OSError):  # it is not installed, or not for this machine
         return None
 
 
