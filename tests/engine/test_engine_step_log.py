@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from etude.checkpoint.trust import check_kind
 from etude.core import StepReport
 from etude.engine.meter import Amounts
+from etude.engine.state import LEDGER
 from etude.engine.step_log import StepLog
 
 
@@ -120,3 +122,13 @@ def test_without_tokens_there_is_no_rate_of_tokens():
     log.add(report(1.0))
     assert {"samples_per_s", "data_wait"} <= log.epoch.logs().keys() | log.take_window().logs().keys()
     assert "tokens_per_s" not in log.epoch.logs()
+
+
+def test_sums_of_earlier_checkpoints_may_have_more():
+    log = StepLog()
+    state = log.state_dict()
+    for part in ("window", "epoch"):
+        state[part] |= {"forward_flops": 3.0, "steps": 7}
+    check_kind(LEDGER, state, "ledger")
+    log.load_state_dict(state)
+    assert (log.window.steps, log.epoch.steps) == (7, 7)

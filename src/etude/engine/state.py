@@ -39,7 +39,8 @@ CLOCK = record_of(
     "Clock",
     {one.name: NotRequired[Count] if one.name in ADDED else Count for one in fields(Clock)},
 )
-TALLY = record_of("RunningSums", get_type_hints(RunningSums), total=False)
+TALLY = record_of("RunningSums", {**get_type_hints(RunningSums), "forward_flops": float}, total=False)
+"""Earlier checkpoints counted FLOPs too; `RunningSums.of` leaves them out."""
 LEDGER = record_of(
     "Ledger", {"window": TALLY, "epoch": TALLY, "tokens": NotRequired[Annotated[float, Ge(0)]], "bad_streak": Count}
 )
@@ -135,7 +136,7 @@ class TrainState:
             check_kind(CLOCK, state["clock"], "clock")
             check_kind(LEDGER, state["ledger"], "ledger")
             for name in ("window", "epoch"):
-                tally = RunningSums(**state["ledger"][name])
+                tally = RunningSums.of(state["ledger"][name])
                 if tally.sums.keys() != tally.counts.keys():
                     raise CheckpointError(f"ledger.{name}: sums and counts have other names")
         with errors_of(checkpoint.path, "model"):

@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -49,6 +49,11 @@ class RunningSums:
     seconds: float = 0.0
     waited: float = 0.0
     """Seconds of `seconds` in which the step waited for data."""
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> "RunningSums":
+        """Return the sums of a checkpoint; earlier ones may have more."""
+        return cls(**{one.name: saved[one.name] for one in fields(cls) if one.name in saved})
 
     def add(self, names: list[str], optional: set[str], rows: Rows, places: list[tuple[int, int, int]]) -> None:
         """Add the numbers of some steps, one column each: sum and count of every name, and then what `_read` lists.
@@ -189,7 +194,7 @@ class StepLog:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the sums in flight."""
         self._pending = []
-        self.window, self.epoch = RunningSums(**state["window"]), RunningSums(**state["epoch"])
+        self.window, self.epoch = RunningSums.of(state["window"]), RunningSums.of(state["epoch"])
         self.tokens = state.get("tokens", 0.0)  # checkpoints of runs before tokens were counted have none
         self.bad_streak = state["bad_streak"]
 
