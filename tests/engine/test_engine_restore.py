@@ -361,3 +361,16 @@ def test_the_untouched_checkpoint_loads(run: Run) -> None:
     for part in ("clock", "optimizer", "precision", "ledger", "rng"):
         assert fingerprint(rest[part]) == fingerprint(saved.state[part])
     assert issubclass(CheckpointError, EtudeError)
+
+
+def test_a_checkpoint_of_an_earlier_version_loads(run: Run, tmp_path: Path) -> None:
+    trainer, good = run
+    folder = shutil.copytree(good, tmp_path / "step-00000004")
+
+    def with_flops(folder: Path) -> None:
+        tree = json.loads((folder / "state.json").read_text())
+        tree["state"]["dict"]["ledger"]["dict"]["window"]["dict"]["forward_flops"] = 0.0
+        (folder / "state.json").write_text(json.dumps(tree))
+
+    rewrite(folder, with_flops)
+    trainer.load_checkpoint(folder)

@@ -133,6 +133,9 @@ class TrainState:
         state = checkpoint.state
         with errors_of(checkpoint.path):
             check_kind(STATE, state, "state")
+            for tally in state["ledger"].values():
+                if isinstance(tally, dict):
+                    tally.pop("forward_flops", None)  # earlier versions kept it
             check_kind(CLOCK, state["clock"], "clock")
             check_kind(LEDGER, state["ledger"], "ledger")
             for name in ("window", "epoch"):
