@@ -245,6 +245,13 @@ def test_a_resumed_run_shows_the_epochs_before(tmp_path, terminal):
     assert any(re.match(r" epoch 3/10 .* 2/4  50% *$", line) for line in screen)
 
 
+def test_what_another_version_has_shown_does_not_stop_a_run():
+    display = ProgressDisplay(stream=io.StringIO())
+    before = display.state_dict()
+    display.load_state_dict({"rows": [{"speed": {"data_wait": 0.1}}], "tasks": 3})
+    assert display.state_dict() == before
+
+
 def test_a_note_is_drawn_by_the_next_step_and_not_by_its_caller(tmp_path, terminal):
     life = Life(tmp_path)
     display = ProgressDisplay(refresh_s=1000.0, stream=terminal)

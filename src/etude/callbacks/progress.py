@@ -24,7 +24,7 @@ from etude.callbacks.progress_lines import (
     validation_line,
 )
 from etude.checkpoint import check_kind, record_of
-from etude.core import Clock, StepReport
+from etude.core import CheckpointError, Clock, StepReport
 from etude.engine.callback import Callback, Logs, RunInfo
 
 if TYPE_CHECKING:
@@ -182,8 +182,11 @@ class ProgressDisplay(Callback):
         return {"rows": [asdict(row) for row in view.rows], "tasks": asdict(view.groups), "phase": view.phase}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        check_kind(_STATE, state, "state")
+        """Restore `state_dict`; what another version has shown is left out."""
+        try:
+            check_kind(_STATE, state, "state")
+        except CheckpointError:
+            return
         self._view.rows = [EpochRow(**row) for row in state["rows"]]
         self._view.groups, self._view.phase = Groups(**state["tasks"]), state["phase"]
 
