@@ -27,6 +27,14 @@ BAD = {
     "milestones in epochs": {"scheduler": {"name": "multistep", "milestones": [5, 5], "unit": "epoch"}},
     "sequence": {"scheduler": {"name": "sequence", "schedules": ["constant"], "milestones": [3]}},
     "product": {"scheduler": {"name": "product", "schedules": []}},
+    "unknown stream": {"data": {**STREAMS, "weights": {"a": 1, "c": 2}}},
+    "negative stream": {"data": {**STREAMS, "weights": {"a": 1, "b": -2}}},
+    "zero streams": {"data": {**STREAMS, "weights": {"a": 0, "b": 0}}},
+    "no streams": {"data": {"name": "streams", "streams": {}}},
+    "stream names": {"data": {"name": "streams", "streams": {"a b": {"name": "cli_points"}}}},
+    "streams in streams": {"data": {"name": "streams", "streams": {"a": STREAMS}}},
+    "workers of streams": {"data": STREAMS, "training": {**TRAINING, "num_workers": 2}},
+    "mixture": {"data": {"name": "token_mixture", "roots": {"a": "nowhere"}, "weights": {"b": 1.0}}},
     "callback of tasks": {"callbacks": [{"name": "task_gradients"}]},
     "callback over the config": {"callbacks": [{"name": "csv_logger", "filename": "config.yaml"}]},
     "callback over a folder": {"callbacks": [{"name": "csv_logger", "filename": "/"}]},
@@ -43,17 +51,6 @@ BAD = {
         "tasks": {"one": {"head": {"name": "linear", "out_features": CLASSES}, "loss": "cross_entropy"}},
     },
 }
-OF_DATA = {
-    "unknown stream": {"data": {**STREAMS, "weights": {"a": 1, "c": 2}}},
-    "negative stream": {"data": {**STREAMS, "weights": {"a": 1, "b": -2}}},
-    "zero streams": {"data": {**STREAMS, "weights": {"a": 0, "b": 0}}},
-    "no streams": {"data": {"name": "streams", "streams": {}}},
-    "stream names": {"data": {"name": "streams", "streams": {"a b": {"name": "cli_points"}}}},
-    "streams in streams": {"data": {"name": "streams", "streams": {"a": STREAMS}}},
-    "workers of streams": {"data": STREAMS, "training": {**TRAINING, "num_workers": 2}},
-    "mixture": {"data": {"name": "token_mixture", "roots": {"a": "nowhere"}, "weights": {"b": 1.0}}},
-}
-"""What only the data finds, when it is made."""
 if not torch.backends.mps.is_available():
     BAD["mps"] = {"training": {**TRAINING, "device": "mps"}}
 
@@ -94,10 +91,3 @@ def test_what_may_be_right_is_fine(etude, config, sections):
     outcome = etude("config", "check", config(**sections))
     assert (outcome.code, outcome.err) == (0, ""), outcome.err
     assert outcome.out.endswith("toy.yaml: fine\n")
-
-
-@pytest.mark.parametrize("name", OF_DATA)
-def test_mistakes_of_the_data_are_found_before_the_first_step(etude, config, name):
-    trained = etude("train", config(**OF_DATA[name]), "-q")
-    assert trained.code == 2, trained
-    assert len(trained.err.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""What the command line prints: nothing where nobody reads any more, and one line when it is stopped."""
+"""Standard output that cannot be written: one line and exit code 2, or silence where nobody reads any more."""
 
 import contextlib
 import errno
@@ -12,26 +12,39 @@ import pytest
 from etude.cli.main import main
 
 
-class Closed(io.StringIO):
-    """A pipe that nobody reads any more."""
+class Broken(io.StringIO):
+    """A stream that fails as a full disk or a closed pipe does."""
+
+    def __init__(self, code: int, at: str) -> None:
+        super().__init__()
+        self.problem, self.at = OSError(code, os.strerror(code)), at
 
     def write(self, text: str) -> int:
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        if self.at == "write":
+            raise self.problem
+        return len(text)
+
+    def flush(self) -> None:
+        if self.at == "flush":
+            raise self.problem
 
 
+@pytest.mark.parametrize("at", ["write", "flush"])
 @pytest.mark.parametrize("arguments", [["config", "show", "toy.yaml"], ["list"], ["--help"]])
-def test_a_reader_that_went_away_is_no_error(etude, config, monkeypatch, arguments):
+@pytest.mark.parametrize(("code", "end", "lines"), [(errno.ENOSPC, 2, 1), (errno.EPIPE, 1, 0)])
+def test_output_that_cannot_be_written(etude, config, monkeypatch, at, arguments, code, end, lines):
     config()
     monkeypatch.setattr(sys, "argv", ["etude", *arguments])
     errors = io.StringIO()
     with (
-        contextlib.redirect_stdout(Closed()),
+        contextlib.redirect_stdout(Broken(code, at)),
         contextlib.redirect_stderr(errors),
         pytest.raises(SystemExit) as caught,
     ):
         main()
-    assert caught.value.code == 1
-    assert errors.getvalue() == ""
+    assert caught.value.code == end
+    assert len(errors.getvalue().splitlines()) == lines
+    assert errors.getvalue().count("No space left on device") == lines
 
 
 def test_other_errors_keep_their_traceback(etude, config, monkeypatch):
@@ -44,6 +57,16 @@ def test_other_errors_keep_their_traceback(etude, config, monkeypatch):
     monkeypatch.setattr("etude.experiment.load_experiment_config", fail)
     with pytest.raises(OSError, match="elsewhere"):
         etude("config", "show", path)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")  # noqa: PTH110
+def test_a_full_device_of_the_system():
+    """Python's own complaint at exit does not appear either."""
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        command = [sys.executable, "-m", "etude", "config", "schema"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
 
 
 INTERRUPTED = """

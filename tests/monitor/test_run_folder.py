@@ -202,7 +202,7 @@ def test_dangling_link_as_root_is_an_error(tmp_path):
         default_run_dir("x", tmp_path / "runs")
 
 
-@pytest.mark.parametrize("name", ["a\0b", "x" * 300])
+@pytest.mark.parametrize("name", ["caf\udce9", "a\0b", "x" * 300])
 def test_name_that_no_system_has(tmp_path, name):
     with pytest.raises(RunFolderError) as caught:
         RunFolder.ensure(tmp_path / name)

@@ -1,7 +1,9 @@
 """The `etude` command: parses arguments, calls the library, prints what it says. Torch loads when needed."""
 
 import contextlib
+import errno
 import gc
+import io
 import logging
 import os
 import signal
@@ -267,6 +269,32 @@ class WarningLines(logging.Handler):
         _complain(record.getMessage())
 
 
+class WatchedOutput:
+    """Standard output that remembers whether it could be written."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.error: OSError | None = None
+
+    def write(self, text: str) -> Any:
+        """Write, as any file does."""
+        return self._try(self.stream.write, text)
+
+    def flush(self) -> None:
+        """Flush, as any file does."""
+        self._try(self.stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def _try(self, action: Any, *arguments: Any) -> Any:
+        try:
+            return action(*arguments)
+        except OSError as error:
+            self.error = error
+            raise
+
+
 @contextlib.contextmanager
 def _signals_stop() -> Iterator[None]:
     """Let SIGTERM and SIGHUP stop as Ctrl-C does, with a line and exit code 130, also while data and model are made."""
@@ -291,12 +319,37 @@ def _signals_stop() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def _watched_output() -> Iterator[None]:
+    """Say in one line that standard output cannot be written; to a reader that went away there is nothing to say."""
+    if sys.stdout is None:  # closed from the start: Python prints nothing
+        yield
+        return
+    watched: Any = WatchedOutput(sys.stdout)
+    sys.stdout = watched
+    try:
+        try:
+            yield
+        finally:
+            watched.flush()
+    except OSError as error:
+        if watched.error is not error:
+            raise
+        if error.errno == errno.EPIPE:
+            raise SystemExit(1) from None
+        _complain(f"cannot write the output: {error.strerror}; send it somewhere else")
+        raise SystemExit(2) from None
+    finally:
+        # Python flushes its output once more at the end, and would complain in its own words.
+        sys.stdout = watched.stream if watched.error is None else io.StringIO()
+
+
 def main() -> None:
     """Run the command line."""
     logger = logging.getLogger("etude")
     if not any(isinstance(handler, (WarningLines, logging.NullHandler)) for handler in logger.handlers):
         logger.addHandler(WarningLines(logging.WARNING) if _is_main() else logging.NullHandler())
-    with _signals_stop():
+    with _watched_output(), _signals_stop():
         app()
 
 

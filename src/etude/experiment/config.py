@@ -23,7 +23,7 @@ from etude.config.selection import plain, selections_in
 from etude.config.signature import parameters_of
 from etude.core import ConfigError
 from etude.experiment.features import ROOM_OF, all_features, features_for, with_features, with_training_models
-from etude.experiment.settle import DEFAULT_NAMES, LEGACY_KEYS, move_legacy_keys, settle_outputs
+from etude.experiment.settle import DEFAULT_NAMES, LEGACY_KEYS, move_legacy_keys, settle_data, settle_outputs
 from etude.trainer import TrainerConfig
 
 MODEL_SIZES = ("vocab_size", "n_types", "num_classes", "input_shape", "in_features", "out_features")
@@ -155,6 +155,7 @@ def validate_experiment(
     for feature in features:
         feature.settle(sections, document)
     settle_outputs(sections, document)
+    settle_data(sections, document, features)
     name = sections.get("name") or _name_of(document.path)
     return ExperimentConfig(name, document.path, document, sections, features)
 

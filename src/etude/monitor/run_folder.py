@@ -91,13 +91,13 @@ class RunFolder:
         folder = cls(path)
         folder.place_checkpoints(checkpoint_dir)
         try:
+            str(path).encode()  # checkpoints are written under names in UTF-8 only
             folder.path.mkdir(parents=True, exist_ok=True)
             folder.lock_path.touch()  # shows that files can be written here
         except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise RunFolderError(
-                f"cannot write run folder {folder.path}: {why}; choose a writable --run-dir"
-            ) from error
+            why = "its name is not UTF-8" if isinstance(error, UnicodeError) else getattr(error, "strerror", error)
+            shown = str(folder.path).encode(errors="backslashreplace").decode()
+            raise RunFolderError(f"cannot write run folder {shown}: {why}; choose a writable --run-dir") from error
         try:
             folder.checkpoints_path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
