@@ -87,7 +87,7 @@ def test_a_task_without_labels_in_an_epoch_keeps_what_is_known_of_it(caplog):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("kind", ["memory", "dataset", "streams", "named stream", "variant", "later"])
+@pytest.mark.parametrize("kind", ["memory", "dataset", "torch", "streams", "named stream", "variant", "later"])
 def test_labels_that_no_batch_has_are_found_in_the_first_one(kind, accumulation):
     """With the key, the keys that there are and the nearest of them; before anything is learned."""
     model, task, given = make(None)
@@ -102,6 +102,7 @@ def test_labels_that_no_batch_has_are_found_in_the_first_one(kind, accumulation)
     rows = [{name: column[row] for name, column in data.items()} for row in range(24)]
     loader = {
         "dataset": lambda: DataLoader(rows, batch_size=4),
+        "torch": lambda: torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True),
         "streams": lambda: StreamLoader({"whole": data, "bare": {"input": data["input"]}}, 4),
         "named stream": lambda: StreamLoader({"whole": data}, 4),
     }.get(kind, lambda: DataLoader(data, batch_size=4))()

@@ -173,6 +173,13 @@ def test_a_resumed_run_takes_the_same_layer(tmp_path):
     assert torch.equal(whole.task.weighting.weights, again.task.weighting.weights)
 
 
+def test_a_layer_that_the_features_are_not_made_with_is_found_in_the_first_step():
+    run, _ = gradnorm_run("spare")
+    with pytest.raises(ConfigError, match="'spare'"):
+        run.train()
+    assert run.state.clock.step == 0
+
+
 def test_a_layer_that_is_not_there_is_found_out_at_the_start():
     with pytest.raises(ConfigError, match=r"'fcc' .*did you mean 'fc'"):
         gradnorm_run("fcc")

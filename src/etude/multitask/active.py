@@ -15,6 +15,7 @@ from etude.core.loader import Loader
 from etude.core.spelling import suggest
 from etude.core.task import Task
 from etude.data import DataLoader, StreamLoader, Streams, make_loader
+from etude.data.sources.adapters import ForeignLoader
 from etude.metrics import Metric
 from etude.multitask.curriculum.phase import check_weight
 from etude.multitask.model import MultiTaskModel
@@ -156,7 +157,7 @@ class ActiveTasks(Task):
 
         Warns if tasks that are compared never share a step.
         """
-        self.alike = isinstance(loader, DataLoader)
+        self.alike = isinstance(loader, DataLoader) or _is_shuffled_by_torch(loader)
         if not isinstance(loader, StreamLoader):
             return
         firsts = [next(iter(make_loader(Streams({name: part}), 1))) for name, part in loader.data.parts.items()]
@@ -258,3 +259,14 @@ class ActiveTasks(Task):
             for task, active in self._active.items()
             for name, metric in active.spec.metrics.items()
         ]
+
+
+def _is_shuffled_by_torch(loader: Loader | None) -> bool:
+    """Whether a loader of torch's puts samples together as they come: then all of them must hold the same keys."""
+    source = loader.source if isinstance(loader, ForeignLoader) else None
+    return (
+        isinstance(source, torch.utils.data.DataLoader)
+        and source.collate_fn is torch.utils.data.default_collate
+        and type(source.sampler) in (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
+        and type(source.batch_sampler) is torch.utils.data.BatchSampler
+    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from etude.core import Batch, Terms
+from etude.core import Batch, ConfigError, Terms
 from etude.core.batch import JointBatch, is_empty
 from etude.core.buffers import BufferGuard
 from etude.core.model import unwrap
@@ -41,9 +41,8 @@ class GradNormObjective(TaskObjective):
     def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
         super().__init__(task, parts)
         if self.weighting.layer is not None:
-            shared_model(parts.model).layer_parameters(
-                self.weighting.layer
-            )  # a name that is not there is refused now
+            shared_model(parts.model).layer_parameters(self.weighting.layer)  # is there one of that name?
+        self._is_reached = False
 
     def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
         """Begin without gradients; the first step finds the layer and says which it is."""
@@ -57,7 +56,14 @@ class GradNormObjective(TaskObjective):
         super().begin(micro_batches, step)
 
     def complete(self, totals: Counts) -> None:
-        """Let the weighting see the gradients of the whole step."""
+        """Let the weighting see the gradients of the whole step; the first one shows whether the layer has any."""
+        if not self._is_reached:
+            self._is_reached = bool(self.parts.world.host_max([max(self.rows[0].reached)])[0])
+            if not self._is_reached:
+                raise ConfigError(
+                    f"no task has a gradient of the layer '{self.weighting.layer}', which "
+                    f"{type(self.weighting).__name__} is to look at; name one that the features are made with"
+                )
         losses, scale = self.losses(self.sums, totals)
         self.weighting.observe(losses, self.rows[0].matrix(), scale)
 
