@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings, strategies as st
 
 from etude import TrainerConfig
-from etude.core import num_samples
+from etude.core import ConfigError, num_samples
 from etude.data import DataSplits, TensorData
 from etude.distributed import World
 from etude.engine.step import GradientAccumulator
@@ -327,3 +327,9 @@ def test_the_interval_is_that_of_a_paired_t_test():
         multi, single = torch.rand(2, seeds, generator=draw, dtype=torch.float64).tolist()
         interval = ttest_rel(multi, single).confidence_interval(0.95)
         assert difference_interval(multi, single) == pytest.approx(tuple(interval), abs=1e-3)
+
+
+def test_several_processes_are_refused(experiment, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="torchrun"):
+        compare_tasks(experiment(), out=tmp_path / "out")

@@ -1,6 +1,7 @@
 """The runs of a comparison, trained and evaluated by a runner that is passed in; several weightings over seeds."""
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from etude.config import lookup
 from etude.core import ConfigError
 from etude.core.files import write_text
 from etude.data import Streams
+from etude.distributed import before_joining
 from etude.multitask.compare.tables import (
     ComparedNumber,
     ComparedRun,
@@ -32,6 +34,9 @@ class ComparedRuns:
 
     def __init__(self, runner: Any, config: Any, root: Path, progress: bool, tell: Tell) -> None:
         """Load the data of an experiment; raise ConfigError if its models could not be evaluated."""
+        with before_joining():
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ConfigError("a comparison trains one model after the other; start it without torchrun")
         if not config.training.save_checkpoints:
             raise ConfigError(
                 f"{config.document.place('training.save_checkpoints')}: a comparison evaluates the last checkpoint of "
