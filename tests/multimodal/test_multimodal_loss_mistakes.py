@@ -19,6 +19,7 @@ from etude.multimodal.loss import MeaningfulLoss
         ({"kind": {"spectrum": "mse"}}, ConfigError, "a kind of loss is given for the modality 'spectrum'"),
         ({"edges": {"spectrum": SCALAR}}, ConfigError, "edges is given for the modality 'spectrum'"),
         ({"kind": "hl_gauss", "edges": {"scalar": SCALAR}}, DataError, "'scalar' .* 5 bins have 6 edges"),
+        ({"ignore_index": VOCAB.base_scalar + 2}, ConfigError, "ignore_index 14 is a token of the modality 'scalar'"),
         ({"use_ce": False, "weight": 0.0}, TrainingError, "nothing to learn from"),
     ],
 )

@@ -43,7 +43,7 @@ def adamw(params):
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("way", ["default", "function", "groups", "parameters"])
-def test_they_are_trained_without_decay(way, inside):
+def test_they_are_trained_without_decay(way, inside, caplog):
     model, task = parts(inside)
     made = {
         "default": lambda: None,
@@ -55,7 +55,8 @@ def test_they_are_trained_without_decay(way, inside):
     held = [
         group for group in run.optimizer.param_groups for p in group["params"] if p is task.weighting.log_variances
     ]
-    chosen = (way, inside) == ("parameters", True)  # what somebody chose is left
+    chosen = (way, inside) == ("parameters", True)  # what somebody chose is left, with a warning
+    assert ("decays the parameters of UncertaintyWeighting" in caplog.text) == chosen
     assert [group["weight_decay"] for group in held] == [0.5 if chosen else 0.0]
     before = task.weighting.log_variances.detach().clone()
     run.train()

@@ -141,8 +141,15 @@ class ActiveTasks(Task):
         """
         if self.weighting is None:
             return
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        missing = [param for param in self.weighting.parameters() if param.requires_grad and id(param) not in held]
+        groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+        wanted = [param for param in self.weighting.parameters() if param.requires_grad]
+        if any(groups[id(param)].get("weight_decay") for param in wanted if id(param) in groups):
+            logger.warning(
+                "the optimizer decays the parameters of %s, which pulls the tasks towards equal weights; make it with "
+                "model.parameter_groups()",
+                type(self.weighting).__name__,
+            )
+        missing = [param for param in wanted if id(param) not in groups]
         if missing and getattr(optimizer.step, "_wrapped_by_lr_sched", False):  # as torch's schedulers leave it
             raise ConfigError(
                 f"the optimizer has no parameters of {type(self.weighting).__name__}, and a torch scheduler has it "

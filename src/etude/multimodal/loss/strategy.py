@@ -144,6 +144,12 @@ class MeaningfulLoss(LanguageModelingLoss):
                 raise ConfigError(f"the weight of the modality {name!r} is {weight!r}; give a number of 0 or more")
         if self.sample_k is not None and self.sample_k < 1:
             raise ConfigError(f"sample_k is {self.sample_k!r}; give a whole number of at least 1, or None for all")
+        for one in self.vocab.modalities.values():
+            if one.base <= self.ignore_index < one.stop:
+                raise ConfigError(
+                    f"ignore_index {self.ignore_index} is a token of the modality {one.name!r}; labels to ignore must "
+                    f"be no token of a modality, for example {IGNORE_INDEX}"
+                )
         if not self.use_ce and not any(self.weights.values()):
             raise TrainingError(
                 "there is nothing to learn from: use_ce is off, and no modality has a codebook and a weight above 0"
