@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from etude.checkpoint import check_kind, record_of
+from etude.checkpoint import record_of
 
 Kind = Literal["unused", "dead", "vanishing", "exploding", "non-finite"]
 Norms = dict[str, float | None]
@@ -28,7 +28,7 @@ _REMEDIES: dict[Kind, str] = {
     "learning rate",
 }
 _PAST = {"streaks": dict[str, int], "bad_streak": int, "found": dict[str, int]}
-_STATE = record_of("Judge", _PAST)
+JUDGE = record_of("Judge", _PAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,6 @@ class Judge:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the past."""
-        check_kind(_STATE, state, "judge")
         self.streaks, self.bad_streak, self.found = dict(state["streaks"]), state["bad_streak"], dict(state["found"])
 
     def judge(self, step: int, parameters: Norms, *, is_scaled: bool = False) -> GradientHealth:

@@ -6,8 +6,8 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor, nn
 
-from etude.callbacks.gradient_health import GradientHealth, Judge
-from etude.checkpoint import check_kind, record_of
+from etude.callbacks.gradient_health import JUDGE, GradientHealth, Judge
+from etude.checkpoint import is_kind, record_of
 from etude.config.registry import register
 from etude.core import ConfigError, StepReport, TrainingError
 from etude.core.model import clean_name, unwrap
@@ -16,7 +16,7 @@ from etude.engine.precision import MixedPrecision
 from etude.optim.clipping import tensor_norms
 
 _KEPT = {"steps": int, "looked_at": int, "watching": bool, "layers": dict[str, float]}
-_STATE = record_of("GradientMonitor", {**_KEPT, "judge": dict[str, Any]})
+_STATE = record_of("GradientMonitor", {**_KEPT, "judge": JUDGE})
 
 
 class Look(NamedTuple):
@@ -182,9 +182,10 @@ class GradientMonitor(Callback):
         return {"judge": self._judge.state_dict(), **{name: getattr(self, f"_{name}") for name in _KEPT}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        check_kind(_STATE, state, "state")
+        """Restore `state_dict`; what another version has seen is forgotten."""
         self._pending.clear()
+        if not is_kind(_STATE, state):
+            return
         self._judge.load_state_dict(state["judge"])
         for name in _KEPT:
             setattr(self, f"_{name}", state[name])

@@ -23,8 +23,8 @@ from etude.callbacks.progress_lines import (
     outcome_line,
     validation_line,
 )
-from etude.checkpoint import check_kind, record_of
-from etude.core import CheckpointError, Clock, StepReport
+from etude.checkpoint import is_kind, record_of
+from etude.core import Clock, StepReport
 from etude.engine.callback import Callback, Logs, RunInfo
 
 if TYPE_CHECKING:
@@ -183,9 +183,7 @@ class ProgressDisplay(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; what another version has shown is left out."""
-        try:
-            check_kind(_STATE, state, "state")
-        except CheckpointError:
+        if not is_kind(_STATE, state):
             return
         self._view.rows = [EpochRow(**row) for row in state["rows"]]
         self._view.groups, self._view.phase = Groups(**state["tasks"]), state["phase"]

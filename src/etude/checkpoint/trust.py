@@ -42,6 +42,15 @@ def check_kind(kind: Any, value: Any, part: str) -> None:
         raise CheckpointError(f"{place}: {first['msg']}, found {_short(first['input'])}") from None
 
 
+def is_kind(kind: Any, value: Any) -> bool:
+    """Whether `check_kind` finds nothing wrong: for states that are only looked at, which another version may keep."""
+    try:
+        check_kind(kind, value, "state")
+    except CheckpointError:
+        return False
+    return True
+
+
 def check_tensor(value: Any, like: Tensor, part: str) -> None:
     """Raise CheckpointError unless `value` is a tensor of the shape and type of `like`."""
     if not isinstance(value, Tensor):

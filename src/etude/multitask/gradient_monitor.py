@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Ge
 
-from etude.checkpoint import check_kind
+from etude.checkpoint import is_kind, record_of
 from etude.config.registry import register
 from etude.core import ConfigError
 from etude.engine.callback import Logs, RunInfo
@@ -16,6 +16,8 @@ from etude.multitask.gradients import TaskGradients, TaskGradientWatcher
 
 MAX_PAIRS = 3
 """Pairs in conflict that a notice names."""
+_SUMS = dict[str, list[float]]
+_STATE = record_of("TaskGradients", {"window": _SUMS, "epoch": _SUMS, "report": _SUMS | None})
 
 
 @dataclass(slots=True)
@@ -169,9 +171,10 @@ class TaskGradientMonitor(TaskGradientWatcher):
         return {"window": self._window.sums, "epoch": self._epoch.sums, "report": last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        check_kind(dict[str, dict[str, list[float]] | None], state, "state")
+        """Restore `state_dict`; what another version has seen is forgotten."""
         self._pending.clear()
+        if not is_kind(_STATE, state):
+            return
         self._window, self._epoch = (TaskGradientReport(dict(state[key])) for key in ("window", "epoch"))
         self.report = None if state["report"] is None else TaskGradientReport(dict(state["report"]))
 
