@@ -114,11 +114,13 @@ def test_a_factory_of_the_default_config_makes_loaders(training):
 
 
 def test_workers_for_tensors_are_said_to_do_nothing(caplog):
-    samples._say_unused.cache_clear()
+    samples.say_unused.cache_clear()
     for _ in range(2):
         assert len(list(DataLoader(torch.zeros(6, 2), batch_size=3, num_workers=2))) == 2
     (record,) = caplog.records
     assert "num_workers is 2" in record.getMessage()
     caplog.clear()
     list(DataLoader([torch.zeros(2)] * 6, batch_size=3))
+    samples.say_unused.cache_clear()
+    list(DataLoader(torch.zeros(6, 2), batch_size=3, shuffle=False, num_workers=2))  # validation beside a training
     assert not caplog.records

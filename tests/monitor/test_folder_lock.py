@@ -20,8 +20,10 @@ with RunFolder(sys.argv[1]).lock():
         sys.exit()  # leaves the block, as a worker that ends in an orderly way does
     if child > 0 and sys.argv[2] == "child ends":
         assert os.waitpid(child, 0)[1] == 0
-    if child != 0:
+    if child != 0 and sys.argv[2] != "child stays":
         print(child, flush=True)
+    if child == 0:  # it runs, so that it has given up what is the parent's
+        print(os.getpid(), flush=True)
     os.read(0, 1)  # until stdin is closed
 """
 

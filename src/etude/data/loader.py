@@ -11,9 +11,9 @@ import torch
 from etude.core.batch import Batch
 from etude.core.errors import DataError
 from etude.data.order.sampler import BatchSampler
-from etude.data.sources.samples import Place, SampledBatches, Samples
+from etude.data.sources.samples import Place, SampledBatches, Samples, say_unused
 from etude.data.sources.streams import StreamBatches, StreamSource
-from etude.data.sources.workers import Collate
+from etude.data.sources.workers import Collate, DatasetSource
 from etude.data.splits import Draw, Streams, tensors_of
 from etude.data.transfer.epoch import EpochIterator, deliver
 
@@ -95,6 +95,8 @@ class DataLoader:
                 "prefetch_factor": prefetch_factor,
             },
         )
+        if num_workers and shuffle and not isinstance(samples.source, DatasetSource):  # others are beside a training
+            say_unused(num_workers)
         sampler = BatchSampler(
             samples.size,
             batch_size,

@@ -92,8 +92,6 @@ class Samples:
             in_workers = isinstance(data, BatchSource)
             samples = SourceSamples(data, seed) if in_workers else SeededSamples(data, collate_fn, seed)
             self.source = DatasetSource(samples, pin_memory=pin, **workers or {})
-        if (unused := (workers or {}).get("num_workers")) and not isinstance(self.source, DatasetSource):
-            _say_unused(unused)
         self._target = None if device == there else device
         self._transform = None if transform is None else BatchTransform(transform)
         self._is_finished = self._target is None and transform is None and not self._pin_last
@@ -237,7 +235,7 @@ def _check_options(data: Any, labels: Any, collate_fn: Collate | None, bucket_ba
 
 
 @cache
-def _say_unused(num_workers: int) -> None:
+def say_unused(num_workers: int) -> None:
     """Say, once, that the data has no work for worker processes."""
     logger.warning(
         f"num_workers is {num_workers}, but tensors and token files are read in the process that trains, which is "
