@@ -52,7 +52,7 @@ class Outcome:
         line = self.errors[0]
         assert line.startswith("etude: "), line
         shown = line.replace(str(Path.cwd()), "")  # that folder may have any length
-        assert len(shown) <= 270, f"{len(shown)} characters: {line}"
+        assert len(shown) <= 300, f"{len(shown)} characters: {line}"
         assert "Traceback" not in line
         return line
 
