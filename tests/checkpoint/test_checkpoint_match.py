@@ -180,3 +180,45 @@ class Refuses(nn.Linear):
 def test_a_module_that_refuses_is_heard() -> None:
     with pytest.raises(CheckpointError, match="not today"):
         load_model_state(Refuses(3, 2), snapshot(nn.Linear(3, 2)))
+
+
+class Growing(nn.Module):
+    """Has buffers that hold nothing until it is trained."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+        self.inner = nn.Module()
+        self.inner.register_buffer("seen", torch.zeros(0, 3, dtype=dtype))
+        self.inner.register_buffer("mean", None)
+        self.register_buffer("scratch", torch.zeros(0), persistent=False)
+
+
+def grown() -> Growing:
+    module = Growing()
+    module.inner.seen, module.inner.mean = torch.randn(5, 3), torch.randn(3)
+    module.scratch = torch.zeros(7)
+    return module
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda one: one, nn.DataParallel, torch.compile], ids=["plain", "parallel", "compiled"]
+)
+def test_buffers_without_elements_take_any_shape(wrap: Any) -> None:
+    source, target = grown(), Growing()
+    load_model_state(wrap(target), snapshot(source))
+    assert_same(snapshot(target), snapshot(source))
+    assert target.scratch.numel() == 0
+    load_model_state(Growing(), snapshot(Growing()))  # nor need they
+
+
+def test_a_load_that_fails_leaves_them_without_elements() -> None:
+    saved = snapshot(grown())
+    for spoiled in ({**saved, "fc.bias": torch.zeros(9)}, {**saved, "more": torch.zeros(1)}):
+        target = Growing()
+        with pytest.raises(CheckpointError, match=r"fc\.bias|more"):
+            load_model_state(target, spoiled)
+        assert target.inner.seen.shape == (0, 3)
+        assert target.inner.mean is None
+    with pytest.raises(CheckpointError, match=r"inner\.seen"):
+        load_model_state(Growing(torch.int64), saved)

@@ -49,6 +49,11 @@ def load_model_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
     Raises CheckpointError if names, shapes or types differ, before anything changes, or if the module refuses.
     """
     state = _fitting_state(module, saved)
+    device = next((tensor.device for tensor in unwrap(module).parameters()), None)
+    for name, (owner, key, tensor) in _empty_buffers(module).items():
+        if name in state:
+            like = torch.empty_like(state[name], device=device) if tensor is None else tensor
+            owner._buffers[key] = like.new_empty(state[name].shape)
     try:
         unwrap(module).load_state_dict(state, strict=True)
     except Exception as error:  # a module may load its own state as it likes
@@ -65,7 +70,13 @@ def _fitting_state(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any
     own = unwrap(module).state_dict()
     current = {clean_name(name): value for name, value in own.items()}
     saved = _without_wrappers(saved, current)
-    if problem := explain_mismatch(current, saved):
+    filled = {
+        name: saved[clean_name(name)]
+        for name, (_, _, tensor) in _empty_buffers(module).items()
+        if _can_fill(tensor, saved.get(clean_name(name)))
+    }
+    grown = {clean_name(name) for name in filled}
+    if problem := explain_mismatch(_without(current, grown), _without(saved, grown)):
         raise CheckpointError(problem)
     first_name = _first_names(current, saved)
     state = {}
@@ -74,7 +85,26 @@ def _fitting_state(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any
         source = clean if clean in saved else first_name[clean]
         _check_tied(source, first_name[clean], saved)
         state[name] = saved[source]
-    return state
+    return state | filled
+
+
+def _empty_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor | None]]:
+    """Return the buffers that hold nothing yet, empty or None, by name: what grows in training has any shape later."""
+    return {
+        f"{path}.{key}" if path else key: (owner, key, tensor)
+        for path, owner in unwrap(module).named_modules()
+        for key, tensor in owner._buffers.items()
+        if key not in owner._non_persistent_buffers_set
+        and (tensor is None or (not is_lazy(tensor) and tensor.numel() == 0))
+    }
+
+
+def _can_fill(tensor: Tensor | None, saved: Any) -> bool:
+    return isinstance(saved, Tensor) and (tensor is None or same_category(saved.dtype, tensor.dtype))
+
+
+def _without(state: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name not in names}
 
 
 def _without_wrappers(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:

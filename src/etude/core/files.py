@@ -36,13 +36,33 @@ class NewFile:
 
     def commit(self) -> None:
         """Close the file and give it its name; once this returns the disk has both."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        self._sync()
         if sys.platform == "win32":  # an open file cannot be renamed there
             self.file.close()
         self._temporary.replace(self.path)  # still locked, so that no other writer takes it for abandoned
         self.file.close()
         sync_folder(self.path.parent)
+
+    def commit_new(self) -> bool:
+        """As `commit`, but never replace a file: False if one is there already. Of two writers at once one wins."""
+        self._sync()
+        try:
+            os.link(self._temporary, self.path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links
+            if self.path.exists():
+                return False
+            self.commit()
+            return True
+        finally:
+            self.discard()
+        sync_folder(self.path.parent)
+        return True
+
+    def _sync(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
 
     def discard(self) -> None:
         """Close and remove the file; what has been under the name `path` stays."""
@@ -83,20 +103,15 @@ def write_text(path: str | Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def create_text(path: Path, text: str) -> bool:
-    """Write a short text file where there is none; False if there is one. Of two writers at once one wins."""
+def create_text(path: str | Path, text: str) -> bool:
+    """Write a text file atomically where there is none; False if there is one, which stays as it is."""
+    new = NewFile(path)
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except FileExistsError:
-        return False
-    except OSError:
-        path.unlink(missing_ok=True)
+        new.file.write(text.encode())
+        return new.commit_new()
+    except BaseException:
+        new.discard()
         raise
-    sync_folder(path.parent)
-    return True
 
 
 def sync_folder(folder: Path) -> None:
