@@ -137,3 +137,19 @@ def test_other_ways_to_write_a_hook(method):
 def test_other_methods_that_a_run_calls_fit_too(name, method):
     with pytest.raises(ConfigError, match=rf"Mine\.{name} "):
         listed(**{name: method})
+
+
+class Awaited(Callback):
+    async def on_epoch_end(self, epoch, logs):
+        raise AssertionError
+
+
+class Yielding(Callback):
+    def on_step_end(self, report):
+        yield
+
+
+@pytest.mark.parametrize("kind", [Awaited, Yielding])
+def test_a_hook_whose_body_would_not_run_is_refused(kind):
+    with pytest.raises(ConfigError, match=kind.__name__):
+        CallbackList([kind()])

@@ -248,9 +248,12 @@ def check_methods(callback: Callback) -> None:
                     f"rename it; a method that you call yourself must not start with on_"
                 )
     for name in _CALLED:
+        method = getattr(callback, name)
+        if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
+            raise ConfigError(f"{type(callback).__name__}.{name} would be called and not run: no async, no yield")
         _, *arguments = inspect.signature(getattr(Callback, name)).parameters
         try:
-            inspect.signature(getattr(callback, name)).bind(*arguments)
+            inspect.signature(method).bind(*arguments)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"{type(callback).__name__}.{name} is called with ({', '.join(arguments)}), and cannot be: {error}"
