@@ -12,7 +12,7 @@ from etude.config.registry import register
 from etude.core.arguments import checked
 from etude.core.errors import ConfigError, TrainingError
 from etude.models.packed_attention import DocumentSpans, VarlenAttention, document_offsets, few_places
-from etude.models.parts import takes_config
+from etude.models.parts import gelu, takes_config
 from etude.models.sampling import Temperature, TopK, TopP, evaluating, next_tokens
 
 Size = Annotated[int, Ge(1)]
@@ -307,7 +307,7 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.n_heads, -1)
         turned, values = heads.split((2, 1), 2)  # their gradients are written side by side, not added
-        queries, keys = rotate(turned, rotary).permute(2, 0, 3, 1, 4)  # (B, H, L, E) each
+        queries, keys = rotate(turned, rotary).permute(2, 0, 3, 1, 4).unbind()  # (B, H, L, E) each
         values = values.squeeze(2).transpose(1, 2)
         is_causal = causal and mask is None
         if length == 1:  # a single new token sees all that the cache holds
@@ -337,7 +337,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return down(gelu(up(x)))."""
-        result: Tensor = self.down(F.gelu(self.up(x)))
+        result: Tensor = self.down(gelu(self.up(x)))
         return result
 
 
