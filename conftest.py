@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ import torch
 
 from etude.cli.main import main
 
+for number in (signal.SIGINT, signal.SIGHUP):  # ignored where the tests were started by nohup or in the background
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on the CPU
