@@ -281,9 +281,12 @@ class TransformerBlock(nn.Module):
         causal: bool = True,
     ) -> Tensor:
         """Return the next residual stream (B, L, D)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), rotary, mask, cache, causal))
-        added: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
-        return added
+        shape = x.shape
+        x = x.flatten(0, 1)  # as the linear layers have it: a compiler then casts gradients where it adds them
+        attended = self.attention(self.attention_norm(x).view(shape), rotary, mask, cache, causal)
+        x = x + self.dropout(attended.flatten(0, 1))
+        added = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return added.view(shape)
 
 
 class Attention(nn.Module):
