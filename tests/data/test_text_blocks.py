@@ -138,6 +138,11 @@ def test_prefetching_changes_nothing(tokens):
     assert all(torch.equal(a, b) for a, b in zip(plain, ahead, strict=True))
 
 
+def test_ids_and_labels_of_a_batch_to_be_sent_share_their_memory(tokens):
+    batch = TokenBlocks(tokens[0], 8).gather(np.arange(3), epoch=0, seed=0)
+    assert batch["input_ids"].untyped_storage().data_ptr() == batch["labels"].untyped_storage().data_ptr()
+
+
 def test_views_of_one_memory_travel_together_and_stay_views():
     rows = torch.arange(40).view(4, 10)
     batch = send(

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -54,12 +55,23 @@ class TokenBlocks:
         return TokenBlocks(self.file, length, moving=self.moving)
 
     def gather(self, indices: Indices, *, epoch: int, seed: int) -> dict[str, Tensor]:
-        """Return the blocks at `indices`."""
-        return next(self.gather_many(indices, 1, epoch=epoch, seed=seed))
+        """Return the blocks at `indices`: ids and labels are views of one tensor, so that they are sent together."""
+        tokens, batch = next(self._read(indices, 1, epoch, seed))
+        whole = torch.from_numpy(tokens)
+        return {"input_ids": whole[:, :-1], LABELS: whole[:, 1:], **batch}
 
     def gather_many(self, indices: Indices, number: int, *, epoch: int, seed: int) -> Iterator[dict[str, Tensor]]:
         """Return `number` batches whose tokens are read together, and made 64-bit integers one batch at a time."""
         length, from_numpy = self.length, torch.from_numpy
+        for tokens, batch in self._read(indices, number, epoch, seed):
+            # Views are made as arrays: that is quicker than as tensors.
+            yield {"input_ids": from_numpy(tokens[:, :length]), LABELS: from_numpy(tokens[:, 1:]), **batch}
+
+    def _read(
+        self, indices: Indices, number: int, epoch: int, seed: int
+    ) -> Iterator[tuple[npt.NDArray[np.int64], dict[str, Tensor]]]:
+        """Return the tokens of each batch, with the one after each block, and its streams."""
+        length = self.length
         starts = indices * length
         if self.moving:
             starts += mix(seed, epoch, 3) % length
@@ -68,9 +80,7 @@ class TokenBlocks:
             name: self.file.rows(starts, length, name).reshape(number, -1, length) for name in self.file.streams
         }
         for place, part in enumerate(rows):
-            # Views are made as arrays: that is quicker than as tensors.
-            tokens = part.astype(np.int64)
-            batch = {"input_ids": from_numpy(tokens[:, :length]), LABELS: from_numpy(tokens[:, 1:])}
-            for name, values in streams.items():
-                batch[name] = from_numpy(values[place].astype(np.int64))
-            yield batch
+            yield (
+                part.astype(np.int64),
+                {name: torch.from_numpy(values[place].astype(np.int64)) for name, values in streams.items()},
+            )
