@@ -346,7 +346,6 @@ def test_metric_objects_see_every_batch():
     assert found[0] == found[1]
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, when it loads its compiler
 @pytest.mark.parametrize("step", [3, 70])
 def test_a_compiled_and_captured_run_that_is_stopped_and_resumed_is_the_run_that_never_stopped(tmp_path, step):
     straight = train(net(), "on", tmp_path / "straight", compile="step")

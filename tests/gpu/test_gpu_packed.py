@@ -129,7 +129,6 @@ def test_a_step_never_waits(path, no_waiting):
     assert Counted.calls == 4
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, when it loads its compiler
 def test_a_compiled_model_gives_the_same_in_one_graph(path):
     tokens, others = inputs(batches(path)[0])
     model = make()

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from etude.models.parts import gelu, short_gelu
+from etude.models.parts import ShortGelu, gelu
 
 POINTS = torch.cat(
     [torch.linspace(-12, 12, 100_001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e18, -1e18, 3e38, -3e38])]
@@ -22,7 +22,7 @@ def value_and_slope(function: object, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_the_short_gelu_is_nearer_to_the_exact_one_than_torchs_erf_promises() -> None:
     exact, exact_slope = value_and_slope(F.gelu, POINTS.double())
-    short, slope = value_and_slope(short_gelu, POINTS)
+    short, slope = value_and_slope(ShortGelu.apply, POINTS)
     torch.testing.assert_close(short.double(), exact, rtol=2e-7, atol=6e-7)
     torch.testing.assert_close(slope.double(), exact_slope, rtol=0, atol=6e-7)
 
@@ -31,7 +31,7 @@ def test_the_short_gelu_is_nearer_to_the_exact_one_than_torchs_erf_promises() ->
 def test_in_half_precision_it_is_rounded_once(dtype: torch.dtype) -> None:
     x = POINTS[:-4].clamp(-12, 12).to(dtype)
     exact, exact_slope = value_and_slope(F.gelu, x.double())
-    short, slope = value_and_slope(short_gelu, x)
+    short, slope = value_and_slope(ShortGelu.apply, x)
     assert short.dtype == slope.dtype == dtype
     spacing = torch.finfo(dtype).eps
     torch.testing.assert_close(short.double(), exact, rtol=0.51 * spacing, atol=6e-7)
@@ -40,7 +40,7 @@ def test_in_half_precision_it_is_rounded_once(dtype: torch.dtype) -> None:
 
 def test_an_infinite_or_missing_number_is_not_hidden() -> None:
     x = torch.tensor([float("inf"), float("-inf"), float("nan")])
-    short, slope = value_and_slope(short_gelu, x)
+    short, slope = value_and_slope(ShortGelu.apply, x)
     assert not short.isfinite().any()
     assert not slope.isfinite().any()
 

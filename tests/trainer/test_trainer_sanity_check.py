@@ -235,7 +235,6 @@ def test_a_lazy_model_is_shaped_by_its_first_step(tmp_path):
     assert outcome(tmp_path / "2")[0] == outcome(tmp_path / "0")[0]
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, where CUDA is there
 def test_a_compiled_model_is_not_compiled_for_shapes_of_validation():
     class Model(nn.Module):
         def __init__(self):
