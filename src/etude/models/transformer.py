@@ -285,7 +285,7 @@ class TransformerBlock(nn.Module):
         x = x.flatten(0, 1)  # as the linear layers have it: a compiler then casts gradients where it adds them
         attended = self.attention(self.attention_norm(x).view(shape), rotary, mask, cache, causal)
         x = x + self.dropout(attended.flatten(0, 1))
-        added = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        added: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return added.view(shape)
 
 
