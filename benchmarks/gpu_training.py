@@ -87,7 +87,7 @@ def gpt_training(
 
 
 def gpt2_sections(*, quick: bool) -> list[Section]:
-    """Return the table of GPT-2 124M."""
+    """Return the tables of GPT-2 124M, of its usual batch and of one twice as large."""
     sizes, batch, pace = (
         ((2, 32, 2, 128, 16), 2, (2, 2, 2)) if quick else ((12, 768, 12, 50_304, 1024), 32, (8, 8, 5))
     )
@@ -108,21 +108,27 @@ def gpt2_sections(*, quick: bool) -> list[Section]:
             name = f"Etude, {words}{', fused head' * fused}"
             run = partial(etude, work, compile=mode, capture="auto", fused_head=fused)
             contestants[name] = Contestant(run, cuda=mode != "off")
-    contestants[f"Etude, compile step, fused head, batch {2 * batch}"] = Contestant(
-        partial(etude, twice, compile="step", capture="auto", fused_head=True)
-    )
+    larger = {COMPILED: Contestant(partial(by_hand, twice, compiled=True))}
+    for capture, words in (("auto", ""), ("on", ", capture on")):
+        run = partial(etude, twice, compile="step", capture=capture, fused_head=True)
+        larger[f"Etude, compile step, fused head{words}"] = Contestant(run)
     layers, width, heads, vocabulary, length = sizes
-    title = (
-        f"GPT-2: {layers} × {width}, {heads} heads, {vocabulary:,} tokens, batch {batch} × {length}, "
-        f"{'bf16' if AUTOCAST else 'float32'}, fused AdamW, clipping, on {device_words()}"
-    )
     columns = {"loop": "", "tokens/s": ",.0f", "from": ",.0f", "to": ",.0f", "× by hand": ".3f"}
     columns |= {"peak GiB": ".1f", "ready s": ".0f", "graphs": ""}
-    how = (
-        f"Each in a process of its own; medians and quartiles of {pace[2]} stretches of {pace[1]} steps after "
-        f"{pace[0]}. {READY} By hand and other trainers gather batches on the device, Etude on the host."
-    )
-    return [Section(title, columns, how, contestants, ("tokens/s", "× by hand"), lambda _: BY_HAND, alone=True)]
+    return [
+        Section(
+            f"GPT-2: {layers} × {width}, {heads} heads, {vocabulary:,} tokens, batch {one.batch} × {length}, "
+            f"{'bf16' if AUTOCAST else 'float32'}, fused AdamW, clipping, on {device_words()}",
+            columns,
+            f"Each in a process of its own; medians and quartiles of {pace[2]} stretches of {steps} steps after "
+            f"{pace[0]}. {READY} By hand and other trainers gather batches on the device, Etude on the host.",
+            those,
+            ("tokens/s", "× by hand"),
+            lambda _: BY_HAND,
+            alone=True,
+        )
+        for one, steps, those in ((work, pace[1], contestants), (twice, pace[1] // 2, larger))
+    ]
 
 
 def small_works(*, quick: bool) -> list[Training]:
