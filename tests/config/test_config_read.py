@@ -156,6 +156,8 @@ def bad(path: Path) -> str:
         ("x.yaml", "a: &a [*a]\n", "x.yaml: values are nested too deeply, or refer to themselves"),
         ("x.yaml", "a:\n  b: !!int x\n", "x.yaml: not valid YAML"),
         ("x.yaml", "a: !!float x\n", "x.yaml: not valid YAML"),
+        ("x.yaml", "a: !!bool x\n", "x.yaml: not valid YAML"),
+        ("x.yaml", "a: {[b:c]: 2}\n", "x.yaml:1:5: not valid YAML: found unhashable key"),
         ("x.yaml", "a: {<<: 3}\n", "x.yaml:1"),
         ("x.yaml", f"a: {'9' * 5000}\n", "x.yaml: not valid YAML"),
         ("x.json", '{"a": "\\ud800"}', "x.json"),
@@ -168,7 +170,9 @@ def bad(path: Path) -> str:
     ],
 )
 def test_bad_files_give_one_line(write: Any, name: str, text: str, expected: str) -> None:
-    assert expected in bad(write(name, text))
+    found = bad(write(name, text))
+    assert expected in found
+    assert found.count(f"{name}:") == 1
 
 
 def test_an_alias_bomb_ends_quickly(write: Any) -> None:

@@ -15,6 +15,7 @@ from etude.core.errors import DataError
 from etude.corpus import ensure_corpus, index, prepare_corpus
 from etude.corpus.making import WORK
 from etude.corpus.report import folder_lock
+from etude.data import TokenWriter
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs signals")
@@ -89,6 +90,37 @@ def test_goes_on_from_finished_parts(folder, whole, tmp_path, many_parts, step):
     assert not prepare_corpus([folder], out, progress=progress, **SMALL).reused
     assert "writing" in steps
     assert "reading" not in steps, "what was done is not done again"
+    assert content(out) == whole
+
+
+def test_a_damaged_part_is_made_again(folder, whole, tmp_path, many_parts):
+    out = tmp_path / "out"
+    with pytest.raises(Stop):
+        prepare_corpus([folder], out, progress=stop_at("writing", 0), **SMALL)
+    (part,) = out.glob(f"{WORK}*/train-0.npz")
+    raw = bytearray(part.read_bytes())
+    raw[200] ^= 1
+    part.write_bytes(raw)
+    with pytest.raises(DataError, match=r"train-0\.npz is damaged"):
+        prepare_corpus([folder], out, **SMALL)
+    prepare_corpus([folder], out, **SMALL)
+    assert content(out) == whole
+
+
+def test_a_disk_that_is_full_in_the_end_costs_nothing_that_was_done(folder, whole, tmp_path, many_parts, monkeypatch):
+    out = tmp_path / "out"
+
+    def full(writer):
+        with writer._telling_of_the_disk():
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TokenWriter, "close", full)
+        with pytest.raises(DataError, match="disk is full"):
+            prepare_corpus([folder], out, **SMALL)
+    steps = []
+    prepare_corpus([folder], out, progress=lambda name, done, total: steps.append(name), **SMALL)
+    assert "reading" not in steps
     assert content(out) == whole
 
 

@@ -1,5 +1,6 @@
 """Remote token files: the same data as local ones, fetched by blocks, kept, and never mixed with another version."""
 
+import asyncio
 import errno
 import http.server
 import multiprocessing
@@ -12,6 +13,7 @@ import threading
 import fsspec
 import numpy as np
 import pytest
+from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from etude.core.errors import DataError
@@ -105,6 +107,37 @@ def test_neighbouring_blocks_come_in_one_request(url):
     Recorded.requests.clear()
     tokens.rows([10_000, 25_000], 4 * BLOCK // 2)
     assert [(end - start) // BLOCK for start, end in Recorded.requests] == [5, 5]
+
+
+class Together(AsyncFileSystem):
+    """Answers a request only when another one is there too: requests have to be sent together."""
+
+    protocol = "together"
+    raw = b""
+    waiting = 0
+    both = None
+
+    async def _info(self, path, **kwargs):
+        if path.endswith(".idx"):
+            raise FileNotFoundError(path)
+        return {"name": path, "size": len(self.raw), "type": "file", "ETag": "one"}
+
+    async def _cat_file(self, path, start=None, end=None, **kwargs):
+        if type(self).both is not None:
+            type(self).waiting += 1
+            if self.waiting >= 2:
+                self.both.set()
+            await asyncio.wait_for(self.both.wait(), 20)
+        return self.raw[start:end]
+
+
+def test_different_requests_are_sent_together(tmp_path, monkeypatch):
+    fsspec.register_implementation("together", Together, clobber=True)
+    monkeypatch.setattr(Together, "raw", token_bytes(tmp_path))
+    tokens = open_tokens("together://data/train.bin")
+    monkeypatch.setattr(Together, "both", asyncio.Event())
+    assert np.array_equal(tokens.rows([10_000, 30_000], 10), np.stack([IDS[10_000:10_010], IDS[30_000:30_010]]))
+    assert Together.waiting == 2
 
 
 def test_a_changed_file_is_not_mixed_with_the_old_one(url, tmp_path):
@@ -244,7 +277,7 @@ def test_a_process_killed_while_it_fetches_leaves_nothing_wrong(url, in_child, a
 
 
 def test_a_full_disk_is_one_line(url, monkeypatch):
-    def full(path, offset, raw):
+    def full(path, pieces):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(places, "write_at", full)

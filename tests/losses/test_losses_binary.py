@@ -108,9 +108,14 @@ def test_without_missing_labels_it_is_torch_with_its_gradient():
     torch.testing.assert_close(multi_label_bce(logits, targets.bool()), expected)
     ours, theirs = (torch.autograd.grad(loss, logits)[0] for loss in (multi_label_bce(logits, targets), expected))
     torch.testing.assert_close(ours, theirs)
-    per_label = torch.tensor([0.5, 2.0, 3.0, 1.0])
-    expected = F.binary_cross_entropy_with_logits(logits, targets.float(), pos_weight=per_label)
-    torch.testing.assert_close(multi_label_bce(logits, targets, pos_weight=per_label), expected)
+
+
+@pytest.mark.parametrize("shape", [(4,), (1,), (), (5, 1), (5, 4)])
+def test_the_weight_of_positives_has_any_shape_that_torch_takes(shape):
+    logits, targets, weight = torch.randn(5, 4), torch.randint(2, (5, 4)), torch.rand(shape) + 0.5
+    expected = F.binary_cross_entropy_with_logits(logits, targets.float(), pos_weight=weight)
+    torch.testing.assert_close(multi_label_bce(logits, targets, pos_weight=weight), expected)
+    torch.testing.assert_close(binary_cross_entropy(logits, targets, pos_weight=weight), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

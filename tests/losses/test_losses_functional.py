@@ -1,6 +1,7 @@
 """Cross entropy against the formula written out in float64, over masks, smoothing, weights, shapes and types."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -216,8 +217,9 @@ def test_masks_and_weights_that_do_not_fit():
     for mask in (torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 4)):
         with pytest.raises(TrainingError, match=r"a mask of shape \(2, 4\) does not fit labels of shape \(2, 3\)"):
             cross_entropy_term(logits, targets, mask)
-    with pytest.raises(TrainingError, match=r"a mask of shape \(2,\) does not fit"):
-        cross_entropy_term(logits, logits.detach(), torch.ones(2))
+    for mask in (torch.ones(2), torch.ones(3, 2), torch.ones(6)):
+        with pytest.raises(TrainingError, match=rf"a mask of shape {re.escape(str(tuple(mask.shape)))} does not fit"):
+            cross_entropy_term(logits, logits.detach(), mask)
     with pytest.raises(TrainingError, match="there are 2 class weights, but the model's output has 6 classes"):
         cross_entropy_term(logits, targets, class_weights=torch.ones(2))
 

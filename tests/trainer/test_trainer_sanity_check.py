@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from etude import (
     Trainer,
     ValidationLoop,
 )
-from etude.core import DataError, TrainingError
+from etude.core import DataError, Task, TrainingError
 
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(5))
 Y = (X[:, 0] > 0).long() + (X[:, 1] > 0.5).long()
@@ -168,6 +169,22 @@ def test_metrics_of_the_user_do_not_notice():
     loop = BasicTrainingLoop(net(), metrics=metrics, callbacks=[Look()], progress=False, config={"device": "cpu"})
     loop.fit((X, Y), (X, Y), epochs=1)
     assert repr(seen[0]) == before
+
+
+@dataclass(frozen=True)
+class Scaled(Task):
+    scale: float
+
+    def __call__(self, model, batch, *, metrics):
+        inputs, labels = batch
+        return {"loss": LossTerm(self.scale * F.cross_entropy(model(inputs), labels, reduction="sum"), len(labels))}
+
+
+def test_a_task_may_be_frozen():
+    data = torch.utils.data.TensorDataset(X, Y)
+    config = {"epochs": 1, "batch_size": 8, "device": "cpu", "sanity_val_batches": 2}
+    found = Trainer(net(), data, data, task=Scaled(2.0), config=config, progress=False).train()
+    assert found["val_loss"] > 0
 
 
 class Watch(Callback):

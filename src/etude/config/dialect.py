@@ -103,7 +103,12 @@ def parse_yaml(text: str, file: str) -> tuple[Any, dict[str, int]]:
         return data, dict(_lines(node))  # of the node as constructed: it then has the keys of `<<`
     except yaml.YAMLError as error:
         raise ConfigError(_syntax_message(error, text, file)) from error
-    except ValueError as error:  # a number of thousands of digits, text that is not Unicode
+    except ConfigError:
+        raise
+    except (
+        ValueError,
+        KeyError,
+    ) as error:  # a number of thousands of digits, text that is not Unicode, `!!bool maybe`
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{file}: values are nested too deeply, or refer to themselves") from error
@@ -123,9 +128,9 @@ def parse_value(text: str) -> Any:
         if node is not None and (bracketed or isinstance(node, yaml.ScalarNode)):
             _check_keys(node, "")
             return _loader()("").construct_document(node)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, RecursionError, ValueError, KeyError) as error:
         if bracketed:
             raise ConfigError(f"not valid YAML: {getattr(error, 'problem', None) or error}") from error
     return text.strip()
@@ -142,7 +147,8 @@ def _check_keys(root: Any, file: str) -> None:
                 raise ConfigError(
                     f"{place}key '{shorten(name)}' is given twice, first on line {first[name]}; keep one"
                 )
-            if node.flow_style and ":" in name and not (key.style or value.value or value.style):
+            plain = key.id == value.id == "scalar" and not (key.style or value.value or value.style)
+            if node.flow_style and ":" in name and plain:
                 raise ConfigError(f"{place}write a space after the colon in '{shorten(name)}'")
             first[name] = line
 

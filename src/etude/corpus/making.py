@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import shutil
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -92,8 +93,9 @@ class Job:
         self.work.mkdir(exist_ok=True)
         try:
             return self._make(overwrite)
-        except DataError:
-            self._clean()  # retrying would fail the same way
+        except DataError as error:
+            if not isinstance(error.__cause__, (OSError, zipfile.BadZipFile)):
+                self._clean()  # retrying would fail the same way
             raise
 
     def _make(self, overwrite: bool) -> CorpusReport:
@@ -192,9 +194,13 @@ class Job:
             with TokenWriter(self.work / f"{split}.bin", dtype=vocabulary.dtype, meta=meta) as writer:
                 for number, path in enumerate(parts[split]):
                     self.progress("writing", number, len(parts[split]))
-                    with np.load(path) as part:
-                        ids = part["ids"]
-                        writer.add_many(ids, part["lengths"])
+                    try:
+                        with np.load(path) as part:
+                            ids, lengths = part["ids"], part["lengths"]
+                    except zipfile.BadZipFile as error:
+                        path.unlink()
+                        raise DataError(f"{path} is damaged; run the command again, which makes it again") from error
+                    writer.add_many(ids, lengths)
                     counts[split] += np.bincount(ids, minlength=vocabulary.vocab_size)
             splits[split] = SplitCounts(len(rows), writer.num_tokens, int(rows["size"].sum()))
         self._put_in_place()

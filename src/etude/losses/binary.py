@@ -68,12 +68,7 @@ def multi_label_bce_term(
     >>> round(multi_label_bce(logits, targets, label_weights=torch.tensor([1.0, 1.0, 0.0])).item(), 4)
     0.2201
     """
-    for name, one in (("label_weights", label_weights), ("pos_weight", pos_weight)):
-        if isinstance(one, Tensor) and one.dim() and one.shape != logits.shape[-1:]:
-            raise TrainingError(
-                f"there are {one.numel()} {name}, but the model's output of shape {tuple(logits.shape)} has "
-                f"{logits.shape[-1] if logits.dim() else 1} labels; give one per label"
-            )
+    _check_weights("label_weights", label_weights, logits)
     if logits.shape != targets.shape:
         hint = "; class indices need cross entropy" if targets.shape == logits.shape[:-1] else ""
         raise TrainingError(
@@ -117,6 +112,7 @@ class BinaryLoss(LossStrategy):
         logits = _without_last(logits_of(output), labels)
         self._place(logits.device)
         weights, skip = self._label_weights, self.ignore_index
+        _check_weights("pos_weight", self._pos_weight, logits)
         if not self._checked:  # of a GPU, the first batch alone is looked at
             check_labels(_filled(labels, present_labels(labels, None, skip)))
             self._checked = True
@@ -153,7 +149,7 @@ class MultiLabelLoss(BinaryLoss):
         """`label_weights` are one per label and count in the mean; `pos_weight` is one for all labels or one each."""
         super().__init__(None, ignore_index)
         self._pos_weight = torch.tensor(pos_weight) if isinstance(pos_weight, list) else pos_weight
-        self._label_weights = None if label_weights is None else torch.tensor(label_weights, dtype=torch.float32)
+        self._label_weights = None if label_weights is None else torch.as_tensor(label_weights, dtype=torch.float32)
 
 
 def binary_accuracy_term(logits: Tensor, targets: Tensor, ignore_index: int | None = IGNORE_INDEX) -> LossTerm:
@@ -224,6 +220,14 @@ def _losses(logits: Tensor, labels: Tensor, pos_weight: Tensor | float | None) -
     if pos_weight is not None:
         positives = positives * (pos_weight.to(logits) if isinstance(pos_weight, Tensor) else pos_weight)
     return (labels - 1) * F.logsigmoid(-logits) - positives
+
+
+def _check_weights(name: str, weights: Tensor | float | None, logits: Tensor) -> None:
+    if isinstance(weights, Tensor) and weights.dim() and weights.shape != logits.shape[-1:]:
+        raise TrainingError(
+            f"there are {weights.numel()} {name}, but the model's output of shape {tuple(logits.shape)} has "
+            f"{logits.shape[-1] if logits.dim() else 1} labels; give one per label"
+        )
 
 
 def _without_last(logits: Tensor, targets: Tensor) -> Tensor:

@@ -51,6 +51,10 @@ def cross_entropy_term(
     weighs = mask is not None and (mask.is_floating_point() or not hard)
     if mask is not None and hard:
         targets = mask_labels(targets, mask, skip)
+    elif mask is not None and mask.shape != logits.select(class_dim, 0).shape:
+        raise TrainingError(
+            f"a mask of shape {tuple(mask.shape)} does not fit an output of shape {tuple(logits.shape)}"
+        )
     rows, labels, weights = _as_rows(logits, targets, class_weights, class_dim)
     all_count = not hard or (mask is None and ignore_index is None and weights is None)
     try:
@@ -182,10 +186,6 @@ def _weighted_term(
     losses: Tensor, targets: Tensor, mask: Tensor, ignore_index: int, class_weights: Tensor | None
 ) -> LossTerm:
     """Return the sum of losses where every element has a weight of its own, and the sum of the weights that count."""
-    if mask.numel() != losses.numel():
-        raise TrainingError(
-            f"a mask of shape {tuple(mask.shape)} does not fit labels of shape {tuple(targets.shape)}"
-        )
     counted = mask
     if not targets.is_floating_point():
         counted = mask * targets.ne(ignore_index)

@@ -36,7 +36,8 @@ def check_validation(model: nn.Module, task: Task, loader: Loader, num_batches: 
     if source is None or any(is_lazy(one) for one in (*model.parameters(), *model.buffers())):
         return
     trial, modules = copy_apart(task)
-    trial.no_data = trial.no_numbers = lambda: None  # type: ignore[method-assign]  # few batches may lack anything
+    # Few batches may lack anything. A task may be frozen, so that its attributes are not assigned to.
+    vars(trial).update(no_data=lambda: None, no_numbers=lambda: None)
     first = _FirstBatches(source, num_batches)
     with ExitStack() as stack:
         for one in (model, *modules):

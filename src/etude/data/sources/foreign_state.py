@@ -101,15 +101,19 @@ class _Reading:
         self.iteration: object = None
 
 
-_READINGS: weakref.WeakKeyDictionary[Any, _Reading] = weakref.WeakKeyDictionary()
+_READINGS: dict[int, _Reading] = {}
+"""By identity: a dataclass, for example, cannot be hashed."""
 
 
 def _reading_of(keeper: Stateful) -> _Reading:
     """Return the one of this object, whoever asks; a new one each time, so no state, if its end cannot be seen."""
-    try:
-        return _READINGS.setdefault(keeper, _Reading())
-    except TypeError:  # a class with slots, without one for weak references
-        return _Reading()
+    if id(keeper) not in _READINGS:
+        try:
+            weakref.finalize(keeper, _READINGS.pop, id(keeper), None)
+        except TypeError:  # a class with slots, without one for weak references
+            return _Reading()
+        _READINGS[id(keeper)] = _Reading()
+    return _READINGS[id(keeper)]
 
 
 class SourceState:

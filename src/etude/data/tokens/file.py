@@ -10,7 +10,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from etude.core.errors import DataError
 from etude.core.spelling import suggest
-from etude.data.tokens.vectors import CHUNK_BYTES, Array, Ints, Vector, as_indices, check_rows, largest_unsigned
+from etude.data.tokens.vectors import (
+    AHEAD,
+    CHUNK_BYTES,
+    Array,
+    Ints,
+    Vector,
+    as_indices,
+    check_rows,
+    largest_unsigned,
+)
 
 IGNORED = -100
 """The label of a token that has none."""
@@ -87,13 +96,14 @@ class TokenFile:
         def find() -> Vector:
             tokens = self.vectors[None]
             found = [np.flatnonzero(values == delimiter) + position for position, values in tokens.chunks()]
-            places = np.concatenate(found)
-            if not places.size:
+            places = np.concatenate([np.zeros(0, np.int64), *found])
+            if tokens.count and not places.size:
                 raise DataError(
                     f"{self.path}: the id {delimiter} does not occur in it, so that it is one document; give another "
                     f"{option}, or none"
                 )
-            return Vector(self.path, np.unique([0, *(places if begins else places + 1), tokens.count]))
+            edges = ([0], places if begins else places + 1, [tokens.count])
+            return Vector(self.path, np.unique(np.concatenate(edges)))
 
         self.has_documents, self._find_offsets = True, find
 
@@ -118,8 +128,14 @@ class TokenFile:
         """Yield all samples in order, in constant memory."""
         for first in range(0, len(self), _BATCH):
             starts, lengths = self.spans(np.arange(first, min(first + _BATCH, len(self))))
-            behind = int(starts[0])
+            behind = reached = int(starts[0])
             for number, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+                if start + length > reached:
+                    reached = start + length + AHEAD * CHUNK_BYTES // self.dtype.itemsize
+                    for vector in self.vectors.values():
+                        vector.slice(
+                            start, reached
+                        )  # of a remote file, all that is missing there is fetched together
                 yield self._sample(first + number, start, length)
                 if (start - behind) * self.dtype.itemsize > CHUNK_BYTES:
                     self.forget()

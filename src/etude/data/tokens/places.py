@@ -6,7 +6,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,8 +31,8 @@ _HEAD_BYTES = 64
 
 BLOCK_BYTES = 4 * 2**20
 """How much of a remote file is fetched at least."""
-REQUEST_BLOCKS = 16
-"""Blocks that are fetched by one request at most."""
+ROUND_BLOCKS = 16
+"""Blocks that are fetched together at most."""
 
 Ints = NDArray[np.int64]
 Answer = TypeVar("Answer")
@@ -57,7 +57,10 @@ def local_path(name: str) -> Path:
 def exists(name: str) -> bool:
     """Return whether there is such a file; raises DataError if a server does not say so."""
     if not is_remote(name):
-        return local_path(name).is_file()
+        try:
+            return local_path(name).is_file()
+        except (OSError, ValueError):  # a name that no system has
+            return False
     filesystem, path = _filesystem(name)
     try:
         return bool(_patiently(name, lambda: filesystem.info(path)).get("type") == "file")
@@ -92,27 +95,30 @@ class RemoteFile:
         wanted[first] = wanted[last] = True
         for begin, end in zip(first[last - first > 1], last[last - first > 1], strict=True):
             wanted[begin:end] = True
-        if (missing := np.flatnonzero(wanted & (self._known == 0))).size:
-            for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1):
-                for start in range(0, len(run), REQUEST_BLOCKS):
-                    self._fetch(run[start : start + REQUEST_BLOCKS])
+        missing = np.flatnonzero(wanted & (self._known == 0))
+        for start in range(0, len(missing), ROUND_BLOCKS):
+            self._fetch(missing[start : start + ROUND_BLOCKS])
 
     def _fetch(self, blocks: Ints) -> None:
-        """Fetch neighbouring blocks by one request."""
-        begin, end = int(blocks[0]) * BLOCK_BYTES, min((int(blocks[-1]) + 1) * BLOCK_BYTES, self.size)
+        """Fetch some blocks, neighbouring ones by one request; the requests are sent together."""
+        runs = np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1)
+        begins = [int(run[0]) * BLOCK_BYTES for run in runs]
+        ends = [min((int(run[-1]) + 1) * BLOCK_BYTES, self.size) for run in runs]
 
-        def ask() -> bytes:
-            raw: bytes = self.filesystem.cat_file(self.path, start=begin, end=end)
-            if len(raw) != end - begin:
-                raise OSError(f"{len(raw)} of {end - begin} bytes came")
-            return raw
+        def ask() -> list[bytes]:
+            found: list[Any] = self.filesystem.cat_ranges([self.path] * len(runs), begins, ends, on_error="return")
+            for raw, begin, end in zip(found, begins, ends, strict=True):
+                if not isinstance(raw, bytes) or len(raw) != end - begin:
+                    came = f"{len(raw)} bytes came" if isinstance(raw, bytes) else _words(raw)
+                    raise OSError(f"of {end - begin} bytes {came}")
+            return found
 
-        raw = _patiently(self.url, ask)
+        pieces = _patiently(self.url, ask)
         if _version(self.url) != self._version:
             raise DataError(f"{self.url} has changed while it was being read; open it again")
         with self._errors_of_the_disk():
-            write_at(self.copy, begin, raw)
-            write_at(self._marks, int(blocks[0]), b"\1" * len(blocks))
+            write_at(self.copy, zip(begins, pieces, strict=True))
+            write_at(self._marks, ((int(block), b"\1") for block in blocks))
 
     @contextmanager
     def _errors_of_the_disk(self) -> Iterator[None]:
@@ -135,11 +141,12 @@ def local_copy(name: str) -> Path:
     return file.copy
 
 
-def write_at(path: Path, offset: int, raw: bytes) -> None:
-    """Write to a place of a file, and wait until it is on the disk."""
+def write_at(path: Path, pieces: Iterable[tuple[int, bytes]]) -> None:
+    """Write to some places of a file, and wait until all is on the disk."""
     with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(raw)
+        for offset, raw in pieces:
+            file.seek(offset)
+            file.write(raw)
         file.flush()
         os.fsync(file.fileno())
 
@@ -166,19 +173,20 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 
 def _version(url: str) -> str:
-    """Return what tells the versions of a remote file apart: size, etag, time of change, checksum, first bytes."""
+    """Return what tells the versions of a remote file apart: size, etag, time of change, checksum; else first bytes."""
     filesystem, path = _filesystem(url)
     filesystem.invalidate_cache(path)
     try:
         info = _patiently(url, lambda: filesystem.info(path))
         if info.get("type") == "directory":
             raise DataError(f"{url} is not a file")
-        head = _patiently(url, lambda: filesystem.cat_file(path, start=0, end=_HEAD_BYTES))
+        facts = {key.lower(): str(value) for key, value in info.items() if key.lower() in _VERSION_KEYS}
+        if not facts.keys() - {"size"}:
+            facts["head"] = _patiently(url, lambda: filesystem.cat_file(path, start=0, end=_HEAD_BYTES)).hex()
     except (FileNotFoundError, PermissionError) as error:
         problem = "no such file" if isinstance(error, FileNotFoundError) else f"may not be read ({_words(error)})"
         raise DataError(f"{url}: {problem}") from error
-    facts = {key.lower(): str(value) for key, value in info.items() if key.lower() in _VERSION_KEYS}
-    return json.dumps(facts | {"head": head.hex()}, sort_keys=True)
+    return json.dumps(facts, sort_keys=True)
 
 
 def _patiently(url: str, ask: Callable[[], Answer]) -> Answer:

@@ -9,13 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.core.errors import DataError
-from etude.data.tokens.places import RemoteFile, is_remote, local_path
+from etude.data.tokens.places import RemoteFile, exists, is_remote, local_path
 
 Ints = NDArray[np.int64]
 Array = NDArray[Any]
 
 CHUNK_BYTES = 4 * 2**20
 """How much of a file is looked at in one piece where all of it is read."""
+AHEAD = 8
+"""Pieces of a remote file that are then fetched together."""
 
 
 class Vector:
@@ -90,6 +92,8 @@ class Vector:
         """Yield (position, values) of the whole vector, a few megabytes at a time, in constant memory."""
         size = CHUNK_BYTES // self.dtype.itemsize
         for start in range(0, self.count, size):
+            if start % (AHEAD * size) == 0:
+                self.slice(start, start + AHEAD * size)
             yield start, self.slice(start, start + size)
             self.forget()
 
@@ -109,12 +113,8 @@ class MappedFile:
             self.size, self._mapping = self._remote.size, self._remote.mapping
             return
         path = local_path(name)
-        if not path.is_file():
-            raise DataError(
-                f"{name} is not a file; name the token file itself, such as data/tokenized/train.bin"
-                if path.exists()
-                else f"{name}: no such file; `etude tokenize` makes token files"
-            )
+        if not exists(name):
+            raise DataError(f"{name}: no such file, or not a file; `etude tokenize` makes token files")
         try:
             self.size = path.stat().st_size
             with path.open("rb") as file:
