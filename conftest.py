@@ -1,9 +1,11 @@
 """Shared by all tests: few threads, so that parallel processes do not fight over cores, no deadlines, the command."""
 
 import contextlib
+import gc
 import io
 import logging
 import os
+import shutil
 import signal
 import sys
 from dataclasses import dataclass
@@ -28,14 +30,22 @@ if not torch.cuda.is_available():
 hypothesis.settings.register_profile("etude", deadline=None, max_examples=40)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=400)
 hypothesis.settings.load_profile("etude")
+MEMORY = Path("/dev/shm")
+if MEMORY.is_dir() and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC and shutil.disk_usage(MEMORY).free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))  # where tmp_path is: no test needs a disk
+gc.disable()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA device")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)
+        needing = [item for item in items if "gpu" in item.keywords]
+        items[:] = [item for item in items if "gpu" not in item.keywords]
+        config.hook.pytest_deselected(items=needing)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # ten thousand tests and what they import: a collection would look at all of that again
+    gc.enable()
 
 
 @dataclass

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed
 from distributed_runs import HERE, TIMEOUT_S, records, weights
 
 pytestmark = pytest.mark.distributed
@@ -29,7 +30,8 @@ def torchrun(*arguments):
     )
 
 
-def test_train_stop_and_resume(runs):
+@pytest.mark.parametrize("resumed_by", ["forks", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_train_stop_and_resume(runs, resumed_by):
     straight, ended = runs.train(2, runs.write("straight", TRAINING, model=NET, data=DATA))
     ended.ok()
     config = runs.write("stopped", TRAINING, model=NET, data=DATA, callbacks=[SIGNAL])
@@ -42,10 +44,13 @@ def test_train_stop_and_resume(runs):
     assert 5 <= int(step) <= 10
     assert command == f"torchrun --nproc-per-node 2 -m etude resume {folder}"
     assert [one["step"] for one in records(folder, "train")][-1] <= int(step)
-    second = torchrun("-m", "etude", "resume", folder, "callbacks=[]")
-    assert second.returncode == 0, second
-    assert second.stdout.count("finished at step 16;") == 1
-    assert "Warning" not in second.stderr
+    if resumed_by == "forks":
+        runs.resume(2, folder, "callbacks=[]").ok()
+    else:
+        second = torchrun("-m", "etude", "resume", folder, "callbacks=[]")
+        assert second.returncode == 0, second
+        assert second.stdout.count("finished at step 16;") == 1
+        assert "Warning" not in second.stderr
     assert weights(folder) == weights(straight)
     assert records(folder) == records(straight)
 
@@ -85,12 +90,16 @@ run_collective(lambda *rows: dist.group.WORLD.allreduce_coalesced([*rows]).wait(
 """
 
 
-def test_a_script_may_end_while_gloo_holds_its_tensors(tmp_path):
+def test_a_script_may_end_while_gloo_holds_its_tensors():
     """Without waiting for gloo's threads the process is aborted: they take the GIL of an interpreter that is gone."""
-    script = tmp_path / "script.py"
-    script.write_text(LEAVING)
-    ended = torchrun(script)
-    assert ended.returncode == 0, ended
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    environment = os.environ | world | {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", LEAVING], env=environment | {"RANK": rank, "LOCAL_RANK": rank})
+        for rank in "01"
+    ]
+    assert [rank.wait(TIMEOUT_S) for rank in ranks] == [0, 0]
 
 
 @pytest.mark.slow

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from task_experiment import EXPERIMENT
 
 from etude.experiment import load_config
+from task_experiment import EXPERIMENT
 
 
 @pytest.fixture

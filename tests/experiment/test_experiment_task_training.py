@@ -6,7 +6,6 @@ import logging
 
 import pytest
 import torch
-from task_experiment import CODE, EXPERIMENT, FUNCTIONS
 
 from etude.checkpoint import read_checkpoint
 from etude.distributed import World
@@ -19,6 +18,7 @@ from etude.experiment import (
 )
 from etude.multitask.compare.tasks import single_task_config
 from etude.multitask.weighting import UncertaintyWeighting
+from task_experiment import CODE, EXPERIMENT, FUNCTIONS
 
 
 def weights(run_dir):

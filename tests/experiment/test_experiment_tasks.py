@@ -2,10 +2,10 @@
 
 import pytest
 import yaml
-from task_experiment import CODE, EXPERIMENT, FUNCTIONS
 
 from etude.core import ConfigError, EtudeError
 from etude.experiment import build_trainer, experiment_schema, load_config
+from task_experiment import CODE, EXPERIMENT, FUNCTIONS
 
 
 def test_resolved_config_reads_back_to_the_same(load, tmp_path):

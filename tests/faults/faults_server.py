@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from functools import cache
 from pathlib import Path
 
 import faults_speed
@@ -65,6 +66,8 @@ def run_command(arguments: list[str], out: str, err: str) -> int:
 
 
 def start(request) -> int:
+    if request.get("speed", {}).get("how") == "compile":
+        load_compiler()
     child = os.fork()
     if child:
         return child
@@ -83,6 +86,13 @@ def start(request) -> int:
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+@cache
+def load_compiler() -> None:
+    """Import what a first compilation does, for the processes that compile."""
+    torch.compile(torch.nn.Linear(1, 1), backend="eager")(torch.ones(1)).sum().backward()
+    torch.compiler.reset()
 
 
 def warm_up() -> None:

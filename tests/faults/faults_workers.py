@@ -50,13 +50,18 @@ ENDINGS = {
     "wait": lambda: time.sleep(600),
 }
 
+
+def num_workers(method):
+    return 2 if method == "fork" else 1  # each imports torch again
+
+
 if __name__ == "__main__":
     kind, method, ending = sys.argv[1:]
     multiprocessing.set_start_method(method)
     if kind == "etude":
-        loader = DataLoader(Numbers(), batch_size=4, num_workers=2, persistent_workers=True)
+        loader = DataLoader(Numbers(), batch_size=4, num_workers=num_workers(method), persistent_workers=True)
     else:
-        loader = TorchLoader(Numbers(), 4, num_workers=2, persistent_workers=True)
+        loader = TorchLoader(Numbers(), 4, num_workers=num_workers(method), persistent_workers=True)
     config = {"epochs": 2, "device": "cpu", "num_threads": 1}
     trainer = Trainer(torch.nn.Linear(4, 2), loader, config=config, callbacks=[Ending(ending)], progress=False)
     trainer.train()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults_runs import HERE, wait_for
+from faults_workers import num_workers
 from torch.utils.data import DataLoader as TorchLoader, Dataset
 
 from etude import Callback, DataLoader, Trainer
@@ -34,7 +35,7 @@ def program():
         )
         started.append(process)
         workers = [int(word) for word in process.stdout.readline().split()]
-        assert len(workers) == 2, process.stderr.read()
+        assert len(workers) == num_workers(arguments[1]), process.stderr.read()
         return process, workers
 
     yield start
@@ -143,3 +144,25 @@ def test_a_worker_that_is_killed_or_fails_is_one_line_and_the_run_resumes(tmp_pa
     assert resumed.state.clock.epoch == 1
     resumed.train()
     assert torch.equal(resumed.model.weight, straight.model.weight)
+
+
+@pytest.mark.parametrize("kind", [ConnectionResetError, EOFError, FileNotFoundError])
+def test_a_worker_killed_while_it_hands_over_a_batch_is_the_same_line_and_an_error_of_the_source_is_left(kind):
+    """What torch raises then is what its socket says, in the midst of building a tensor."""
+
+    class Handle:
+        def detach(self):
+            raise kind("cut off")
+
+    def batches(of_torch):
+        yield torch.ones(4, 4), torch.zeros(4, dtype=torch.long)
+        if of_torch:
+            torch.multiprocessing.reductions.rebuild_storage_fd(torch.UntypedStorage, Handle(), 4)
+        raise kind("of my own")
+
+    for of_torch, expected, words in ((True, DataError, "killed.*num_workers"), (False, kind, "of my own")):
+        trainer = Trainer(
+            torch.nn.Linear(4, 2), lambda of_torch=of_torch: batches(of_torch), config={"epochs": 1}, progress=False
+        )
+        with pytest.raises(expected, match=words):
+            trainer.train()

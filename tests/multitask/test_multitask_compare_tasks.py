@@ -2,7 +2,6 @@
 
 import json
 from inspect import signature
-from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
@@ -19,8 +18,7 @@ from etude.experiment import compare_tasks
 from etude.experiment.build import Data
 from etude.multitask.compare.tables import ComparedNumber, difference_interval
 from etude.multitask.compare.tasks import steps_for
-
-COMPONENTS = Path(__file__).parents[1] / "experiment" / "task_components.py"
+from task_experiment import COMPONENTS, TASKS
 
 STREAMS = {
     "name": "streams",
@@ -40,24 +38,7 @@ def experiment(tmp_path):
             "imports": [str(COMPONENTS)],
             "model": "task_trunk",
             "data": STREAMS,
-            "tasks": {
-                "writing": {"data": "code", "head": "language_model"},
-                "annotation": {
-                    "data": "code",
-                    "labels": "full",
-                    "head": {"name": "token_classifier", "num_classes": 3},
-                    "loss": "cross_entropy",
-                    "metrics": ["f1"],
-                },
-                "quality": {
-                    "data": "functions",
-                    "labels": "quality",
-                    "head": {"name": "sequence_classifier", "num_classes": 4},
-                    "loss": "multi_label",
-                    "weight": 0.5,
-                    "metrics": ["f1"],
-                },
-            },
+            "tasks": TASKS,
             "weighting": "uncertainty",
             "curriculum": [
                 {"name": "first", "start": 1, "tasks": ["writing"]},

@@ -1,7 +1,6 @@
 """`etude compare --weightings`: the same experiment with every weighting and seed, in one table."""
 
 import json
-from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
@@ -9,8 +8,7 @@ import yaml
 
 from etude.experiment import compare_weightings
 from etude.multitask.compare.tables import ComparedNumber
-
-COMPONENTS = Path(__file__).parents[1] / "experiment" / "task_components.py"
+from task_experiment import COMPONENTS
 
 
 @pytest.fixture

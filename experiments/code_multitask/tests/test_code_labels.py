@@ -51,106 +51,59 @@ class Größe(Base, pkg.Other, metaclass=Meta):
             case {1: Point(0, top=t), **more} | _: pass
 '''
 
-# (line, word, which of that word on the line, simple, full)
-BY_HAND = [
-    (1, '"""Café: the module."""', 0, "docstring", "docstring"),
-    (2, "import", 0, "keyword", None),
-    (2, "os", 0, "name", "import"),
-    (2, "path", 0, "name", "import"),
-    (2, "as", 0, "keyword", None),
-    (2, "p,", 0, "name", "import"),
-    (2, "sys", 0, "name", "import"),
-    (3, ".", 0, "delimiter", None),
-    (3, "c", 0, "name", "import"),
-    (5, "@", 0, "delimiter", None),
-    (5, "cache", 0, "name", "decorator"),
-    (6, "d", 0, "name", "decorator"),
-    (6, "e", 0, "name", "decorator"),
-    (6, "1", 0, "number", "constant"),
-    (7, "class", 0, "keyword", None),
-    (7, "Größe", 0, "name", "class_name"),
-    (7, "Base", 0, "name", "base_class"),
-    (7, "pkg", 0, "name", "base_class"),
-    (7, "Other", 0, "name", "base_class"),
-    (7, "metaclass", 0, "name", "keyword_argument"),
-    (7, "=", 0, "operator", None),
-    (7, "Meta", 0, "name", "argument"),
-    (8, '"""Doc."""', 0, "docstring", "docstring"),
-    (9, "x", 0, "name", "definition"),
-    (9, '"int"', 0, "string", "annotation"),
-    (9, "3", 0, "number", "constant"),
-    (9, "# note", 0, "comment", None),
-    (11, "async", 0, "keyword", None),
-    (11, "f(", 0, "name", "function_name"),
-    (11, "self", 0, "name", "parameter"),
-    (11, "é", 0, "name", "parameter"),
-    (11, "args", 0, "name", "parameter"),
-    (11, "list", 0, "name", "annotation"),
-    (11, "[", 0, "delimiter", None),
-    (11, "str", 0, "name", "annotation"),
-    (11, "None", 0, "keyword", "constant"),
-    (11, "kw", 0, "name", "parameter"),
-    (11, "->", 0, "operator", None),
-    (11, "bool", 0, "name", "annotation"),
-    (12, "g", 1, "name", "use"),
-    (13, "self", 0, "name", "use"),
-    (13, "size", 0, "name", "attribute_definition"),
-    (13, "é", 0, "name", "use"),
-    (13, "width", 0, "name", "attribute"),
-    (13, "len", 0, "name", "call"),
-    (13, "é", 1, "name", "argument"),
-    (13, "key", 0, "name", "keyword_argument"),
-    (13, "k)", 0, "name", "argument"),
-    (14, "i,", 0, "name", "loop_variable"),
-    (14, "r)", 0, "name", "loop_variable"),
-    (14, "pairs", 0, "name", "call"),
-    (14, "args", 0, "name", "argument"),
-    (15, "s", 0, "name", "definition"),
-    (15, 'f"{i} and {j!r}"', 0, "string", "f_string"),
-    (15, '"tail"', 0, "string", "f_string"),
-    (15, '"a"', 0, "string", "string"),
-    (15, "'b'", 0, "string", "string"),
-    (17, "ValueError", 0, "name", "exception"),
-    (17, '"bad"', 0, "string", "string"),
-    (18, "os", 0, "name", "exception"),
-    (18, "OSError", 0, "name", "exception"),
-    (18, "err", 0, "name", "exception"),
-    (19, "n", 1, "name", "use"),
-    (19, "n", 2, "name", "loop_variable"),
-    (19, "not", 0, "keyword", None),
-    (20, "lambda", 0, "keyword", None),
-    (20, "y", 0, "name", "parameter"),
-    (20, "y", 1, "name", "use"),
-    (21, "match", 0, "keyword", None),
-    (22, "case", 0, "keyword", None),
-    (22, "z", 0, "name", "definition"),
-    (22, "rest", 0, "name", "definition"),
-    (22, "z", 1, "name", "use"),
-    (23, "Point", 0, "name", "use"),
-    (23, "top", 0, "name", "keyword_argument"),
-    (23, "t)", 0, "name", "definition"),
-    (23, "more", 0, "name", "definition"),
-    (23, "_", 0, "name", "definition"),
-]
+# For each line of the snippet its words from left to right, each with its simple label, a slash and its full one.
+BY_HAND = {
+    1: '"""Café: the module.""" docstring/docstring',
+    2: "import keyword  os name/import  path name/import  as keyword  p name/import  sys name/import",
+    3: ". delimiter  c name/import",
+    5: "@ delimiter  cache name/decorator",
+    6: "d name/decorator  e name/decorator  1 number/constant",
+    7: (
+        "class keyword  Größe name/class_name  Base name/base_class  pkg name/base_class"
+        "  Other name/base_class  metaclass name/keyword_argument  = operator  Meta name/argument"
+    ),
+    8: '"""Doc.""" docstring/docstring',
+    9: 'x name/definition  "int" string/annotation  3 number/constant  # note comment',
+    11: (
+        "async keyword  def keyword  f name/function_name  self name/parameter  é name/parameter"
+        "  args name/parameter  list name/annotation  [ delimiter  str name/annotation  None keyword/constant"
+        "  kw name/parameter  -> operator  bool name/annotation"
+    ),
+    12: "global keyword  g name/use",
+    13: (
+        "self name/use  size name/attribute_definition  é name/use  width name/attribute  len name/call"
+        "  é name/argument  key name/keyword_argument  k name/argument"
+    ),
+    14: "i name/loop_variable  r name/loop_variable  pairs name/call  args name/argument",
+    15: (
+        's name/definition  f"{i} and {j!r}" string/f_string  "tail" string/f_string  "a" string/string'
+        "  'b' string/string"
+    ),
+    17: 'ValueError name/exception  "bad" string/string',
+    18: "os name/exception  OSError name/exception  err name/exception",
+    19: "return keyword  n name/use  for keyword  n name/loop_variable  not keyword",
+    20: "lambda keyword  y name/parameter  y name/use",
+    21: "match keyword",
+    22: "case keyword  z name/definition  rest name/definition  z name/use",
+    23: "Point name/use  top name/keyword_argument  t name/definition  more name/definition  _ name/definition",
+}
 
 
 def labels_of(text):
     return label_bytes(text, parse(text))
 
 
-@pytest.mark.parametrize(("line", "word", "which", "simple", "full"), BY_HAND)
-def test_labels_are_those_given_by_hand(line, word, which, simple, full):
-    lines = SNIPPET.split("\n")
-    start = -1
-    for _ in range(which + 1):
-        start = lines[line - 1].index(word, start + 1)
-    first = len("".join([*(f"{one}\n" for one in lines[: line - 1]), lines[line - 1][:start]]).encode())
-    word = word if "#" in word or '"' in word or len(word) == 1 else word.rstrip(",()")
+@pytest.mark.parametrize("line", BY_HAND)
+def test_labels_are_those_given_by_hand(line):
+    lines = SNIPPET.splitlines(keepends=True)
     by_simple, by_full = labels_of(SNIPPET)
-    span = slice(first, first + len(word.encode()))
-    assert SNIPPET.encode()[span].decode() == word
-    assert set(by_simple[span]) == {SIMPLE.index(simple)}
-    assert set(by_full[span]) == {FULL.index(full) if full else -100}
+    stop = len("".join(lines[: line - 1]).encode())
+    for word, labels in (entry.rsplit(" ", 1) for entry in BY_HAND[line].split("  ")):
+        simple, _, full = labels.partition("/")
+        start = SNIPPET.encode().index(word.encode(), stop)
+        stop = start + len(word.encode())
+        assert set(by_simple[start:stop]) == {SIMPLE.index(simple)}, word
+        assert set(by_full[start:stop]) == {FULL.index(full) if full else -100}, word
 
 
 def test_white_space_between_tokens_has_no_label():

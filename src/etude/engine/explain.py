@@ -226,15 +226,16 @@ def explain_worker_failure() -> Iterator[None]:
         yield
     except Exception as error:
         text = str(error)
-        if killed := _KILLED.search(text):
+        if lost := _lost_worker(error):
+            process, signal = lost
             causes = {
                 "Bus error": "there is too little shared memory; enlarge /dev/shm",
                 "Killed": _KILLER,
                 None: _KILLER,
             }
-            cause = causes.get(killed[2], "by a fault in the dataset or a library that it uses, or by somebody else")
+            cause = causes.get(signal, "by a fault in the dataset or a library that it uses, or by somebody else")
             raise DataError(
-                f"a data worker (process {killed[1]}) was killed ({killed[2] or 'it is gone'}): {cause}. Use fewer "
+                f"a data worker (process {process}) was killed ({signal or 'it is gone'}): {cause}. Use fewer "
                 f"workers (num_workers) or let them read less ahead (prefetch_factor), and resume the run from its "
                 f"last checkpoint"
             ) from error
@@ -245,3 +246,14 @@ def explain_worker_failure() -> Iterator[None]:
             where = "{}:{} in {}".format(*places[-1]) if places else "its process"
             raise DataError(f"data worker {failed[1]} failed: {' '.join(lines[last:])} ({where})") from error
         raise
+
+
+def _lost_worker(error: Exception) -> tuple[str, str | None] | None:
+    """Return process and signal of a worker that was killed; neither is known if it was handing over a batch."""
+    if killed := _KILLED.search(str(error)):
+        return killed[1], killed[2]
+    handing_over = torch.multiprocessing.reductions.__file__
+    is_cut_off = isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
+    if is_cut_off and any(frame.filename == handing_over for frame in traceback.extract_tb(error.__traceback__)):
+        return "unknown", None
+    return None
