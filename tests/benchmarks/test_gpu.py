@@ -29,7 +29,7 @@ def test_everything_that_needs_no_gpu_runs_and_the_rest_says_so(tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())
     assert report["benchmark"] == "gpu"
-    assert len(report["tables"]) == 1 + 4 + 1 + 1 + 1 + 1
+    assert len(report["tables"]) == 2 + 4 + 1 + 1 + 1 + 1
     rows = [row for one in report["tables"] for row in one["rows"]]
     reasons = {row[table.NOT_RUN] for row in rows if table.NOT_RUN in row}
     assert reasons <= {"needs CUDA", "failed: RuntimeError: needs torch 2.13"}
