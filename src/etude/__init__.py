@@ -1,6 +1,6 @@
 """Etude: exact, fast and clear training for PyTorch.
 
-Names are loaded when they are first used, so that `import etude` and `etude --help` stay quick.
+Names are loaded on first use, so that `import etude` and `etude --help` stay fast.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -138,7 +138,7 @@ __all__ = [
     "set_seed",
     "train_experiment",
 ]
-"""What most programs need. Everything that is imported above can be imported from here too."""
+"""The names most programs need. Everything imported above can be imported from here too."""
 
 drop_missing(__all__, __file__, ("multimodal", "multitask"))
 _load = load_late(__name__, __file__)

@@ -1,7 +1,7 @@
-"""Late imports: names of a package, when they are first used, and rooms of features, which may be absent.
+"""Lazy imports: names of a package on first use, and optional packages, which may be absent.
 
-The package's own source is read to find where a name is: a table would list every name a third time, after the
-imports that type checkers need and `__all__`.
+The module of a name is read from the package's source: a table would repeat the imports for type checkers and
+`__all__`.
 """
 
 import ast
@@ -14,9 +14,9 @@ from typing import Any
 
 
 def load_late(package: str, file: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package: the names are those that its file imports under `if TYPE_CHECKING:`.
+    """Return the `__getattr__` of a package: it loads the names that its file imports under `if TYPE_CHECKING:`.
 
-    So they are written once, as imports that readers and type checkers understand:
+    So they are written only once, as imports that type checkers understand:
 
         if TYPE_CHECKING:
             from etude.models.lenet5 import LeNet5
@@ -30,14 +30,14 @@ def load_late(package: str, file: str) -> Callable[[str], Any]:
         if (home := import_room(homes[name])) is None:
             reason = f"it needs {'.'.join(homes[name].split('.')[:2])}, which is not installed"
             raise AttributeError(f"module {package!r} has no attribute {name!r}: {reason}")
-        value = vars(import_module(package))[name] = getattr(home, name)  # found directly from now on
+        value = vars(import_module(package))[name] = getattr(home, name)  # cached for later lookups
         return value
 
     return load
 
 
 def drop_missing(names: list[str], file: str, rooms: Iterable[str]) -> None:
-    """Remove the names of those packages that are not installed, so that `from etude import *` works without them."""
+    """Remove the names of packages that are not installed, so that `from etude import *` works without them."""
     missing = [room for room in rooms if not Path(file).with_name(room).joinpath("__init__.py").is_file()]
     if missing:
         homes = _homes(file)
@@ -54,19 +54,19 @@ def _homes(file: str) -> dict[str, str]:
 
 
 def import_room(module: str) -> ModuleType | None:
-    """Import a module of a feature's room; return None if the room is not installed."""
+    """Import a module of an optional package; return None if the package is not installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
-            raise  # a library that the module needs
+            raise  # a missing third-party library, not ours
         return None
 
 
 @cache
 def package_version() -> str:
     """Return the version of etude."""
-    from importlib import metadata  # takes its time, and few need it
+    from importlib import metadata  # importing it is slow, and few need it
 
     try:
         return metadata.version("etude")

@@ -88,8 +88,8 @@ def test_the_rate_is_that_of_the_last_half_without_validation(records, rate):
     ("message", "graphs"),
     [
         ("steps are captured as CUDA graphs", "yes"),
-        ("steps are not captured as CUDA graphs: a callback looks at the gradients of every step", "no"),
-        ("compiling the step; later runs take it from a cache", None),
+        ("steps are not captured as CUDA graphs: a callback reads the gradients of every step", "no"),
+        ("compiling the step; later runs use the compilation cache", None),
     ],
 )
 def test_events_say_whether_steps_were_captured(message, graphs):

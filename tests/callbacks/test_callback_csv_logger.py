@@ -67,7 +67,7 @@ def test_a_resumed_appending_logger_keeps_the_rows_of_earlier_runs(tmp_path):
 
 def test_unwritable_file_is_found_before_the_first_step(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match=r"CSVLogger cannot write .*; give a writable filename"):
+    with pytest.raises(RunFolderError, match=r"CSVLogger cannot write .*; choose a writable filename"):
         CSVLogger("file/log.csv").on_train_begin(Life(tmp_path).run_info())
 
 

@@ -91,9 +91,9 @@ def test_a_number_that_never_came_is_told_at_the_end(tmp_path, caplog):
     ("arguments", "message"),
     [
         ({"mode": "mni"}, "mode is 'min' or 'max', found 'mni'"),
-        ({"patience": -1}, "patience is at least 0, found -1"),
-        ({"min_delta": -0.1}, "min_delta is at least 0"),
-        ({"min_delta": math.nan}, "min_delta is at least 0"),
+        ({"patience": -1}, "patience must be at least 0, found -1"),
+        ({"min_delta": -0.1}, "min_delta must be at least 0"),
+        ({"min_delta": math.nan}, "min_delta must be at least 0"),
         ({"monitor": "val_acc"}, "monitor='val_acc' with mode='min' takes the worst for the best; give mode='max'"),
     ],
 )

@@ -100,7 +100,7 @@ def test_rates_held_in_tensors(tmp_path):
 
 
 def test_another_optimizer_is_refused(tmp_path):
-    with pytest.raises(TrainingError, match="drives another optimizer than the one that trains"):
+    with pytest.raises(TrainingError, match="another optimizer than the one that trains"):
         LRSchedule(lr_scheduler.StepLR(optimizer(), 1)).on_train_begin(Life(tmp_path).run_info())
 
 

@@ -144,7 +144,7 @@ def test_full_disk_costs_the_file_and_not_the_run(tmp_path, monkeypatch, caplog)
 def test_unwritable_folder_is_found_before_the_first_step(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        CheckpointError, match=r"ModelCheckpoint cannot write in .*file: .*; give a writable filepath"
+        CheckpointError, match=r"ModelCheckpoint cannot write in .*file: .*; choose a writable filepath"
     ):
         CallbackList([ModelCheckpoint("file/best.safetensors")]).on_train_begin(Life(tmp_path).run_info())
 

@@ -85,7 +85,7 @@ def test_every_mistake_has_its_line(etude, config):
         ("training.epochs=many", "command line: training.epochs: expected an integer, got 'many'"),
         ("training.epochs=0", "command line: training.epochs: must be at least 1, got 0"),
         ("training.epochs", "cannot read 'training.epochs' as an override: write section.key=value"),
-        ("training.epochs=", "'training.epochs=' has no value; write training.epochs=null to turn it off"),
+        ("training.epochs=", "'training.epochs=' has no value; write training.epochs=null to disable it"),
         ("--epochs=3", "No such option"),
     ],
 )
@@ -204,13 +204,13 @@ def test_import_of_a_module_that_does_not_exist(complaint):
 @pytest.mark.parametrize(
     ("device", "words"),
     [
-        ("cuda:99", "device 'cuda:99' is not there ("),
+        ("cuda:99", "device 'cuda:99' is not available ("),
         ("gpu", "device 'gpu' is not known to torch; use cpu, cuda or cuda:N"),
         ("meta", "device 'meta' cannot train; use cpu, cuda or cuda:N"),
         ("cuda:99999999999999999999", "device 'cuda:99999999999999999999' is not known to torch"),
         pytest.param(
             "mps",
-            "device 'mps' is not there",
+            "device 'mps' is not available",
             marks=pytest.mark.skipif(torch.backends.mps.is_available(), reason="here it is"),
         ),
     ],

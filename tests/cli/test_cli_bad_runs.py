@@ -155,7 +155,7 @@ def test_no_checkpoint_is_intact(etude, run):
             in outcome.err
         )
         assert "; step-00000005 is damaged: model.safetensors" in outcome.err
-        assert outcome.err.endswith("; bring back a copy, or train again\n")
+        assert outcome.err.endswith("; restore a copy, or train again\n")
 
 
 @pytest.mark.parametrize("command", [["resume"], ["evaluate"], ["resume", "training.epochs=9", "model.width=9"]])

@@ -69,7 +69,7 @@ def test_only_samples_of_text_are_shown(etude, config):
     outcome = etude("train", path, "--run-dir", "runs/1")
     assert outcome.code == 0
     assert "epoch_s" not in outcome.out
-    assert "what the model writes" not in outcome.out
+    assert "sampled from the model" not in outcome.out
 
 
 def test_overwrite_starts_anew(etude, config, run):

@@ -166,5 +166,5 @@ def test_positional_only_parameters_are_refused_in_words() -> None:
     def by_place(width: int, /) -> None: ...
 
     register("model", "by_place")(by_place)
-    with pytest.raises(ConfigError, match="takes 'width' by position only; a config gives arguments by name"):
+    with pytest.raises(ConfigError, match="takes 'width' by position only"):
         build_component("model", {"name": "by_place", "width": 3})

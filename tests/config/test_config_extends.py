@@ -128,7 +128,7 @@ def test_circles_and_missing_parents_are_explained(write: Any) -> None:
     a = write("a.yaml", "x: 1\nextends: b.yaml\n")
     write("b.yaml", "extends: a.yaml\n")
     with pytest.raises(
-        ConfigError, match=r"b.yaml:1: extends: files extend each other in a circle: a.yaml → b.yaml → a.yaml$"
+        ConfigError, match=r"b.yaml:1: extends: files extend each other in a circle: a.yaml → b.yaml → a.yaml;"
     ):
         read_config(a)
     alone = write("self.yaml", "extends: [self.yaml]\n")

@@ -83,7 +83,7 @@ def test_values(text: str, value: Any) -> None:
         ("a b=3", "write section.key=value"),
         ("+a.b=3", "write section.key=value, without the leading '+'"),
         ("--a.b=3", "write section.key=value, without the leading '--'"),
-        ("a.b=", "'a.b=' has no value; write a.b=null to turn it off"),
+        ("a.b=", "'a.b=' has no value; write a.b=null to disable it"),
         ("a.b=[1, 2", "a.b: not valid YAML"),
         ('a.b="x', "a.b: not valid YAML"),
         ("a.b={x:1}", "a.b: write a space after the colon in 'x:1'"),

@@ -263,11 +263,11 @@ def loaders() -> None:
         with pytest.raises(ConfigError, match="DistributedSampler"):
             trainer(refused)
     trainer(TorchDataLoader(whole, batch_size=4, sampler=DistributedSampler(whole))).train()
-    with pytest.raises(ConfigError, match="made for 5 processes, but there are 2"):
+    with pytest.raises(ConfigError, match="for 5 processes, but there are 2"):
         trainer(DataLoader(x, y, batch_size=8, rank=1, world_size=5))
     with pytest.raises(ConfigError, match="at least 2"):
         trainer(DataLoader(x, y, batch_size=1))
-    with pytest.raises(ConfigError, match="not the model's"):
+    with pytest.raises(ConfigError, match="outside the model"):
         trainer((x, y), optimizer=lambda params: torch.optim.SGD([*params, nn.Parameter(torch.zeros(1))], lr=0.1))
     leave_world()
 

@@ -36,9 +36,9 @@ MISTAKES = {
     "unused parameters": (
         {},
         {"model": {"name": "toy_unused"}},
-        "without a part in the loss: spare.weight, spare.bias; several processes",
+        "unused in the loss: spare.weight, spare.bias;",
     ),
-    "terms that come and go": ({}, {"loss": {"name": "toy_fickle"}}, "give a term that does not apply sum 0"),
+    "terms that come and go": ({}, {"loss": {"name": "toy_fickle"}}, "return sum 0"),
     "numbers that are not finite": (
         {"max_skipped_steps": 2, "gradient_clip_norm": None},
         {"optimizer": {"name": "sgd", "lr": 1e30}},
@@ -106,7 +106,7 @@ def test_a_process_that_is_killed_ends_the_others(runs, rank):
     _, ended = runs.train(3, config)
     codes = [2, 2, 2]
     codes[rank] = -9
-    told(ended, "has lost the connection to another one", codes)
+    told(ended, "lost the connection to another process", codes)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

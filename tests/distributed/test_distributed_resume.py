@@ -34,7 +34,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step_and_resuming_is_e
     step = stopped_at(folder)
     assert 5 <= step <= 10
     command = f"torchrun --nproc-per-node {size} -m etude resume {folder}"
-    assert ended.out[0] == f"stopped at step {step} and saved; go on with: {command}\n"
+    assert ended.out[0] == f"stopped at step {step} and saved; continue with: {command}\n"
     assert not any(ended.out[1:])
     assert not (folder / "result.json").exists()
     runs.resume(size, folder).ok()

@@ -98,7 +98,7 @@ class Drawing(Task):
         (Counting(ClassificationLoss()), RunAgain(), "on the host"),
         (Collecting(), RunAgain(), "changes tensors"),
         (Drawing(), RunAgain(), "random numbers"),
-        (SupervisedTask(ClassificationLoss()), RunAgain(share=0.1), "busy"),
+        (SupervisedTask(ClassificationLoss()), RunAgain(share=0.1), "fully used"),
         (SupervisedTask(ClassificationLoss()), RunAgain(error=RuntimeError("not permitted")), "not permitted"),
     ],
     ids=["counts", "collects", "draws", "large", "fails"],

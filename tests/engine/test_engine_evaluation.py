@@ -43,7 +43,7 @@ def evaluated(task, batches):
     "task", [Terms({"reported": False}), Terms({"reported": False}, {"reported": False}), Terms()]
 )
 def test_a_task_that_reports_nothing_is_not_taken_for_missing_data(task):
-    with pytest.raises(TrainingError, match="reports no numbers") as caught:
+    with pytest.raises(TrainingError, match="reports no metrics") as caught:
         evaluated(task, [SAMPLES])
     assert "no batch" not in str(caught.value)
 

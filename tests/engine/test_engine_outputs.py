@@ -67,14 +67,14 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, append: bool, t
         if through_link:
             name = path.with_suffix(".link")
             name.symlink_to(path)
-        with pytest.raises(ConfigError, match=f"CSVLogger: .*{name.name} .* no regular file"):
+        with pytest.raises(ConfigError, match=f"CSVLogger: .*{name.name} .* not a regular file"):
             trainer(tmp_path / "run", CSVLogger(str(name), append=append)).train()
-        with pytest.raises(ConfigError, match=rf"callbacks\.0: .*{name.name} .* no regular file"):
+        with pytest.raises(ConfigError, match=rf"callbacks\.0: .*{name.name} .* not a regular file"):
             load_config(write(tmp_path, f"[{{name: csv_logger, filename: {name}, append: {str(append).lower()}}}]"))
     assert [path.stat().st_mode for path in there] == kinds
     pipe = tmp_path / "weights.safetensors"
     os.mkfifo(pipe)
-    with pytest.raises(ConfigError, match=r"ModelCheckpoint: .* no regular file"):
+    with pytest.raises(ConfigError, match=r"ModelCheckpoint: .* not a regular file"):
         trainer(tmp_path / "run", ModelCheckpoint(pipe)).train()
 
 

@@ -51,7 +51,7 @@ def test_disk_full_while_saving(etude, experiment, small_disk, tmp_path, resume,
     (line,) = process.err.splitlines()
     assert line == (
         f"etude: cannot save {folder}/checkpoints/step-00000009: No space left on device; free some space or keep "
-        f"fewer checkpoints (earlier checkpoints are untouched)"
+        f"fewer checkpoints (earlier checkpoints are unchanged)"
     )
     assert (folder / "checkpoints" / "last").readlink().name == "step-00000006"
     code, process = etude.run("resume", folder)  # still full
@@ -81,7 +81,7 @@ def test_a_file_that_may_not_grow(etude, experiment, tmp_path, resume, assert_sa
     assert code == 2
     (line,) = process.err.splitlines()
     assert line.startswith(f"etude: cannot save {folder}/checkpoints/step-00000003: File too large; ")
-    assert line.endswith("(earlier checkpoints are untouched)")
+    assert line.endswith("(earlier checkpoints are unchanged)")
     resume(folder)
     assert_same_run(folder)
 

@@ -361,7 +361,7 @@ def test_labels_that_do_not_fit_are_one_clear_line():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_classes": 3, "num_labels": 3}, "give num_classes for classes or num_labels for labels, not both"),
+        ({"num_classes": 3, "num_labels": 3}, "set num_classes for classes or num_labels for labels, not both"),
         ({"num_classes": 1}, "num_classes is 1; it must be at least 2"),
         ({"num_labels": 0}, "num_labels is 0; it must be at least 1"),
         ({"threshold": 1.0}, "threshold is 1.0; it must be above 0 and below 1"),

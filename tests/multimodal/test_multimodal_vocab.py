@@ -167,9 +167,9 @@ def test_bases_of_modalities_that_are_not_there(name):
 
 @pytest.mark.parametrize("size", [0, -1, True, False, 1.5, 3.0, "7", None, float("nan")])
 def test_sizes_are_whole_numbers_of_at_least_one(size):
-    with pytest.raises(ConfigError, match=r"size of the modality 'a' is .*whole number of at least 1"):
+    with pytest.raises(ConfigError, match=r"size of the modality 'a' is .*integer of at least 1"):
         build_vocab_spec(modalities={"a": size})
-    with pytest.raises(ConfigError, match=r"size of the modality 'a' is .*whole number of at least 1"):
+    with pytest.raises(ConfigError, match=r"size of the modality 'a' is .*integer of at least 1"):
         VocabSpec(PLAIN, {"a": Modality("a", 2, size)})
     if size is not None:
         with pytest.raises(ConfigError, match="size of the modality 'image' is"):
@@ -179,13 +179,13 @@ def test_sizes_are_whole_numbers_of_at_least_one(size):
 @pytest.mark.parametrize("base", [-1, True, 2.0, "2", None])
 def test_first_ids_are_whole_numbers(base):
     ranges = {"a": Modality("a", base, 2), "b": Modality("b", 10, 2)}
-    with pytest.raises(ConfigError, match=r"first id of 'a' is .*whole number of at least 0"):
+    with pytest.raises(ConfigError, match=r"first id of 'a' is .*integer of at least 0"):
         VocabSpec(PLAIN, ranges)
 
 
 @pytest.mark.parametrize("token", [-1, True, 0.0, "0", None, [0]])
 def test_ids_of_special_tokens_are_whole_numbers(token):
-    with pytest.raises(ConfigError, match=r"id of 'PAD' is .*whole number of at least 0"):
+    with pytest.raises(ConfigError, match=r"id of 'PAD' is .*integer of at least 0"):
         VocabSpec({"PAD": token, "MISS": 1}, {})
 
 

@@ -90,7 +90,7 @@ def test_it_learns_reports_and_writes_text(straight, corpus):
 
 def test_the_command_shows_the_text(straight, capsys):
     _conclude(straight)
-    assert capsys.readouterr().out.endswith(f"what the model writes:\n{straight.samples}")
+    assert capsys.readouterr().out.endswith(f"sampled from the model:\n{straight.samples}")
 
 
 def test_a_resumed_run_ends_the_same(corpus, tmp_path):

@@ -1,4 +1,4 @@
-"""Callbacks that come with the package; the protocol itself is in `etude.engine.callback`."""
+"""Built-in callbacks; the protocol itself is in `etude.engine.callback`."""
 
 from typing import TYPE_CHECKING
 

@@ -23,11 +23,11 @@ _STATE = record_of("CSVLogger", {"rows": Annotated[int, Ge(0)] | None})
 
 @register("callback", "csv_logger")
 class CSVLogger(Callback):
-    """Writes the numbers of every epoch as a row of `filename`; a new number becomes a new column.
+    """Writes the metrics of every epoch as a row of `filename`; a new metric becomes a new column.
 
-    A file that is there is replaced, unless `append` is set. A resumed run goes on in its own file: rows of epochs
-    that are trained again are replaced. A relative path lies in the run folder, if there is one. The file is replaced
-    atomically with every epoch; a disk that is full costs rows until there is room again, never the run.
+    An existing file is replaced, unless `append` is set. A resumed run continues its own file: rows of repeated
+    epochs are replaced. A relative path is inside the run folder, if there is one. The file is replaced atomically in
+    every epoch; a full disk loses rows until there is space again, but never ends the run.
     """
 
     def __init__(self, filename: str, append: bool = False) -> None:
@@ -35,7 +35,7 @@ class CSVLogger(Callback):
         self.filename, self.append = filename, append
         self._run: RunInfo | None = None
         self._rows: list[Mapping[str, Any]] | None = None
-        """What the file holds; None until it has been begun."""
+        """Contents of the file; None until it has been started."""
         self._resumed: int | None = None
         """Rows of the file that a resumed run keeps."""
 
@@ -45,7 +45,7 @@ class CSVLogger(Callback):
         return (arguments["filename"],)
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Learn where the run folder is, and begin the file."""
+        """Find the run folder, and start the file."""
         self._run = run
         if run.clock.step == 0:
             self._rows = self._resumed = None
@@ -61,14 +61,14 @@ class CSVLogger(Callback):
         try:
             write_text(self._path, _as_csv(rows))
         except OSError as error:
-            logger.warning(f"cannot write {self._path}: {error.strerror or error}; training goes on")
+            logger.warning(f"cannot write {self._path}: {error.strerror or error}; training continues")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many rows the file has."""
+        """Return the number of rows in the file."""
         return {"rows": self._resumed if self._rows is None else len(self._rows)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after that many rows."""
+        """Continue after that many rows."""
         check_kind(_STATE, state, "state")
         self._rows, self._resumed = None, state["rows"]
 
@@ -77,7 +77,7 @@ class CSVLogger(Callback):
         return resolve(self.filename, self._run)
 
     def _begin(self) -> list[Mapping[str, Any]]:
-        """Return the rows; the first time, those that are kept of the file that is there."""
+        """Return the rows; at first, the kept rows of an existing file."""
         if self._rows is None:
             path = self._path
             try:
@@ -89,13 +89,13 @@ class CSVLogger(Callback):
                 write_text(path, _as_csv(self._rows))
             except OSError as error:
                 raise RunFolderError(
-                    f"CSVLogger cannot write {path}: {error.strerror or error}; give a writable filename"
+                    f"CSVLogger cannot write {path}: {error.strerror or error}; choose a writable filename"
                 ) from error
         return self._rows
 
 
 def _as_csv(rows: list[Mapping[str, Any]]) -> str:
-    """Return a table with a column for every number of any row.
+    """Return a table with a column for every metric of any row.
 
     >>> _as_csv([{"epoch": 0, "loss": 0.5}, {"epoch": 1, "val_loss": 0.7}]).splitlines()
     ['epoch,loss,val_loss', '0,0.5,', '1,,0.7']

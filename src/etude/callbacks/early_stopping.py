@@ -1,4 +1,4 @@
-"""Stop a run whose monitored number no longer improves."""
+"""Stop a run whose monitored metric no longer improves."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -16,10 +16,10 @@ _STATE = record_of("EarlyStopping", {"wait": Annotated[int, Ge(0)], "monitored":
 
 @register("callback", "early_stopping")
 class EarlyStopping(Callback):
-    """Stops after `patience` epochs in a row without an improvement of more than `min_delta`.
+    """Stops after `patience` consecutive epochs without an improvement of more than `min_delta`.
 
-    Epochs without validation are not counted when a validation number is monitored. NaN is no improvement. A new
-    phase of the run begins a new count.
+    Epochs without validation are not counted if a validation metric is monitored. NaN is not an improvement. A new
+    phase of the run restarts the count.
 
     >>> from etude.engine.callback import CallbackList
     >>> callbacks = CallbackList([EarlyStopping(monitor="loss", patience=2)])
@@ -38,20 +38,20 @@ class EarlyStopping(Callback):
     ) -> None:
         super().__init__()
         if patience < 0:
-            raise ConfigError(f"EarlyStopping: patience is at least 0, found {patience}")
+            raise ConfigError(f"EarlyStopping: patience must be at least 0, found {patience}")
         self.patience = patience
         self.monitored = Monitored("EarlyStopping", monitor, mode, min_delta)
         self.wait = 0
         """Epochs since the last improvement."""
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Forget an earlier run; one that goes on keeps its count."""
+        """Reset the count for a new run; a resumed one keeps it."""
         if run.clock.step == 0:
             self.wait = 0
             self.monitored.reset()
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
-        """Start over: numbers of different phases do not compare."""
+        """Restart the count: metrics of different phases are not comparable."""
         self.wait = 0
         self.monitored.begin_phase(facts)
 
@@ -65,7 +65,7 @@ class EarlyStopping(Callback):
             self.control.request_stop(self._reason())
 
     def on_train_end(self, result: Logs) -> None:
-        """Say if the number never came."""
+        """Warn if the metric was never reported."""
         self.monitored.warn_if_never_seen()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Find where numbers that are not finite come from: in the batch, in a layer, or in the loss."""
+"""Find where non-finite values come from: the batch, a layer, or the loss."""
 
 from typing import Annotated, Any
 
@@ -15,11 +15,11 @@ from etude.engine.callback import Callback, Logs, RunInfo
 
 @register("callback", "find_nonfinite")
 class FindNonfinite(Callback):
-    """Says, for the first updates that are skipped, where the first number that is not finite was.
+    """Reports, for the first skipped updates, where the first non-finite value appeared.
 
-    It names the samples of the batch that hold one, or else the first layer of the forward pass that made one of
-    finite inputs, or else the loss or the backward pass. Every layer's input and output is checked in every step, and
-    the host waits for each: this is for finding a fault, and not for every day.
+    It names the samples of the batch that contain one, or else the first layer whose output is non-finite for finite
+    inputs, or else the loss or the backward pass. Every layer's input and output is checked in every step, and the
+    host waits for each, so use it only for debugging.
     """
 
     needs_model = True
@@ -28,7 +28,7 @@ class FindNonfinite(Callback):
         """Set how many skipped updates are explained."""
         super().__init__()
         if reports < 1:
-            raise ConfigError(f"FindNonfinite: reports is at least 1, found {reports}")
+            raise ConfigError(f"FindNonfinite: reports must be at least 1, found {reports}")
         self.reports = reports
         self._left = reports
         self._run: RunInfo | None = None
@@ -38,15 +38,17 @@ class FindNonfinite(Callback):
         self._batches = 0
 
     def acts_in_steps(self) -> bool:
-        """It explains updates that are skipped."""
+        """True: it explains skipped updates."""
         return True
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Watch every layer of the model."""
+        """Register hooks on every layer of the model."""
         self._remove()
         model = unwrap(run.model)
         if model._compiled_call_impl is not None:
-            raise ConfigError("find_nonfinite looks into layers, which a compiled model has not: set compile: off")
+            raise ConfigError(
+                "find_nonfinite needs the layers, which a compiled model does not expose; set compile: off"
+            )
         self._run, self._left = run, self.reports
         self._names = {module: name for name, module in model.named_modules()}
         self._hooks = [model.register_forward_pre_hook(self._see_batch, with_kwargs=True)]
@@ -56,11 +58,11 @@ class FindNonfinite(Callback):
             self._hooks.append(module.register_forward_hook(self._see_output, with_kwargs=True))
 
     def on_step_begin(self, step: int) -> None:
-        """Forget the step before."""
+        """Reset for a new step."""
         self._found, self._batches = "", 0
 
     def on_step_end(self, report: StepReport) -> None:
-        """Tell of a skipped update."""
+        """Report a skipped update."""
         if self._left == 0 or not report.skipped.item():
             return
         self._left -= 1
@@ -72,11 +74,11 @@ class FindNonfinite(Callback):
             self._remove()
 
     def on_train_end(self, result: Logs) -> None:
-        """Let go of the layers."""
+        """Remove the hooks."""
         self._remove()
 
     def on_exception(self, error: BaseException) -> None:
-        """Let go of the layers."""
+        """Remove the hooks."""
         self._remove()
 
     def _remove(self) -> None:
@@ -93,13 +95,13 @@ class FindNonfinite(Callback):
                 bad = (~rows.isfinite()).any(dim=1).nonzero().flatten().tolist()
                 samples = ", ".join(map(str, bad[:10])) + (f" and {len(bad) - 10} more" if len(bad) > 10 else "")
                 which = f"micro-batch {self._batches}" if self._batches > 1 else "the batch"
-                self._found = f"{which} holds numbers that are not finite (input {name}, samples {samples})"
+                self._found = f"{which} contains non-finite values (input {name}, samples {samples})"
 
     def _see_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._found and not all(map(_is_finite, tensors_in((args, kwargs)))):
             self._found = (
-                f"the input of {self._name(module)} is not finite, though every layer before it gave finite numbers: "
-                f"look at the code in front of it"
+                f"the input of {self._name(module)} is not finite, although the output of every earlier layer is; "
+                "check the code before it"
             )
 
     def _see_output(self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
@@ -116,9 +118,9 @@ class FindNonfinite(Callback):
 def _beyond_the_layers(report: StepReport) -> str:
     bad = [name for name, value in report.sums.items() if not _is_finite(value)]
     if bad:
-        return f"the output of the model is finite, and {', '.join(bad)} is not: look at the loss and the labels"
-    return "the loss is finite, and its gradients are not: the backward pass overflows or divides by zero"
+        return f"the output of the model is finite, but {', '.join(bad)} is not; check the loss and the labels"
+    return "the loss is finite, but its gradients are not: the backward pass overflows or divides by zero"
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(tensor.detach().isfinite().all())  # a host synchronisation, asked for by using this callback
+    return bool(tensor.detach().isfinite().all())  # a host synchronisation, accepted by users of this callback

@@ -1,4 +1,4 @@
-"""Judging gradients: which layers vanish, explode, are dead or not finite, in words and with a remedy."""
+"""Diagnosing gradients: which layers vanish, explode, are dead or not finite, with a remedy."""
 
 import math
 import statistics
@@ -13,9 +13,9 @@ Norms = dict[str, float | None]
 """Norms of gradients by name; None if there is no gradient at all."""
 
 FAR_BELOW = 1e-4
-"""A layer vanishes if its gradient is smaller than this share of the median of the layers."""
+"""A layer vanishes if its gradient norm is below this share of the median over layers."""
 SCALED_PATIENCE = 10
-"""Under a loss scale (fp16) gradients overflow until the scale has adapted: more than so many in a row are news."""
+"""A loss scale (fp16) overflows gradients until it has adapted: only more than this many in a row are reported."""
 MAX_NAMES = 3
 
 _REMEDIES: dict[Kind, str] = {
@@ -33,7 +33,7 @@ JUDGE = record_of("Judge", _PAST)
 
 @dataclass(frozen=True, slots=True)
 class GradientFinding:
-    """Something that is wrong, in words."""
+    """One problem, as a message."""
 
     kind: Kind
     layers: tuple[str, ...]
@@ -46,20 +46,20 @@ class GradientFinding:
 
 @dataclass(frozen=True, slots=True)
 class GradientHealth:
-    """The gradients of one step: norms of the averaged loss before clipping, and what is wrong with them."""
+    """The gradients of one step: norms of the averaged loss before clipping, and their problems."""
 
     step: int
     layers: Norms
-    """Of every module with parameters of its own that can be trained."""
+    """For every module with trainable parameters of its own."""
     parameters: Norms
     findings: list[GradientFinding] = field(default_factory=list)
-    """All that is wrong in this step."""
+    """All problems of this step."""
     warnings: list[GradientFinding] = field(default_factory=list)
-    """What of it is to be reported: each layer and kind when found first, then when it was found 10, 100 … times."""
+    """Problems to report: each layer and kind when first found, then after 10, 100 … occurrences."""
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems."""
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,29 +71,29 @@ class GradientHealth:
 
 
 class Judge:
-    """Compares the layers with thresholds and with each other; it remembers for how long something lasts."""
+    """Compares the layers with thresholds and with each other, and remembers how long a problem lasts."""
 
     def __init__(self, *, vanishing: float, exploding: float, patience: int) -> None:
         self.vanishing, self.exploding, self.patience = vanishing, exploding, patience
         self.reset()
 
     def reset(self) -> None:
-        """Forget the past."""
+        """Reset the history."""
         self.streaks: dict[str, int] = {}
-        """Looks in a row in which a layer was without a gradient, by kind and name."""
+        """Consecutive checks without a gradient, by kind and layer."""
         self.bad_streak = 0
         self.found: dict[str, int] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the past as plain numbers."""
+        """Return the history as plain numbers."""
         return {"streaks": dict(self.streaks), "bad_streak": self.bad_streak, "found": dict(self.found)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the past."""
+        """Restore the history."""
         self.streaks, self.bad_streak, self.found = dict(state["streaks"]), state["bad_streak"], dict(state["found"])
 
     def judge(self, step: int, parameters: Norms, *, is_scaled: bool = False) -> GradientHealth:
-        """Return the health of the layers from the norms of their parameters, in the order of the model."""
+        """Return the health of the layers from the norms of their parameters, in model order."""
         health = GradientHealth(step, by_layer(parameters), parameters)
         norms = {name: norm for name, norm in health.layers.items() if norm is not None}
         bad = [name for name in reversed(norms) if not math.isfinite(norms[name])]
@@ -102,7 +102,7 @@ class Judge:
             if not is_scaled or self.bad_streak > SCALED_PATIENCE:
                 finding = GradientFinding("non-finite", tuple(bad), _nonfinite(bad, norms))
                 health.findings.append(finding)
-                health.warnings.extend([finding] if self._is_due("non-finite") else [])  # one for all layers
+                health.warnings.extend([finding] if self._is_due("non-finite") else [])  # one finding for all layers
             return health
         without = [f"unused {name}" for name, norm in parameters.items() if norm is None]
         without += [f"dead {name}" for name, norm in norms.items() if norm == 0]
@@ -138,13 +138,13 @@ class Judge:
         return f"{some}: {what}: {_REMEDIES[kind]}"
 
     def _is_due(self, key: str) -> bool:
-        """Count a finding; True the first time, the 10th, the 100th …"""
+        """Count a finding; return True for the first, 10th, 100th … occurrence."""
         count = self.found[key] = self.found.get(key, 0) + 1
         return str(count).rstrip("0") == "1"
 
 
 def by_layer(parameters: Norms) -> Norms:
-    """Return the norms of layers, parameters of one module taken together; one of the whole model is a layer.
+    """Return norms per layer, combining the parameters of one module; a parameter of the model itself is a layer.
 
     >>> by_layer({"fc.weight": 3.0, "fc.bias": 4.0, "positions": 1.0, "spare.weight": None})
     {'fc': 5.0, 'positions': 1.0, 'spare': None}
@@ -159,8 +159,8 @@ def _nonfinite(names: Sequence[str], norms: Mapping[str, float]) -> str:
     what = "NaN" if any(math.isnan(norms[name]) for name in names) else "infinite"
     if len(names) == len(norms) > 1:
         return (
-            f"the gradients of all {len(names)} layers are {what}, so the loss is too: look for NaN in the data, or "
-            f"lower the learning rate"
+            f"the gradients of all {len(names)} layers are {what}, so the loss is too; check the data for NaN, or "
+            "lower the learning rate"
         )
     of = f", the first of {len(names)} such layers (of {len(norms)}) in the backward pass" if len(names) > 1 else ""
     return f"layer {names[0]}: the gradient is {what}{of}: {_REMEDIES['non-finite']}"

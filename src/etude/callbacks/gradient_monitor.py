@@ -1,4 +1,4 @@
-"""Watch the gradients of every layer while a model trains, and say what is wrong with them."""
+"""Monitor the gradients of every layer during training, and report problems."""
 
 from typing import Annotated, Any, NamedTuple
 
@@ -20,7 +20,7 @@ _STATE = record_of("GradientMonitor", {**_KEPT, "judge": JUDGE})
 
 
 class Look(NamedTuple):
-    """The gradients of one step, measured but not read: the norms are still on the device."""
+    """Gradient norms of one step, still on the device."""
 
     step: int
     is_scaled: bool
@@ -31,11 +31,11 @@ class Look(NamedTuple):
 
 @torch.no_grad()
 def measure(gradients: Gradients, divisor: Tensor | float, step: int) -> Look:
-    """Measure the gradients as they would be after a division by `divisor`; nothing waits for the device."""
+    """Measure the gradients as if divided by `divisor`, without synchronising."""
     wanted = {id(param) for param in gradients.params}
     named = [(clean_name(name), param) for name, param in unwrap(gradients.model).named_parameters()]
     named = [(name, one) for name, one in named if one.requires_grad and (not wanted or id(one) in wanted)]
-    # Kernels take tensors of one device and dtype.
+    # Foreach kernels need tensors of one device and dtype.
     kinds = dict.fromkeys((param.device, param.dtype) for _, param in named)
     named = [(name, one) for kind in kinds for name, one in named if (one.device, one.dtype) == kind]
     parts = [_norms([one for _, one in named if (one.device, one.dtype) == kind]) for kind in kinds]
@@ -52,17 +52,16 @@ def _norms(params: list[nn.Parameter]) -> Tensor:
 
 @register("callback", "gradient_monitor")
 class GradientMonitor(Callback):
-    """Names layers whose gradient vanishes, explodes, is dead or not finite, with a remedy.
+    """Reports layers whose gradient vanishes, explodes, is dead or not finite, with a remedy.
 
-    It looks at the first step and then at every `every`-th. A look queues a few kernels; the numbers are read at the
-    next log point, where the host waits for the device anyway. They are those of the averaged loss, over all
-    micro-batches and ranks, before clipping; `report` holds the last ones.
+    It checks the first step and then every `every`-th. A check launches a few kernels; the norms are read at the next
+    log point, where the host synchronises anyway. They are those of the averaged loss over all micro-batches and
+    ranks, before clipping; `report` holds the last ones.
 
-    An update that was skipped because it was not finite is looked at too. On the CPU that is the very step. On other
-    devices the host learns of it at the log point: if the last step was skipped its gradients are still there, and
-    every step up to the next log point is looked at.
+    A skipped non-finite update is checked too: on the CPU immediately, on other devices at the log point. If the last
+    step was skipped, its gradients are still available, and every step until the next log point is checked.
 
-    By hand, after `loss.backward()`, `check` does all of it at once:
+    In your own loop, `check` does all of it at once after `loss.backward()`:
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -80,26 +79,26 @@ class GradientMonitor(Callback):
         patience: Annotated[int, Ge(1)] = 3,
         log_layers: bool = False,
     ) -> None:
-        """Set when to look and what to find.
+        """Set when to check and what to report.
 
         Args:
-            every: steps between looks.
+            every: steps between checks.
             vanishing: a gradient norm below this, or below 1e-4 of the median of the layers, has vanished.
             exploding: a gradient norm above this has exploded.
-            patience: looks in a row with a gradient of exactly zero, or none, after which a layer is dead or unused.
+            patience: consecutive checks with a gradient of zero, or none, after which a layer is dead or unused.
             log_layers: add the norm of every layer, as `grad_norm/LAYER`, to the records of log points.
         """
         super().__init__()
         if every < 1 or patience < 1:
-            raise ConfigError(f"GradientMonitor: every and patience are at least 1, found {every} and {patience}")
+            raise ConfigError(f"GradientMonitor: every and patience must be at least 1, found {every} and {patience}")
         if not 0 <= vanishing < exploding:
             raise ConfigError(
-                f"GradientMonitor: vanishing lies between 0 and exploding, found {vanishing} and {exploding}"
+                f"GradientMonitor: vanishing must be between 0 and exploding, found {vanishing} and {exploding}"
             )
         self.every = every
         self.log_layers = log_layers
         self.report: GradientHealth | None = None
-        """What was found at the last look that has been read."""
+        """The result of the last check that has been read."""
         self._judge = Judge(vanishing=vanishing, exploding=exploding, patience=patience)
         self._gradients: Gradients | None = None
         self._is_main = True
@@ -109,15 +108,15 @@ class GradientMonitor(Callback):
         self._judge.reset()
         self._steps = self._looked_at = 0
         self._watching = False
-        """Whether every step is looked at, up to the next log point."""
+        """Whether every step is checked, until the next log point."""
         self._layers: dict[str, float] = {}
         self._pending: list[Look] = []
 
     def check(self, model: nn.Module, *, divisor: Tensor | float = 1.0) -> GradientHealth:
-        """Look at the gradients of a model now and return what is found; waits for the device.
+        """Check the gradients of a model now and return the result; synchronises with the device.
 
-        `divisor` is what the gradients are still to be divided by: a number of micro-batches, a loss scale.
-        Findings that last come up again in `warnings` only when they were found 10, 100 … times.
+        `divisor` is the pending divisor of the gradients: a number of micro-batches, a loss scale. Persistent
+        findings reappear in `warnings` only after 10, 100 … occurrences.
         """
         self._steps += 1
         self._look(Gradients(model, (), divisor, MixedPrecision("fp32")))
@@ -127,13 +126,13 @@ class GradientMonitor(Callback):
     # --- hooks
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Forget an earlier run; one that goes on keeps what it knows."""
+        """Reset the history for a new run; a resumed one keeps it."""
         self._is_main = run.is_main
         if run.clock.step == 0:
             self._begin()
 
     def on_gradients(self, gradients: Gradients) -> None:
-        """Measure, if a look is due."""
+        """Measure, if a check is due."""
         self._gradients = gradients
         is_due = self._watching or self._steps % self.every == 0
         self._steps += 1
@@ -141,33 +140,33 @@ class GradientMonitor(Callback):
             self._look(gradients)
 
     def on_step_end(self, report: StepReport) -> None:
-        """Look at a step that was skipped, where asking costs no wait; a skipped update leaves its gradients as is."""
+        """Check a skipped step if reading the flag costs no wait; a skipped update keeps its gradients."""
         if report.skipped.is_cpu and report.skipped.item() and self._looked_at != self._steps and self._gradients:
             self._look(self._gradients)
 
     def numbers(self) -> Logs:
-        """Return the norm of every layer, if asked to."""
+        """Return the norm of every layer, if enabled."""
         self._read()
         return {f"grad_norm/{name}": norm for name, norm in self._layers.items()}
 
     def on_log(self, record: Logs) -> None:
-        """Read what was measured, and watch every step up to the next log point if updates were skipped."""
+        """Read the measurements, and check every step until the next log point if updates were skipped."""
         self._read()
-        # One skipped update is how a loss scale finds its size; it is no reason to look at every step.
+        # A loss scale skips single updates while it adapts; that is no reason to check every step.
         self._watching = self._gradients is not None and record.get("skipped", 0) > int(self._gradients.is_scaled)
         if self._watching:
             self._look_back()
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Read what was measured since the last log point."""
+        """Read the measurements since the last log point."""
         self._read()
 
     def on_train_end(self, result: Logs) -> None:
-        """Read what was measured since the last log point."""
+        """Read the measurements since the last log point."""
         self._read()
 
     def on_exception(self, error: BaseException) -> None:
-        """Add to an error about numbers that are not finite where they are."""
+        """Add the location to an error about non-finite values."""
         if not isinstance(error, TrainingError):
             return
         self._read()
@@ -177,12 +176,12 @@ class GradientMonitor(Callback):
                 error.add_note(finding.message)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how long findings last, what has been reported of them, and when the next look is."""
+        """Return how long findings last, what has been reported, and when the next check is."""
         self._read()
         return {"judge": self._judge.state_dict(), **{name: getattr(self, f"_{name}") for name in _KEPT}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; what another version has seen is forgotten."""
+        """Restore `state_dict`; the history of another version is dropped."""
         self._pending.clear()
         if not is_kind(_STATE, state):
             return
@@ -190,24 +189,24 @@ class GradientMonitor(Callback):
         for name in _KEPT:
             setattr(self, f"_{name}", state[name])
 
-    # --- looking and reading
+    # --- checking and reading
 
     def _look(self, gradients: Gradients) -> None:
         self._pending.append(measure(gradients, gradients.divisor, self._steps))
         self._looked_at = self._steps
 
     def _look_back(self) -> None:
-        """Look at what the last step left behind; only if it is not finite it was skipped, and says something."""
+        """Check the gradients that the last step left behind; only a non-finite norm shows that it was skipped."""
         if self._looked_at == self._steps or self._gradients is None:
             return
         look = measure(self._gradients, 1.0, self._steps)
-        if not bool(look.norms.isfinite().all()):  # waits for the device, at a log point or an error
+        if not bool(look.norms.isfinite().all()):  # synchronises, at a log point or an error
             self._pending.append(look)
             self._looked_at = self._steps
             self._read()
 
     def _read(self) -> None:
-        """Read and judge the looks since the last time, and tell the user what is new. Waits for the device."""
+        """Read and evaluate the pending checks, and notify the user of new findings. Synchronises with the device."""
         for health in self._judge_pending():
             self.report = health
             if self.log_layers:
@@ -219,7 +218,7 @@ class GradientMonitor(Callback):
         pending, self._pending = self._pending, []
         if not pending:
             return []
-        whole = torch.cat([look.norms.to(pending[0].norms) for look in pending]).cpu()  # the one transfer
+        whole = torch.cat([look.norms.to(pending[0].norms) for look in pending]).cpu()  # the only transfer
         found = []
         for look, part in zip(pending, torch.split(whole, [len(look.names) for look in pending]), strict=True):
             known = zip(look.names, look.has_gradient, part.tolist(), strict=True)

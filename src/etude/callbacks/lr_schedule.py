@@ -1,4 +1,4 @@
-"""Drive a torch learning-rate scheduler from the hooks of a run."""
+"""Step a torch learning-rate scheduler from the hooks of a run."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ _STATE = record_of(
 class LRSchedule(Callback):
     """Steps a scheduler of `torch.optim.lr_scheduler` after every epoch or every optimizer step.
 
-    `ReduceLROnPlateau` needs `monitor`, the number it looks at; epochs without that number do not count. A new phase
-    of the run begins a new count.
+    `ReduceLROnPlateau` needs `monitor`, the name of a metric; epochs without that metric do not count. A new phase of
+    the run restarts the count.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -41,41 +41,41 @@ class LRSchedule(Callback):
     ) -> None:
         super().__init__()
         if interval not in ("epoch", "step"):
-            raise ConfigError(f"LRSchedule: interval is 'epoch' or 'step', found {interval!r}")
+            raise ConfigError(f"LRSchedule: interval must be 'epoch' or 'step', found {interval!r}")
         watches = isinstance(scheduler, ReduceLROnPlateau)
         if watches and (monitor is None or interval == "step"):
             raise ConfigError("LRSchedule: ReduceLROnPlateau needs monitor, such as 'val_loss', and interval='epoch'")
         if monitor is not None and not watches:
-            raise ConfigError(f"LRSchedule: {type(scheduler).__name__} looks at no number; leave out monitor")
+            raise ConfigError(f"LRSchedule: {type(scheduler).__name__} uses no metric; remove monitor")
         self.scheduler: Any = scheduler
         self.interval = interval
         self.monitored: Monitored | None = None
-        """The number that ReduceLROnPlateau looks at."""
+        """The metric of ReduceLROnPlateau."""
         if monitor is not None and isinstance(scheduler, ReduceLROnPlateau):
             self.monitored = Monitored("LRSchedule", monitor, scheduler.mode)
 
     def bind(self, parts: RunParts) -> None:
-        """Raise ConfigError where a schedule of the run sets the rate of every step."""
+        """Raise ConfigError if a schedule of the run sets the rate of every step."""
         if parts.has_schedule:
             raise ConfigError(
-                "both LRSchedule and a schedule set the learning rate, and the latter wins; leave one of them out "
-                "(training.warmup_steps, use_scheduler and scheduler_type make a schedule)"
+                "both LRSchedule and a schedule set the learning rate; remove one of them (training.warmup_steps, "
+                "use_scheduler and scheduler_type define a schedule)"
             )
 
     def acts_in_steps(self) -> bool:
-        """Return whether it is stepped with every step."""
+        """Return whether it is stepped in every step."""
         return self.interval == "step"
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """See that the scheduler drives the optimizer that trains."""
+        """Check that the scheduler belongs to the optimizer that trains."""
         if run.optimizer is not None and self.scheduler.optimizer is not run.optimizer:
             raise TrainingError(
-                "LRSchedule drives another optimizer than the one that trains; "
-                "make the scheduler from the optimizer given to the trainer"
+                "LRSchedule belongs to another optimizer than the one that trains; build the scheduler from the "
+                "optimizer given to the trainer"
             )
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
-        """Let a scheduler that waits for improvement start over: numbers of different phases do not compare."""
+        """Restart a scheduler that waits for improvement: metrics of different phases are not comparable."""
         if self.monitored is not None:
             self.monitored.begin_phase(facts)
             self.scheduler.best, self.scheduler.num_bad_epochs = self.scheduler.mode_worse, 0
@@ -95,20 +95,20 @@ class LRSchedule(Callback):
             self.scheduler.step(value)
 
     def on_train_end(self, result: Logs) -> None:
-        """Say if the monitored number never came."""
+        """Warn if the monitored metric was never reported."""
         if self.monitored is not None:
             self.monitored.warn_if_never_seen()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the scheduler."""
         monitored = self.monitored.state_dict() if self.monitored is not None else None
-        # Counters with integer keys (milestones) and infinities (best so far) are more than JSON holds.
+        # Counters with integer keys (milestones) and infinities (best so far) cannot be stored as JSON.
         tensors, structure = pack(self.scheduler.state_dict(), "scheduler")
         held = {name: tensor.clone() for name, tensor in tensors.items()}
         return {"scheduler": structure, "tensors": held, "monitored": monitored}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the scheduler, and give its optimizer the rate it had set."""
+        """Restore the scheduler, and the rate it had set."""
         check_kind(_STATE, state, "state")
         held = unpack(state.get("tensors", {}), state["scheduler"])
         saved = _fitting(held, self.scheduler.state_dict(), "scheduler")
@@ -126,9 +126,9 @@ class LRSchedule(Callback):
 
 
 def _fitting(saved: Any, own: Any, place: str) -> Any:
-    """Return what of a saved state the scheduler knows; raise CheckpointError if a value is of another kind.
+    """Return the entries of a saved state that the scheduler has; raise CheckpointError for a wrong type.
 
-    torch would set every key as an attribute, whatever it is.
+    torch would set every key as an attribute, without checks.
     """
     if isinstance(own, Counter) and isinstance(saved, dict) and all(isinstance(n, int) for n in saved.values()):
         return Counter(saved)

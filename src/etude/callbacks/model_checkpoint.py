@@ -25,16 +25,16 @@ _STATE = record_of("ModelCheckpoint", {"best_path": str | None, "monitored": dic
 
 @register("callback", "model_checkpoint")
 class ModelCheckpoint(Callback):
-    """Writes the model's weights whenever the monitored number is the best so far.
+    """Writes the model's weights whenever the monitored metric is the best so far.
 
     `filepath` is a file (`checkpoints/best_model.safetensors`) or a folder, which gets a `best_model.safetensors`. It
-    may contain fields: `weights/{epoch:03d}-{val_loss:.4f}.safetensors` keeps a file of every epoch that was the best
-    until then; epochs are counted from zero. A relative path lies in the run folder, if there is one. In a run of
+    may contain fields: `weights/{epoch:03d}-{val_loss:.4f}.safetensors` keeps a file for every epoch that was the
+    best so far; epochs are counted from zero. A relative path is inside the run folder, if there is one. In a run of
     several phases only epochs of the same phase are compared: the file is that of the best epoch of the last phase.
 
     The file is replaced atomically. Its metadata hold epoch, step, and the monitored name and value;
-    `safetensors.torch.load_model(model, path)` loads it. A disk that is full costs the file, not the run.
-    In a loop of your own, without `on_train_begin`, set `.model` to the model to save.
+    `safetensors.torch.load_model(model, path)` loads it. A full disk loses the file, but does not end the run. In a
+    loop of your own, without `on_train_begin`, set `.model` to the model to save.
     """
 
     needs_model = True
@@ -54,7 +54,7 @@ class ModelCheckpoint(Callback):
         return (str(_file(arguments["filepath"])),)
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Take the model of the run and see that the folder can be written."""
+        """Take the model of the run and check that the folder is writable."""
         self._run, self.model = run, run.model
         if run.clock.step == 0:
             self.monitored.reset()
@@ -65,11 +65,11 @@ class ModelCheckpoint(Callback):
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise CheckpointError(
-                    f"ModelCheckpoint cannot write in {folder}: {error.strerror or error}; give a writable filepath"
+                    f"ModelCheckpoint cannot write in {folder}: {error.strerror or error}; choose a writable filepath"
                 ) from error
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
-        """Compare from now on with epochs of this phase only."""
+        """From now on compare only with epochs of this phase."""
         self.monitored.begin_phase(facts)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
@@ -85,13 +85,13 @@ class ModelCheckpoint(Callback):
             try:
                 save_weights(self.model, path, self._metadata(epoch))
             except CheckpointError as error:
-                self.monitored.load_state_dict(before)  # the best epoch is the best of those that are on the disk
+                self.monitored.load_state_dict(before)  # compare only with epochs whose file was written
                 logger.warning(f"{error}; training goes on")
                 return
         self.best_path = path
 
     def on_train_end(self, result: Logs) -> None:
-        """Say if the number never came."""
+        """Warn if the metric was never reported."""
         self.monitored.warn_if_never_seen()
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,15 +128,15 @@ def _file(filepath: str | Path) -> Path:
     if text.endswith(("/", "\\")) or path.is_dir() or not path.suffix:
         return path / f"best_model{SUFFIX}"
     raise ConfigError(
-        f"ModelCheckpoint writes safetensors: filepath '{text}' has to end in {SUFFIX}, or in / if it is a folder"
+        f"ModelCheckpoint writes safetensors: filepath '{text}' must end in {SUFFIX}, or in / if it is a folder"
     )
 
 
 def save_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a model's state; tied weights are stored once, and the metadata say under which name.
+    """Write a model's state; tied weights are stored once, and the metadata names them.
 
     `safetensors.torch.load_model(model, path)` reads it. Raises CheckpointError if it cannot be written; an earlier
-    file stays as it was.
+    file is unchanged.
     """
     state = {name: value for name, value in clean_state_dict(model).items() if isinstance(value, Tensor)}
     tensors, structure = pack(state, "model")

@@ -1,4 +1,4 @@
-"""What callbacks share: the number that one watches, found in the logs by name, and where one writes."""
+"""Shared by callbacks: the monitored metric, found in the logs by name, and the output path."""
 
 import logging
 import math
@@ -24,12 +24,12 @@ _STATE = record_of(
 
 
 def with_other_names(logs: Logs) -> dict[str, float]:
-    """Return the numbers under their own and their other names: `accuracy` also as `acc`."""
+    """Return the metrics under their names and aliases: `accuracy` also as `acc`."""
     return {_OTHER_NAMES[name]: value for name, value in logs.items() if name in _OTHER_NAMES} | dict(logs)
 
 
 class Monitored:
-    """A named number and the best value it has had. `acc` and `accuracy` are one name.
+    """A named metric and its best value so far. `acc` and `accuracy` are one name.
 
     >>> watched = Monitored("EarlyStopping", "val_acc", "max")
     >>> watched.update(0, {"val_accuracy": 0.91}), watched.update(1, {"val_accuracy": 0.90})
@@ -40,36 +40,34 @@ class Monitored:
 
     def __init__(self, owner: str, name: str, mode: Mode, min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
-            raise ConfigError(f"{owner}: mode is 'min' or 'max', found {mode!r}")
+            raise ConfigError(f"{owner}: mode must be 'min' or 'max', found {mode!r}")
         if mode == "min" and name in _OTHER_NAMES:
-            raise ConfigError(
-                f"{owner}: monitor={name!r} with mode='min' takes the worst for the best; give mode='max'"
-            )
+            raise ConfigError(f"{owner}: monitor={name!r} with mode='min' would keep the worst value; set mode='max'")
         if not min_delta >= 0:
-            raise ConfigError(f"{owner}: min_delta is at least 0, found {min_delta}")
+            raise ConfigError(f"{owner}: min_delta must be at least 0, found {min_delta}")
         self.name, self.mode, self.min_delta = name, mode, min_delta
         self._owner = owner
         self.reset()
 
     def reset(self) -> None:
-        """Forget every value."""
+        """Reset all values."""
         self.best: float | None = None
         self.best_epoch: int | None = None
         self._seen = self._has_asked = False
         self._may_come = False
 
     def begin_phase(self, facts: Mapping[str, Any]) -> None:
-        """Forget the best value: numbers of different phases of a run do not compare.
+        """Reset the best value: metrics of different phases of a run are not comparable.
 
-        Before the last phase a number that has never been reported is no mistake: it may be to come.
+        A metric that has never been reported is not an error before the last phase: a later phase may report it.
         """
         self.best = self.best_epoch = None
         self._may_come = facts["number"] < facts["phases"]
 
     def value(self, logs: Logs) -> float | None:
-        """Return the number; None in an epoch without validation if it is a validation number.
+        """Return the metric; None for a validation metric in an epoch without validation.
 
-        Raises TrainingError if nothing of that name has ever been reported.
+        Raises TrainingError if no metric of that name has ever been reported.
         """
         self._has_asked = True
         name = self.name if self.name in logs else _OTHER_NAMES.get(self.name, self.name)
@@ -83,9 +81,9 @@ class Monitored:
         raise TrainingError(f"{self._owner} monitors '{self.name}', which is not reported{known}")
 
     def update(self, epoch: int, logs: Logs) -> bool | None:
-        """Take the number of this epoch: True if it is the best so far, False if not, None if there is none.
+        """Record the metric of this epoch: True if it is the best so far, False if not, None if there is none.
 
-        A number that is not finite is never the best.
+        A non-finite value is never the best.
         """
         value = self.value(logs)
         if value is None:
@@ -96,25 +94,25 @@ class Monitored:
         return True
 
     def warn_if_never_seen(self) -> None:
-        """Say at the end of a run that the number never came: the callback has done nothing.
+        """Warn at the end of a run if the metric was never reported, so that the callback did nothing.
 
-        A run that was stopped in its first epoch has said nothing about that.
+        There is no warning for a run that was stopped in its first epoch.
         """
         if self._has_asked and not self._seen:
             logger.warning(
                 f"{self._owner} did nothing: '{self.name}' was never reported, because there was no validation; "
-                f"give validation data or monitor a training number"
+                "pass validation data or monitor a training metric"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and where it was."""
+        """Return the best value and its epoch."""
         return {"best": self.best, "best_epoch": self.best_epoch, "seen": self._seen, "may_come": self._may_come}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         check_kind(_STATE, state, "monitored")
         self.best, self.best_epoch, self._seen = state["best"], state["best_epoch"], state["seen"]
-        self._may_come = state.get("may_come", False)  # checkpoints of runs before there were curricula have none
+        self._may_come = state.get("may_come", False)  # older checkpoints lack it
 
     def _improves(self, value: float) -> bool:
         if self.best is None:
@@ -124,5 +122,5 @@ class Monitored:
 
 
 def resolve(path: str | Path, run: RunInfo | None) -> Path:
-    """Return `path`, inside the run folder if it is relative and there is one; so parallel runs do not collide."""
+    """Return `path`, inside the run folder if it is relative and there is one."""
     return Path(path) if run is None or run.run_dir is None else run.run_dir / path

@@ -1,4 +1,4 @@
-"""The progress display: live on a terminal, plain lines in a file. It has no thread and no tensors."""
+"""The progress display: live on a terminal, plain lines in a file. It uses no thread and no tensors."""
 
 import atexit
 import math
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from etude.callbacks.terminal import LiveTerminal
 
 MAX_SHARE = 0.02
-"""Share of the run's time that drawing may take: on a slow terminal the display is refreshed less often."""
+"""Share of the run's time that drawing may take: a slow terminal is refreshed less often."""
 MAX_NOTICES = 3
 
 _STATE = record_of(
@@ -45,9 +45,9 @@ _STATE = record_of(
 
 
 class ProgressDisplay(Callback):
-    """Shows name, device, finished epochs, tasks, progress, numbers and the time left.
+    """Shows name, device, finished epochs, tasks, progress, metrics and the remaining time.
 
-    On a terminal it draws from `on_step_end`, every `refresh_s` seconds at most. Elsewhere it writes one line per log
+    On a terminal it draws in `on_step_end`, at most every `refresh_s` seconds. Elsewhere it writes one line per log
     point and epoch, without control characters. Output that fails (a closed pipe, a lost terminal) ends the display,
     never the run.
     """
@@ -64,21 +64,21 @@ class ProgressDisplay(Callback):
         self._began = self._epoch_began = time.perf_counter()
         self._first_step = self._epoch_first_step = 0
         self._due = math.inf
-        """When the next step draws; infinite where there is no terminal."""
+        """When the next step draws; infinite without a terminal."""
         self._phase_is_new = False
         self._norms: dict[str, float | None] = {}
-        """Of the epoch that ends, by name."""
+        """Metrics of the ending epoch, by name."""
 
     # --- hooks
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Begin to show a run; only the main process does."""
+        """Start the display; only on the main process."""
         self._clock, before = run.clock, self._view
         self._view = view = View(run.name, _subtitle(run), run.total_epochs, run.total_steps, run.steps_per_epoch)
         view.epoch = run.clock.epoch
         if run.clock.step:
             view.rows, view.groups = before.rows, before.groups
-        if run.clock.step or self._phase_is_new:  # reported by a callback that is listed before the display
+        if run.clock.step or self._phase_is_new:  # reported by a callback that comes before the display
             view.phase = before.phase
         self._began = self._epoch_began = time.perf_counter()
         self._first_step = self._epoch_first_step = run.clock.step
@@ -107,19 +107,19 @@ class ProgressDisplay(Callback):
             self._draw()
 
     def on_log(self, record: Logs) -> None:
-        """Take new numbers."""
+        """Take new metrics."""
         self._view.record = finite(record)
         self._view.groups.update(self._view.record)
         self._update()
         self._say(log_line(self._view))
 
     def on_validation_begin(self, epoch: int) -> None:
-        """Say what takes so long."""
+        """Show that validation is running."""
         self._view.validating = True
         self._draw()
 
     def on_validation_end(self, epoch: int, metrics: Logs) -> None:
-        """Go back to training. Inside an epoch the numbers are reported here; at its end they are part of its row."""
+        """Return to training. Inside an epoch the metrics are shown here; at its end they are part of its row."""
         view = self._view
         view.validating = False
         self._update()
@@ -131,7 +131,7 @@ class ProgressDisplay(Callback):
         self._draw()
 
     def on_validation_cut_off(self, epoch: int) -> None:
-        """Go back to training, which is about to end."""
+        """Return to training, which is about to end."""
         self._view.validating = False
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
@@ -147,7 +147,7 @@ class ProgressDisplay(Callback):
         self._say_groups()
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
-        """Show the phase from now on; that it began is said by a notice."""
+        """Show the phase from now on; a notice reports its start."""
         self._view.phase = f"{of_total(facts['number'], facts.get('phases'))} {phase}"
         self._phase_is_new = True
         if (tasks := facts.get("tasks")) is not None:
@@ -156,8 +156,8 @@ class ProgressDisplay(Callback):
         self._draw()
 
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
-        """Show what a callback tells the user; on a terminal the last ones stay."""
-        if (norms := facts.get("norms")) is not None:  # of groups, for their table
+        """Show the message of a callback; on a terminal the last ones stay."""
+        if (norms := facts.get("norms")) is not None:  # tables of groups come from their facts
             self._norms = {f"{group}/grad_norm": norm for group, norm in norms.items()}
         earlier = [text for text in self._view.notices if text != message]
         self._view.notices = [*earlier, message][-MAX_NOTICES:]
@@ -165,7 +165,7 @@ class ProgressDisplay(Callback):
         self._say(message)
 
     def on_exception(self, error: BaseException) -> None:
-        """Leave the terminal as it was; the error itself is for others to report."""
+        """Restore the terminal; other code reports the error."""
         is_interrupt = isinstance(error, KeyboardInterrupt)
         self._finish("interrupted" if is_interrupt else "failed", "" if is_interrupt else type(error).__name__)
 
@@ -177,12 +177,12 @@ class ProgressDisplay(Callback):
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tables and the phase, so that a resumed run shows what was before."""
+        """Return the tables and the phase, so that a resumed run shows the earlier part."""
         view = self._view
         return {"rows": [asdict(row) for row in view.rows], "tasks": asdict(view.groups), "phase": view.phase}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; what another version has shown is left out."""
+        """Restore `state_dict`; the state of another version is dropped."""
         if not is_kind(_STATE, state):
             return
         self._view.rows = [EpochRow(**row) for row in state["rows"]]
@@ -191,13 +191,13 @@ class ProgressDisplay(Callback):
     # --- showing
 
     def note(self, text: str) -> None:
-        """Show a sentence below the bars, such as what Ctrl-C does; safe to call from a signal handler."""
+        """Show a message below the bars, such as what Ctrl-C does; safe to call from a signal handler."""
         self._view.note = text
-        self._due = -math.inf  # the next step draws: a signal may have come in the middle of drawing
+        self._due = -math.inf  # draw in the next step: the signal may have interrupted drawing
         self._say(text)
 
     def close(self) -> None:
-        """Stop drawing and give the cursor back; safe to call twice."""
+        """Stop drawing and show the cursor again; safe to call twice."""
         terminal, self._terminal = self._terminal, None
         if terminal is not None:
             atexit.unregister(self.close)
@@ -219,7 +219,7 @@ class ProgressDisplay(Callback):
         self._due = now + max(self.refresh_s, (now - begin) / MAX_SHARE)
 
     def _update(self) -> None:
-        """Bring the counters and times of the view up to date."""
+        """Update the counters and times of the view."""
         view = self._view
         view.elapsed_s, view.step = time.perf_counter() - self._began, self._clock.step
         view.step_in_epoch = max(0, view.step - self._epoch_first_step)
@@ -243,21 +243,21 @@ class ProgressDisplay(Callback):
             self._say("\n".join(group_lines(self._view.groups)))
 
     def _say(self, text: str) -> None:
-        """Write a line, where there is no terminal to draw on."""
+        """Write a line, if there is no terminal."""
         if self._stream is None or self._terminal is not None:
             return
         encoding = self._stream.encoding or "utf-8"
         try:
             self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
             self._stream.flush()
-        except RuntimeError:  # a signal came in the middle of a write, and this is its handler
+        except RuntimeError:  # the signal of this handler interrupted a write
             pass
         except (OSError, ValueError):  # a closed pipe or file
             self._stream = None
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether a live display can be drawn: on a terminal that moves its cursor and knows more than ASCII."""
+    """Return whether a live display is possible: a terminal with cursor movement and more than ASCII."""
     knows_bars = (stream.encoding or "utf-8").lower().startswith("utf")
     return not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb" and knows_bars
 

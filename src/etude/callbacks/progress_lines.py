@@ -1,26 +1,26 @@
-"""What a progress display shows of a run, in words: numbers in few characters, and a line for each moment."""
+"""The text of a progress display: compact numbers, and one line per event."""
 
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 Numbers = dict[str, float | None]
-"""Numbers by name; None stands for one that was not finite."""
+"""Metrics by name; None for a non-finite value."""
 
 MAX_ROWS = 10
-"""Finished epochs that are shown: the last ones, and the best one if it came earlier."""
+"""Number of finished epochs shown: the last ones, and the best one if it is earlier."""
 
 _LABELS = {"accuracy": "acc", "perplexity": "ppl"}
 _NOT_METRICS = frozenset(
     "step epoch samples tokens lr skipped data_wait mfu grad_norm grad_conflicts phase".split()  # noqa: SIM905
 )
 _NO_GROUPS = frozenset({"", "grad_norm", "grad_cosine"})
-"""What stands before a `/` and is no group: norms of layers, and cosines of pairs."""
+"""Prefixes before a `/` that are not groups: norms of layers, and cosines of pairs."""
 _LEAST_WAIT = 0.01
-"""Share of the time waiting for data that is worth a word."""
+"""Share of the time waiting for data that is worth showing."""
 
 
-# --- what there is to show
+# --- what is shown
 
 
 @dataclass(slots=True)
@@ -30,33 +30,33 @@ class EpochRow:
     epoch: int
     seconds: float
     numbers: Numbers
-    """Those of the whole run, none of a group."""
+    """Metrics of the whole run, none of a group."""
     phase: str = ""
-    """Number and name of the phase it was in, if the run has phases."""
+    """Number and name of its phase, if the run has phases."""
 
 
 @dataclass(slots=True)
 class Groups:
-    """Numbers with names such as `quality/loss` and `val_quality/f1`, mostly of tasks; empty if a run has none."""
+    """Metrics with names such as `quality/loss` and `val_quality/f1`, mostly of tasks; empty if there are none."""
 
     when: str = ""
-    """The moment that `numbers` are of, such as `epoch 3`."""
+    """When `numbers` were measured, such as `epoch 3`."""
     numbers: Numbers = field(default_factory=dict)
-    """Those of the last epoch or validation."""
+    """Metrics of the last epoch or validation."""
     latest: Numbers = field(default_factory=dict)
-    """Those of log points: for every group the last that had them."""
+    """Metrics of log points: for every group the last ones reported."""
 
     def update(self, record: Numbers) -> None:
-        """Take the numbers of a log point; a group that had no part in it keeps those it had."""
+        """Take the metrics of a log point; a group that is missing keeps its last ones."""
         self.latest |= _grouped(record)
 
     def close(self, when: str, logs: Numbers) -> None:
-        """Take the numbers of an epoch or a validation."""
+        """Take the metrics of an epoch or a validation."""
         if found := _grouped(logs):
             self.when, self.numbers = when, found
 
     def keep(self, names: Collection[str]) -> None:
-        """Forget the log points of all other groups."""
+        """Drop the log points of all other groups."""
         self.latest = {name: value for name, value in self.latest.items() if split_name(name)[0] in names}
 
 
@@ -66,7 +66,7 @@ def _grouped(record: Numbers) -> Numbers:
 
 @dataclass(slots=True)
 class View:
-    """Everything there is to show."""
+    """Everything that is shown."""
 
     title: str = ""
     subtitle: str = ""
@@ -78,9 +78,9 @@ class View:
     step_in_epoch: int = 0
     elapsed_s: float = 0.0
     left_s: float | None = None
-    """Seconds to the end of the run; None if that is not known."""
+    """Seconds to the end of the run; None if unknown."""
     record: Numbers = field(default_factory=dict)
-    """The numbers of the last log point."""
+    """The metrics of the last log point."""
     rows: list[EpochRow] = field(default_factory=list)
     validating: bool = False
     note: str = ""
@@ -90,13 +90,13 @@ class View:
     """The latest notices of callbacks."""
     groups: Groups = field(default_factory=Groups)
     phase: str = ""
-    """Number and name of the phase under way, such as `2/4 ontology`, if the run has phases."""
+    """Number and name of the current phase, such as `2/4 ontology`, if the run has phases."""
 
 
 def best_row(rows: list[EpochRow]) -> EpochRow | None:
-    """Return the row with the least validation loss (or else the highest accuracy), the first if several are equal.
+    """Return the row with the lowest validation loss (or else the highest accuracy), the first of equal ones.
 
-    Only rows of the last phase count: losses of different phases do not compare.
+    Only rows of the last phase count: losses of different phases are not comparable.
     """
     rows = [row for row in rows if row.phase == rows[-1].phase]
     for name, sign in (("val_loss", 1.0), ("val_accuracy", -1.0)):
@@ -121,7 +121,7 @@ def log_line(view: View) -> str:
 
 
 def validation_line(view: View, metrics: Numbers) -> str:
-    """Return the numbers of a validation inside an epoch as one line; those of groups are for their table."""
+    """Return the metrics of a validation inside an epoch as one line; those of groups are in their table."""
     return "  ".join([_step(view), *_labelled(metrics)])
 
 
@@ -146,7 +146,7 @@ def outcome_line(view: View) -> str:
 
 
 def log_numbers(record: Mapping[str, float | None]) -> list[tuple[str, str]]:
-    """Return label and value of each number of a log point worth a glance, most important first."""
+    """Return label and value of the main metrics of a log point, most important first."""
     found = [(label(name), metric(name, value)) for name, value in worth_showing(record).items()]
     if (lr := record.get("lr")) is not None:
         found.append(("lr", f"{lr:.1e}"))
@@ -159,7 +159,7 @@ def log_numbers(record: Mapping[str, float | None]) -> list[tuple[str, str]]:
 
 
 def speed(record: Mapping[str, float | None]) -> list[tuple[str, str]]:
-    """Return label and value of the throughput, MFU and the time waiting for data, as far as they are known.
+    """Return label and value of the throughput, MFU and the time waiting for data, if known.
 
     >>> speed({"tokens_per_s": 15230.0, "samples_per_s": 15.0, "mfu": 0.412, "data_wait": 0.034})
     [('', '15.2k tokens/s'), ('mfu', '41.2%'), ('data wait', '3.4%')]
@@ -174,10 +174,10 @@ def speed(record: Mapping[str, float | None]) -> list[tuple[str, str]]:
 
 
 def worth_showing(record: Mapping[str, float | None]) -> Numbers:
-    """Return the metrics of the whole run without those that say little beside others; losses and the like come first.
+    """Return the metrics of the whole run without redundant ones; losses come first.
 
-    Left out are a language model's accuracy and nll beside its perplexity, and of losses of expected values what the
-    root of the mean squared error says in the units of the values.
+    A language model's accuracy and nll are omitted beside its perplexity. Losses of expected values are omitted
+    beside the root mean squared error, which is in the units of the values.
 
     >>> list(worth_showing({"loss_total": 1.0, "loss_ce": 1.0, "loss": 1.0, "loss_x": 1.0, "rmse_x": 1.0, "lr": 1.0}))
     ['loss', 'loss_ce', 'rmse_x']
@@ -211,7 +211,7 @@ def _step(view: View) -> str:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return the group of a number, "" if it has none, and its own name.
+    """Return the group of a metric ("" if none) and its name within the group.
 
     >>> split_name("val_quality/f1"), split_name("val_loss"), split_name("grad_norm/layers.0")
     (('quality', 'val_f1'), ('', 'val_loss'), ('', 'grad_norm/layers.0'))
@@ -232,12 +232,12 @@ def is_metric(name: str) -> bool:
 
 
 def finite(numbers: Mapping[str, float]) -> Numbers:
-    """Return the numbers with None for those that are not finite."""
+    """Return the metrics with None for non-finite values."""
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
 def label(name: str) -> str:
-    """Return the short name of a number.
+    """Return the short name of a metric.
 
     >>> label("val_accuracy")
     'val acc'
@@ -262,7 +262,7 @@ def number(value: float | None) -> str:
 
 
 def metric(name: str, value: float | None) -> str:
-    """Return a metric in the form its kind asks for: a perplexity has four digits, other numbers have four decimals.
+    """Return a metric formatted for its kind: a perplexity with four digits, others with four decimals.
 
     >>> metric("loss", 3.21), metric("val_perplexity", 24.7791), metric("perplexity", 50257.0)
     ('3.2100', '24.78', '50,257')
@@ -285,7 +285,7 @@ def rate(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in words of the clock, short ones with tenths of a second.
+    """Return a duration as h:mm:ss, short ones with tenths of a second.
 
     >>> duration(4.13), duration(42), duration(63), duration(3723)
     ('4.1 s', '42 s', '1:03', '1:02:03')
@@ -298,5 +298,5 @@ def duration(seconds: float) -> str:
 
 
 def of_total(count: int, total: int | None, separator: str = ",") -> str:
-    """Return `3/10`, or `3` if the total is not known."""
+    """Return `3/10`, or `3` if the total is unknown."""
     return "/".join(f"{value:{separator}}" for value in (count, total) if value is not None)

@@ -1,4 +1,4 @@
-"""Write a run's numbers and events to its folder."""
+"""Write a run's metrics and events to its folder."""
 
 import logging
 import time
@@ -17,8 +17,8 @@ logger = logging.getLogger("etude")
 class RunRecorder(Callback):
     """Records log points (split `train`), validations (`val`) and epochs (`epoch`) in metrics.jsonl.
 
-    Start, phases, checkpoints, stop and errors go to events.jsonl. Only the main process is given one. A folder that
-    cannot be written for a while costs records, never the run.
+    Start, phases, checkpoints, stop and errors go to events.jsonl. Only the main process has a recorder. If the
+    folder cannot be written for a while, records are lost, but the run continues.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -30,17 +30,17 @@ class RunRecorder(Callback):
         self._epoch = 0
         self._resumed_at = 0
         self._written: set[str] = set()
-        """Splits recorded at that step before the run was resumed, and made again."""
+        """Splits recorded at that step before the run was resumed; they are recorded again."""
         self._begun: set[Any] = set()
-        """Phases that had begun at that step before the run was resumed, and may begin there again."""
+        """Phases that started at that step before the run was resumed; they may start again."""
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Drop records of work that is done again, or of an earlier run; note the start, or where the run goes on."""
+        """Drop records of repeated work or of an earlier run; record the start or the resume."""
         self._clock = run.clock
         step = run.clock.step
         self._close()
         self.folder.trim(step if step > 0 else -1)
-        self.folder.result_path.unlink(missing_ok=True)  # a run that goes on is not finished any more
+        self.folder.result_path.unlink(missing_ok=True)  # a continued run is no longer finished
         self._resumed_at = step
         self._written = {str(one.get("split")) for one in self.folder.read_metrics() if one.get("step") == step}
         events = read_jsonl(self.folder.events_path)
@@ -67,25 +67,25 @@ class RunRecorder(Callback):
         self._record("epoch", epoch, logs)
 
     def on_checkpoint(self, path: Path) -> None:
-        """Note a checkpoint."""
+        """Record a checkpoint."""
         self._events.write("checkpoint", f"saved {path.name}", path=str(path), **self._place())
 
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
-        """Note what a callback tells the user: a warning, or the kind of event that its facts name."""
+        """Record a callback's message: a warning, or the kind of event that its facts name."""
         fields = {**self._place(), **facts}
         kind = fields.pop("event", "warning")
         if kind != "phase" or fields.get("step") != self._resumed_at or fields.get("phase") not in self._begun:
             self._events.write(kind, message, **fields)
 
     def on_exception(self, error: BaseException) -> None:
-        """Note how the run broke off."""
+        """Record the error that ended the run."""
         kind = "interrupt" if isinstance(error, KeyboardInterrupt) else "error"
         text = f"{type(error).__name__}: {error}".rstrip(": ")
         self._events.write(kind, text, error=type(error).__name__, **self._place())
         self._close()
 
     def on_train_end(self, result: Logs) -> None:
-        """Note how the run ended."""
+        """Record how the run ended."""
         stopped = self.control.stop
         kind, words = ("stop", f"stopped: {self.control.reason}") if stopped else ("end", "finished")
         self._events.write(kind, words, result=dict(result), **self._place())

@@ -1,4 +1,4 @@
-"""The progress view in rich's tables and bars, drawn on a terminal without a thread of its own."""
+"""The progress view as rich tables and bars, drawn on a terminal without a thread."""
 
 import io
 import sys
@@ -16,17 +16,17 @@ from etude.callbacks import progress_lines as words
 from etude.callbacks.progress_lines import EpochRow, Groups, View, label, metric, split_name
 
 MAX_WIDTH = 104
-"""Columns used at most: on a wide terminal a line stays within one glance."""
+"""Maximum width in columns, so that lines stay readable on a wide terminal."""
 MAX_NAME = 24
-"""Columns of the name of a group at most."""
+"""Maximum width of a group's name."""
 _METRIC_WIDTH, _OTHER_WIDTH = 11, 34
-"""About what a metric takes in the table of epochs, and all else there."""
+"""Approximate width of a metric in the table of epochs, and of everything else there."""
 _IN_COLUMNS = frozenset({"loss", "weight", "nll"})
-"""Numbers of a group that have a column of their own, or none."""
+"""Metrics of a group that have their own column, or none."""
 
 
 class LiveTerminal:
-    """A region at the bottom of the terminal that is redrawn in place; what is printed meanwhile appears above it."""
+    """A region at the bottom of the terminal that is redrawn in place; other output appears above it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream, force_terminal=True, force_jupyter=False, highlight=False)
@@ -34,7 +34,7 @@ class LiveTerminal:
             console=self._console,
             auto_refresh=False,
             vertical_overflow="crop",
-            # A stream that goes to a file stays there.
+            # A redirected stream stays redirected.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
@@ -45,13 +45,13 @@ class LiveTerminal:
         self._live.update(frame(view, *self._console.size), refresh=True)
 
     def stop(self) -> None:
-        """Leave the last picture, and give back the cursor, stdout and stderr."""
-        with suppress(OSError, ValueError):  # the terminal may be gone; rich has given back the streams by then
+        """Keep the last frame, and restore the cursor, stdout and stderr."""
+        with suppress(OSError, ValueError):  # the terminal may be gone; rich has restored the streams by then
             self._live.stop()
 
 
 def frame(view: View, width: int, height: int) -> RenderableType:
-    """Return the display for a terminal of this size: where it is low, earlier epochs and then groups are left out."""
+    """Return the display for a terminal of this size: a small one omits earlier epochs and then groups."""
     phase = f"  phase {view.phase}" if view.phase else ""
     parts: list[RenderableType] = [_line((view.title, "bold"), (phase, "cyan"), (f"  {view.subtitle}", "dim"))]
     room = height - 12
@@ -97,7 +97,7 @@ def _table() -> Table:
 
 
 def epoch_table(all_rows: list[EpochRow], width: int, max_rows: int) -> Table:
-    """Return one line per finished epoch, with the metrics that there is room for."""
+    """Return one line per finished epoch, with as many metrics as fit."""
     best, rows = words.best_row(all_rows), words.keep_rows(all_rows, max_rows)[-max_rows - 1 :]
     names = list(words.worth_showing({name: None for row in all_rows for name in row.numbers}))
     names = names[: max(1, (width - _OTHER_WIDTH) // _METRIC_WIDTH)]
@@ -117,7 +117,7 @@ def epoch_table(all_rows: list[EpochRow], width: int, max_rows: int) -> Table:
 
 
 def group_table(groups: Groups, running: bool = False) -> Table:
-    """Return one line per group: weight, losses, and its other numbers in words; `running` adds those of log points."""
+    """Return one line per group: weight, losses and other metrics; `running` adds those of log points."""
     numbers, latest = groups.numbers, groups.latest if running else {}
     both = numbers | latest
     known = (split_name(name) for name, value in both.items() if value is not None)
@@ -141,14 +141,14 @@ def group_table(groups: Groups, running: bool = False) -> Table:
 
 
 def _other_numbers(numbers: words.Numbers, group: str) -> str:
-    """Return what there is beside weight and losses: values of the validation, or else of the training."""
+    """Return the metrics other than weight and losses: of the validation, or else of the training."""
     own = [split_name(name)[1].removeprefix("val_") for name in numbers if split_name(name)[0] == group]
     found = {name: numbers.get(f"val_{group}/{name}", numbers.get(f"{group}/{name}")) for name in own}
     return "  ".join(f"{label(n)} {metric(n, value)}" for n, value in found.items() if n not in _IN_COLUMNS)
 
 
 def group_lines(groups: Groups) -> list[str]:
-    """Return the table of groups for a file, to stand below the line of an epoch or a validation."""
+    """Return the table of groups for a file, below the line of an epoch or a validation."""
     console = Console(file=io.StringIO(), width=MAX_WIDTH, color_system=None)
     table = group_table(groups)
     with console.capture() as text:

@@ -1,4 +1,4 @@
-"""Show what a language model writes: a few texts sampled at the end of a run, kept in its folder."""
+"""Sample a few texts from a language model at the end of a run, and save them in its folder."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ logger = logging.getLogger("etude")
 
 @register("callback", "text_samples")
 class TextSamples(Callback):
-    """Lets the model go on from each of `prompts`, and writes the texts to samples.txt in the run folder.
+    """Lets the model continue each of `prompts`, and writes the texts to samples.txt in the run folder.
 
-    An empty prompt is the beginning of a document. A text ends with its document or after `max_new_tokens`. Any causal
-    model over tokens will do. Random numbers are its own, so a run is the same with and without it; a model that
-    cannot be sampled from costs a warning, never the run.
+    An empty prompt starts a new document. A text ends with its document or after `max_new_tokens`. Any causal model
+    over tokens works. It has its own random generator, so it does not change the run; if sampling fails, there is
+    only a warning.
     """
 
     needs_model = True
@@ -60,7 +60,7 @@ class TextSamples(Callback):
         return (SAMPLES,)
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Check now that there is a tokenizer: hours later would be too late."""
+        """Check early that there is a tokenizer, not after hours of training."""
         if self.tokenizer is None:
             raise ConfigError("text_samples needs a tokenizer, and the data has none; set tokenizer to its file")
         self._run = run
@@ -74,7 +74,7 @@ class TextSamples(Callback):
         try:
             texts = self.sample(self._run.model)
             write_text(resolve(SAMPLES, self._run), "\n\n".join(_framed(text) for text in texts) + "\n")
-        except Exception as error:  # the weights are what matters, whatever a model of any kind does here
+        except Exception as error:  # sampling must not end the run, whatever the model raises
             logger.warning("text_samples: no text could be sampled: %s", " ".join(str(error).split()))
 
     def sample(self, model: nn.Module) -> list[str]:
@@ -103,12 +103,12 @@ class TextSamples(Callback):
                 logits = logits_of(call(model, {"input_ids": tokens}))[:, -1]
                 chosen = next_tokens(logits, self.temperature, self.top_k, self.top_p, generator)
                 tokens = torch.cat([tokens, chosen[:, None]], 1)
-                if int(chosen) == end:  # waits for the device
+                if int(chosen) == end:  # synchronises
                     break
         return tokens
 
 
 def _framed(text: str) -> str:
-    """Return a text with a bar before every line, so that one sees where it ends, and nothing a terminal obeys."""
+    """Return a text with a bar before every line, to show where it ends, and without control characters."""
     shown = "".join(one if one.isprintable() or one in "\n\t" else "\ufffd" for one in text)
     return "\n".join(f"│ {line}" for line in shown.split("\n"))

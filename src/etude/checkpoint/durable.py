@@ -1,4 +1,4 @@
-"""Files and folders that are on the disk when we say so: hashed while written, synced, renamed into place."""
+"""Durable files and folders: hashed while written, synced to disk, renamed into place."""
 
 import contextlib
 import hashlib
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class HashedFile:
-    """A new file whose SHA-256 is computed while it is written, so that nothing has to be read back."""
+    """A new file whose SHA-256 is computed while it is written, so that it need not be read back."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -28,7 +28,7 @@ class HashedFile:
         self.size = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes. A large piece is hashed by a second thread while this one writes it."""
+        """Append bytes. A large chunk is hashed by a second thread while this one writes it."""
         view = memoryview(data)
         for start in range(0, len(view), _PIECE_BYTES):
             piece = view[start : start + _PIECE_BYTES]
@@ -44,37 +44,37 @@ class HashedFile:
                 hashing.join()
 
     def _write_all(self, view: memoryview) -> None:
-        while view:  # the system may take less than it was given
+        while view:  # the system may write less than requested
             written = os.write(self._fd, view)
             self.size += written
             view = view[written:]
 
     @property
     def sha256(self) -> str:
-        """The checksum of what has been written so far."""
+        """The checksum of everything written so far."""
         return self._hash.hexdigest()
 
     def sync(self) -> None:
-        """Return once the disk has the file."""
+        """Sync the file to disk."""
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Close the file; it is not synced by this."""
+        """Close the file without syncing."""
         os.close(self._fd)
 
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Give a temporary folder to fill; it appears under the name `target` complete and on the disk, or not at all.
+    """Yield a temporary folder to fill; it becomes `target`, complete and synced to disk, or not at all.
 
-    A folder that is already there is replaced. A crash between the two renames leaves it under a name that
-    `find_folders` knows, so at every moment a reader finds the old or the new one.
+    An existing folder is replaced. A crash between the two renames leaves it under a name that `find_folders`
+    recognises, so a reader always finds the old or the new one.
     """
     _make_root(target.parent)
     temporary = beside(target, TEMPORARY)
     temporary.mkdir()
     try:
-        with _locked(temporary):  # tells `clean_leftovers` of another process that the writer is alive
+        with _locked(temporary):  # tells `clean_leftovers` of other processes that the writer is alive
             yield temporary
             sync_folder(temporary)
             _put_in_place(temporary, target)
@@ -84,12 +84,12 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a folder so that a crash halfway leaves nothing that looks like a damaged checkpoint."""
+    """Delete a folder so that a crash during deletion leaves nothing that looks like a damaged checkpoint."""
     _remove(folder.rename(beside(folder, DELETED)))
 
 
 def find_folders(root: Path) -> dict[str, Path]:
-    """Return the finished folders of `root` by name, one caught in the middle of a replacement included."""
+    """Return the finished folders of `root` by name, including one in the middle of a replacement."""
     found, replaced = {}, {}
     for path in sorted(root.iterdir()):
         if path.is_symlink() or not path.is_dir():
@@ -102,9 +102,9 @@ def find_folders(root: Path) -> dict[str, Path]:
 
 
 def clean_leftovers(root: Path) -> list[str]:
-    """Remove what dead writers left in `root` and return the names; finished checkpoints are never touched.
+    """Remove the leftovers of dead writers in `root` and return their names; finished checkpoints are kept.
 
-    A checkpoint that was moved aside for a replacement that never came gets its name back.
+    A checkpoint that was renamed for a replacement that was never completed gets its name back.
     """
     cleaned = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
@@ -120,14 +120,14 @@ def clean_leftovers(root: Path) -> list[str]:
 
 
 def follow(path: Path) -> Path:
-    """Return the sibling folder that a small text file names (`last` and `best` where there are no links); else `path`.
+    """Return the sibling folder that a text file names (`last` and `best` without symbolic links); else `path`.
 
-    A link that was packed, or checked out, where there are no links is the same text file.
+    Archives and git turn links into the same text file on systems without links.
     """
     try:
         if path.is_symlink() or not path.is_file() or path.stat().st_size > _POINTER_BYTES:
             return path
-        target = path.with_name(path.read_text(encoding="utf-8").strip())  # ValueError unless it is a name alone
+        target = path.with_name(path.read_text(encoding="utf-8").strip())  # ValueError unless it is a bare name
         return target if target.is_dir() else path
     except (OSError, ValueError):
         return path
@@ -141,7 +141,7 @@ def _make_root(root: Path) -> None:
 
 
 def _put_in_place(folder: Path, target: Path) -> None:
-    """Rename a folder to `target`; a folder of that name is replaced, and found at every moment."""
+    """Rename a folder to `target`, replacing an existing one; a reader always finds one of them."""
     aside: Path | None = None
     if target.exists():
         aside = target.rename(beside(target, REPLACED))
@@ -157,7 +157,7 @@ def _put_in_place(folder: Path, target: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a leftover; failing to is no reason to lose a run, so it is only logged."""
+    """Remove a leftover; a failure is only logged, since it must not end the run."""
     try:
         if path.is_symlink() or not path.is_dir():
             path.unlink()
@@ -168,22 +168,22 @@ def _remove(path: Path) -> None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Say whether no living process writes `path`. A lock dies with its process; a process number comes back."""
+    """Return whether no live process is writing `path`. A lock ends with its process; process ids are reused."""
     if path.is_symlink():
         return True
     try:
         fd = os.open(path, os.O_RDONLY)
-    except OSError:  # gone in the meantime, or not ours to open
+    except OSError:  # removed in the meantime, or no permission to open it
         return False
     try:
-        return try_lock(fd) is not False  # without locks nothing can be known: a leftover is the likely case
+        return try_lock(fd) is not False  # without locks this is unknown: assume a leftover
     finally:
         os.close(fd)
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    if sys.platform == "win32":  # a folder cannot be opened there
+    if sys.platform == "win32":  # Windows cannot open a folder
         yield
         return
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which are there and intact, which are kept, what `last` and `best` stand for."""
+"""A folder of checkpoints: finding intact ones, deciding which to keep, and the links `last` and `best`."""
 
 import logging
 import math
@@ -35,7 +35,7 @@ def find_checkpoints(root: Path) -> dict[int, Path]:
 def newest_intact(root: Path) -> tuple[Path, list[str]]:
     """Return the newest checkpoint that is intact, and one warning for each newer one that is not.
 
-    Raises CheckpointError if there is none, saying what is wrong with each.
+    Raises CheckpointError if there is none, with the problem of each checkpoint.
     """
 
     def verified(path: Path) -> Path:
@@ -46,12 +46,12 @@ def newest_intact(root: Path) -> tuple[Path, list[str]]:
 
 
 def read_newest_intact(root: Path) -> Checkpoint:
-    """Read the newest intact checkpoint; its `warnings` tell of newer ones that are not, and are logged."""
+    """Read the newest intact checkpoint; `warnings` lists newer damaged ones, which are also logged."""
     return read_first_intact(_newest_first(root), root)
 
 
 def read_first_intact(candidates: Iterable[Path], root: Path) -> Checkpoint:
-    """Read the first of `candidates` that is intact; its `warnings` tell of those before it, and are logged."""
+    """Read the first intact one of `candidates`; `warnings` lists the damaged ones before it, also logged."""
     checkpoint, warnings = _first(read_checkpoint, candidates, root)
     for warning in warnings:
         _log.warning(warning)
@@ -63,7 +63,7 @@ def _newest_first(root: Path) -> list[Path]:
 
 
 def _first(action: Callable[[Path], T], candidates: Iterable[Path], root: Path) -> tuple[T, list[str]]:
-    """Return the first result that does not fail as damaged, and what was wrong with those before."""
+    """Return the first result that is not damaged, and the problems of those before it."""
     problems: list[str] = []
     for path in candidates:
         try:
@@ -71,9 +71,9 @@ def _first(action: Callable[[Path], T], candidates: Iterable[Path], root: Path) 
         except CheckpointError as error:
             problems.append(str(error))
     if not problems:
-        raise CheckpointError(f"there is no checkpoint in {root}; train first, or give another folder")
+        raise CheckpointError(f"there is no checkpoint in {root}; train first, or choose another folder")
     short = "; ".join(problem.replace(f"checkpoint {root}/", "") for problem in problems)
-    raise CheckpointError(f"no checkpoint in {root} is intact: {short}; bring back a copy, or train again")
+    raise CheckpointError(f"no checkpoint in {root} is intact: {short}; restore a copy, or train again")
 
 
 # --- which to keep
@@ -81,23 +81,23 @@ def _first(action: Callable[[Path], T], candidates: Iterable[Path], root: Path) 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A checkpoint and its monitored number.
+    """A checkpoint and its monitored metric.
 
-    A phase of a run may train something else than the one before, so that its loss is another number. Values
-    compare only within a phase: any checkpoint of a later phase ranks before all of an earlier one.
+    Phases of a run may train different things, so their losses are comparable only within a phase: any checkpoint of
+    a later phase ranks before all of an earlier one.
     """
 
     step: int
     value: float | None = None
-    """The monitored number at that step; None if it was not measured."""
+    """The monitored metric at that step; None if it was not measured."""
     phase: float = 0.0
     """The phase of the run in which it was measured."""
 
 
 def best_first(entries: Iterable[Entry], mode: Mode) -> list[Entry]:
-    """Return the entries that have a value, those of the latest phase first, in it the best, of equals the earlier.
+    """Return the entries with a value: the latest phase first, within a phase the best, of equal ones the earlier.
 
-    NaN is no value.
+    NaN does not count as a value.
 
     >>> [entry.step for entry in best_first([Entry(1, 0.5), Entry(2, 0.2), Entry(3), Entry(4, float("nan"))], "min")]
     [2, 1]
@@ -112,10 +112,10 @@ def best_first(entries: Iterable[Entry], mode: Mode) -> list[Entry]:
 
 
 def to_delete(entries: Sequence[Entry], keep_best: int, mode: Mode, protect: Set[int] = frozenset()) -> list[int]:
-    """Return the steps to delete, oldest first: all but the newest, the best `keep_best` and the protected.
+    """Return the steps to delete, oldest first: all but the newest, the best `keep_best` and the protected ones.
 
-    While fewer than `keep_best` have a value, the newest others fill the places: a run that never validates
-    still has something to fall back on.
+    If fewer than `keep_best` have a value, the newest others are kept instead, so that a run that never validates
+    also has several checkpoints.
 
     >>> to_delete([Entry(1, 0.5), Entry(2, 0.2), Entry(3, 0.4), Entry(4, 0.6)], keep_best=2, mode="min")
     [1]
@@ -133,9 +133,9 @@ def to_delete(entries: Sequence[Entry], keep_best: int, mode: Mode, protect: Set
 
 
 def point(root: Path, name: str, target: str | None) -> None:
-    """Let `root/name` stand for its sibling `target` in one atomic step, or remove it for None.
+    """Atomically make `root/name` refer to its sibling `target`, or remove it if that is None.
 
-    It is a symbolic link; where the file system has none, a text file with the name of the folder (`durable.follow`).
+    It is a symbolic link, or on file systems without links a text file with the folder's name (`durable.follow`).
     """
     pointer = root / name
     if target is None:
@@ -156,9 +156,9 @@ def point(root: Path, name: str, target: str | None) -> None:
 
 
 def remove_copies(root: Path) -> None:
-    """Make room for `last` and `best` where they are folders, as in a run copied by something that follows links.
+    """Remove or rename `last` and `best` if they are folders, as in a run copied by a tool that follows links.
 
-    A copy of a checkpoint that is there, intact, goes. Anything else is somebody's and is only renamed.
+    A copy of an existing intact checkpoint is removed. Anything else may be user data and is only renamed.
     """
     for path in (root / LAST, root / BEST):
         if path.is_symlink() or not path.is_dir():
@@ -168,7 +168,7 @@ def remove_copies(root: Path) -> None:
             delete_folder(path)
         else:
             aside = path.rename(beside(path, "copy-of-"))
-            _log.warning("%s is a folder of its own, not a link to a checkpoint: renamed to %s", path, aside.name)
+            _log.warning("%s is a folder, not a link to a checkpoint: renamed to %s", path, aside.name)
 
 
 def _manifest(folder: Path) -> bytes | None:

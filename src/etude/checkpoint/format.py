@@ -1,4 +1,4 @@
-"""A state as safetensors plus JSON: any tree of dicts, lists, tuples, numbers, text and tensors, and back, exactly."""
+"""Saving a state as safetensors plus JSON: exact for trees of dicts, lists, tuples, numbers, strings and tensors."""
 
 import json
 import math
@@ -15,14 +15,14 @@ from torch.nn.parameter import is_lazy
 from etude.core.errors import CheckpointError
 
 Structure = Any
-"""JSON that mirrors a tree. A JSON object has one key, the kind of node it stands for:
+"""JSON that mirrors a tree. A JSON object has one key, the kind of node that it represents:
 
 dict       {"dict": {key: node}}            string keys
            {"items": [[key, node], …]}      with integer keys
 tuple      {"tuple": [node, …]}             a list is a JSON list
 tensor     {"tensor": name}                 tensors that share memory have one name
            {"complex": name}                stored as real and imaginary parts
-float      {"float": 16 hex digits}         the bits of inf and nan, which JSON does not know
+float      {"float": 16 hex digits}         the bits of inf and nan, which JSON lacks
 int        {"int": "0x…"}                   beyond 64 bits
 """
 
@@ -43,18 +43,18 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The element types a safetensors file can hold, and what it calls them."""
+"""Dtypes that a safetensors file can hold, and their names there."""
 
 _ALLOWED = "allowed are dict, list, tuple, None, bool, int, float, str and tensors"
 _MAX_DEPTH = 100
 
 
 def pack(tree: Any, name: str = "state") -> tuple[dict[str, Tensor], Structure]:
-    """Split a tree into tensors by name and a JSON-able structure; `unpack` gives the tree back.
+    """Split a tree into tensors by name and a JSON-able structure; `unpack` reverses it.
 
     Nothing is copied: the tensors are those of the tree, detached. A tensor is named by its dotted path. Subclasses
-    come back as what they hold (an OrderedDict as a dict, a Parameter as a Tensor, NumPy's float64 as a float).
-    Raises CheckpointError with the dotted path, starting with `name`, of anything that is not data.
+    are restored as their base type (an OrderedDict as a dict, a Parameter as a Tensor, NumPy's float64 as a float).
+    Raises CheckpointError with the dotted path, starting with `name`, of any unsupported object.
 
     >>> tensors, structure = pack({"weights": [torch.ones(2)], "betas": (0.9, 0.99)})
     >>> list(tensors), structure
@@ -68,9 +68,9 @@ def pack(tree: Any, name: str = "state") -> tuple[dict[str, Tensor], Structure]:
 
 
 def unpack(tensors: Mapping[str, Tensor], structure: Structure) -> Any:
-    """Build the tree that `pack` took apart; tensors that shared memory share it again.
+    """Rebuild the tree that `pack` split; tensors that shared memory share it again.
 
-    Raises CheckpointError if the structure is not one that `pack` makes, or does not fit the tensors.
+    Raises CheckpointError if the structure is invalid or does not fit the tensors.
     """
     try:
         return _unpack(tensors, structure, 0)
@@ -126,7 +126,9 @@ class _Packer:
 
     def node(self, value: Any, path: tuple[str, ...]) -> Structure:
         if len(path) > _MAX_DEPTH:
-            raise self._error(path[:4], f"is nested more than {_MAX_DEPTH} deep (does it contain itself?)")
+            raise self._error(
+                path[:4], f"is nested more than {_MAX_DEPTH} deep; check that it does not contain itself"
+            )
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
@@ -150,7 +152,7 @@ class _Packer:
     def _dict(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> Structure:
         for key in value:
             if type(key) is not str and type(key) is not int:
-                raise self._error(path, f"has the key {key!r}; keys have to be strings or integers")
+                raise self._error(path, f"has the key {key!r}; keys must be strings or integers")
         nodes = {key: self.node(item, (*path, str(key))) for key, item in value.items()}
         if all(type(key) is str for key in nodes):
             return {"dict": nodes}
@@ -161,7 +163,7 @@ class _Packer:
             raise self._error(path, problem)
         tensor = value.detach()
         kind = "tensor"
-        # Memory shared in part is stored twice; only tensors that are the same one come back as one.
+        # Partially overlapping memory is stored twice; only identical tensors are restored as one.
         identity: tuple[Any, ...] = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         identity += (tensor.is_conj(), tensor.is_neg())
         tensor = tensor.resolve_conj().resolve_neg()
@@ -176,7 +178,7 @@ class _Packer:
     def _add(self, tensor: Tensor, path: tuple[str, ...]) -> str:
         plain = ".".join(path).encode("utf-8", "backslashreplace").decode() or "value"
         name, count = plain, 1
-        while name in self.tensors or name == "__metadata__":  # {"a.b": …} beside {"a": {"b": …}}
+        while name in self.tensors or name == "__metadata__":  # "a.b" may be a key beside {"a": {"b": …}}
             count += 1
             name = f"{plain}#{count}"
         self.tensors[name] = tensor
@@ -190,7 +192,7 @@ def _not_storable(tensor: Tensor) -> str | None:
     if is_lazy(tensor):
         return "has no shape yet; run one batch through the model before saving"
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return f"is a {type(tensor).__name__}, whose values are elsewhere; gather it into a plain tensor first"
+        return f"is a {type(tensor).__name__}, with values on other ranks; gather it into a plain tensor first"
     if tensor.layout is not torch.strided:
         return f"has the layout {tensor.layout}; convert it with .to_dense() first"
     if tensor.device.type == "meta":
@@ -203,12 +205,12 @@ def _not_storable(tensor: Tensor) -> str | None:
 def safetensors_pieces(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file piece by piece, the same for equal tensors.
+    """Yield the bytes of a safetensors file in chunks, identical for equal tensors.
 
-    The library's own writer hides the bytes, so a checksum would cost a second read, and orders metadata by chance.
-    Copies (from a device, or to make a tensor contiguous) are made one at a time: a large state is never held twice.
+    With the library's own writer a checksum needs a second read, and the order of metadata varies. Tensors are copied
+    (from a device, or to make them contiguous) one at a time, so a large state is never held twice.
     """
-    # Wide elements first keeps every tensor aligned; the name settles the rest, so that order never varies.
+    # Wide dtypes first keeps every tensor aligned; then by name, so that the order never varies.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -227,10 +229,10 @@ def safetensors_pieces(
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file into memory of its own, on the CPU."""
+    """Read a safetensors file into newly allocated memory on the CPU."""
     try:
-        # Cloned because the library maps the file: a tensor would change with the file and start at any address,
-        # and some matrix kernels round differently at another alignment.
+        # Cloned because the library maps the file: a tensor would change with the file and could start at any
+        # address, and some matrix kernels round differently at another alignment.
         return {name: tensor.clone() for name, tensor in load_file(path).items()}
-    except Exception as error:  # the header may say anything: unknown types, sizes that no memory has
+    except Exception as error:  # the header may hold anything: unknown dtypes, impossible sizes
         raise CheckpointError(f"cannot read {path}: {error!s:.200}; use another checkpoint") from error

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: a folder of checkpoints, of which the newest and the best are kept. Usable alone."""
+"""`CheckpointManager`: a folder of checkpoints that keeps the newest and the best. Usable on its own."""
 
 import logging
 from collections.abc import Mapping
@@ -33,15 +33,15 @@ from etude.core.run_layout import BEST, LAST, folder_name
 _log = logging.getLogger(__name__)
 
 _MODULES = record_of("Modules", {"optimizer": dict[str, Any] | None, "extra": dict[str | int, Any]})
-"""What `save_modules` saves beside the model."""
+"""Keys that `save_modules` saves beside the model."""
 
 
 class CheckpointManager:
-    """Checkpoints of one run: `root/step-NNNNNNNN`, and the links `root/last` and `root/best` for people.
+    """Checkpoints of one run: `root/step-NNNNNNNN`, and the links `root/last` and `root/best`.
 
-    Kept are the newest and the best `keep_best` by the metric `monitor`; of several phases, those of the newest
-    are the best. Everything is read from the folders, so a new manager continues where another one
-    stopped. A manager that only loads changes nothing on the disk.
+    It keeps the newest one and the best `keep_best` by the metric `monitor`; a later phase ranks before an earlier
+    one. All state is in the folders, so a new manager continues where another one stopped. A manager that only loads
+    does not write.
 
     >>> from tempfile import mkdtemp
     >>> import torch
@@ -77,10 +77,10 @@ class CheckpointManager:
         meta: Mapping[str, Any] | None = None,
         config: str = "",
     ) -> Path:
-        """Write the checkpoint of `step`, then delete those no longer kept; return its folder.
+        """Write the checkpoint of `step`, then delete those no longer needed; return its folder.
 
-        When this returns the checkpoint is on the disk. Raises CheckpointError if it cannot be written; the earlier
-        ones are then as they were.
+        When this returns, the checkpoint is on disk. Raises CheckpointError if it cannot be written; earlier
+        checkpoints are then unchanged.
         """
         step = as_whole("step", step, least=0, error=CheckpointError)
         path = self.root / folder_name(step)
@@ -94,9 +94,9 @@ class CheckpointManager:
         return path
 
     def finish(self, step: int) -> None:
-        """Do what is still to be done after the checkpoint of `step`, if the process that saved it died too soon.
+        """Complete the work after the checkpoint of `step`, if the process that saved it died too early.
 
-        Its leftovers go, the links point at the newest and the best, and what is no longer kept is deleted.
+        Leftovers are removed, the links are updated, and checkpoints no longer needed are deleted.
         """
         try:
             self._clean()
@@ -107,8 +107,8 @@ class CheckpointManager:
     def load(self, which: str | Path | None = None) -> Checkpoint:
         """Read a checkpoint: "last" (the default), "best", or one by its path or name.
 
-        If the last or the best one is damaged, the next one that is intact is read, with a warning. Raises
-        CheckpointError if there is none, or if the folder that was asked for is damaged.
+        If the last or the best one is damaged, the next intact one is read, with a warning. Raises CheckpointError if
+        there is none, or if the requested folder is damaged.
         """
         if which is None or which == LAST:
             return read_newest_intact(self.root)
@@ -143,9 +143,9 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Path:
-        """Save a module, its optimizer and whatever else is data (`extra`), for loops written by hand.
+        """Save a module, its optimizer and any other data (`extra`), for hand-written loops.
 
-        Warns once if the folder holds a later step, as that of another run: the last checkpoint is the latest step.
+        Warns once if the folder holds a later step, for example of another run: `last` is always the latest step.
         """
         state = {
             "optimizer": None if optimizer is None else optimizer_state(optimizer, model),
@@ -156,8 +156,8 @@ class CheckpointManager:
         if latest > step and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                f"{path} was saved, but {folder_name(latest)} is in the same folder and will be loaded as the last; if "
-                f"it is of another run, take another folder or delete it"
+                f"{path} was saved, but {folder_name(latest)} is in the same folder and will be loaded as the last; "
+                "if it belongs to another run, choose another folder or delete it"
             )
         return path
 
@@ -189,9 +189,9 @@ class CheckpointManager:
         remove_copies(self.root)
 
     def _tidy(self, saved: int) -> None:
-        """Point the links at the newest and the best, then delete what is no longer kept."""
+        """Update the links to the newest and the best, then delete checkpoints no longer needed."""
         entries = self.all()
-        # The one just saved is kept even if a later step is there: that may be the damaged one we resumed before.
+        # Keep the one just saved even if a later step exists: that one may be damaged, so that we resumed before it.
         delete = to_delete(entries, self.keep_best, self.mode, protect={saved})
         ranked = best_first([entry for entry in entries if entry.step not in delete], self.mode)
         point(self.root, LAST, folder_name(entries[-1].step))
@@ -209,13 +209,13 @@ class CheckpointManager:
             value = metrics.get(self.monitor)
             return Entry(step, None if value is None else float(value), float(metrics.get("phase", 0.0)))
         except (CheckpointError, ValueError, TypeError, AttributeError, OverflowError):
-            return Entry(step)  # damaged: it is passed over when it is read, with the reason
+            return Entry(step)  # damaged: skipped with the reason when it is read
 
 
 def locate_checkpoint(path: Path) -> Path:
-    """Return the checkpoint folder that a path stands for: itself, or the newest intact one of a folder of checkpoints.
+    """Return the checkpoint folder at a path: itself, or the newest intact one in a folder of checkpoints.
 
-    A path that ends in `last` or `best` is found also where that is a text file, a link that leads nowhere, or missing.
+    A path that ends in `last` or `best` is also found if that is a text file, a broken link, or missing.
     """
     path = follow(path)
     if (path / MANIFEST).exists():
@@ -233,5 +233,5 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
         return {name: float(value) for name, value in metrics.items()}
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"cannot save the metrics {dict(metrics)!r}: {error}; give one number per name"
+            f"cannot save the metrics {dict(metrics)!r}: {error}; pass one number per name"
         ) from error

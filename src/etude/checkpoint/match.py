@@ -1,4 +1,4 @@
-"""Loading a module's state: a mismatch is explained by parameter name and shape, before anything changes."""
+"""Loading a module's state: mismatches are reported by parameter name and shape, before anything changes."""
 
 from collections.abc import Mapping
 from itertools import zip_longest
@@ -16,9 +16,9 @@ _NUM_NAMED = 8
 
 
 def explain_mismatch(module_state: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Say how a saved state differs from a module's in names, shapes and types, or return None if it does not.
+    """Describe how a saved state differs from a module's in names, shapes and dtypes; None if it does not.
 
-    Floats of another width are fine: they are converted.
+    Floats of another width are accepted and converted.
 
     >>> explain_mismatch({"fc.weight": torch.zeros(10, 84)}, {"fc.weight": torch.zeros(10, 120)})
     'this checkpoint belongs to another architecture: fc.weight: checkpoint (10, 120), model (10, 84)'
@@ -32,10 +32,11 @@ def explain_mismatch(module_state: Mapping[str, Any], saved: Mapping[str, Any]) 
     missing = [
         f"{name}: missing in the checkpoint"
         for name, value in module_state.items()
-        if name not in saved and _identity(value) not in present  # a tied weight may have only one of its names
+        # a tied weight may be saved under only one of its names
+        if name not in saved and _identity(value) not in present
     ]
     unexpected = [f"{name}: not in the model" for name in saved if name not in module_state]
-    # A few of each kind tell more than many of one.
+    # Examples of each kind are more useful than many of one kind.
     problems = [text for texts in zip_longest(shapes, missing, unexpected) for text in texts if text is not None]
     if not problems:
         return None
@@ -44,9 +45,9 @@ def explain_mismatch(module_state: Mapping[str, Any], saved: Mapping[str, Any]) 
 
 
 def load_model_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Load a saved state into a module in place: its parameters stay the same objects, tied weights stay tied.
+    """Load a saved state into a module in place: parameters stay the same objects, tied weights stay tied.
 
-    Raises CheckpointError if names, shapes or types differ, before anything changes, or if the module refuses.
+    Raises CheckpointError if names, shapes or dtypes differ, before anything changes, or if the module raises.
     """
     state = _fitting_state(module, saved)
     device = next((tensor.device for tensor in unwrap(module).parameters()), None)
@@ -56,12 +57,12 @@ def load_model_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
             owner._buffers[key] = like.new_empty(state[name].shape)
     try:
         unwrap(module).load_state_dict(state, strict=True)
-    except Exception as error:  # a module may load its own state as it likes
+    except Exception as error:  # a module may define its own loading
         raise CheckpointError(f"this checkpoint does not fit the model: {' '.join(str(error).split())}") from error
 
 
 def check_model_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if `load_model_state` would find that names, shapes or types differ."""
+    """Raise CheckpointError if `load_model_state` would find different names, shapes or dtypes."""
     _fitting_state(module, saved)
 
 
@@ -89,7 +90,7 @@ def _fitting_state(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any
 
 
 def _empty_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor | None]]:
-    """Return the buffers that hold nothing yet, empty or None, by name: what grows in training has any shape later."""
+    """Return the buffers without values, empty or None, by name: buffers that grow in training may have any shape."""
     return {
         f"{path}.{key}" if path else key: (owner, key, tensor)
         for path, owner in unwrap(module).named_modules()
@@ -108,7 +109,7 @@ def _without(state: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 def _without_wrappers(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """Clean saved names; `module.` goes only if it is on all of them and the model has no child of that name."""
+    """Clean saved names; `module.` is removed only if all names have it and the model has no child of that name."""
     cleaned = {clean_name(name): value for name, value in saved.items()}
     prefixed = all(name.startswith("module.") for name in cleaned)
     if prefixed and not any(name.startswith("module.") for name in current):
@@ -117,7 +118,7 @@ def _without_wrappers(saved: Mapping[str, Any], current: Mapping[str, Any]) -> d
 
 
 def _first_names(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, str]:
-    """Return for each name of the module the first saved name of the same tensor (its own unless it is tied)."""
+    """Return for each name of the module the first saved name of the same tensor (its own unless tied)."""
     first: dict[Any, str] = {}
     for name in current:
         if name in saved:
@@ -129,13 +130,13 @@ def _check_tied(name: str, first: str, saved: Mapping[str, Any]) -> None:
     one, other = saved[name], saved[first]
     if one is not other and (one.dtype != other.dtype or not torch.equal(one, other)):
         raise CheckpointError(
-            f"{first} and {name} are one tensor in this model but differ in the checkpoint; "
-            f"build the model without tying them"
+            f"{first} and {name} are tied in this model but differ in the checkpoint; build the model without tying "
+            "them"
         )
 
 
 def _identity(value: Any) -> tuple[Any, ...] | None:
-    """Return what is equal for two names of one tensor and for nothing else, or None where nothing can be tied."""
+    """Return a key that is equal only for two names of one tensor, or None if it cannot be tied."""
     if not isinstance(value, Tensor) or is_lazy(value) or value.numel() == 0 or value.is_meta:
         return None
     return value.device, value.data_ptr(), value.shape, value.stride()

@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name, so that it survives another order of parameters and can be read by people."""
+"""Optimizer state by parameter name: readable, and independent of the order of parameters."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,9 +31,9 @@ _TREE = record_of(
 
 @without_compiler()
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Return all state of an optimizer as a tree: per parameter by its name in `model`, and per group.
+    """Return the state of an optimizer as a tree: per parameter by its name in `model`, and per group.
 
-    The tensors are the optimizer's own, not copies. A parameter that `model` does not have is named by its place.
+    The tensors are not copied. A parameter that is not in `model` is named by its index.
     """
     saved = optimizer.state_dict()
     groups = _named_groups(optimizer, model)
@@ -55,11 +55,10 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
 
 @without_compiler()
 def load_optimizer_state(optimizer: Optimizer, model: nn.Module, tree: Mapping[str, Any]) -> None:
-    """Load what `optimizer_state` returned, exactly: element types, devices and memory layout as training needs them.
+    """Load what `optimizer_state` returned, exactly: dtypes, devices and memory layout as in training.
 
-    Raises CheckpointError, before anything is changed, if the optimizer or its parameters are not those saved, or if a
-    state is missing or of another shape or type than the optimizer needs. What an optimizer needs that is not torch's
-    own is not known.
+    Raises CheckpointError, before anything changes, if the optimizer or its parameters differ from those saved, or if
+    a state is missing or has a wrong shape or dtype. The latter is checked only for torch's own optimizers.
     """
     check_optimizer(optimizer, model, tree)
     groups = _named_groups(optimizer, model)
@@ -72,7 +71,7 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, tree: Mapping[s
             **_copy(tree["other"]),
             "state": {**_copy(tree["shared"]), **{index_of[name]: value for name, value in state.items()}},
             "param_groups": [
-                # Settings that the saved run did not know keep the value they have.
+                # Settings that the saved state lacks keep their current value.
                 {**own, **_settings(saved["settings"]), "params": [index_of[name] for name in names]}
                 for own, saved, names in zip(settings, _saved_groups(groups, tree), groups, strict=True)
             ],
@@ -87,7 +86,7 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, tree: Mapping[s
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, tree: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless `tree` is the state of such an optimizer with these parameters in these groups."""
+    """Raise CheckpointError unless `tree` is the state of such an optimizer with these parameters and groups."""
     check_kind(_TREE, tree, "optimizer")
     if tree["optimizer"] != type(optimizer).__name__:
         raise CheckpointError(
@@ -104,7 +103,9 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, tree: Mapping[str, A
     ]
     if problems:
         rest = f" (and {len(problems) - _NUM_NAMED} more)" if len(problems) > _NUM_NAMED else ""
-        raise CheckpointError(f"the saved optimizer has other parameters: {'; '.join(problems[:_NUM_NAMED])}{rest}")
+        raise CheckpointError(
+            f"the saved optimizer has different parameters: {'; '.join(problems[:_NUM_NAMED])}{rest}"
+        )
     strangers = [name for name in tree["state"] if name not in own] + [
         i for i in tree["shared"] if i in range(len(own))
     ]
@@ -123,7 +124,7 @@ def _check_group(
     saved: Mapping[str, Any],
     states: Mapping[str, Mapping[Any, Any]],
 ) -> None:
-    """Compare settings and states of one group with what the optimizer has and needs."""
+    """Compare settings and states of one group with those the optimizer has and needs."""
     own, part = _settings(optimizer.param_groups[place]), f"optimizer.groups.{place}.settings"
     check_settings(saved, own, part)
     needed: dict[Any, dict[str, Any] | None] = {}
@@ -159,8 +160,8 @@ def _saved_groups(groups: Sequence[Mapping[str, Tensor]], tree: Mapping[str, Any
         if found is None:
             some = ", ".join(list(names)[:_NUM_NAMED]) + (" …" if len(names) > _NUM_NAMED else "")
             raise CheckpointError(
-                f"the saved optimizer groups its parameters otherwise: no saved group has exactly {some or 'none'}; "
-                f"build the parameter groups as in the saved run"
+                "the saved optimizer groups its parameters differently: no saved group has exactly "
+                f"{some or 'none'}; build the parameter groups as in the saved run"
             )
         matching.append(left.pop(found))
     if left:
@@ -172,7 +173,7 @@ def _saved_groups(groups: Sequence[Mapping[str, Tensor]], tree: Mapping[str, Any
 
 
 def _copy(value: Any, parameter: Tensor | None = None) -> Any:
-    """Copy the tensors of a tree, so that training on does not change it; they take the layout of the parameter."""
+    """Copy the tensors of a tree, so that further training does not change it, in the layout of the parameter."""
     if isinstance(value, dict):
         return {key: _copy(item, parameter) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -185,7 +186,7 @@ def _copy(value: Any, parameter: Tensor | None = None) -> Any:
 
 
 def _restore_types(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Undo the cast of torch's loader, which gives floating-point state the type of the parameter."""
+    """Undo the cast of torch's loader, which gives floating-point state the dtype of the parameter."""
     for key, value in saved.items():
         current = loaded.get(key)
         if isinstance(value, Tensor) and isinstance(current, Tensor) and current.dtype != value.dtype:

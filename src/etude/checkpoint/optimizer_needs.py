@@ -1,7 +1,7 @@
-"""What a torch optimizer keeps for a parameter, found out by letting one like it take a step with a small one.
+"""The state that a torch optimizer needs per parameter, found by running one step of such an optimizer.
 
-Kernels that update many tensors at once trust the shapes they are given: a state of another shape would be written past
-its end. So the saved state is compared with what the optimizer itself makes.
+Foreach and fused kernels do not check shapes: they would write past the end of a state of another shape. So the saved
+state is compared with the state that the optimizer itself creates.
 """
 
 import inspect
@@ -18,32 +18,32 @@ from etude.core.errors import CheckpointError
 from etude.optim.eager import take_step, without_compiler
 
 _KERNELS = {"fused": False, "foreach": False, "capturable": False, "differentiable": False}
-"""They do not change what is kept, and do not all work on the CPU."""
+"""Settings that do not change the state, and do not all work on the CPU."""
 
 
 def check_settings(saved: Mapping[str, Any], own: Mapping[str, Any], part: str) -> None:
-    """Raise CheckpointError unless every saved setting is the kind of value that the optimizer has there."""
+    """Raise CheckpointError unless every saved setting has the type of the optimizer's own setting."""
     for key, value in saved.items():
         if key in own and not _same_kind(value, own[key]):
             raise CheckpointError(f"{part}.{key}: found {value!r:.60}, the optimizer has {own[key]!r:.60}")
 
 
 def needed_state(optimizer: Optimizer, settings: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
-    """Return what the optimizer keeps for a parameter under `settings`; tensors, except for counters, have no data.
+    """Return the state for a parameter under `settings`; tensors, except for counters, have no data.
 
-    None if that cannot be known: the optimizer is not one of torch's, or its step needs more than gradients.
+    None if it is unknown: the optimizer is not torch's, or its step needs more than gradients.
     """
     base = next(cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim"))
     if base is Optimizer or not type(optimizer).step.__module__.startswith("torch.optim"):
         return None
     try:
         return _try_step(base, settings, parameter)
-    except Exception:  # whatever it says
+    except Exception:  # any error means that the state is unknown
         return None
 
 
 def check_state(saved: Mapping[Any, Any], needed: Mapping[str, Any], part: str) -> None:
-    """Raise CheckpointError unless everything needed is there, in its shape and type."""
+    """Raise CheckpointError unless everything needed is present with the right shape and dtype."""
     for key, value in needed.items():
         place = f"{part}.{key}"
         if key not in saved:
@@ -60,8 +60,9 @@ def check_state(saved: Mapping[Any, Any], needed: Mapping[str, Any], part: str) 
 
 
 def _try_step(base: type, settings: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """Step with a small parameter of as many dimensions, no two of one size, and read from the sizes what is kept."""
-    sizes = range(2, 2 + max(1, parameter.dim()))  # with a dimension also for a scalar: counters have none
+    """Step with a small parameter whose dimensions all have different sizes, and infer the shapes of the state."""
+    # a scalar gets a dimension too, to distinguish its state from counters
+    sizes = range(2, 2 + max(1, parameter.dim()))
     like = torch.zeros(*sizes, dtype=parameter.dtype, requires_grad=True)
     like.grad = torch.ones_like(like)
     known = inspect.signature(base).parameters

@@ -1,6 +1,6 @@
 """Writing, verifying and reading one checkpoint folder.
 
-Its manifest has size and SHA-256 of every file, and of itself, so that any changed bit is noticed.
+Its manifest has the size and SHA-256 of every file, and of itself, so that any changed bit is detected.
 """
 
 import errno
@@ -32,17 +32,17 @@ MANIFEST, META, STATE, MODEL_TENSORS, STATE_TENSORS = (
     "state.safetensors",
 )
 FILES = (MODEL_TENSORS, STATE_TENSORS, STATE, META)
-"""What every checkpoint consists of, besides the manifest."""
+"""Files of every checkpoint, besides the manifest."""
 
 CONFIG = "run-config.yaml"
-"""The config of its run, if it has one. Not `config.yaml`: a folder with that file is a run."""
+"""The config of its run, if any. Not `config.yaml`: a folder with that file is a run folder."""
 
 FORMAT = 1
-"""Version of the layout; a reader refuses a later one."""
+"""Version of the layout; a later one is refused."""
 
 
 class FileRecord(NamedTuple):
-    """What a file has to be."""
+    """The recorded size and checksum of a file."""
 
     size: int
     sha256: str
@@ -50,23 +50,23 @@ class FileRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a checkpoint folder holds, in memory on the CPU."""
+    """The contents of a checkpoint folder, in CPU memory."""
 
     path: Path
     model_state: dict[str, Any]
     """The module's state by name; tied weights are one tensor under each of their names."""
     state: Any
-    """Everything else, as it was given."""
+    """All other state, as passed to `write_checkpoint`."""
     meta: dict[str, Any]
     """The contents of meta.json, for people."""
     config: str = ""
-    """The config of the run as YAML, all of it; empty if it was saved without one."""
+    """The complete config of the run as YAML; empty if it was saved without one."""
     warnings: tuple[str, ...] = ()
-    """One line for every newer or better checkpoint that was damaged and passed over."""
+    """One line for every newer or better checkpoint that was skipped because it is damaged."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers that were measured at that step; raises CheckpointError if they are not numbers."""
+        """The metrics measured at that step; raises CheckpointError if they are not numbers."""
         with errors_of(self.path, f"metrics in {META}"):
             return {name: float(value) for name, value in self.meta.get("metrics", {}).items()}
 
@@ -74,12 +74,12 @@ class Checkpoint:
 def write_checkpoint(
     folder: Path, model_state: Mapping[str, Any], state: Any, meta: Mapping[str, Any], config: str = ""
 ) -> None:
-    """Write a checkpoint; when this returns it is on the disk, and until then there is nothing under its name.
+    """Write a checkpoint; it exists under its name only once it is complete and on disk.
 
     `meta` is for people: step, epoch, metrics; versions, time and shapes are added. `config` is the text of the run's
-    config file: with it, a checkpoint that was moved elsewhere says what it is.
-    A checkpoint of the same name is replaced. Raises CheckpointError if `state` holds anything that is not data
-    or if the disk refuses; earlier checkpoints are untouched either way.
+    config file: with it, a checkpoint that was moved elsewhere is self-describing. A checkpoint of the same name is
+    replaced. Raises CheckpointError if `state` holds an unsupported object or if writing fails; earlier checkpoints
+    are unchanged either way.
     """
     model_tensors, model_structure = pack(dict(model_state), "model")
     state_tensors, state_structure = pack(state, "state")
@@ -100,7 +100,7 @@ def write_checkpoint(
                 files[CONFIG].write(config.encode("utf-8", "backslashreplace"))
             records = {name: FileRecord(files[name].size, files[name].sha256) for name in names}
             files[MANIFEST].write(render_manifest(records))
-            # Synced only after the last write, so that the file system can commit them together.
+            # Synced after the last write, so that the file system can commit them together.
             for file in files.values():
                 file.sync()
     except OSError as error:
@@ -108,7 +108,7 @@ def write_checkpoint(
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Raise CheckpointError, saying which file and how, unless every byte is as it was written."""
+    """Raise CheckpointError with the file and the difference, unless every byte is as it was written."""
     folder = follow(folder)
     for name, record in _read_manifest(folder).items():
         _check_file(folder, name, record)
@@ -134,7 +134,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     for part, name in (("model", MODEL_TENSORS), ("state", STATE_TENSORS)):
         try:
             parts[part] = unpack(read_tensors(folder / name), structure[part])
-        except CheckpointError as error:  # checksums right, contents not ours
+        except CheckpointError as error:  # the checksums match, but the contents are not ours
             raise _damaged(folder, f"{part} in {STATE}: {error}") from error
     if not isinstance(parts["model"], dict) or not all(isinstance(name, str) for name in parts["model"]):
         raise _damaged(folder, f"model in {STATE} is not tensors by name")
@@ -143,7 +143,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Read meta.json alone, verified; the tensors are not looked at."""
+    """Read only meta.json, verified; tensors are not read."""
     folder = follow(folder)
     _check_file(folder, META, _read_manifest(folder)[META])
     return _read_json(folder, META)
@@ -153,7 +153,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def render_manifest(files: Mapping[str, FileRecord]) -> bytes:
-    """Return the one and only text of a manifest for these files."""
+    """Return the canonical text of a manifest for these files."""
     content: dict[str, Any] = {
         "format": FORMAT,
         "files": {name: files[name]._asdict() for name in (*FILES, CONFIG) if name in files},
@@ -165,7 +165,7 @@ def render_manifest(files: Mapping[str, FileRecord]) -> bytes:
 def _read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return the records of a checkpoint's files; raise CheckpointError if the manifest is missing or damaged."""
     if not folder.is_dir():
-        raise CheckpointError(f"there is no checkpoint {folder}; give a folder such as checkpoints/step-00000100")
+        raise CheckpointError(f"there is no checkpoint {folder}; choose a folder such as checkpoints/step-00000100")
     if not (folder / MANIFEST).exists():
         raise CheckpointError(f"{folder} is not a checkpoint, or is damaged: it has no {MANIFEST}")
     content = _read_json(folder, MANIFEST)
@@ -174,7 +174,7 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
         raise CheckpointError(f"{folder} has format {version}, this version of etude reads {FORMAT}; update etude")
     try:
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
-        # Comparing the whole text also catches damage that JSON would read over, such as spaces or repeated keys.
+        # Comparing the whole text also detects damage that a JSON parser ignores, such as spaces or repeated keys.
         is_intact = _read(folder, MANIFEST) == render_manifest(files) and files.keys() >= {*FILES}
     except (TypeError, LookupError, AttributeError):
         is_intact = False
@@ -184,7 +184,7 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def _check_file(folder: Path, name: str, expected: FileRecord) -> None:
-    """Raise CheckpointError if a file is missing, or if its size or checksum is not the recorded one."""
+    """Raise CheckpointError if a file is missing, or if its size or checksum differs from the recorded one."""
     with _reading(folder, name), (folder / name).open("rb") as file:
         if (size := (folder / name).stat().st_size) != expected.size:
             raise _damaged(folder, f"{name} has {size} bytes, expected {expected.size}")
@@ -194,7 +194,7 @@ def _check_file(folder: Path, name: str, expected: FileRecord) -> None:
 
 
 def _damaged(folder: Path, what: str) -> CheckpointError:
-    """Return the error for a checkpoint that is not what was written."""
+    """Return the error for a damaged checkpoint."""
     return CheckpointError(f"checkpoint {folder} is damaged: {what}")
 
 
@@ -202,7 +202,7 @@ def _damaged(folder: Path, what: str) -> CheckpointError:
 
 
 def cannot_save(folder: Path, error: OSError) -> CheckpointError:
-    """Return the error for a disk that refuses, with the remedy that fits."""
+    """Return the error for a failed write, with a suitable remedy."""
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
             remedy = "free some space or keep fewer checkpoints"
@@ -211,7 +211,7 @@ def cannot_save(folder: Path, error: OSError) -> CheckpointError:
         case _:
             remedy = "check the disk"
     what = error.strerror or str(error)
-    return CheckpointError(f"cannot save {folder}: {what}; {remedy} (earlier checkpoints are untouched)")
+    return CheckpointError(f"cannot save {folder}: {what}; {remedy} (earlier checkpoints are unchanged)")
 
 
 def _render_meta(meta: Mapping[str, Any], model_state: Mapping[str, Any]) -> bytes:
@@ -233,7 +233,7 @@ def _render_meta(meta: Mapping[str, Any], model_state: Mapping[str, Any]) -> byt
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` as standard JSON that a person can read; what has no such form is given in words."""
+    """Return `value` as readable standard JSON; objects without a JSON form become text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -260,7 +260,7 @@ def _read(folder: Path, name: str) -> bytes:
 
 @contextmanager
 def _reading(folder: Path, name: str) -> Iterator[None]:
-    """Say which file cannot be read. A pipe in its place is not waited for."""
+    """Return the bytes of a file, or raise an error that names it. It never blocks on a pipe."""
     try:
         if (folder / name).exists() and not (folder / name).is_file():
             raise _damaged(folder, f"{name} is not a file")

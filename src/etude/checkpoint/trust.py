@@ -1,4 +1,4 @@
-"""Checkpoints come from anywhere: their contents are compared with what is needed before anything uses them."""
+"""Checkpoints may come from anywhere: their contents are validated before use."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ _CANNOT_LOAD = "cannot load"
 
 
 def record_of(name: str, fields: dict[str, Any], *, total: bool = True) -> Any:
-    """Return the type of a dict with these keys and no others; its values are not converted."""
+    """Return the type of a dict with exactly these keys; its values are not converted."""
     kind = TypedDict(name, fields, total=total)  # type: ignore[misc]
     config = {"extra": "forbid", "strict": True, "arbitrary_types_allowed": True}
     kind.__pydantic_config__ = config  # type: ignore[attr-defined]
@@ -26,13 +26,13 @@ def record_of(name: str, fields: dict[str, Any], *, total: bool = True) -> Any:
 
 
 def check_kind(kind: Any, value: Any, part: str) -> None:
-    """Raise CheckpointError, with the part and the key in it, unless `value` is of a kind.
+    """Raise CheckpointError with the part and the key, unless `value` has the type `kind`.
 
     >>> check_kind(dict[str, int], {"step": -5.5}, "clock")
     Traceback (most recent call last):
     etude.core.errors.CheckpointError: clock.step: Input should be a valid integer, found -5.5
     """
-    from pydantic import ValidationError  # here, so that it is imported only to load
+    from pydantic import ValidationError  # imported here, because only loading needs it
 
     try:
         _adapter(kind).validate_python(value, strict=True)
@@ -43,7 +43,7 @@ def check_kind(kind: Any, value: Any, part: str) -> None:
 
 
 def is_kind(kind: Any, value: Any) -> bool:
-    """Whether `check_kind` finds nothing wrong: for states that are only looked at, which another version may keep."""
+    """Whether `check_kind` accepts a value: for optional states that another version may have saved."""
     try:
         check_kind(kind, value, "state")
     except CheckpointError:
@@ -52,7 +52,7 @@ def is_kind(kind: Any, value: Any) -> bool:
 
 
 def check_tensor(value: Any, like: Tensor, part: str) -> None:
-    """Raise CheckpointError unless `value` is a tensor of the shape and type of `like`."""
+    """Raise CheckpointError unless `value` is a tensor with the shape and dtype of `like`."""
     if not isinstance(value, Tensor):
         raise CheckpointError(f"{part}: found {_short(value)}, expected a tensor")
     if (value.shape, value.dtype) != (like.shape, like.dtype):
@@ -62,7 +62,7 @@ def check_tensor(value: Any, like: Tensor, part: str) -> None:
 
 @contextmanager
 def errors_of(place: Path | str, part: str = "") -> Iterator[None]:
-    """Turn every error of the block into one CheckpointError that names the checkpoint and the part of it."""
+    """Turn every error of the block into one CheckpointError that names the checkpoint and its part."""
     try:
         yield
     except Exception as error:
@@ -75,7 +75,7 @@ def errors_of(place: Path | str, part: str = "") -> Iterator[None]:
 
 
 def same_category(saved: torch.dtype, own: torch.dtype) -> bool:
-    """Whether values of one type can stand for the other: floats for floats, otherwise only the same type."""
+    """Whether values of one dtype can be loaded as the other: floats as floats, otherwise only the same dtype."""
     return saved == own or (saved.is_floating_point and own.is_floating_point)
 
 
@@ -93,6 +93,6 @@ def _dtype(tensor: Tensor) -> str:
 def _short(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a {_dtype(value)} tensor {tuple(value.shape)}"
-    if isinstance(value, int) and abs(value) > 10**_SHOWN:  # Python refuses to write out very long ones
+    if isinstance(value, int) and abs(value) > 10**_SHOWN:  # Python refuses to format very long integers
         return "a very large number"
     return shorten(repr(value), _SHOWN)

@@ -1,1 +1,1 @@
-"""The command line: argument parsing and words for people, no logic."""
+"""The command line: argument parsing and output, no logic."""

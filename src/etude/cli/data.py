@@ -9,7 +9,7 @@ import typer
 if TYPE_CHECKING:
     from etude.corpus import CorpusReport
 
-data_app = typer.Typer(help="Check and look at token files.", no_args_is_help=True)
+data_app = typer.Typer(help="Check and show token files.", no_args_is_help=True)
 
 
 def tokenize(
@@ -22,39 +22,39 @@ def tokenize(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the token files.")] = Path("data/tokenized"),
-    vocab_size: Annotated[int, typer.Option(help="Size of the vocabulary that is trained.")] = 8192,
+    vocab_size: Annotated[int, typer.Option(help="Vocabulary size of the trained tokenizer.")] = 8192,
     tokenizer: Annotated[
-        str | None, typer.Option(help="A tokenizer.json, or a folder with one, instead of training.")
+        str | None,
+        typer.Option(help="Use this tokenizer.json, or a folder with one, instead of training a tokenizer."),
     ] = None,
     end_token: Annotated[
-        str | None, typer.Option(help="Token that ends a document, if a given tokenizer does not say.")
+        str | None, typer.Option(help="Token that ends a document, if the tokenizer does not define one.")
     ] = None,
     validation: Annotated[float, typer.Option(help="Share of the documents for validation.")] = 0.05,
     test: Annotated[float, typer.Option(help="Share of the documents for the test split.")] = 0.05,
-    salt: Annotated[str, typer.Option(help="Another salt gives another split and order.")] = "",
-    text_key: Annotated[str, typer.Option(help="Key of the text in the lines of JSONL files.")] = "text",
+    salt: Annotated[str, typer.Option(help="Change it to get another split and order.")] = "",
+    text_key: Annotated[str, typer.Option(help="Key of the text in JSONL files.")] = "text",
     include: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Files of a folder to take, instead of text and code.")
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="Pattern of files to include from folders [default: text and code]."),
     ] = None,
-    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Files of a folder to leave out.")] = None,
-    min_chars: Annotated[int, typer.Option(help="Leave out shorter documents.")] = 1,
-    max_chars: Annotated[int | None, typer.Option(help="Leave out longer documents.")] = None,
-    cut_chars: Annotated[
-        int | None, typer.Option(help="Cut longer documents at line ends into several documents.")
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Pattern of files to exclude from folders.")
     ] = None,
-    keep_duplicates: Annotated[bool, typer.Option("--keep-duplicates", help="Keep copies of a document.")] = False,
+    min_chars: Annotated[int, typer.Option(help="Drop shorter documents.")] = 1,
+    max_chars: Annotated[int | None, typer.Option(help="Drop longer documents.")] = None,
+    cut_chars: Annotated[int | None, typer.Option(help="Split longer documents at line ends.")] = None,
+    keep_duplicates: Annotated[bool, typer.Option("--keep-duplicates", help="Keep duplicate documents.")] = False,
     tokenizer_bytes: Annotated[
-        int, typer.Option(help="Train the tokenizer on at most this much text, sampled.")
+        int, typer.Option(help="Train the tokenizer on a sample of at most this much text.")
     ] = 100_000_000,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a corpus that is already in the folder.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing corpus in the folder.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Make train, validation and test token files of text, code or JSONL.
+    """Create train, validation and test token files from text, code or JSONL.
 
-    The files depend on the documents' content and the options only. Stopped, even killed, and started again with the
-    same arguments, it goes on where it was.
+    The files depend only on the documents' content and the options. If interrupted, run it again with the same
+    arguments to continue.
     """
     from etude.corpus import prepare_corpus
 
@@ -82,9 +82,11 @@ def tokenize(
     _print_report(report)
 
 
-Format = Annotated[str, typer.Option(help="auto, or the format of a file of another tool.")]
-Dtype = Annotated[str | None, typer.Option(help="Type of the ids in a file without a header, such as uint16.")]
-DocumentEnd = Annotated[int | None, typer.Option(help="Id that ends a document, in a file without boundaries.")]
+Format = Annotated[str, typer.Option(help="auto, or the format of another tool's file.")]
+Dtype = Annotated[str | None, typer.Option(help="Dtype of the ids in a file without a header, such as uint16.")]
+DocumentEnd = Annotated[
+    int | None, typer.Option(help="Id that ends a document, in a file without document boundaries.")
+]
 
 
 @data_app.command("check")
@@ -116,7 +118,7 @@ def check(
 def show(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A token file with tokenizer.json beside it.")],
     sample: Annotated[
-        int, typer.Option(help="Number of the document, from 0; negative ones count from the end.")
+        int, typer.Option(help="Index of the document, from 0; negative indices count from the end.")
     ] = 0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Show at most this many tokens.")] = 500,
 ) -> None:
@@ -127,7 +129,9 @@ def show(
 
     tokens = open_tokens(file)
     if not -len(tokens) <= sample < len(tokens):
-        raise DataError(f"{file} has {len(tokens):,} documents, numbered from 0; there is no {sample}")
+        raise DataError(
+            f"{file} has {len(tokens):,} documents; choose an index from 0 to {len(tokens) - 1}, not {sample}"
+        )
     ids = tokens[sample % len(tokens)].ids
     text = load_tokenizer(Path(file).parent).decode(ids[:max_tokens].tolist(), skip_special_tokens=False)
     more = f", of which the first {max_tokens:,} are shown" if len(ids) > max_tokens else ""
@@ -137,7 +141,7 @@ def show(
 
 def _print_report(report: "CorpusReport") -> None:
     if report.reused:
-        print(f"{report.folder} is already there, made of the same documents with the same options")
+        print(f"{report.folder} already exists, made from the same documents with the same options")
     else:
         print(f"made {report.folder}: a vocabulary of {report.vocab_size:,}, ids as {report.dtype}")
     print(f"  {'split':<12}{'documents':>12}{'tokens':>16}{'bytes':>16}{'bytes/token':>13}")
@@ -153,7 +157,7 @@ def _print_report(report: "CorpusReport") -> None:
 
 
 class _Progress:
-    """Shows the steps: a bar on a terminal, a line for each elsewhere, nothing if quiet."""
+    """Shows progress: a bar on a terminal, a line per stage elsewhere, nothing if quiet."""
 
     def __init__(self, quiet: bool) -> None:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn

@@ -1,4 +1,4 @@
-"""The `etude` command: parses arguments, calls the library, prints what it says. Torch loads when needed."""
+"""The `etude` command: parses arguments, calls the library, prints the results. Imports torch only when needed."""
 
 import contextlib
 import errno
@@ -20,15 +20,15 @@ from etude.cli.data import data_app, tokenize
 from etude.lazy import import_room
 
 _MAX_LINE = 2000
-"""Characters of a complaint, whatever names it repeats."""
+"""Maximum length of an error message."""
 ROOM_COMMANDS = {"compare": "etude.multitask.compare.command"}
-"""Command → module of a feature's room with a function of that name, which calls `context.obj()` for a runner."""
+"""Command → module of an optional package with a function of that name, which calls `context.obj()` for a runner."""
 
 
 class Commands(TyperGroup):
-    """The commands, with errors put into words; inside of typer, which would swallow Ctrl-C without one.
+    """The commands, with errors as messages; inside typer, which would swallow Ctrl-C without a message.
 
-    Those of rooms are imported when they are asked for, or listed.
+    Commands of optional packages are imported when they are run or listed.
     """
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -50,15 +50,15 @@ class Commands(TyperGroup):
                 self.commands[name] = typer.main.get_command(single)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for."""
+        """Run the requested command."""
         with _errors_in_words():
             return super().invoke(ctx)
 
 
 def _load(name: str) -> Any:
-    """Return a name of `etude.experiment`. It imports torch; Python does not look for garbage in that, even at exit.
+    """Return a name of `etude.experiment`, which imports torch, with those objects exempt from garbage collection.
 
-    That is most of the time that an exit takes. In a process that has torch already nothing is done: it holds more.
+    Collecting them is most of the time that an exit takes. If torch is already imported, nothing is exempted.
     """
     alone = "torch" not in sys.modules and gc.isenabled()
     if alone:
@@ -83,7 +83,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"obj": lambda: _load("ExperimentRunner")()},
 )
-config_app = typer.Typer(help="Look at, check and describe experiment configs.", no_args_is_help=True)
+config_app = typer.Typer(help="Show, check and describe experiment configs.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 
@@ -91,7 +91,7 @@ Experiment = Annotated[
     str, typer.Argument(metavar="EXPERIMENT", help="lenet5/baseline, or the path of a YAML or JSON file.")
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes, such as training.epochs=3.")
+    list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Overrides, such as training.epochs=3.")
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder made by `etude train`.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No live display.")]
@@ -102,9 +102,7 @@ def train(
     experiment: Experiment,
     overrides: Overrides = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run folder [default: runs/EXPERIMENT/TIME].")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Remove a run that is already in the run folder.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove an existing run in the run folder.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Train an experiment in a new run folder."""
@@ -116,7 +114,7 @@ def train(
 
 @app.command()
 def resume(run_dir: RunDir, overrides: Overrides = None, quiet: Quiet = False) -> None:
-    """Go on with a run from its newest intact checkpoint."""
+    """Continue a run from its newest intact checkpoint."""
     _conclude(_load("resume_run")(run_dir, overrides or [], progress=not quiet))
 
 
@@ -135,7 +133,7 @@ def evaluate(
 
 @app.command("list")
 def list_experiments() -> None:
-    """List the experiments and components that can be named."""
+    """List the available experiments and components."""
     from etude.config import kinds, list_experiments as found, names
 
     print("experiments")
@@ -147,9 +145,7 @@ def list_experiments() -> None:
 
 @app.command()
 def new(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Name of the experiment: a folder of that name is made.")
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the experiment and of its new folder.")],
     data: Annotated[
         Path | None,
         typer.Option(
@@ -159,12 +155,12 @@ def new(
         ),
     ] = None,
     target: Annotated[str | None, typer.Option(help="With --from: the column to predict, if not the last.")] = None,
-    root: Annotated[Path, typer.Option(help="Where experiments live.")] = Path("experiments"),
+    root: Annotated[Path, typer.Option(help="Folder of the experiments.")] = Path("experiments"),
 ) -> None:
-    """Make a new experiment from the template, or a config for data that is there."""
+    """Create a new experiment from the template, or a config for existing data."""
     if target is not None and data is None:
         raise typer.BadParameter(
-            "it names a column of the data: give the data too, with --from", param_hint="--target"
+            "it names a column of the data; pass the data too, with --from", param_hint="--target"
         )
     if data is None:
         folder = _load("new_experiment")(name, root)
@@ -179,13 +175,13 @@ app.command()(tokenize)
 
 @config_app.command("show")
 def config_show(experiment: Experiment, overrides: Overrides = None) -> None:
-    """Print the whole resolved config, defaults included, as YAML."""
+    """Print the complete resolved config, defaults included, as YAML."""
     print(_load("load_experiment_config")(experiment, overrides=overrides or []).to_yaml(), end="")
 
 
 @config_app.command("check")
 def config_check(experiment: Experiment, overrides: Overrides = None) -> None:
-    """Check a config as far as that goes without its data; every mistake is one line."""
+    """Check a config without loading its data; every mistake is one line."""
     config = _load("load_experiment_config")(experiment, overrides=overrides or [])
     _load("check_experiment")(config)
     print(f"{config.path}: fine")
@@ -208,8 +204,8 @@ def _conclude(outcome: Any) -> None:
     if not outcome.is_main:
         raise SystemExit(130 if outcome.status == "interrupted" else 0)
     if outcome.status == "interrupted":
-        # At once: a launcher that sees another process end may end this one too.
-        print(f"stopped at step {outcome.step} and saved; go on with: {outcome.resume_command}", flush=True)
+        # Print at once: a launcher that sees another process exit may end this one too.
+        print(f"stopped at step {outcome.step} and saved; continue with: {outcome.resume_command}", flush=True)
         raise SystemExit(130)
     why = f" ({outcome.reason})" if outcome.reason else ""
     print(f"finished at step {outcome.step}{why}; run folder {outcome.run_dir}")
@@ -217,7 +213,7 @@ def _conclude(outcome: Any) -> None:
     speed = {name: outcome.metrics[name] for name in ("tokens_per_s", "mfu", "data_wait") if name in outcome.metrics}
     _print_metrics(validation | speed if validation else outcome.metrics)
     if outcome.samples:
-        print(f"what the model writes:\n{outcome.samples}", end="")
+        print(f"sampled from the model:\n{outcome.samples}", end="")
 
 
 def _print_metrics(metrics: dict[str, float]) -> None:
@@ -232,7 +228,7 @@ def _print_metrics(metrics: dict[str, float]) -> None:
 
 @contextlib.contextmanager
 def _errors_in_words() -> Iterator[None]:
-    """Print errors a user can cause, a line for each, with exit code 2; everything else keeps its traceback."""
+    """Print errors that a user can cause, one line each, with exit code 2; other errors keep their traceback."""
     try:
         yield
     except Exception as error:
@@ -250,19 +246,19 @@ def _errors_in_words() -> Iterator[None]:
 
 
 def _is_main() -> bool:
-    """Whether this is the one of several processes that speaks."""
+    """Whether this process is the one that prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _complain(line: str) -> None:
-    # Nothing of the library is imported here: that loads torch, and the line may be that its import was interrupted.
+    # Import nothing of the library here: it would load torch, whose import may be what was interrupted.
     line = line if len(line) <= _MAX_LINE else f"{line[: _MAX_LINE - 1]}…"
-    with contextlib.suppress(OSError):  # where the terminal is gone or the disk is full, there is nobody to say it to
+    with contextlib.suppress(OSError):  # the terminal is gone or the disk is full: there is nowhere to print
         print(f"etude: {line}", file=sys.stderr, flush=True)
 
 
 class WarningLines(logging.Handler):
-    """Prints what the library has to say while it works, in the same form as errors."""
+    """Prints log messages of the library in the same form as errors."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one message."""
@@ -270,18 +266,18 @@ class WarningLines(logging.Handler):
 
 
 class WatchedOutput:
-    """Standard output that remembers whether it could be written."""
+    """Standard output that records whether writing failed."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.error: OSError | None = None
 
     def write(self, text: str) -> Any:
-        """Write, as any file does."""
+        """Write like any file."""
         return self._try(self.stream.write, text)
 
     def flush(self) -> None:
-        """Flush, as any file does."""
+        """Flush like any file."""
         self._try(self.stream.flush)
 
     def __getattr__(self, name: str) -> Any:
@@ -297,20 +293,20 @@ class WatchedOutput:
 
 @contextlib.contextmanager
 def _signals_stop() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP stop as Ctrl-C does, with a line and exit code 130, also while data and model are made."""
+    """Make SIGTERM and SIGHUP stop like Ctrl-C, with one line and exit code 130, also during setup."""
     process, before = os.getpid(), {}
 
     def stop(number: int, _frame: Any) -> None:
-        if os.getpid() != process:  # in a process forked from this one, it does what it did
+        if os.getpid() != process:  # in a forked child, restore the default behaviour
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         raise KeyboardInterrupt
 
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # else a launcher ends its processes so
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # so that a launcher can end its processes
     for name in ("SIGTERM", "SIGHUP") if alone and threading.current_thread() is threading.main_thread() else ():
         number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # not where nohup ignores it
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # unless nohup ignores it
             before[number] = signal.signal(number, stop)
     try:
         yield
@@ -321,7 +317,7 @@ def _signals_stop() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watched_output() -> Iterator[None]:
-    """Say in one line that standard output cannot be written; to a reader that went away there is nothing to say."""
+    """Report in one line that standard output cannot be written; say nothing if the reader closed the pipe."""
     if sys.stdout is None:  # closed from the start: Python prints nothing
         yield
         return
@@ -337,10 +333,10 @@ def _watched_output() -> Iterator[None]:
             raise
         if error.errno == errno.EPIPE:
             raise SystemExit(1) from None
-        _complain(f"cannot write the output: {error.strerror}; send it somewhere else")
+        _complain(f"cannot write the output: {error.strerror}; redirect it elsewhere")
         raise SystemExit(2) from None
     finally:
-        # Python flushes its output once more at the end, and would complain in its own words.
+        # Python flushes its output again at exit, and would print its own error.
         sys.stdout = watched.stream if watched.error is None else io.StringIO()
 
 

@@ -1,7 +1,7 @@
 """Reading YAML and JSON, overrides, the registry of signatures, and error messages.
 
-Every leaf imports the registry from here, so all else loads on first use: pydantic and YAML cost nothing until a
-config is read.
+Many modules import only the registry from here, so everything else loads on first use: pydantic and YAML are not
+imported until a config is read.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Where our own components are, so that a config imports only what it names."""
+"""Modules of the built-in components, so that a config imports only those it names."""
 
 _HOMES = {
     "augmentation": {"data.catalog.augment": "color_jitter horizontal_flip random_crop vertical_flip"},

@@ -1,8 +1,8 @@
-"""YAML as configs use it: numbers mean what a person reads, a key may stand only once, every value has its line.
+"""The YAML dialect of configs: YAML 1.2 numbers, no duplicate keys, and a line number for every value.
 
-PyYAML follows YAML 1.1, which reads `1e-3` as text, `010` as 8, `1:30` as 90, `no` as false. The loader here takes the
-core schema of YAML 1.2 instead, where these are 0.001, 10 and two texts; 1_000 is a thousand in both. The dumper quotes
-text that either would take for something else, so that what is written reads back the same.
+PyYAML follows YAML 1.1, which reads `1e-3` as a string, `010` as 8, `1:30` as 90, `no` as false. The loader here uses
+the core schema of YAML 1.2, where these are 0.001, 10 and two strings; 1_000 is a thousand in both. The dumper quotes
+strings that either version would read as something else, so that they read back unchanged.
 """
 
 import functools
@@ -26,18 +26,18 @@ _CORE = {
     ),
     "merge": (r"<<", "<"),
 }
-"""What plain text is, besides text: a pattern for each tag, and the characters it may begin with."""
+"""Plain scalars that are not strings: a pattern for each tag, and the characters it may begin with."""
 _PATTERNS = {tag: re.compile(f"({pattern})\\Z") for tag, (pattern, _) in _CORE.items()}
 
 MAX_VALUES, MAX_DEPTH = 100_000, 100
-"""Aliases can make a short file stand for billions of values, or for itself; no config is this large."""
+"""Limit on values: with aliases a short file can expand to billions of values, or refer to itself."""
 
 
 @functools.cache
 def _loader() -> Any:
     import yaml
 
-    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader exists where PyYAML was built with it
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader exists if PyYAML was built with it
     loader: Any = type("ConfigLoader", (base,), {"yaml_implicit_resolvers": {}})
     for tag, (_, first) in _CORE.items():
         loader.add_implicit_resolver(_PREFIX + tag, _PATTERNS[tag], ["", *first] if tag == "null" else list(first))
@@ -66,7 +66,7 @@ def _float(text: str) -> float:
 
 
 def _represent_text(dumper: Any, text: str) -> Any:
-    # PyYAML writes these line breaks of Unicode raw between single quotes, where reading folds them into spaces.
+    # PyYAML writes these Unicode line breaks unescaped in single quotes, where reading folds them into spaces.
     style = '"' if any(character in text for character in "\x85\u2028\u2029") else None
     return dumper.represent_scalar(f"{_PREFIX}str", text, style=style)
 
@@ -87,7 +87,7 @@ def dump_yaml(data: Any, *, flow: bool = False) -> str:
 
 
 def parse_yaml(text: str, file: str) -> tuple[Any, dict[str, int]]:
-    """Return the data of a YAML text and the line of every dotted path; raise ConfigError in one line.
+    """Return the data of a YAML text and the line of every dotted path; raise a one-line ConfigError.
 
     >>> parse_yaml("optimizer:\\n  lr: 3e-4\\n", "x.yaml")
     ({'optimizer': {'lr': 0.0003}}, {'optimizer': 1, 'optimizer.lr': 2})
@@ -100,7 +100,7 @@ def parse_yaml(text: str, file: str) -> tuple[Any, dict[str, int]]:
             return None, {}
         _check_keys(node, file)
         data = _loader()("").construct_document(node)
-        return data, dict(_lines(node))  # of the node as constructed: it then has the keys of `<<`
+        return data, dict(_lines(node))  # after construction the node includes the keys of `<<`
     except yaml.YAMLError as error:
         raise ConfigError(_syntax_message(error, text, file)) from error
     except ConfigError:
@@ -108,14 +108,14 @@ def parse_yaml(text: str, file: str) -> tuple[Any, dict[str, int]]:
     except (
         ValueError,
         KeyError,
-    ) as error:  # a number of thousands of digits, text that is not Unicode, `!!bool maybe`
+    ) as error:  # a number with thousands of digits, invalid Unicode, `!!bool maybe`
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     except RecursionError as error:
-        raise ConfigError(f"{file}: values are nested too deeply, or refer to themselves") from error
+        raise ConfigError(f"{file}: values are nested too deeply or refer to themselves; flatten them") from error
 
 
 def parse_value(text: str) -> Any:
-    """Return the value of an override: a YAML scalar, or a list or mapping in brackets; other text is a string.
+    """Return the value of an override: a YAML scalar, or a list or mapping in brackets; anything else is a string.
 
     >>> parse_value("3e-4"), parse_value("[1, 2]"), parse_value("null"), parse_value("a: b")
     (0.0003, [1, 2], None, 'a: b')
@@ -137,7 +137,7 @@ def parse_value(text: str) -> Any:
 
 
 def _check_keys(root: Any, file: str) -> None:
-    """Raise ConfigError on a key that stands twice, and on `{name:sgd}`, which YAML takes for a key without a value."""
+    """Raise ConfigError for a duplicate key, and for `{name:sgd}`, which YAML reads as a key without a value."""
     for node, _ in _walk(root):
         first: dict[str, int] = {}
         for key, value in node.value if node.id == "mapping" else ():
@@ -163,13 +163,13 @@ def _lines(root: Any) -> Iterator[tuple[str, int]]:
 
 
 def _walk(root: Any) -> Iterator[tuple[Any, str]]:
-    """Yield each node with its path, once for every alias of it."""
+    """Yield each node with its path; an aliased node once per alias."""
     pending, count = [(root, "", 0)], 0
     while pending:
         node, path, depth = pending.pop()
         count += 1
         if count > MAX_VALUES or depth > MAX_DEPTH:
-            raise RecursionError("values are nested too deeply, or refer to themselves")
+            raise RecursionError("values are nested too deeply or refer to themselves; flatten them")
         yield node, path
         if node.id == "mapping":
             pending += [(value, join(path, key.value), depth + 1) for key, value in node.value]
@@ -186,5 +186,5 @@ def _syntax_message(error: Any, text: str, file: str) -> str:
     lines = text.splitlines()
     line = lines[mark.line] if mark.line < len(lines) else ""
     if "\t" in line[: len(line) - len(line.lstrip())] or "'\\t'" in problem:
-        problem = "a tab where YAML wants spaces; indent with spaces"
+        problem = "tabs are not allowed; indent with spaces"
     return f"{file}:{mark.line + 1}:{mark.column + 1}: not valid YAML: {problem}"

@@ -10,9 +10,9 @@ from etude.core.errors import ConfigError
 from etude.core.spelling import shorten
 
 _MAX_FILE, _MAX_PATH = 300, 120
-"""Characters of a file name and of a dotted path that messages show."""
+"""Length limits of file names and dotted paths in messages."""
 COMMAND_LINE = "command line"
-"""Stands for the file name of values that were given as overrides."""
+"""Used as the file name of values given as overrides."""
 
 
 class Location(NamedTuple):
@@ -21,9 +21,9 @@ class Location(NamedTuple):
     file: str
     line: int | None = None
     layer: int = 0
-    """Files that extend others, and the command line, come later: the higher layer wins."""
+    """Later layers override earlier ones: extending files, then the command line."""
     written: str = ""
-    """The dotted path as the user wrote it, where the key has since been renamed."""
+    """The dotted path as the user wrote it, if the key has since been renamed."""
 
     def __str__(self) -> str:
         return self.file if self.line is None else f"{self.file}:{self.line}"
@@ -31,7 +31,7 @@ class Location(NamedTuple):
 
 @dataclass(slots=True)
 class Document:
-    """Plain data of a config with its origins; made by `read_config`, or from a dict for configs made in Python.
+    """Data of a config with its origins; from `read_config`, or from a dict for configs made in Python.
 
     >>> Document({"training": {"epochs": 3}}).place("training.epochs")
     'training.epochs'
@@ -40,10 +40,10 @@ class Document:
     data: dict[str, Any]
     path: Path | None = None
     locations: dict[str, Location] = field(default_factory=dict)
-    """Dotted path to origin; elements of lists are numbered: `callbacks.0.patience`."""
+    """Dotted path to origin; list elements are numbered: `callbacks.0.patience`."""
 
     def where(self, path: str) -> Location | None:
-        """Return the origin of a value, or that of the nearest section around it."""
+        """Return the origin of a value, or that of the nearest enclosing section."""
         while path:
             if path in self.locations:
                 return self.locations[path]
@@ -51,7 +51,7 @@ class Document:
         return Location(display(self.path)) if self.path else None
 
     def place(self, path: str) -> str:
-        """Return "file:line: dotted.path" for the start of a message."""
+        """Return "file:line: dotted.path" as the start of a message."""
         location = self.where(path)
         if location is None:
             return shorten(path, _MAX_PATH)
@@ -60,12 +60,12 @@ class Document:
         return f"{location}: {shown}" if shown else str(location)
 
     def layer(self, path: str) -> int:
-        """Return how late the value was given; 0 if nothing is known of it."""
+        """Return the layer that set the value; 0 if unknown."""
         location = self.where(path)
         return location.layer if location else 0
 
     def renamed(self, old: str, new: str) -> None:
-        """Note that the value at `new` was written as `old`, so that messages show what the user wrote."""
+        """Record that the value at `new` was written as `old`, so that messages show what the user wrote."""
         for path, location in list(self.locations.items()):
             if path == old or path.startswith(f"{old}."):
                 moved = self.locations.pop(path)
@@ -87,19 +87,19 @@ def join(path: str, key: object) -> str:
 
 
 def display(path: Path) -> str:
-    """Return the path as a reader would type it: relative to the current folder if it lies inside."""
+    """Return the path as a user would type it: relative to the current folder if it is inside."""
     try:
         shown = str(path.resolve().relative_to(Path.cwd()))
-    except (ValueError, OSError, RuntimeError):  # elsewhere; or no name that a system has
+    except (ValueError, OSError, RuntimeError):  # outside the current folder, or not a valid name
         shown = str(path)
     return shorten("".join(one if one.isprintable() else ascii(one)[1:-1] for one in shown), _MAX_FILE)
 
 
 def merge(base: Document, top: Document) -> Document:
-    """Lay `top` over `base`: sections are merged key by key, everything else is replaced.
+    """Merge `top` over `base`: sections are merged key by key, everything else is replaced.
 
-    A section that names another component replaces the whole section, because the arguments of one component
-    mean nothing to another. A section given as a bare name (`optimizer: sgd`) counts as `name: sgd`.
+    A section that names another component replaces the whole section, because components have different arguments. A
+    section given as a bare name (`optimizer: sgd`) counts as `name: sgd`.
 
     >>> merge(Document({"a": {"x": 1, "y": 2}}), Document({"a": {"y": 3}})).data
     {'a': {'x': 1, 'y': 3}}
@@ -124,7 +124,7 @@ def _merge(base: Mapping[str, Any], top: Mapping[str, Any], path: str, merged: D
         else:
             merged.forget(where)
             result[key] = copy.deepcopy(value)
-    # Keep the order of the base, then what is new: a resolved config reads like the file it extends.
+    # Keep the order of the base, then append new keys: a resolved config reads like the file it extends.
     return {key: result[key] for key in [*base, *(key for key in top if key not in base)]}
 
 
@@ -138,14 +138,14 @@ def put_setting(
     spellings: Iterable[str],
     name: str,
 ) -> None:
-    """Set `section.name` to what `here` says, unless a later file or the command line says it there already.
+    """Set `section.name` from the value at `here`, unless a later file or the command line already sets it.
 
     Arguments:
         target: the section in the document.
-        value: what is said at `here`, a path in the document.
-        spellings: the names under which the section may have the setting.
+        value: the value at `here`, a path in the document.
+        spellings: the names that the section may use for the setting.
 
-    Raises ConfigError if one file says different things in both places.
+    Raises ConfigError if one file sets both to different values.
     """
     for spelling in (one for one in spellings if one in target):
         there = f"{section}.{spelling}"

@@ -21,8 +21,8 @@ _DEFS = "#/$defs/"
 def json_schema(sections: Mapping[str, SectionSpec]) -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a file with these sections and the components registered so far.
 
-    A component section is checked by the arguments of the component it names. In a file that `extends` another,
-    nothing is required, because the other file may have it.
+    A component section is checked against the arguments of the component it names. In a file that `extends` another,
+    no key is required, because the other file may have it.
     """
     root = root_model(sections)
     provided: dict[str, frozenset[str]] = {}
@@ -57,7 +57,7 @@ def json_schema(sections: Mapping[str, SectionSpec]) -> dict[str, Any]:
 
 
 class _Generator(GenerateJsonSchema):
-    """Adds the other spellings of keys, and lets arguments that a file cannot hold pass unchecked."""
+    """Adds aliases of keys, and accepts any value for arguments that a file cannot hold."""
 
     def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
         """Add a property for every alias."""
@@ -68,18 +68,18 @@ class _Generator(GenerateJsonSchema):
         return result
 
     def model_field_schema(self, schema: core_schema.ModelField) -> JsonSchemaValue:
-        """Return the schema of one argument, `{}` if JSON Schema has no words for its type."""
+        """Return the schema of one argument, `{}` if JSON Schema cannot express its type."""
         try:
             return super().model_field_schema(schema)
         except PydanticInvalidForJsonSchema:
             return {}
 
     def emit_warning(self, kind: Any, detail: str) -> None:
-        """Say nothing: a default that JSON cannot show is simply not shown."""
+        """No warning: a default that JSON cannot express is omitted."""
 
 
 def _add_spellings(schema: JsonSchemaValue, keys: list[str]) -> None:
-    """Let each of `keys` fill what the first one fills; at most one of them may be given."""
+    """Let each of `keys` set the same field; at most one of them may be given."""
     first, *others = keys
     if not others or first not in schema.get("properties", {}):
         return
@@ -93,7 +93,7 @@ def _add_spellings(schema: JsonSchemaValue, keys: list[str]) -> None:
 
 
 def _kind_schema(kind: str, components: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the schema of a section that names one of the components: each name brings its own arguments."""
+    """Return the schema of a section that names a component: each name has its own arguments."""
     cases = []
     for name, schema in components.items():
         arguments = copy.deepcopy(schema)
@@ -110,7 +110,7 @@ def _kind_schema(kind: str, components: Mapping[str, dict[str, Any]]) -> dict[st
 def _file_schema(
     root: dict[str, Any], sections: Mapping[str, SectionSpec], defs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the schema of the file as a whole: descriptions, spellings of fixed sections, and `extends`."""
+    """Return the schema of the whole file: descriptions, aliases of fixed sections, and `extends`."""
     whole = copy.deepcopy(root)
     fixed = [name for name, spec in sections.items() if spec.is_fixed]
     whole["required"] = [name for name in whole.get("required", ()) if name not in fixed]
@@ -121,19 +121,21 @@ def _file_schema(
         if spec.description:
             described["description"] = spec.description
     files = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-    whole["properties"]["extends"] = files | {"description": "Files that this one changes; later ones win."}
+    whole["properties"]["extends"] = files | {
+        "description": "Files that this one extends; later ones override earlier ones."
+    }
     whole.pop("title", None)
     return whole
 
 
 def _inlined(schema: dict[str, Any], defs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the definition behind a schema that is only a reference."""
+    """Return the definition that a schema refers to."""
     reference = schema.get("$ref")
     return defs[reference.removeprefix(_DEFS)] if reference else schema
 
 
 def _linked(schema: Any) -> Any:
-    """Point each nested section at its kind, and drop the titles that pydantic makes from names."""
+    """Let each nested section refer to its kind, and drop the titles that pydantic derives from names."""
     if isinstance(schema, list):
         return [_linked(item) for item in schema]
     if not isinstance(schema, dict):
@@ -144,7 +146,7 @@ def _linked(schema: Any) -> Any:
 
 
 def _partial(schema: Any) -> Any:
-    """Return the schema with nothing required, for files that add to another; conditions stay as they are."""
+    """Return the schema without required keys, for files that extend another; conditions do not change."""
     if isinstance(schema, list):
         return [_partial(item) for item in schema]
     if not isinstance(schema, dict):

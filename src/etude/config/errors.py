@@ -1,4 +1,4 @@
-"""From pydantic's errors to ours: one complete line for every mistake in a file."""
+"""Converts pydantic's errors to ours: one complete line per mistake in a file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ from etude.core.spelling import listed, nearest, shorten
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _SURE = 0.8
-"""How alike two names must be for a guess that goes beyond the section at hand."""
+"""Minimum similarity of names for suggestions from other sections."""
 _MAX_LINE, _MAX_LINES = 1000, 50
-"""What a message may at most be, whatever names it repeats and however much of a file is wrong."""
+"""Maximum length of a message, however many mistakes a file has."""
 Loc = tuple[Any, ...]
 
 
@@ -31,7 +31,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """An error at its place in the data; `branches` say which members of unions reported it, and where."""
+    """An error and its location in the data; `branches` lists the union members that reported it."""
 
     loc: Loc
     detail: Detail
@@ -40,7 +40,7 @@ class _Found:
 
 @dataclass(slots=True)
 class _Context:
-    """What the messages for one section need to know."""
+    """Context for the messages of one section."""
 
     hint: Any
     data: Any
@@ -48,7 +48,7 @@ class _Context:
     elsewhere: Mapping[str, Shape]
     provided: frozenset[str]
     suggested: set[Loc] = field(default_factory=set)
-    """Keys that were suggested for unknown ones: that they are missing goes without saying."""
+    """Keys that were suggested for unknown ones: they are not reported as missing."""
 
 
 def config_error(problems: Sequence[Problem], document: Document | None) -> ConfigError:
@@ -75,21 +75,21 @@ def problems_in(
     path: str = "",
     provided: frozenset[str] = frozenset(),
 ) -> list[Problem]:
-    """Return the mistakes that a validation found, each explained from the schema and the data around it.
+    """Return the mistakes found by a validation, each explained from the schema and the surrounding data.
 
-    `hint` is the model (or other type) that `data` was validated against: in a whole file, without a path, a misplaced
-    key is sent to the section where it belongs.
+    `hint` is the model (or other type) that `data` was validated against: for a whole file, without a path, the
+    message for a misplaced key names the section where it belongs.
     """
     context = _Context(hint, data, path, {} if path else sections_of(hint, data, provided), provided)
     found = [_locate(detail, data) for detail in error.errors(include_url=False)]
-    found.sort(key=lambda each: each.detail["type"] not in _UNKNOWN)  # suggestions first, for `suggested`
+    found.sort(key=lambda each: each.detail["type"] not in _UNKNOWN)  # unknown keys first: they fill `suggested`
     return _problems(found, context)
 
 
 def _locate(detail: Detail, data: Any) -> _Found:
-    """Follow pydantic's location through the data; what is no key there names a member of a union."""
+    """Follow pydantic's location through the data; a part that is not a key names a member of a union."""
     loc: list[Any] = []
-    branches: dict[Loc, str] = {}  # below a member pydantic may name more than one part, of which the first counts
+    branches: dict[Loc, str] = {}  # pydantic may add several parts below a union member; the first one counts
     value = data
     parts = detail["loc"]
     for index, part in enumerate(parts):
@@ -107,7 +107,7 @@ def _locate(detail: Detail, data: Any) -> _Found:
 
 
 def _problems(found: Sequence[_Found], context: _Context, depth: int = 0) -> list[Problem]:
-    """Put errors into words; merge what the members of a union say, or take the word of the member that was meant."""
+    """Convert errors to messages; merge those of union members, or use the member that was probably meant."""
     problems = []
     by_anchor: dict[Loc, dict[str, list[_Found]]] = {}
     for each in found:
@@ -129,7 +129,7 @@ def _problems(found: Sequence[_Found], context: _Context, depth: int = 0) -> lis
 
 
 def _explain(found: _Found, context: _Context) -> str:
-    """Return the message for one error; empty if another line already says it."""
+    """Return the message for one error; empty if another message covers it."""
     kind, loc = found.detail["type"], found.loc
     if kind in _UNKNOWN:
         return _unknown(loc, context)

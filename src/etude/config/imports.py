@@ -1,4 +1,4 @@
-"""Importing a user's own modules, so that what they register can be used by name in a config."""
+"""Importing a user's own modules, so that a config can use the components they register."""
 
 import hashlib
 import importlib
@@ -27,11 +27,10 @@ def import_user_modules(
 ) -> None:
     """Import each module, by dotted name (`my_pkg.model`) or by file (`./model.py`).
 
-    Both are looked for in `base` (the config's folder), in the experiment's folder above a `configs` folder, and in
-    the current folder; dotted names in the installed packages first. Importing a module again does nothing. With
-    `announce`, a line says which code is run before it runs: for configs that the user has not named, but a run folder.
-    Raises ConfigError in one line if a module is missing or imports something that is; other errors of the module's
-    own code come through as they are.
+    Both are searched in `base` (the config's folder), in the experiment's folder above a `configs` folder, and in the
+    current folder; dotted names in the installed packages first. Importing a module again does nothing. With
+    `announce`, the code is logged before it runs: for configs of run folders, which the user did not name. Raises a
+    one-line ConfigError if a module, or one that it imports, is missing; other errors of the module pass through.
     """
     base = base.resolve()
     folders = list(dict.fromkeys([base, *([base.parent] if base.name == "configs" else []), Path.cwd()]))
@@ -45,7 +44,7 @@ def import_user_modules(
                 continue
             if announce:
                 code = file or f"the module {module}"
-                logger.warning("running %s, as %s says; configs of run folders run what they import", code, place)
+                logger.warning("running %s, which is imported by %s", code, place)
             if file is None and not all(part.isidentifier() for part in module.split(".")):
                 raise ImportError("write a dotted name (my_package.model) or a file (./model.py)")
             if file is None:
@@ -66,7 +65,8 @@ def import_user_modules(
 
 
 def _find_file(module: str, folders: Sequence[Path]) -> Path:
-    candidates = [folder / Path(module).expanduser() for folder in folders]  # all the same one for an absolute path
+    # an absolute path gives the same candidate for every folder
+    candidates = [folder / Path(module).expanduser() for folder in folders]
     found = next((candidate for candidate in candidates if is_file(candidate)), None)
     if found is None:
         raise ConfigError(f"{missing_file(candidates[0])}; looked in {_shown(folders)}")
@@ -82,14 +82,14 @@ def _is_imported(file: Path) -> bool:
 
 
 def _import_name(module: str, folders: Sequence[Path]) -> None:
-    """Import by dotted name. The folders stay on the path: worker processes import the module again."""
+    """Import by dotted name. The folders stay on sys.path: worker processes import the module again."""
     sys.path += [str(folder) for folder in folders if str(folder) not in sys.path]
     importlib.invalidate_caches()
     importlib.import_module(module)
 
 
 def _import_file(file: Path) -> None:
-    """Import a file under its own name if that is free, so that worker processes find it too; else a unique one."""
+    """Import a file under its own name if unused, so that worker processes find it too; else a unique name."""
     if file.stem.isidentifier() and file.stem not in sys.modules:
         known = importlib.util.find_spec(file.stem)
         if known is None or known.origin == str(file):

@@ -1,4 +1,4 @@
-"""What is wrong with one value, in words: a phrase for each kind of error that pydantic reports."""
+"""Messages for invalid values: a phrase for each kind of error that pydantic reports."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _NOUNS = {
     **dict.fromkeys(("tuple_type", "set_type", "frozen_set_type", "iterable_type", "Sequence"), "a list"),
     **dict.fromkeys(("dict_type", "mapping_type", "model_type", "dataclass_type", "Mapping"), "a mapping"),
 }
-"""What YAML calls the types and abstract classes for which pydantic has Python's words."""
+"""YAML terms for types and abstract classes for which pydantic uses Python terms."""
 _VALID = re.compile(r"Input should be a valid (\w+)")
 _PYTHON_ONLY = {"is_instance_of", "is_subclass_of", "callable_type", "is_type"}
 """Types whose values a file cannot hold."""
@@ -24,7 +24,7 @@ _SWITCHES = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": 
 
 
 def show(value: Any) -> str:
-    """Return a value as it would stand in YAML, shortened if long.
+    """Return a value as written in YAML, shortened if long.
 
     >>> show(True), show(None), show("ten"), show([1, 2]), show({"a": 1})
     ('true', 'null', "'ten'", '[1, 2]', 'a mapping')
@@ -35,17 +35,17 @@ def show(value: Any) -> str:
         return "a mapping"
     try:
         return shorten(repr(value))
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts
         return a(type(value).__name__)
 
 
 def is_type_error(detail: Detail) -> bool:
-    """Return whether the value has the wrong type altogether, as against a wrong size."""
+    """Return whether the value has a wrong type, rather than a wrong size."""
     return detail["type"] in _PYTHON_ONLY or _expected(detail) is not None
 
 
 def _expected(detail: Detail) -> str | None:
-    """Return what the value should have been, in the words of YAML; None if its type is not what is wrong."""
+    """Return the expected type in YAML terms; None if the type is not the problem."""
     kind, context = detail["type"], detail.get("ctx") or {}
     if kind in ("literal_error", "enum"):
         return str(context["expected"])
@@ -54,7 +54,7 @@ def _expected(detail: Detail) -> str | None:
 
 
 def message(detail: Detail) -> str:
-    """Return the message for one error that concerns a value (unknown and missing keys are not)."""
+    """Return the message for an invalid value (not for unknown or missing keys)."""
     kind, value, context = detail["type"], detail["input"], detail.get("ctx") or {}
     if is_type_error(detail):
         return mismatch([detail])
@@ -69,7 +69,7 @@ def message(detail: Detail) -> str:
 
 
 def mismatch(details: Sequence[Detail]) -> str:
-    """Return one message for a value that fits none of the types it may have."""
+    """Return one message for a value that fits none of the accepted types."""
     value = details[0]["input"]
     nouns = [noun for noun in map(_expected, details) if noun]
     choices = [word for noun in nouns for word in re.findall(r"'([^']*)'", noun)]
@@ -83,7 +83,7 @@ def mismatch(details: Sequence[Detail]) -> str:
 
 
 def _remedy(nouns: Sequence[str], value: Any) -> str:
-    """Return how to write the value that was probably meant."""
+    """Return a hint how to write the value that was probably meant."""
     if isinstance(value, str) and {"an integer", "a number"} & set(nouns):
         return f"; write {shorten(value)} without quotes" if _NUMBER.fullmatch(value) else ""
     if "true or false" in nouns and isinstance(value, str) and value.lower() in _SWITCHES:

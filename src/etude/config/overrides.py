@@ -18,9 +18,9 @@ _INDEX = re.compile(r"[0-9]{1,18}")
 def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
     """Return the document with each `section.key=value` set, in the order given.
 
-    A value is written as in YAML; `null` turns a section off. Elements of lists are numbered from 0:
-    `callbacks.0.patience=3`. Naming another component (`optimizer.name=sgd`) drops the arguments that the file
-    gave to the former one. Whether a key exists is checked with everything else, against the schema.
+    A value is written as in YAML; `null` disables a section. List elements are numbered from 0:
+    `callbacks.0.patience=3`. Naming another component (`optimizer.name=sgd`) drops the arguments of the previous one.
+    Keys are checked later against the schema, like those of a file.
 
     >>> document = Document({"optimizer": {"name": "adamw", "betas": [0.9, 0.95]}})
     >>> apply_overrides(document, ["optimizer.lr=3e-4", "optimizer.name=sgd"]).data
@@ -35,7 +35,7 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
         here = Location(COMMAND_LINE, layer=layer)
         _locate(result, path, value, here)
         while path := path.rpartition(".")[0]:
-            result.locations.setdefault(path, here)  # a section that only the command line speaks of
+            result.locations.setdefault(path, here)  # a section that is given only on the command line
     return result
 
 
@@ -55,7 +55,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not written.strip():
         path = shorten(path)
         raise ConfigError(
-            f"{COMMAND_LINE}: '{text}' has no value; write {path}=null to turn it off, {path}='' for an empty text"
+            f"{COMMAND_LINE}: '{text}' has no value; write {path}=null to disable it, {path}='' for an empty string"
         )
     try:
         return path, parse_value(written)
@@ -64,7 +64,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def _assign(document: Document, keys: list[str], value: Any, text: str) -> None:
-    """Set the value, making sections on the way; a section given as a bare name becomes `name:` first."""
+    """Set the value, creating sections as needed; a section given as a bare name becomes `name:` first."""
     target: Any = document.data
     path = ""
     for key in keys[:-1]:
@@ -86,7 +86,7 @@ def _assign(document: Document, keys: list[str], value: Any, text: str) -> None:
 
 
 def _slot(target: Any, key: str, path: str, text: str) -> Any:
-    """Return the key of a mapping as it stands there, or the index of a list."""
+    """Return the key as written in a mapping, or the index of a list."""
     if isinstance(target, dict):
         if key not in target and _INDEX.fullmatch(key) and int(key) in target:
             return int(key)

@@ -16,24 +16,24 @@ from etude.core.spelling import did_you_mean, listed, shorten, suggest
 
 SUFFIXES = (".yaml", ".yml", ".json")
 _PAIR = re.compile(r"(\\u[dD][89abAB]..)(\\u[dD][c-fC-F]..)")
-"""A character beyond 16 bits in JSON, which writes it as two escapes."""
+"""A JSON surrogate pair: a character beyond 16 bits, written as two escapes."""
 
 
 def read_config(path: str | os.PathLike[str]) -> Document:
     """Read a YAML or JSON file and the files it extends; return plain data with the line of every value.
 
-    `extends: base.yaml` (or a list of files, later ones win) names files relative to the one that says it.
-    Raises ConfigError in one line if a file is missing, empty, not valid, or extends itself.
+    `extends: base.yaml` (or a list of files, later ones override) names files relative to the extending file. Raises
+    ConfigError in one line if a file is missing, empty, not valid, or extends itself.
     """
     return _load(Path(path), (), itertools.count(), "")
 
 
 def _load(path: Path, chain: tuple[Path, ...], layers: Iterator[int], said_at: str) -> Document:
     own = _parse(path, said_at)
-    real = path.resolve()  # of a file that was read: other names may not be ones that a system has
+    real = path.resolve()  # only for a file that exists: other names may be invalid on this system
     if real in chain:
         circle = " → ".join(display(step) for step in (*chain[chain.index(real) :], real))
-        raise ConfigError(f"{said_at}files extend each other in a circle: {circle}")
+        raise ConfigError(f"{said_at}files extend each other in a circle: {circle}; remove one extends")
     parents = own.data.pop("extends", None)
     result: Document | None = None
     for number, name in enumerate(_parent_names(parents, own)):
@@ -57,7 +57,7 @@ def _parent_names(parents: Any, own: Document) -> list[str]:
 
 def _parse(path: Path, said_at: str) -> Document:
     shown, text = display(path), _read_text(path, said_at)
-    if path.suffix == ".json":  # it is YAML but for this
+    if path.suffix == ".json":  # JSON is YAML except for surrogate pairs
         text = _PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), text.expandtabs(2))
     data, lines = parse_yaml(text, shown)
     if data is None:
@@ -85,7 +85,7 @@ def _read_text(path: Path, said_at: str) -> str:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether there is such a file; False also for a name that no system has, where pathlib raises."""
+    """Return whether the file exists; False also for an invalid name, where pathlib raises."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -93,7 +93,7 @@ def is_file(path: Path) -> bool:
 
 
 def missing_file(path: Path) -> str:
-    """Say that a file does not exist, and what its folder holds instead."""
+    """Return a message that a file does not exist, with similar names in its folder."""
     folder = path.parent
     if not folder.is_dir():
         return f"no file '{display(path)}': its folder does not exist"
@@ -103,15 +103,15 @@ def missing_file(path: Path) -> str:
 
 
 DEFAULT = "baseline"
-"""The config that an experiment's bare name stands for."""
+"""The config used for an experiment named without a config."""
 
 
 def find_config(experiment: str, config_name: str | None = None) -> Path:
     """Return the config file of an experiment.
 
-    `experiment` is `lenet5/baseline`, or `lenet5` with a `config_name` (its only config or `baseline` without
-    one), or the path of a file. Experiments are looked for in the folder `experiments` of the current folder, of
-    the folders above it, and among those that come with Etude. Raises ConfigError with what there is.
+    `experiment` is `lenet5/baseline`, or `lenet5` with a `config_name` (by default its only config, or `baseline`),
+    or the path of a file. Experiments are searched in the folder `experiments` of the current folder and its parents,
+    and among those shipped with Etude. Raises ConfigError with the available ones.
     """
     path = Path(experiment)
     if config_name is None and is_file(path):
@@ -129,7 +129,7 @@ def find_config(experiment: str, config_name: str | None = None) -> Path:
 
 
 def list_experiments() -> list[tuple[str, Path]]:
-    """Return every config that can be named, as (`lenet5/baseline`, path), sorted by name."""
+    """Return every config that can be used by name, as (`lenet5/baseline`, path), sorted by name."""
     found: dict[str, Path] = {}
     for root in experiment_roots():
         for folder in sorted([*root.glob("*/configs"), *root.glob("*/*/configs")]):

@@ -3,8 +3,8 @@
     @register("optimizer", "adamw")
     class AdamW: ...
 
-A YAML section names the component (`name: adamw`) and gives its arguments; nothing else describes them. Our own are
-imported when they are named.
+A YAML section names the component (`name: adamw`) and gives its arguments; there is no other description of them.
+Built-in components are imported when they are named.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,14 +29,14 @@ class Component:
     name: str
     factory: Callable[..., Any]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other spellings of its arguments that config files may use: {"learning_rate": "lr"}."""
+    """Aliases of its arguments in config files: {"learning_rate": "lr"}."""
     companions: Mapping[str, Any] = field(default_factory=dict)
-    """Sections an experiment gets if it leaves them out: {"data": {"name": "mnist"}}."""
+    """Default sections for an experiment that omits them: {"data": {"name": "mnist"}}."""
     provided: tuple[str, ...] = ()
-    """Arguments that only its builder can supply, such as what only the data knows: files do not give them."""
+    """Arguments that only the builder supplies, such as values known from the data; files cannot set them."""
     inside: Callable[[Mapping[str, Any], Mapping[str, Any], int], Mapping[str, Any]] | None = None
-    """What the builder supplies to the components inside this one, from its arguments (defaults included), from what
-    this one was supplied with, and from their place in a list; the same as to this one by default."""
+    """What the builder supplies to nested components, given this one's arguments (with defaults), what was supplied
+    to this one, and the index in a list; by default the same as to this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Section:
     """Arguments that its builder supplies."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        """Let pydantic validate the argument as a section; imported late, so that the registry stays light."""
+        """Let pydantic validate the argument as a section; imported late to keep the registry light."""
         from etude.config.selection import section_core_schema
 
         return section_core_schema(self)
 
     def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
-        """Stand in for the kind; `json_schema` puts its components here."""
+        """Placeholder for the kind; `json_schema` inserts its components here."""
         return {"x-section": self.kind}
 
 
@@ -77,7 +77,7 @@ def register(
 
     def add(factory: T) -> T:
         if _our_modules(kind).get(name, factory.__module__) != factory.__module__:
-            _find(kind, name)  # ours, to say what has the name already
+            _find(kind, name)  # import ours first, so that a conflict is reported
         known = _COMPONENTS.setdefault(kind, {})
         previous = known.get(name)
         if previous is not None and _origin(previous.factory) != _origin(factory):
@@ -92,7 +92,7 @@ def register(
 
 
 def lookup(kind: str, name: str) -> Component:
-    """Return the component, or raise ConfigError with the nearest spelling and the names there are."""
+    """Return the component, or raise ConfigError with the closest name and all available names."""
     component = _find(kind, name)
     if component is None:
         raise ConfigError(f"unknown {kind} '{shorten(name)}'{suggest(name, names(kind))}")
@@ -111,12 +111,12 @@ def kinds() -> list[str]:
 
 def _find(kind: str, name: str) -> Component | None:
     if name not in _COMPONENTS.get(kind, {}) and (module := _our_modules(kind).get(name)):
-        import_module(module)  # registers it
+        import_module(module)  # importing it registers the component
     return _COMPONENTS.get(kind, {}).get(name)
 
 
 def _our_modules(kind: str) -> dict[str, str]:
-    """Return the modules of our own components of a kind, by name, in the rooms that are there."""
+    """Return the modules of the built-in components of a kind, by name, if their packages exist."""
     ours = MODULES.get(kind, {}).items()
     return {name: f"etude.{module}" for name, module in ours if _is_there(module.partition(".")[0])}
 
@@ -124,7 +124,7 @@ def _our_modules(kind: str) -> dict[str, str]:
 @cache
 def _is_there(room: str) -> bool:
     spec = find_spec(f"etude.{room}")
-    return spec is not None and spec.origin is not None  # without an origin it is a folder without code
+    return spec is not None and spec.origin is not None  # a folder without code has no origin
 
 
 def _origin(factory: Callable[..., Any]) -> str:

@@ -1,4 +1,4 @@
-"""Validating sections and whole files against their schemas, and building the components that they name."""
+"""Validating sections and whole files against their schemas, and building the components they name."""
 
 import types
 from collections.abc import Callable, Collection, Mapping
@@ -23,10 +23,10 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class SectionSpec:
-    """What a top-level key of an experiment file holds: a component, a list of components, or values of a model."""
+    """What a top-level key of an experiment file holds: a component, several components, or fields of a model."""
 
     kind: str | None = None
-    """The kind of component; None for a section that is described by `model`."""
+    """The kind of component; None for a section described by `model`."""
     model: Any = None
     """A `SectionModel`, or any other type (`list[str]`)."""
     many: bool = False
@@ -39,7 +39,7 @@ class SectionSpec:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the section is a model of its own, whose defaults hold if the file leaves it out."""
+        """Whether the section has its own model, whose defaults apply if the file omits it."""
         return isinstance(self.model, type) and issubclass(self.model, BaseModel)
 
 
@@ -68,8 +68,8 @@ def validate_section(
 def validate_document(document: Document, sections: Mapping[str, SectionSpec]) -> dict[str, Any]:
     """Validate a whole file; raise ConfigError with a line for every mistake in it.
 
-    Returns the sections that the file has: a `Selection` (or a list of them) for components, an instance for models,
-    None for one that is turned off with `null`. A fixed section that the file leaves out has its defaults.
+    Returns the sections of the file: a `Selection` (or a list of them) for components, an instance for models, None
+    for one disabled with `null`. A fixed section that the file omits has its defaults.
     """
     root = root_model(sections)
     data = dict(document.data)
@@ -104,8 +104,8 @@ def build_component(
 ) -> Any:
     """Build the component that a section names, and any components inside it.
 
-    Each factory gets the section's arguments and those of `provided` that its signature asks for; what the section
-    says wins. Raises ConfigError with a line for every mistake, and in one line if a factory refuses its arguments.
+    Each factory gets the section's arguments, and those of `provided` that its signature has; the section takes
+    precedence. Raises ConfigError with a line for every mistake, or one line if a factory refuses its arguments.
     """
     supplied = provided or {}
     selection = select_component(kind, section, path=path, document=document, provided=supplied)
@@ -137,7 +137,7 @@ def build_selection(
     document: Document | None = None,
     provided: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Build a validated selection, components inside it first."""
+    """Build a validated selection, nested components first."""
     supplied = provided or {}
     factory, inside = selection.component.factory, selection.component.inside
     said = {**selection.defaults, **selection.arguments}
@@ -161,7 +161,7 @@ def build_selection(
 def _build_inside(
     value: Any, path: str, document: Document | None, supply: Callable[[int], Mapping[str, Any]], place: int = 0
 ) -> Any:
-    """Build every selection inside an argument, in lists and mappings too; `supply` says what each is given."""
+    """Build every selection inside an argument, in lists and mappings too; `supply` gives each its values."""
     if isinstance(value, Selection):
         return build_selection(value, path=path, document=document, provided=supply(place))
     if isinstance(value, (list, tuple)):
@@ -173,11 +173,11 @@ def _build_inside(
 
 
 def _placed(error: Exception, place: str) -> EtudeError:
-    """Return the error of a factory in one line with its place; an EtudeError keeps its class."""
+    """Return the error of a factory in one line with its location; an EtudeError keeps its class."""
     text = shorten(" ".join(str(error).split()), 1000) or type(error).__name__
     if isinstance(error, EtudeError):
         try:
             return type(error)(f"{place}: {text}")
-        except TypeError:  # a class of the user's own, made from other arguments
+        except TypeError:  # a user-defined error class with another constructor
             pass
     return ConfigError(f"{place}: {text}")

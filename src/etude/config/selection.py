@@ -1,4 +1,4 @@
-"""What a component section says: which component, with which arguments; validated, and not yet built."""
+"""A validated component section that has not been built: which component, with which arguments."""
 
 import dataclasses
 import enum
@@ -23,15 +23,15 @@ class Selection:
 
     component: Component
     arguments: dict[str, Any] = field(default_factory=dict)
-    """What the section gives, under the canonical names; a nested section is a `Selection` itself."""
+    """Arguments given in the section, under canonical names; a nested section is a `Selection` itself."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """What the signature adds."""
+    """Defaults from the signature."""
 
 
 def select(kind: str, value: Any, provided: Collection[str] = ()) -> Selection:
     """Validate a section against the signature of the component it names; raise pydantic's ValidationError.
 
-    A bare name stands for the component with its defaults.
+    A bare name means the component with its defaults.
     """
     component = named_component(kind, value)
     provided = {*provided, *component.provided}
@@ -65,7 +65,7 @@ def named_component(kind: str, value: Any) -> Component:
 
 
 def _error(kind: str, loc: tuple[str, ...], value: Any, problem: str) -> ValidationError:
-    # Braces in the text would be taken for placeholders, so it goes in as the one value.
+    # Braces in the text would be read as placeholders, so it is passed as a value.
     custom = PydanticCustomError("component", "{problem}", {"problem": problem})
     return ValidationError.from_exception_data(kind, [InitErrorDetails(type=custom, loc=loc, input=value)])
 
@@ -81,11 +81,11 @@ def component_model(component: Component, provided: Collection[str] = ()) -> typ
 
 
 def section_core_schema(section: Section) -> CoreSchema:
-    """Return the schema of an argument marked as a `Section`: a mapping with `name:`, a bare name, an object."""
+    """Return the schema of an argument marked as a `Section`: a mapping with `name:`, a bare name, or an object."""
 
     def validate(value: Any, info: core_schema.ValidationInfo) -> Any:
         if not isinstance(value, (str, bytes, int, float, list, tuple, Mapping, type(None))):
-            return value  # made in Python: only the component that takes it can judge it
+            return value  # an object made in Python: only the component that takes it can check it
         return select(section.kind, value, section.provided | frozenset((info.context or {}).get("provided", ())))
 
     return core_schema.with_info_plain_validator_function(validate)
@@ -97,7 +97,7 @@ def field_values(model: BaseModel) -> dict[str, Any]:
 
 
 def selections_in(value: Any, path: str = "") -> dict[str, Selection]:
-    """Return every component that validated sections name, by its dotted path; those inside others come after them."""
+    """Return every component named in validated sections, by dotted path; nested ones come after their parent."""
     found = {path: value} if isinstance(value, Selection) else {}
     for key, item in _items(value):
         found |= selections_in(item, f"{path}.{key}" if path else str(key))
@@ -115,9 +115,9 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """Return validated values as a config file would give them: only mappings, lists, text, numbers and null.
+    """Return validated values in the form of a config file: mappings, lists, strings, numbers and null.
 
-    Raises TypeError for objects that no file can hold; in sections such arguments are left out.
+    Raises TypeError for objects that no file can hold; in sections such arguments are omitted.
     """
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value

@@ -1,4 +1,4 @@
-"""Which keys are allowed at a place in a config, and their spellings: walks type hints alongside the data."""
+"""The keys and aliases allowed at a location in a config: walks type hints alongside the data."""
 
 import dataclasses
 import types
@@ -23,9 +23,9 @@ class Shape:
     names: list[str] = field(default_factory=list)
     """The canonical keys, in the order of the signature."""
     spellings: dict[str, str] = field(default_factory=dict)
-    """Every key that is understood, with its canonical name."""
+    """Every accepted key, with its canonical name."""
     hints: dict[str, list[Any]] = field(default_factory=dict)
-    """What a value may be, by canonical name."""
+    """The type of each value, by canonical name."""
     supplied: frozenset[str] = frozenset()
     """Arguments that the builder supplies and that a file cannot give."""
     kind: str = ""
@@ -33,7 +33,7 @@ class Shape:
 
 
 def shape_at(hint: Any, loc: Sequence[Any], data: Any, provided: frozenset[str] = frozenset()) -> Shape | None:
-    """Return the keys of the section that `loc` leads to, or None if there is none there."""
+    """Return the keys of the section at `loc`, or None if there is no section."""
     hints, value = list(_members(hint)), data
     for part in loc:
         hints = [below for each in hints for below in _step(each, part, value, provided)]
@@ -43,9 +43,9 @@ def shape_at(hint: Any, loc: Sequence[Any], data: Any, provided: frozenset[str] 
 
 
 def sections_of(hint: Any, data: Any, provided: frozenset[str] = frozenset()) -> dict[str, Shape]:
-    """Return the shapes of the sections directly below, first of those that are there.
+    """Return the shapes of the sections directly below, existing ones first.
 
-    Of a section that names no known component, it is that of all components of its kind.
+    For a section without a known component, it is the shape of all components of its kind.
     """
     root = shape_at(hint, (), data, provided)
     found: dict[str, Shape] = {}
@@ -61,11 +61,11 @@ def sections_of(hint: Any, data: Any, provided: frozenset[str] = frozenset()) ->
 
 
 def marks_in(hint: Any, seen: frozenset[Any] = frozenset()) -> Iterator[Section]:
-    """Yield the marks of all components that may stand in a value of this type, however deep."""
+    """Yield the marks of all components that a value of this type may contain, at any depth."""
     for each in _members(hint):
         if isinstance(each, Section):
             yield each
-        elif each not in seen:  # a model may hold itself
+        elif each not in seen:  # a model may contain itself
             shape = _shape(each, None, frozenset())
             inside = (
                 typing.get_args(each) if shape is None else [below for some in shape.hints.values() for below in some]
@@ -92,7 +92,7 @@ def _child(value: Any, part: Any) -> Any:
 
 
 def _members(hint: Any, metadata: Sequence[Any] = ()) -> Iterator[Any]:
-    """Yield what a value of this type may be: section marks, models, generic types; unions are taken apart."""
+    """Yield the alternatives of a type: section marks, models, generic types; unions are expanded."""
     section = next((extra for extra in metadata if isinstance(extra, Section)), None)
     origin = typing.get_origin(hint)
     if section is not None:
@@ -107,7 +107,7 @@ def _members(hint: Any, metadata: Sequence[Any] = ()) -> Iterator[Any]:
 
 
 def _step(hint: Any, part: Any, value: Any, provided: frozenset[str]) -> list[Any]:
-    """Return what may stand at key or index `part` of a value of this type."""
+    """Return the type at key or index `part` of a value of this type."""
     shape = _shape(hint, value, provided)
     if shape is not None:
         return shape.hints.get(shape.spellings.get(part, part), [])
@@ -151,7 +151,7 @@ def _shape_of_model(model: type[BaseModel]) -> Shape:
 
 
 def _shape_of_kind(section: Section, provided: frozenset[str]) -> Shape:
-    """Return the keys that any component of the kind takes."""
+    """Return the keys that any component of the kind accepts."""
     merged = Shape()
     for name in names(section.kind):
         shape = component_shape(lookup(section.kind, name), provided | section.provided)
@@ -163,10 +163,10 @@ def _shape_of_kind(section: Section, provided: frozenset[str]) -> Shape:
 def canonical_keys(
     data: Mapping[str, Any], aliases: Mapping[str, str], path: str = "", document: Document | None = None
 ) -> dict[str, Any]:
-    """Return the section with its keys under their canonical names; messages keep showing what was written.
+    """Return the section with canonical keys; messages still show the keys that were written.
 
-    If two spellings come from different files, the one given later wins, as with any key. In the same file they
-    contradict each other: ConfigError.
+    If two aliases come from different files, the later one overrides, as with any key. In the same file they raise
+    ConfigError.
 
     >>> canonical_keys({"log_every": 50, "epochs": 3}, {"log_every": "log_interval"})
     {'log_interval': 50, 'epochs': 3}
@@ -192,7 +192,7 @@ def canonical_keys(
 
 
 def canonical_sections(hint: Any, data: Any, path: str, document: Document | None, provided: frozenset[str]) -> Any:
-    """Return a section, and all sections inside it, with canonical keys, by the schema."""
+    """Return a section and all sections inside it with canonical keys, according to the schema."""
 
     def rename(value: Any, loc: tuple[Any, ...], where: str) -> Any:
         if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""A signature is a schema: the base of every section's model, and the model of a component's typed parameters."""
+"""A signature is a schema: the base model of every section, and models made from a component's typed parameters."""
 
 import functools
 import inspect
@@ -15,9 +15,9 @@ from pydantic_core import CoreSchema, PydanticUndefined
 from etude.core.errors import ConfigError
 
 _LEAVES: dict[Any, dict[str, Any]] = {"int": {}, "float": {"allow_inf_nan": False}, "bool": {}, "str": {}}
-"""The types of single values, with the settings that a field may change."""
+"""Schema types of single values, with the settings that a field may change."""
 _NOT_SCHEMAS = ("default", "metadata", "expected", "serialization", "config", "cls", "function", "keys_schema")
-"""Keys of a core schema that hold no values to make strict; keys of mappings may be numbers written as text."""
+"""Keys of a core schema that contain no values to make strict; mapping keys may be numbers written as strings."""
 
 
 def _make_strict(node: Any, handler: GetCoreSchemaHandler, seen: set[str]) -> None:
@@ -28,10 +28,10 @@ def _make_strict(node: Any, handler: GetCoreSchemaHandler, seen: set[str]) -> No
         return
     kind = node.get("type")
     for key, value in node.items():
-        # Without a type this is a mapping from field names to schemas, where no key is special.
+        # Without a type this is a mapping from field names to schemas: no key is special.
         if not isinstance(kind, str) or key not in _NOT_SCHEMAS:
             _make_strict(value, handler, seen)
-    if not isinstance(kind, str):  # fields, one of which may be called "type"
+    if not isinstance(kind, str):  # a mapping of fields, one of which may be named "type"
         return
     if kind in _LEAVES:
         node |= {**_LEAVES[kind], **node, "strict": True}
@@ -43,18 +43,18 @@ def _make_strict(node: Any, handler: GetCoreSchemaHandler, seen: set[str]) -> No
 def _make_target_strict(node: Any, handler: GetCoreSchemaHandler, seen: set[str]) -> None:
     try:
         target = handler.resolve_ref_schema(node)
-    except LookupError:  # a model that refers to itself is still being made
+    except LookupError:  # a model that refers to itself is not complete yet
         return
-    if target["type"] in ("dataclass", "typed-dict"):  # models are strict by their own base
+    if target["type"] in ("dataclass", "typed-dict"):  # models are already strict through their base class
         _make_strict(target, handler, seen)
 
 
 class SectionModel(BaseModel):
-    """A section of a config file: derive fixed sections from it, with fields, types and defaults as usual.
+    """A section of a config file: derive fixed sections from it, with fields, types and defaults as in pydantic.
 
-    `3` is a number where one is wanted, but `"3"`, `true` and (for an integer) `3.5` are mistakes. Numbers are finite,
-    unless a field says `Field(allow_inf_nan=True)`. A list fills a tuple or a set, and text fills a path, an enum or a
-    literal, because YAML has no other way to write them.
+    A number must be written as `3`: `"3"`, `true` and (for an integer) `3.5` are mistakes. Numbers are finite, unless
+    a field has `Field(allow_inf_nan=True)`. A list is accepted for a tuple or a set, and a string for a path, an enum
+    or a literal, because YAML has no other way to write them.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
@@ -64,20 +64,20 @@ class SectionModel(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Make every number, text and boolean strict, numbers finite, and leave containers lenient."""
+        """Make every number, string and boolean strict and numbers finite; leave containers lenient."""
         schema = handler(source)
         _make_strict(schema, handler, set())
         return schema
 
 
 class OpenSectionModel(SectionModel):
-    """A section that takes any further keys: the schema of a signature with `**kwargs`."""
+    """A section that accepts any further keys: the schema of a signature with `**kwargs`."""
 
     model_config = ConfigDict(extra="allow")
 
 
 def spellings(model: type[BaseModel], name: str) -> list[str]:
-    """Return the keys that fill a field, the canonical one first."""
+    """Return the keys that set a field, the canonical one first."""
     info: FieldInfo = model.model_fields[name]
     alias = info.validation_alias or info.alias
     if alias is None:
@@ -92,7 +92,7 @@ def spellings(model: type[BaseModel], name: str) -> list[str]:
 
 _LOOSE = ConfigDict(arbitrary_types_allowed=True)
 Parameter = tuple[Any, Any]
-"""Type hint and default of an argument; the default is `PydanticUndefined` where there is none."""
+"""Type hint and default of an argument; the default is `PydanticUndefined` if there is none."""
 
 
 def schema_of(
@@ -102,10 +102,10 @@ def schema_of(
     aliases: Mapping[str, str] | None = None,
     name: str | None = None,
 ) -> type[SectionModel]:
-    """Return the model of what a config section may say about `factory`: one field per parameter.
+    """Return the model of a config section for `factory`: one field per parameter.
 
-    `provided` names parameters that the builder supplies (`params`, `total_steps`): a section need not give them,
-    and may give those whose type can be written in YAML. `aliases` maps other spellings to parameters.
+    `provided` names parameters that the builder supplies (`params`, `total_steps`): a section may omit them, and may
+    set those whose type can be written in YAML. `aliases` maps other spellings to parameters.
 
     >>> def sgd(params, lr: float, momentum: float = 0.0): ...
     >>> schema_of(sgd, provided=["params"]).model_validate({"lr": 1}).model_dump()
@@ -141,9 +141,9 @@ def make_model(
     base: type[SectionModel] = SectionModel,
     doc: str | None = None,
 ) -> type[SectionModel]:
-    """Return a model with the given fields; hints that pydantic cannot make sense of count as `Any`.
+    """Return a model with the given fields; hints that pydantic cannot handle count as `Any`.
 
-    `aliases` may be shared by several components: those of arguments that this one does not have are passed over.
+    `aliases` may be shared by several components: those of arguments that this one lacks are ignored.
     """
     others: dict[str, list[str]] = {}
     for alias, argument in aliases.items():
@@ -161,7 +161,7 @@ def make_model(
     make: Any = functools.partial(create_model, name, __base__=base, __doc__=doc)
     try:
         model: type[SectionModel] = make(**definitions(lambda _hint: True))
-    except Exception:  # whatever a foreign hint makes pydantic raise: find the hint, keep the others
+    except Exception:  # pydantic may raise anything for a third-party hint: find the hint, keep the others
         model = make(**definitions(_is_usable))
     return model
 
@@ -169,7 +169,7 @@ def make_model(
 def parameters_of(factory: Callable[..., Any]) -> tuple[dict[str, Parameter], bool]:
     """Return hint and default of every keyword parameter, and whether there is a `**kwargs`.
 
-    A parameter `name` is left out: in a section that key names the component.
+    A parameter `name` is excluded: in a section that key names the component.
     """
     signature = inspect.signature(factory)
     names = getattr(_annotated(factory), "__globals__", {})
@@ -181,7 +181,8 @@ def parameters_of(factory: Callable[..., Any]) -> tuple[dict[str, Parameter], bo
         if parameter.kind is parameter.POSITIONAL_ONLY:
             if required:
                 raise ConfigError(
-                    f"{_name_of(factory)} takes '{parameter.name}' by position only; a config gives arguments by name"
+                    f"{_name_of(factory)} takes '{parameter.name}' by position only, but a config gives arguments "
+                    "by name; make it a keyword parameter"
                 )
             continue
         hint = _resolved(parameter.annotation, names)
@@ -192,7 +193,7 @@ def parameters_of(factory: Callable[..., Any]) -> tuple[dict[str, Parameter], bo
 
 
 def _resolved(hint: Any, names: dict[str, Any]) -> Any:
-    """Return a hint, evaluated if it is text; Any where there is none, or where only a type checker knows its names."""
+    """Return a hint, evaluated if it is a string; Any if it is missing or cannot be evaluated at run time."""
     if isinstance(hint, str):
         try:
             alone = type("alone", (), {"__annotations__": {"hint": hint}})
@@ -223,7 +224,7 @@ def _or_none(hint: Any) -> Any:
 
 
 def _field_name(argument: str) -> str:
-    """Return a field name that hides nothing of pydantic's own; the argument's name is the key in any case."""
+    """Return a field name that does not shadow pydantic's attributes; the key is the argument's name in any case."""
     if argument.startswith("_") or hasattr(SectionModel, argument):
         return f"{argument.lstrip('_')}_argument"
     return argument
@@ -252,7 +253,7 @@ def _name_of(factory: Callable[..., Any]) -> str:
 
 
 def _summary(factory: Callable[..., Any]) -> str | None:
-    """Return the first line of the docstring, unless Python made it (for dataclasses) or it is that of `partial`."""
+    """Return the first line of the docstring, unless it is generated (dataclasses) or that of `partial`."""
     doc = inspect.cleandoc(factory.__doc__ or "")
     if not doc or isinstance(factory, functools.partial) or doc.startswith(f"{_name_of(factory)}("):
         return None

@@ -1,4 +1,4 @@
-"""The words every other room shares: batches, loss terms, clock, control, errors, randomness."""
+"""Types that every other package shares: batches, loss terms, clock, control, errors, random state."""
 
 from typing import TYPE_CHECKING
 

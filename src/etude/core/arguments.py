@@ -1,4 +1,4 @@
-"""Arguments that a user gives in Python: whole numbers, devices, and ranges stated in annotations."""
+"""Validation of arguments passed in Python: integers, devices, and the ranges stated in annotations."""
 
 import functools
 import inspect
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 def as_whole(name: str, value: Any, *, least: int, error: type[EtudeError] = ConfigError) -> int:
-    """Return `value` as an int; raise `error` unless it is a whole number of at least `least`.
+    """Return `value` as an int; raise `error` unless it is an integer of at least `least`.
 
     >>> as_whole("batch_size", 8, least=1)
     8
@@ -29,12 +29,12 @@ def as_whole(name: str, value: Any, *, least: int, error: type[EtudeError] = Con
     except TypeError:
         count = None
     if count is None or count < least:
-        raise error(f"{name} is {value!r:.60}; it must be a whole number of at least {least}")
+        raise error(f"{name} is {value!r:.60}; it must be an integer of at least {least}")
     return count
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
-    """Return the device of that name; `auto` is CUDA where there is one. Raises ConfigError for an unknown name.
+    """Return the device of that name; `auto` is CUDA if available, else CPU. Raises ConfigError for an unknown name.
 
     >>> as_device("cpu")
     device(type='cpu')
@@ -43,7 +43,8 @@ def as_device(device: torch.device | str | int) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:  # an index that is no number of 8 bits is a ValueError
+    # torch raises ValueError for an index that does not fit in 8 bits
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"device {shorten(str(device))!r} is not known to torch; use cpu, cuda or cuda:N"
         ) from error
@@ -52,7 +53,7 @@ def as_device(device: torch.device | str | int) -> torch.device:
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Check the arguments of each call against the `Annotated` ranges of the signature.
 
-    Raises ConfigError with the argument, its value and the range. Types are left to mypy and to the config reader.
+    Raises ConfigError with the argument, its value and the range. Types are left to mypy and to the config parser.
 
     >>> from typing import Annotated
     >>> from annotated_types import Gt
@@ -72,7 +73,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
-            return function(*args, **kwargs)  # Python's own message names the function
+            return function(*args, **kwargs)  # let Python raise its own TypeError, which names the function
         owner = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
         for name, value in given.items():
             if name in ranged and value is not None:
@@ -101,7 +102,7 @@ def _check(what: str, value: Any, hint: Any) -> None:
 
 
 def _bounds(metadata: tuple[Any, ...]) -> Iterator[tuple[Callable[[Any, Any], bool], Any, str]]:
-    """Yield comparison, limit and words of each bound; other metadata (sections, documentation) has none."""
+    """Yield comparison, limit and description of each bound; other metadata (sections, documentation) has none."""
     for bound in metadata:
         match bound:
             case Gt(limit):

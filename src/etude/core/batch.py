@@ -1,11 +1,11 @@
-"""Batches in every form users bring, and where each keeps what.
+"""Batches in every form that users pass, and where each form holds its inputs and labels.
 
-A batch is a tensor, a tuple or list (inputs …, labels), a mapping, a dataclass, or any object that knows its own way to
-a device (`.to`): a PyTorch Geometric `Batch`, a `PackedSequence`, a tensordict. All of them may be nested. What moves,
-pins, counts or copies batches goes through the one traversal here, `map_tensors`.
+A batch is a tensor, a tuple or list (inputs …, labels), a mapping, a dataclass, or any object with its own `.to`: a
+PyTorch Geometric `Batch`, a `PackedSequence`, a tensordict. All of them may be nested. Code that moves, pins, counts
+or copies batches uses one traversal, `map_tensors`.
 
-A mapping with `tokens` and no labels is a next-token batch, whose targets are `tokens[:, 1:]`; with labels it is a
-mapping like any other.
+A mapping with `tokens` and no labels is a next-token batch: its targets are `tokens[:, 1:]`. With labels it is
+treated like any other mapping.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,15 +21,15 @@ from etude.core.forms import kind_of, moves_without_waiting, parts_of, with_part
 Batch = Any
 """Tensor · (input,) · (input, …, labels) · DataBatch · mapping with `input_ids`, `tokens` or other inputs · object."""
 STREAM = "stream"
-"""The key under which a batch that comes from a named stream of data keeps the stream's name."""
+"""The key that holds the name of the stream a batch was read from."""
 LABEL_KEYS = ("labels", "label", "targets", "target")
-"""Keys under which a mapping holds its labels; the first one present is taken."""
+"""Keys that may hold the labels of a mapping; the first one present is used."""
 LABEL_ATTRIBUTES = ("y", *LABEL_KEYS)
-"""Attributes under which an object holds its labels; the first one present is taken."""
+"""Attributes that may hold the labels of an object; the first one present is used."""
 DOCUMENT_STARTS = "document_starts"
-"""The key under which packed documents (B, L) keep where each of them begins in its row, (B, places)."""
+"""The key of the start offsets of packed documents within their row: (B, starts) for tokens (B, L)."""
 SETTING_KEYS = (STREAM, "causal", DOCUMENT_STARTS)
-"""What a batch says about itself or asks of the model. No inputs: only a `forward` that names them is given them."""
+"""Keys of metadata and model options. They are passed only to a `forward` that names them."""
 
 
 class DataBatch(NamedTuple):
@@ -54,11 +54,11 @@ class DataBatch(NamedTuple):
 
 
 _PAIRS = frozenset({tuple, list, DataBatch})
-"""What nearly all batches are: known without asking for their form."""
+"""The common forms of a batch, recognised by type alone."""
 
 
 class JointBatch(list[Batch]):
-    """Batches of several streams that make one step together, each of them a mapping with its stream's name.
+    """Batches of several streams that make one step together; each is a mapping with the name of its stream.
 
     >>> joint = JointBatch([{"x": torch.zeros(2, 3), STREAM: "a"}, {"x": torch.zeros(5, 3), STREAM: "b"}])
     >>> num_samples(joint)
@@ -67,7 +67,7 @@ class JointBatch(list[Batch]):
 
 
 def batch_labels(batch: Batch) -> Any:
-    """Return the labels of a batch, or None if it has none; of an object, what it has as `y` or `labels`.
+    """Return the labels of a batch, or None if it has none; for an object, its attribute `y` or `labels`.
 
     >>> batch_labels((torch.zeros(2, 3), torch.tensor([1, 0])))
     tensor([1, 0])
@@ -86,7 +86,7 @@ def batch_labels(batch: Batch) -> Any:
 
 
 def targets_of(batch: Batch) -> tuple[Any, bool]:
-    """Return the labels of a batch (None if it has none), and whether they are already the next tokens.
+    """Return the labels of a batch (None if it has none), and whether they are already shifted to the next tokens.
 
     >>> import torch
     >>> targets_of({"tokens": torch.tensor([[5, 6, 7]])})
@@ -104,7 +104,7 @@ def targets_of(batch: Batch) -> tuple[Any, bool]:
 def inputs_of(batch: Batch) -> Any:
     """Return the main input of a batch: the first of a tuple, `input_ids` or the first non-label of a mapping.
 
-    Of an object that is the object itself, as models are given it.
+    For an object it is the object itself, which is what the model receives.
     """
     kind = kind_of(batch)
     if kind == "tuple":
@@ -119,7 +119,7 @@ def inputs_of(batch: Batch) -> Any:
 def padding_mask_of(batch: Batch) -> Tensor | None:
     """Return the (B, L) mask of real positions, aligned with the labels of `targets_of`, or None.
 
-    Attention masks of other shapes, (B, 1, L, L) for one, say who sees whom and not what is padding.
+    Attention masks of other shapes, such as (B, 1, L, L), do not describe padding and are ignored.
     """
     if kind_of(batch) != "mapping":
         return None
@@ -130,7 +130,7 @@ def padding_mask_of(batch: Batch) -> Tensor | None:
 
 
 def is_next_token(keys: Collection[str]) -> bool:
-    """Whether a mapping with these keys is a next-token batch: `tokens` that are inputs and targets at once."""
+    """Whether a mapping with these keys is a next-token batch: `tokens` are both inputs and targets."""
     return "tokens" in keys and "input_ids" not in keys and not any(key in keys for key in LABEL_KEYS)
 
 
@@ -138,14 +138,14 @@ def is_next_token(keys: Collection[str]) -> bool:
 
 
 Own = tuple[str, Callable[[Any], Any]]
-"""The name of a method, and what is done to an object that has it."""
+"""The name of a method, and the function applied to an object that has it."""
 
 
 def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor], own: Own | None = None) -> Batch:
-    """Apply `function` to every tensor of a batch and keep its form.
+    """Apply `function` to every tensor of a batch and keep its structure.
 
-    Objects with the method named by `own` are given to the function of `own` instead; other objects are left alone.
-    A mapping that is no dict and cannot be written to becomes a dict.
+    Objects with the method named by `own` are passed to the function of `own` instead; other objects are returned
+    unchanged. A read-only mapping that is not a dict becomes a dict.
 
     >>> map_tensors({"x": torch.ones(2)}, lambda t: t + 1)
     {'x': tensor([2., 2.])}
@@ -161,7 +161,7 @@ def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor], own: Own | N
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move every tensor to `device`; from pinned memory the copy does not wait. Objects with `.to` move themselves."""
+    """Move every tensor to `device`, without blocking from pinned memory. Objects with `.to` move themselves."""
 
     def move(batch: Any) -> Any:
         if moves_without_waiting(batch):
@@ -172,7 +172,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def in_pinned_memory(batch: Batch) -> Batch:
-    """Copy every tensor that lies in CPU memory to pinned memory. Objects with `.pin_memory` do it themselves."""
+    """Copy every CPU tensor to pinned memory. Objects with `.pin_memory` do it themselves."""
     return map_tensors(
         batch,
         lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor,
@@ -181,7 +181,7 @@ def in_pinned_memory(batch: Batch) -> Batch:
 
 
 def hand_out_parts(whole: Tensor) -> Tensor:
-    """Say of a tensor that batches are parts of it, and that it is left alone afterwards; return it.
+    """Mark a tensor of which batches are slices and which is not modified afterwards; return it.
 
     >>> came_together(hand_out_parts(torch.zeros(4))[2:]), came_together(torch.zeros(4)[2:])
     (True, False)
@@ -191,12 +191,12 @@ def hand_out_parts(whole: Tensor) -> Tensor:
 
 
 def came_together(part: Tensor) -> bool:
-    """Whether a tensor is a part of one that `hand_out_parts` was called with."""
+    """Whether a tensor is a slice of one that was passed to `hand_out_parts`."""
     return getattr(part._base, "has_batches", False)
 
 
 def tensors_in(batch: Batch) -> Iterator[Tensor]:
-    """Yield the tensors of a batch in its own order; of an object with `.to`, those among its attributes."""
+    """Yield the tensors of a batch in order; for an object with `.to`, those among its attributes."""
     return _tensors_in(batch, set())
 
 
@@ -216,7 +216,7 @@ def _tensors_in(batch: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def num_samples(batch: Batch) -> int:
-    """Return how many samples a batch holds; 1 if it does not tell, so that it counts as one batch.
+    """Return the number of samples in a batch; 1 if it is unknown, so that the batch counts as one.
 
     >>> num_samples({"input_ids": torch.zeros(4, 7)})
     4
@@ -226,10 +226,10 @@ def num_samples(batch: Batch) -> int:
 
 
 def count_samples(batch: Batch) -> int | None:
-    """Return how many samples a batch holds, or None if it does not tell.
+    """Return the number of samples in a batch, or None if it is unknown.
 
-    That is the length of its first tensor. An object tells it by `num_graphs` or `batch_size`. A list inside a batch,
-    such as images of different sizes, has one sample in each entry, unless the labels say otherwise.
+    It is the length of the first tensor, or `num_graphs` or `batch_size` of an object. A list inside a batch, such as
+    images of different sizes, has one sample per entry, unless the labels disagree.
 
     >>> images = [torch.zeros(3, 8, 8), torch.zeros(3, 9, 7)]
     >>> count_samples((images, [{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(1, 4)}]))
@@ -259,12 +259,12 @@ def count_samples(batch: Batch) -> int | None:
 
 
 def _own_count(batch: Any) -> int | None:
-    """Return what an object says itself."""
+    """Return the number of samples that an object reports about itself."""
     if isinstance(batch, PackedSequence):
-        return int(batch.batch_sizes[0])  # these always lie in CPU memory
+        return int(batch.batch_sizes[0])  # always on the CPU, so reading it does not synchronise
     for name in ("num_graphs", "batch_size"):
         count = getattr(batch, name, None)
-        if isinstance(count, tuple) and count:  # of a tensordict: its first dimensions
+        if isinstance(count, tuple) and count:  # a tensordict: its leading dimensions
             count = count[0]
         if isinstance(count, int):
             return count
@@ -272,14 +272,14 @@ def _own_count(batch: Any) -> int | None:
 
 
 def _are_samples(values: Sequence[Any]) -> bool:
-    """Whether these are several mappings with the same keys: one for each sample."""
+    """Whether these are several mappings with the same keys: one per sample."""
     if len(values) < 2 or any(isinstance(one, Tensor) or kind_of(one) != "mapping" for one in values):
         return False
     return all(one.keys() == values[0].keys() for one in values)
 
 
 def _count_list(values: Sequence[Any], labels: Any) -> int | None:
-    """Return the samples of a list inside a batch: its length, or that of inputs that stand side by side in it."""
+    """Return the samples of a list inside a batch: its length, or the length of the inputs that it lists."""
     if isinstance(labels, Tensor) and labels.dim():
         return labels.shape[0]
     if not values or not all(isinstance(value, Tensor) for value in values):
@@ -291,7 +291,7 @@ def _count_list(values: Sequence[Any], labels: Any) -> int | None:
 
 
 def is_empty(batch: Batch) -> bool:
-    """Whether a batch has tensors, and no sample in any of them.
+    """Whether a batch has tensors and all of them have zero samples.
 
     >>> import torch
     >>> is_empty({"x": torch.zeros(0, 3)}), is_empty({"x": torch.zeros(2, 3)}), is_empty(["words"])
@@ -302,15 +302,16 @@ def is_empty(batch: Batch) -> bool:
 
 
 def without_samples(batch: Batch) -> Batch:
-    """Return the form of a batch with no samples in it: a rank's share of a last batch that is too small for all.
+    """Return a copy of a batch with zero samples, for a rank that gets nothing of a small last batch.
 
-    Raises DataError for a batch that cannot be cut.
+    Raises DataError for a batch that cannot be sliced.
     """
     nothing = map_tensors(batch, lambda tensor: tensor[:0])
     if not is_empty(nothing):
         raise DataError(
-            f"the last batch of the epoch has fewer samples than there are processes, and a {type(batch).__name__} "
-            f"cannot be cut to none; set drop_last to true or choose another batch_size"
+            "the last batch of the epoch has fewer samples than there are processes, and a batch of type "
+            f"{type(batch).__name__} cannot be sliced to zero samples; set drop_last to true or choose another "
+            "batch_size"
         )
     return nothing
 

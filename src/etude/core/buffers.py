@@ -1,7 +1,6 @@
-"""Running statistics and other buffers: put back when the update of their step is skipped, or after a mere probe.
+"""Restoring running statistics and other buffers after a skipped update or a trial forward pass.
 
-A batch with a NaN in it gives batch norm statistics that are NaN for ever after. Skipping the update alone would keep
-the weights and lose the model.
+One batch with a NaN would leave NaN in batch norm statistics for good, although the update itself is skipped.
 """
 
 import sys
@@ -19,9 +18,9 @@ Place = tuple[nn.Module, str]
 
 
 class BufferGuard:
-    """Remembers the buffers of a model that a checkpoint holds; costs nothing for a model without any.
+    """Keeps copies of a model's persistent buffers; costs nothing for a model without buffers.
 
-    With `caches` also those that it does not hold.
+    With `caches` it also copies non-persistent buffers.
 
     >>> norm = nn.BatchNorm1d(2)
     >>> guard = BufferGuard(norm)
@@ -48,7 +47,7 @@ class BufferGuard:
 
     @torch.no_grad()
     def _copy(self) -> None:
-        """Copy the buffers into memory that is kept from step to step."""
+        """Copy the buffers into memory that is reused in every step."""
         before, now = [], []
         for index, (module, name) in enumerate(self._places):
             buffer, copy = module._buffers[name], self._before[index]
@@ -62,12 +61,12 @@ class BufferGuard:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the buffers their former values."""
+        """Restore the remembered values."""
         for place, before in zip(self._places, self._before, strict=True):
             _put(place, before)
 
     def put_back(self, skipped: Tensor) -> None:
-        """Give the buffers their former values if `skipped` is 1; on a device, without the host knowing."""
+        """Restore the remembered values if `skipped` is 1; decided on the device, without a synchronisation."""
         if not self._places:
             return
         if not skipped.is_cpu:
@@ -77,7 +76,7 @@ class BufferGuard:
 
     @torch.no_grad()
     def choose(self, skipped: Tensor) -> None:
-        """Do what `put_back` does on the device of `skipped`, in few kernels for any number of buffers."""
+        """Do what `put_back` does on the device of `skipped`, with few kernels for any number of buffers."""
         bad = skipped.bool()
         usual: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         changed: list[tuple[Place, Tensor | None]] = []
@@ -98,15 +97,15 @@ class BufferGuard:
             nows, befores = (list(tensors) for tensors in zip(*pairs, strict=True))
             chosen = torch.where(bad, torch.cat(befores), torch.cat(nows))
             torch._foreach_copy_(nows, torch.split_with_sizes(chosen, [one.numel() for one in nows]))
-        # Buffers made, dropped, resized or moved in this step, or on another device than the update: only the host can
-        # choose, so it waits for the device.
+        # Buffers were created, dropped, resized or moved in this step, or lie on another device than the update: the
+        # host must decide, so it waits for the device.
         if changed and bad.item():
             for place, before in changed:
                 _put(place, before)
 
 
 def _copy_of(buffer: Tensor | None) -> Tensor | None:
-    """Return a copy; a buffer that the first batch is to shape stays itself, as it has no values yet."""
+    """Return a copy; an uninitialised (lazy) buffer is returned itself, as it has no values yet."""
     return buffer if buffer is None or is_lazy(buffer) else buffer.detach().clone()
 
 
@@ -114,7 +113,7 @@ def _put(place: Place, before: Tensor | None) -> None:
     module, name = place
     now = module._buffers[name]
     if now is before:
-        if now is not None and isinstance(module, _NormBase):  # it was lazy, and was shaped in this step
+        if now is not None and isinstance(module, _NormBase):  # it was lazy, and was initialised in this step
             module.reset_running_stats()
     elif now is not None and before is not None and _are_alike(now, before) and not _overlaps(now):
         now.copy_(before)
@@ -129,19 +128,19 @@ def _are_alike(now: Tensor, before: Tensor) -> bool:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether elements share memory, as in an expanded tensor: it cannot be written element by element."""
+    """Whether elements share memory, as in an expanded tensor: such a tensor cannot be written in place."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @contextmanager
 def probing(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Run the model without a trace: no gradients, no compilation; modes, buffers and random numbers are put back."""
+    """Run the model without side effects: no gradients, no compilation; modes, buffers and RNG state are restored."""
     modes = [(module, module.training) for module in model.modules()]
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
     guard = BufferGuard(model, caches=True)
     guard.remember()
     model.train(training)
-    # Whoever has compiled something has imported this; otherwise it would take a second.
+    # Importing torch._dynamo takes a second; code that has compiled something has imported it already.
     eagerly = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
         with torch.no_grad(), aside(0), torch.random.fork_rng(list(devices)), eagerly:

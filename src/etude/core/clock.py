@@ -1,4 +1,4 @@
-"""Where a run stands: steps, epochs, position in the epoch, samples; and what the loop is asked to do between steps."""
+"""Progress of a run (steps, epochs, position in the epoch, samples) and requests to the loop between steps."""
 
 from dataclasses import asdict, dataclass
 
@@ -15,15 +15,15 @@ class Clock:
     step: int = 0
     """Optimizer steps attempted, skipped ones included."""
     epoch: int = 0
-    """Epochs completed; also the number of the epoch under way, counted from zero."""
+    """Epochs completed; also the zero-based number of the current epoch."""
     position: int = 0
-    """Samples of the epoch under way that are consumed, over all ranks: the whole state of a loader."""
+    """Samples of the current epoch consumed so far, over all ranks: the whole state of a loader."""
     samples: int = 0
     """Samples consumed since the start, over all ranks."""
     phase: int = 0
     """The phase of the run, counted from 1; 0 if it has no phases."""
     validation_due: int = 0
-    """1 if the validation after this step was cut off by a signal: a resumed run begins with it."""
+    """1 if a signal interrupted the validation after this step: a resumed run starts by repeating it."""
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters as plain integers."""
@@ -33,7 +33,7 @@ class Clock:
         """Set the counters from `state_dict`."""
         self.step, self.epoch = state["step"], state["epoch"]
         self.position, self.samples = state["position"], state["samples"]
-        self.phase = state.get("phase", 0)  # checkpoints of runs before there were curricula have none
+        self.phase = state.get("phase", 0)  # older checkpoints lack `phase`
         self.validation_due = state.get("validation_due", 0)
 
 
@@ -48,12 +48,12 @@ class Control:
     validate: bool = False
     """Run validation after this step."""
     reason: str = ""
-    """Why `stop` was set, in words for people."""
+    """Why `stop` was set, as a message for the user."""
     interrupted: bool = False
     """Whether a signal, such as Ctrl-C, set `stop`."""
 
     def begin(self) -> None:
-        """Forget why the training before has stopped."""
+        """Clear the request and reason of an earlier training call."""
         self.stop, self.reason, self.interrupted = False, "", False
 
     def request_stop(self, reason: str, *, by_signal: bool = False) -> None:

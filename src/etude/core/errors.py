@@ -2,11 +2,11 @@
 
 
 class EtudeError(Exception):
-    """A mistake the user can fix; the message says what was found and what to do next."""
+    """A mistake that the user can fix; the message says what was found and what to do."""
 
     exit_code = 2
     reported_elsewhere = False
-    """True if another process of the same run reports it, so that it is printed once."""
+    """True if another process of the run reports this error, so that it is printed only once."""
 
 
 class ConfigError(EtudeError, ValueError):
@@ -26,4 +26,4 @@ class RunFolderError(EtudeError, OSError):
 
 
 class TrainingError(EtudeError, RuntimeError):
-    """Training cannot go on: numbers are not finite, memory has run out, a loss does not fit the model."""
+    """Training cannot continue: non-finite values, out of memory, or a loss that does not fit the model."""

@@ -1,7 +1,7 @@
-"""Files that survive a crash: written whole or not at all, synced to the disk, locked until their process ends.
+"""Crash-safe files: written atomically, synced to disk, and locked until their process ends.
 
-A full disk, `kill -9` and two writers at once lose nothing: whoever reads `path` finds the old file or the new one.
-This module imports the standard library alone; worker processes that tokenize load it without torch.
+A full disk, `kill -9` or two concurrent writers lose nothing: a reader of `path` finds the old file or the new one.
+This module imports only the standard library, so tokenizer worker processes can load it without torch.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ _HELD: set[int] = set()
 
 
 class NewFile:
-    """A file on its way to `path`: it has a temporary name beside it until `commit`, and is locked meanwhile.
+    """A file being written to `path`: until `commit` it has a temporary name in the same folder and is locked.
 
-    What writers of the same path left behind when they were killed is removed: nobody holds the lock on it.
+    Temporary files of killed writers of the same path are removed: they are no longer locked.
     """
 
     def __init__(self, path: str | Path, buffering: int = -1) -> None:
@@ -35,16 +35,16 @@ class NewFile:
         self.file: IO[bytes] = os.fdopen(descriptor, "w+b", buffering)
 
     def commit(self) -> None:
-        """Close the file and give it its name; once this returns the disk has both."""
+        """Close the file and rename it to `path`; both are on disk when this returns."""
         self._sync()
-        if sys.platform == "win32":  # an open file cannot be renamed there
+        if sys.platform == "win32":  # Windows cannot rename an open file
             self.file.close()
-        self._temporary.replace(self.path)  # still locked, so that no other writer takes it for abandoned
+        self._temporary.replace(self.path)  # still locked, so that no other writer treats it as abandoned
         self.file.close()
         sync_folder(self.path.parent)
 
     def commit_new(self) -> bool:
-        """As `commit`, but never replace a file: False if one is there already. Of two writers at once one wins."""
+        """Like `commit`, but never replace a file: return False if it exists. Of two concurrent writers one wins."""
         self._sync()
         try:
             os.link(self._temporary, self.path)
@@ -65,16 +65,16 @@ class NewFile:
         os.fsync(self.file.fileno())
 
     def discard(self) -> None:
-        """Close and remove the file; what has been under the name `path` stays."""
+        """Close and remove the temporary file; an existing file at `path` stays."""
         with contextlib.suppress(OSError):
             self._temporary.unlink()
-        with contextlib.suppress(OSError):  # a full disk fails again when a buffer is flushed
+        with contextlib.suppress(OSError):  # on a full disk the flush on close fails again
             self.file.close()
 
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[IO[bytes]]:
-    """Yield a file to write; if the block succeeds it becomes `path`, on the disk, else `path` is untouched.
+    """Yield a file to write; it atomically becomes `path` if the block succeeds, else `path` is unchanged.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -99,12 +99,12 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file atomically, in UTF-8 and with its line ends as they are."""
+    """Write a text file atomically, in UTF-8 and without translating line endings."""
     write_bytes(path, text.encode())
 
 
 def create_text(path: str | Path, text: str) -> bool:
-    """Write a text file atomically where there is none; False if there is one, which stays as it is."""
+    """Write a text file atomically if there is none; return False and leave it unchanged if it exists."""
     new = NewFile(path)
     try:
         new.file.write(text.encode())
@@ -115,7 +115,7 @@ def create_text(path: str | Path, text: str) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return once the disk has the names in `folder`, where the system can sync a folder and lets us open it."""
+    """Sync the folder's entries to disk, where the system supports it and we may open the folder."""
     if sys.platform == "win32":
         return
     try:
@@ -132,7 +132,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def beside(path: Path, prefix: str, suffix: str = "") -> Path:
-    """Return a new name in the same folder that says what it is for: .tmp-step-00000010-1a2b3c4d."""
+    """Return a new temporary name in the same folder that shows its purpose: .tmp-step-00000010-1a2b3c4d."""
     return path.with_name(f"{prefix}{path.name}-{secrets.token_hex(4)}{suffix}")
 
 
@@ -145,9 +145,9 @@ def cache_folder(name: str) -> Path:
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Lock an open file or folder until it is closed, or its process dies in any way.
+    """Lock an open file or folder until it is closed or its process ends.
 
-    False: somebody else has locked it. None: there are no locks on this system or file system.
+    Returns False if another process holds the lock, and None if the system or file system has no locks.
     """
     if sys.platform == "win32":
         return None
@@ -159,7 +159,7 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 class LockHeld(Exception):
-    """Another process, or another lock of this one, holds the lock; `holder` is its process number, if known."""
+    """Another process, or another lock object of this one, holds the lock; `holder` is its process id, if known."""
 
     def __init__(self, holder: str) -> None:
         self.holder = holder or "another one"
@@ -167,10 +167,10 @@ class LockHeld(Exception):
 
 
 class FolderLock:
-    """Holds a lock file while it is entered; entering raises LockHeld if somebody else does, unless it may `wait`.
+    """Holds a lock file while entered; entering raises LockHeld if it is already held, unless `wait` is set.
 
-    The file names the process. With `keep` it stays behind; without, it is removed.
-    Where the system or the file system has no locks, entering always succeeds: working there beats refusing to.
+    The file contains the process id. It is removed on exit, unless `keep` is set. Where the system or the file system
+    has no locks, entering always succeeds.
     """
 
     def __init__(self, path: Path, *, wait: bool = False, keep: bool = True) -> None:
@@ -181,12 +181,12 @@ class FolderLock:
     def __enter__(self) -> "FolderLock":
         assert self._descriptor is None, "already entered"
         descriptor = self._open()
-        while not _is_at(descriptor, self.path):  # its last holder removed it while this process waited
+        while not _is_at(descriptor, self.path):  # the last holder removed the file while this process waited
             os.close(descriptor)
             descriptor = self._open()
         self._descriptor = descriptor
         _HELD.add(descriptor)
-        with contextlib.suppress(OSError):  # a full disk: an empty file is read as "nobody"
+        with contextlib.suppress(OSError):  # on a full disk the file stays empty, which means "holder unknown"
             os.ftruncate(descriptor, 0)
             os.lseek(descriptor, 0, os.SEEK_SET)
             os.write(descriptor, f"{os.getpid()}\n".encode())
@@ -198,7 +198,8 @@ class FolderLock:
         if self._descriptor in _HELD:
             if not self.keep:
                 with contextlib.suppress(OSError):
-                    self.path.unlink()  # before it is freed: whoever waits sees that it is gone, and makes a new one
+                    # remove it before unlocking: a waiting process sees that it is gone and makes a new file
+                    self.path.unlink()
             _HELD.discard(self._descriptor)
             os.close(self._descriptor)
         self._descriptor = None
@@ -218,13 +219,13 @@ class FolderLock:
 
 
 def _make_temporary(target: Path) -> tuple[int, Path]:
-    """Make a file beside the target that is locked for as long as it is open."""
+    """Create a file beside the target that is locked while it is open."""
     while True:
         path = beside(target, ".", ".tmp")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         if try_lock(descriptor) is not False and os.fstat(descriptor).st_nlink:
             return descriptor, path
-        os.close(descriptor)  # another writer has taken it for abandoned between the two calls
+        os.close(descriptor)  # another writer treated it as abandoned between the two calls
 
 
 def _remove_abandoned(target: Path) -> None:
@@ -251,7 +252,7 @@ def _content(descriptor: int) -> str:
 
 
 def _forget_in_child() -> None:
-    """Close a forked child's copies: a data worker that outlives its killed parent must not keep the lock."""
+    """Close the lock descriptors in a forked child: a data worker that outlives its parent must not keep the lock."""
     for descriptor in _HELD:
         os.close(descriptor)
     _HELD.clear()

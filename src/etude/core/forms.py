@@ -1,4 +1,4 @@
-"""How the objects that batches are made of are taken apart and put together."""
+"""Taking apart and rebuilding the containers and objects that batches are made of."""
 
 import copy
 import dataclasses
@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 Kind = Literal["tuple", "mapping", "dataclass", "object", "value"]
-"""`object`: only its own methods reach its tensors; `value`: nothing is known of it."""
+"""`object`: only its own methods reach its tensors; `value`: an opaque value."""
 
 
 def kind_of(batch: Any) -> Kind:
-    """Return the kind of a batch's form, in a way that torch's compiler can follow.
+    """Return the kind of container a batch is, in a way that torch.compile can trace.
 
     >>> kind_of({}), kind_of([]), kind_of("words")
     ('mapping', 'tuple', 'value')
@@ -33,7 +33,7 @@ def kind_of(batch: Any) -> Kind:
 
 
 def parts_of(batch: Any) -> dict[Any, Any] | None:
-    """Return the values inside of a batch by place, key or attribute; None if nobody may look inside.
+    """Return the values inside a batch by index, key or attribute; None if it cannot be taken apart.
 
     >>> parts_of([7, 8]), parts_of("words")
     ({0: 7, 1: 8}, None)
@@ -50,7 +50,7 @@ def parts_of(batch: Any) -> dict[Any, Any] | None:
 
 
 def with_parts(batch: Any, parts: dict[Any, Any]) -> Any:
-    """Return a batch of the same form with other values; a mapping that cannot be written to becomes a dict."""
+    """Return a batch of the same structure with other values; a read-only mapping becomes a dict."""
     if isinstance(batch, (tuple, list)):
         return getattr(batch, "_make", type(batch))(parts.values())
     if type(batch) is dict or (isinstance(batch, Mapping) and not isinstance(batch, (dict, UserDict))):
@@ -59,10 +59,10 @@ def with_parts(batch: Any, parts: dict[Any, Any]) -> Any:
         result = copy.copy(batch)
         for key, value in parts.items():
             if dataclasses.is_dataclass(batch):
-                object.__setattr__(result, key, value)  # it may be frozen, and `__init__` is not to run again
+                object.__setattr__(result, key, value)  # it may be frozen, and `__init__` must not run again
             else:
                 result[key] = value
-    except Exception:  # somebody's own class, with any rules
+    except Exception:  # a user-defined mapping, which may restrict assignment
         return parts
     return result
 
@@ -76,5 +76,5 @@ def moves_without_waiting(batch: Any) -> bool:
 def _takes_non_blocking(method: Any) -> bool:
     try:
         return "non_blocking" in inspect.signature(method).parameters
-    except (TypeError, ValueError):  # built in, and silent about its arguments
+    except (TypeError, ValueError):  # a builtin without a signature
         return False

@@ -1,4 +1,4 @@
-"""What the engine needs of a loader: batches of an epoch from a position on, and the position after each."""
+"""The loader interface of the engine: batches of an epoch from a position on, and the position after each batch."""
 
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, Protocol, runtime_checkable
@@ -7,7 +7,7 @@ from etude.core.batch import Batch
 
 
 class BatchIterator(Protocol):
-    """Batches of one epoch. `position` always belongs to the batch handed out last, however much is prefetched."""
+    """Batches of one epoch. `position` belongs to the batch returned last, however many are prefetched."""
 
     @property
     def position(self) -> int:
@@ -23,7 +23,7 @@ class BatchIterator(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop any prefetching and release its resources; safe to call twice."""
+        """Stop prefetching and release its resources; safe to call twice."""
         ...
 
 
@@ -32,7 +32,7 @@ class Loader(Protocol):
     """A source of batches whose order is a pure function of (seed, epoch, position)."""
 
     def __len__(self) -> int:
-        """Batches in one whole epoch."""
+        """Batches in one full epoch."""
         ...
 
     def iterate(self, epoch: int, position: int = 0) -> BatchIterator:
@@ -42,20 +42,20 @@ class Loader(Protocol):
 
 @runtime_checkable
 class StatefulLoader(Protocol):
-    """A loader that resumes faster with a state of its own than by a position alone."""
+    """A loader whose own state makes resuming faster than a position alone."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the batch handed out last, in plain data; {} if there is none."""
+        """Return the state after the batch returned last, as plain data; {} if there is none."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Use the state when `iterate` is called with the epoch and the position that it belongs to."""
+        """Use this state when `iterate` is called with the epoch and position it belongs to."""
         ...
 
 
 @runtime_checkable
 class ChoosesStreams(Protocol):
-    """A loader of named streams of data, of which a run may choose others as it goes on."""
+    """A loader of named streams whose selection can change during a run."""
 
     def choose(
         self,
@@ -64,10 +64,10 @@ class ChoosesStreams(Protocol):
         only: Set[str] | None = None,
         position: int | None = None,
     ) -> bool:
-        """Set what is read from sample `position` of the epoch under way on, without one from the next `iterate` on.
+        """Set what is read from sample `position` of the current epoch on; None: from the next `iterate` on.
 
-        Returns whether that is something else than before. The iterator of the epoch then stands at the position.
+        Returns whether this changes anything. If so, the iterator of the epoch has been moved to the position.
 
-        None stands for what the loader was made with: its proportions, its sequence length, all its streams.
+        None restores the loader's original proportions, sequence length and streams.
         """
         ...

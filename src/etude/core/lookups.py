@@ -1,4 +1,4 @@
-"""An embedding that was asked for a row it does not have: what torch calls an IndexError, in words."""
+"""Explaining the IndexError of an embedding that received an id out of range."""
 
 from torch import Tensor, nn
 
@@ -6,9 +6,9 @@ from etude.core.errors import DataError
 
 
 def explain_lookup(error: IndexError, model: nn.Module) -> DataError | None:
-    """Return what went wrong if an embedding of the model raised this error, else None.
+    """Return an explanation if an embedding of the model raised this error, else None.
 
-    The traceback tells which one it was, and what it was asked for: nothing is checked as long as all is well.
+    The embedding and the ids are taken from the traceback, so nothing is checked while training works.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Embedding(10, 4))
@@ -28,9 +28,9 @@ def explain_lookup(error: IndexError, model: nn.Module) -> DataError | None:
             if low >= 0 and high < rows:
                 return None
             return DataError(
-                f"the batch has the id {low if low < 0 else high}, but the model's embedding '{name}' has {rows} rows "
-                f"(0 … {rows - 1}); is the model's vocabulary (vocab_size) or its longest sequence too small for the "
-                f"data, or the data of another dtype?"
+                f"the batch has the id {low if low < 0 else high}, but the model's embedding '{name}' has {rows} "
+                f"rows (0 … {rows - 1}); increase the model's vocab_size or maximum sequence length, or check the "
+                "dtype of the data"
             )
         trace = trace.tb_next
     return None

@@ -1,4 +1,4 @@
-"""A model as the engine sees it: how it is called, what may stand for its logits, its names without wrappers.
+"""A model as the engine sees it: how it is called, how it returns logits, parameter names without wrappers.
 
 x                                  model(x)
 (x,) · (x, labels) · DataBatch     model(x)
@@ -23,23 +23,23 @@ from etude.core.errors import TrainingError
 from etude.core.forms import kind_of
 
 OTHER_NAMES = (("attn_mask", "attention_mask"), ("attention_mask", "attn_mask"))
-"""(parameter, key): a mask that the batch has under one name is given to a model that knows it by the other."""
+"""(parameter, key): synonyms of the attention mask, so that either name in a batch fits either parameter."""
 MAIN_KEYS = ("input_ids", "tokens", "input")
-"""Keys of the main input, which a model whose `forward` calls it something else is given by position."""
+"""Keys of the main input; if `forward` uses another name for it, it is passed by position."""
 OTHER_INPUTS = frozenset(
     {"position_ids", "token_type_ids", "past_key_values", "inputs_embeds", "labels", "head_mask"}
 )
-"""Parameters that mean neither types nor a mask, wherever they stand."""
+"""Parameter names that are never types or a mask, whatever their position."""
 WRAPPED_MODULES = ("_orig_mod", "_fsdp_wrapped_module")
 """Names under which torch.compile and FSDP hold the module they wrap."""
 _WRAPPER_PARTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""Name parts that torch reserves for its wrappers (compile, activation checkpointing, FSDP)."""
+"""Name components that torch's wrappers add (compile, activation checkpointing, FSDP)."""
 _NO_BATCHES = ("builtins", "numpy")
-"""Modules of numbers, strings and arrays: no model takes them as a batch."""
+"""Top-level packages of numbers, strings and arrays: these objects are not batches."""
 
 
 class ModelCall:
-    """Calls a model with a batch; what its `forward` takes is read once, here.
+    """Calls a model with a batch; the signature of `forward` is read once, in the constructor.
 
     >>> model = nn.Linear(3, 2)
     >>> call = ModelCall(model)
@@ -55,7 +55,7 @@ class ModelCall:
         self._plans: dict[tuple[str, ...], CallPlan] = {}
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
-        """Run `model` (the one given at the start, or a wrapper of it) on the inputs of `batch`."""
+        """Run `model` (the one passed to the constructor, or a wrapper of it) on the inputs of `batch`."""
         kind = kind_of(batch)
         if kind == "tuple":
             if 1 <= len(batch) <= 2:
@@ -77,19 +77,19 @@ class ModelCall:
 
 
 class CallPlan(NamedTuple):
-    """Which values of a mapping go where."""
+    """How the values of a mapping are passed to `forward`."""
 
     positional: tuple[str, ...]
     keywords: tuple[str, ...]
     next_token: bool
-    """Leave out the last position of every input: it has no next token."""
+    """Drop the last position of every input: it has no next token."""
     renamed: tuple[tuple[str, str], ...] = ()
-    """(parameter, key) of values that the model knows under another name."""
+    """(parameter, key) of values that the model takes under another name."""
     without_cache: bool = False
-    """Hugging Face's models part packed documents by their positions, but only if they do not prepare a cache."""
+    """Hugging Face models separate packed documents by position ids, but only if they build no cache."""
 
     def run(self, model: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
-        """Call the model as planned; an optional input that the batch lacks is None."""
+        """Call the model as planned; an optional input missing from the batch is None."""
         positional = [batch.get(key) for key in self.positional]
         keywords = {key: batch[key] for key in self.keywords}
         for name, key in self.renamed:
@@ -104,12 +104,12 @@ class CallPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What a `forward` takes."""
+    """The parameters of a `forward`."""
 
     positional: tuple[str, ...]
-    """Parameters that can be given by position, in order."""
+    """Parameters that can be passed by position, in order."""
     names: frozenset[str]
-    """Parameters that can be given by name."""
+    """Parameters that can be passed by keyword."""
     required: tuple[str, ...]
     any_positional: bool
     any_keyword: bool
@@ -134,7 +134,7 @@ class Forward:
         )
 
     def plan(self, keys: tuple[str, ...]) -> CallPlan:
-        """Decide how a mapping with these keys is passed; raise TrainingError if it does not fit."""
+        """Decide how a mapping with these keys is passed; raise TrainingError if it does not fit the signature."""
         plan = self._next_token_plan(keys) if is_next_token(keys) else self._mapping_plan(keys)
         settings = tuple(
             key for key in SETTING_KEYS if key in keys and key in self.names and key not in plan.keywords
@@ -155,7 +155,7 @@ class Forward:
         inputs = [key for key in keys if key not in not_inputs or key in self.required]
         keywords = [key for key in inputs if self.any_keyword or key in self.names]
         if "decoder_input_ids" in self.names and "decoder_input_ids" not in keys and "labels" in keys:
-            keywords.append("labels")  # an encoder-decoder makes the inputs of its decoder from the labels
+            keywords.append("labels")  # an encoder-decoder builds its decoder inputs from the labels
         main = next((key for key in MAIN_KEYS if key in inputs), inputs[0] if len(inputs) == 1 else None)
         renamed = tuple(
             (name, key) for name, key in OTHER_NAMES if key in inputs and name in self.names and key not in keywords
@@ -163,11 +163,11 @@ class Forward:
         packed = "document_ids" in keys and "use_cache" in self.names and "use_cache" not in keys
         if main is None or main in self.names or not self._takes_first(inputs):
             return CallPlan((), tuple(keywords), False, renamed, packed)
-        # forward calls its first argument something else (`x`, `input`): give it by position.
+        # forward has another name for its main input (`x`, `input`): pass it by position
         return CallPlan((main,), tuple(key for key in keywords if key != main), False, renamed, packed)
 
     def _takes_first(self, inputs: Collection[str]) -> bool:
-        """Whether the first position is free for an input that forward does not know by name."""
+        """Whether the first position is free for an input that forward does not take by name."""
         if self.positional:
             return self.positional[0] not in inputs
         return self.any_positional and not self.any_keyword
@@ -197,9 +197,9 @@ def _without_last(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadOutput:
-    """Hidden states (…, d) and the output layer (V, d) that has not been applied yet.
+    """Hidden states (…, d) and the weight (V, d) of an output layer that has not been applied yet.
 
-    A loss that knows this class never holds all logits at once; anything else reads `logits`.
+    A loss that supports this class never materialises all logits; other code reads `logits`.
 
     >>> output = HeadOutput(torch.ones(2, 5, 3), torch.ones(7, 3))
     >>> output.shape, output.logits.shape
@@ -210,28 +210,28 @@ class HeadOutput:
     weight: Tensor
     bias: Tensor | None = None
     softcap: float | None = None
-    """Where given, the logits are softcap · tanh(logits / softcap)."""
+    """If set, the logits are softcap · tanh(logits / softcap)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", linked(self.hidden, self.weight, self.bias))
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the logits; they are not computed for it."""
+        """The shape of the logits, without computing them."""
         return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
 
     @property
     def logits(self) -> Tensor:
-        """All logits (…, V), computed again at every access."""
+        """All logits (…, V), recomputed at every access."""
         logits = F.linear(self.hidden.to(self.weight.dtype), self.weight, self.bias)
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 def linked(hidden: Tensor, *parameters: Tensor | None) -> Tensor:
-    """Return `hidden` with `parameters` among what it was computed from; they get no gradient through it.
+    """Return `hidden` with `parameters` added to its autograd graph; they get no gradient through it.
 
-    DistributedDataParallel looks through the graph of a model's output for parameters without a part in the loss
-    (`find_unused_parameters`). Those that only the loss will use must be found there too.
+    DistributedDataParallel searches the graph of the model's output for unused parameters (`find_unused_parameters`).
+    Parameters that only the loss uses must be reachable there too.
     """
     used = [parameter for parameter in parameters if parameter is not None and parameter.requires_grad]
     if not used or not torch.is_grad_enabled():
@@ -265,7 +265,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def clean_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers add.
+    """Return a parameter's name without the components that wrappers add.
 
     >>> clean_name("encoder._orig_mod.layers.0.weight")
     'encoder.layers.0.weight'
@@ -274,5 +274,5 @@ def clean_name(name: str) -> str:
 
 
 def clean_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return the module's state dict with the names the user's own module has; the tensors are not copied."""
+    """Return the module's state dict under the names of the unwrapped module; the tensors are not copied."""
     return {clean_name(name): value for name, value in unwrap(module).state_dict().items()}

@@ -1,4 +1,4 @@
-"""Seeding, the state of every random generator a run can touch, and drawing without leaving a trace."""
+"""Seeding, the state of every random generator of a run, and isolated random draws."""
 
 import random
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def host_draws() -> tuple[object, ...]:
-    """Return something that differs if a random number was drawn on the host in between.
+    """Return a fingerprint that changes if a random number is drawn on the host.
 
     >>> before = host_draws(); _ = torch.rand(1, generator=torch.Generator()); before == host_draws()
     True
@@ -63,9 +63,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def aside(seed: int) -> Iterator[None]:
-    """Draw from generators seeded by `seed`; afterwards all of them are as they were (about 60 µs).
+    """Draw from generators seeded by `seed`; restore their states afterwards (about 60 µs).
 
-    All of them: those of Python, NumPy and torch on the CPU and on the current device. Other devices are not touched.
+    This covers Python, NumPy, and torch on the CPU and the current device, but no other devices.
 
     >>> set_seed(7); expected = torch.rand(1); set_seed(7)
     >>> with aside(1):
@@ -78,7 +78,7 @@ def aside(seed: int) -> Iterator[None]:
     before = [device.get_rng_state() for device in devices]
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)  # not torch's function, which takes 1 ms where CUDA is not in use
+    torch.default_generator.manual_seed(seed)  # torch.random.fork_rng takes 1 ms if CUDA is not initialised
     for device in devices:
         device.manual_seed(seed)
     try:
@@ -92,17 +92,17 @@ def aside(seed: int) -> Iterator[None]:
 
 
 def _devices() -> list[Any]:
-    """Return the modules of torch with a generator that is in use, besides the CPU's: that of the current device."""
+    """Return the torch device modules, besides the CPU, with a generator in use: that of the current device."""
     cuda = [torch.cuda] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     return [*cuda, torch.mps] if torch.backends.mps.is_available() else cuda
 
 
 class RunRandom:
-    """The random numbers of one run: those that its steps draw, whatever the program around it draws.
+    """The random numbers of one run, independent of what the surrounding program draws.
 
     >>> run = RunRandom(seed=7)
     >>> with run.running(): first = torch.rand(2)
-    >>> _ = torch.rand(9)  # somebody else
+    >>> _ = torch.rand(9)  # other code
     >>> with run.running(): second = torch.rand(1)
     >>> set_seed(7); torch.equal(torch.rand(3), torch.cat([first, second]))
     True
@@ -115,7 +115,7 @@ class RunRandom:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Draw the run's numbers inside this block; afterwards the program's generators are as they were."""
+        """Draw from the run's generators inside this block; afterwards the program's generators are restored."""
         with aside(0):
             set_rng_state(self._state)
             self._is_running = True
@@ -130,14 +130,14 @@ class RunRandom:
         return rng_state() if self._is_running else self._state
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Restore what `state` returned."""
         self._state = state
         if self._is_running:
             set_rng_state(state)
 
 
 def check_rng_state(state: dict[str, Any]) -> None:
-    """Raise an error of some kind unless `set_rng_state` can take this; generators in use do not change."""
+    """Raise an error unless `set_rng_state` accepts this state; the generators in use do not change."""
     random.Random().setstate(_python_state(state))
     np.random.RandomState(0).set_state(_numpy_state(state))
     torch.Generator().set_state(state["torch"].cpu())
@@ -153,7 +153,7 @@ def _python_state(state: dict[str, Any]) -> tuple[Any, ...]:
 def _numpy_state(state: dict[str, Any]) -> dict[str, Any]:
     numpy_state = state["numpy"]
     key, position = numpy_state["key"].numpy().astype(np.uint32), numpy_state["pos"]
-    if key.shape != (624,) or not 0 <= position <= 624:  # NumPy trusts them
+    if key.shape != (624,) or not 0 <= position <= 624:  # NumPy does not check them
         raise ValueError(f"the state of NumPy's generator has {key.shape} words and the position {position}")
     return {
         "bit_generator": "MT19937",

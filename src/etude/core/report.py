@@ -1,4 +1,4 @@
-"""What one optimizer step leaves behind, still on the device: nothing here has been waited for."""
+"""The results of one optimizer step, still on the device: nothing here has been synchronised."""
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -10,22 +10,22 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class StepReport:
-    """Device-side results of one step. Reading a tensor here waits for the device: only at log points."""
+    """Device-side results of one step. Reading a tensor synchronises with the device, so do it only at log points."""
 
     sums: dict[str, Tensor]
     """Per term, the sum over this rank's micro-batches (detached)."""
     counts: dict[str, Tensor | float]
     """Per term, the count over this rank's micro-batches."""
     norm: Tensor
-    """Global norm of the gradient as the backward pass left it, before it is divided and clipped."""
+    """Global gradient norm right after the backward pass, before division and clipping."""
     divisor: Tensor | float
-    """What the gradient is divided by to become that of the averaged loss; in fp16 the loss scale is part of it."""
+    """Divisor that turns the gradient into that of the averaged loss; with fp16 it includes the loss scale."""
     skipped: Tensor
     """1.0 if the update was not finite and was skipped on the device, else 0.0."""
     lr: float
     """Learning rate of the first parameter group in this step."""
     optional: Set[str] = frozenset()
-    """Terms that have no number where nothing was counted."""
+    """Terms whose average is undefined when their count is zero."""
 
     @property
     def grad_norm(self) -> Tensor:
@@ -33,7 +33,7 @@ class StepReport:
         return self.norm / self.divisor
 
     def pack(self) -> Tensor:
-        """Return all numbers that are on the device as one vector."""
+        """Return all device-side values as one vector."""
         values = (self.norm, self.skipped, self.divisor, *self.sums.values(), *self.counts.values())
         tensors = [value for value in values if isinstance(value, Tensor)]
         if all(tensor.dtype is torch.float32 for tensor in tensors):  # one kernel
@@ -41,7 +41,7 @@ class StepReport:
         return torch.stack([tensor.double() for tensor in tensors])
 
     def unpack(self, packed: Tensor) -> dict[str, Any]:
-        """Return the fields of a report like this one from the numbers that `pack` returned for it."""
+        """Return the fields of a report like this one from the vector that `pack` returned."""
         norm, skipped, *numbers = packed.unbind()
         left = iter(numbers)
         divisor = next(left) if isinstance(self.divisor, Tensor) else self.divisor
@@ -51,22 +51,22 @@ class StepReport:
 
 
 class Page:
-    """The numbers of steps that were replayed one after the other, a row for each."""
+    """Values of consecutively replayed steps, one row per step."""
 
     __slots__ = ("tensor",)
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        """Written again some time: replaced by a copy before that."""
+        """Reused later for other steps; it is replaced by a copy before that happens."""
 
 
 class RecordedReport(StepReport):
-    """The report of a step that was recorded once and is replayed; its numbers are taken apart if somebody asks."""
+    """The report of a replayed step; its vector of values is unpacked on first access."""
 
     __slots__ = ("layout", "page", "row")
 
     def __init__(self, layout: StepReport, page: Page, row: int, lr: float) -> None:
-        """`layout` is the report that was recorded; the numbers of this step are in a row of a page."""
+        """`layout` is the report of the recorded step; the values of this step are one row of a page."""
         self.layout, self.page, self.row, self.lr, self.optional = layout, page, row, lr, layout.optional
 
     def __getattr__(self, name: str) -> Any:
@@ -79,9 +79,9 @@ class RecordedReport(StepReport):
 
 
 def joined(reports: Sequence[StepReport], *, on_host: bool = False) -> list[StepReport]:
-    """Return one report in place of all, each number a vector over the steps, if all are replays of one recording.
+    """Return one report in place of all, with vectors over the steps, if all are replays of one recording.
 
-    With `on_host` it is read from the device, which takes a single transfer.
+    With `on_host` it is copied to the host in a single transfer.
 
     >>> first = StepReport({"loss": torch.tensor(1.0)}, {"loss": 2}, torch.tensor(3.0), 2, torch.tensor(0.0), 0.1)
     >>> page = Page(torch.stack([first.pack(), first.pack() + 1]))

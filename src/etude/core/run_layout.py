@@ -1,4 +1,4 @@
-"""Names of a run's files that several rooms know: its own files, and what lies in its folder of checkpoints."""
+"""File names inside a run folder that several packages need: the run's own files and its checkpoints."""
 
 import os
 import re
@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 OWN_FILES = frozenset(["config.yaml", "metrics.jsonl", "events.jsonl", "env.json", "result.json", ".lock"])
-"""What a run writes into its folder, besides `samples.txt`, which a callback writes."""
+"""Files that a run writes into its folder, besides `samples.txt`, which a callback writes."""
 
 CHECKPOINTS = "checkpoints"
 LAST, BEST = "last", "best"
-"""Names in a folder of checkpoints that stand for one of them."""
+"""Names in a checkpoints folder that refer to one of the checkpoints."""
 
 TEMPORARY, REPLACED, DELETED = ".tmp-", ".old-", ".trash-"
-"""Name prefixes of folders that are not checkpoints: being written, replaced by a newer one, being deleted."""
+"""Name prefixes of folders that are not checkpoints: being written, replaced, or deleted."""
 
 _STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
 _ASIDE = re.compile(r"(\.tmp-|\.old-|\.trash-)(.+)-[0-9a-f]{8}")
@@ -29,7 +29,7 @@ def folder_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of the checkpoint that has this name, None if a checkpoint is not called so.
+    """Return the step of the checkpoint with this name, or None if it is not the name of a checkpoint.
 
     >>> step_of("step-00001200"), step_of("last")
     (1200, None)
@@ -39,7 +39,7 @@ def step_of(name: str) -> int | None:
 
 
 def original_name(name: str) -> str:
-    """Return what a checkpoint is called that is being written, replaced or deleted; any other name as it is.
+    """Return the final name of a checkpoint that is being written, replaced or deleted; other names are unchanged.
 
     >>> original_name(".old-step-00000010-1a2b3c4d")
     'step-00000010'
@@ -49,7 +49,7 @@ def original_name(name: str) -> str:
 
 
 def is_made(name: str) -> bool:
-    """Return whether `CheckpointManager` gives such names: checkpoints, those on their way, and `last` and `best`.
+    """Return whether `CheckpointManager` creates such names: checkpoints, temporary ones, `last` and `best`.
 
     >>> [is_made(name) for name in ("step-00000010", ".tmp-last-1a2b3c4d", "notes.txt")]
     [True, True, False]
@@ -59,9 +59,9 @@ def is_made(name: str) -> bool:
 
 
 def output_problems(outputs: Iterable[tuple[str, str | Path]], run_dir: Path | None) -> list[tuple[str, str]]:
-    """Return who would write over what, for pairs of a callback and a file it writes.
+    """Return the conflicts between files, given pairs of a callback and a file it writes.
 
-    Links and `..` are followed, and letter case is not looked at: on some file systems it makes no difference.
+    Links and `..` are resolved, and case is ignored, since some file systems are case-insensitive.
 
     >>> output_problems([("csv_logger", "Config.YAML"), ("mine", "a.csv"), ("yours", "x/../a.csv")], Path("runs/1"))
     [('csv_logger', "Config.YAML is the run's own file"), ('yours', 'x/../a.csv is written by mine too')]
@@ -76,16 +76,17 @@ def output_problems(outputs: Iterable[tuple[str, str | Path]], run_dir: Path | N
             found.append((writer, f"{name or repr('')} is the run's own file"))
         elif path in writers:
             found.append((writer, f"{name} is written by {writers[path]} too"))
-        elif target.exists() and not target.is_file():  # replacing it would destroy it
-            found.append((writer, f"{name} is there and is no regular file"))
+        elif target.exists() and not target.is_file():  # the callback would replace and destroy it
+            found.append((writer, f"{name} exists and is not a regular file"))
         writers.setdefault(path, writer)
     return found
 
 
 def _is_own(inside: tuple[str, ...]) -> bool:
-    """Whether a path in the run folder, in small letters, is one that the run itself writes."""
+    """Whether a lower-case path in the run folder is one that the run itself writes."""
     if inside[0] in OWN_FILES or (inside[0].startswith(".") and inside[0].endswith(".tmp")):
         return True
     if inside[0] != CHECKPOINTS or len(inside) == 1:
         return inside[0] == CHECKPOINTS
-    return is_made(inside[1]) or inside[1].startswith((".", "step-", "copy-of-"))  # other files may lie beside them
+    # a subfolder may hold other files as well
+    return is_made(inside[1]) or inside[1].startswith((".", "step-", "copy-of-"))

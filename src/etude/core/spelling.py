@@ -1,14 +1,14 @@
-"""Names in error messages: the nearest spelling, the names there are, long values cut short."""
+"""Names in error messages: the closest match, the available names, shortened values."""
 
 import difflib
 from collections.abc import Iterable
 
 _MANY = 8
-"""A list of more names is cut short where the nearest name already answers the question."""
+"""Longer lists of names are shortened if there is a close match."""
 
 
 def suggest(word: str, names: Iterable[str], *, label: str = "there are") -> str:
-    """Return the end of a message about an unknown name: the nearest name, if one is close, and the names there are.
+    """Return the end of a message about an unknown name: the closest name, if any, and the available names.
 
     >>> suggest("adamm", ["sgd", "adamw"])
     "; did you mean 'adamw'? (there are: sgd, adamw)"
@@ -21,7 +21,7 @@ def suggest(word: str, names: Iterable[str], *, label: str = "there are") -> str
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return the nearest name as a question, or nothing if no name is close.
+    """Return the closest name as a question, or nothing if no name is close.
 
     >>> did_you_mean("adamm", ["sgd", "adamw"])
     "; did you mean 'adamw'?"
@@ -31,7 +31,7 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
 
 
 def nearest(word: str, names: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the name that looks most like `word`, or None if none is as close as `cutoff` (1 is equal).
+    """Return the name most similar to `word`, or None if no similarity reaches `cutoff` (1 means equal).
 
     >>> nearest("batch_sise", ["epochs", "batch_size"])
     'batch_size'
@@ -44,7 +44,7 @@ def nearest(word: str, names: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 
 def listed(names: Iterable[str], *, shorten: bool = False) -> str:
-    """Join names for a message; a long list is cut short if asked.
+    """Join names for a message; with a limit, a long list is shortened.
 
     >>> listed(["a", "b"])
     'a, b'
@@ -56,7 +56,7 @@ def listed(names: Iterable[str], *, shorten: bool = False) -> str:
 
 
 def shorten(text: str, length: int = 60) -> str:
-    """Cut a text that a message repeats to `length` characters.
+    """Shorten a text quoted in a message to `length` characters.
 
     >>> shorten("x" * 100, 5)
     'xxxx…'
@@ -65,7 +65,7 @@ def shorten(text: str, length: int = 60) -> str:
 
 
 def a(noun: str) -> str:
-    """Return the noun with its article.
+    """Return the noun with its indefinite article.
 
     >>> a("model"), a("optimizer")
     ('a model', 'an optimizer')

@@ -1,7 +1,7 @@
 """What the engine trains: a task turns a model and a batch into loss terms, which are sums and counts.
 
-The engine divides each sum once, by its count over all micro-batches and all ranks. So k micro-batches of b
-samples give the gradient of one batch of k·b samples, whatever the masks and whatever the number of ranks.
+The engine divides each sum once, by its count over all micro-batches and all ranks. So k micro-batches of b samples
+give the gradient of one batch of k·b samples, for any masks and any number of ranks.
 """
 
 import contextlib
@@ -29,19 +29,19 @@ class LossTerm:
     """
 
     sum: Tensor
-    """Sum over the elements that count (0-dim; with gradient history unless the weight is 0)."""
+    """Sum over the counted elements (0-dim; part of the autograd graph unless the weight is 0)."""
     count: Tensor | float
-    """How many elements the sum runs over: a number, or a 0-dim tensor if it depends on the data."""
+    """Number of elements in the sum: a number, or a 0-dim tensor if it depends on the data."""
     weight: Tensor | float = 1.0
-    """The factor of this term in the objective."""
+    """The weight of this term in the objective."""
     reported: bool = field(default=True, repr=False)
-    """False for a term that is trained but is no number of the run, such as a penalty."""
+    """False for a term that is trained but not reported, such as a penalty."""
     optional: bool = field(default=False, repr=False)
-    """True if there is no number at all where nothing was counted: a task may have no labels in an epoch."""
+    """True if the average is undefined when the count is zero: a task may have no labels in an epoch."""
 
     @property
     def is_weighted(self) -> bool:
-        """Whether the term is trained; a weight that is a tensor is not looked at."""
+        """Whether the term is trained; a tensor weight is not read and counts as trained."""
         return isinstance(self.weight, Tensor) or self.weight != 0
 
 
@@ -50,7 +50,7 @@ Terms = dict[str, LossTerm]
 
 
 def check_terms(terms: Any) -> None:
-    """Raise TrainingError unless this is what a task returns.
+    """Raise TrainingError unless this is a valid return value of a task.
 
     >>> check_terms({"loss": LossTerm(Tensor([2.0]).sum(), 1)})
     """
@@ -64,7 +64,7 @@ def check_terms(terms: Any) -> None:
 
 
 def settings_of(*owners: object) -> Hashable:
-    """Return the numbers and words that objects keep as attributes, and which tensors.
+    """Return the attributes of objects that are numbers, strings or tensors; tensors by identity.
 
     >>> from types import SimpleNamespace
     >>> settings_of(SimpleNamespace(beta=0.5, name="kl", seen=[]))
@@ -78,7 +78,7 @@ def settings_of(*owners: object) -> Hashable:
 
 
 class Task:
-    """Base class of tasks: `__call__` is all that must be defined; everything else has a default that does nothing.
+    """Base class of tasks: only `__call__` must be defined; every other method does nothing by default.
 
     >>> class Mean(Task):
     ...     def __call__(self, model, batch, *, metrics):
@@ -90,29 +90,30 @@ class Task:
     """
 
     version = 0
-    """Changes whenever the model is run in another way from now on, for example with other heads."""
+    """Changes whenever the model starts to run in another way, for example with other heads."""
     uses_all_parameters = True
-    """False if a batch may leave parameters without a part in the loss."""
+    """False if a batch may leave some parameters out of the loss."""
     chooses_metrics = False
-    """True if `__call__` takes None for `metrics`: those that cost next to nothing."""
+    """True if `__call__` accepts None for `metrics`: compute only those that cost next to nothing."""
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
-        """Run the model on the batch and return its terms; with `metrics` those of weight 0 as well."""
+        """Run the model on the batch and return its terms; with `metrics`, also those of weight 0."""
         raise NotImplementedError
 
     def objective(self, parts: Any) -> Any:
-        """Return the `Objective` that turns its terms into gradients, from `ObjectiveParts`; None: the plain one."""
+        """Return the `Objective` that turns terms into gradients, given `ObjectiveParts`; None for the default."""
         return None
 
     def constants(self) -> Hashable:
-        """Return the numbers of the host that its terms are made with, such as weights: a recorded step has them.
+        """Return the host-side values its terms depend on, such as weights: they are constants of a recorded step.
 
-        By default all numbers and words that are its attributes; one that changes with every step ends recording.
+        The default is all its attributes that are numbers or strings. A value that changes in every step disables
+        recording.
         """
         return settings_of(self)
 
     def trained_on(self, batch: Batch) -> None:
-        """Called once for every batch of a training step, on the host: what a batch says by itself is counted here."""
+        """Called once on the host for every batch of a training step, to count what needs no model output."""
 
     # --- the loss
 
@@ -125,11 +126,11 @@ class Task:
         return None
 
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
-        """Run the model on a batch as training does: for counting FLOPs."""
+        """Run the model on a batch as in training, for counting FLOPs."""
         return ModelCall(model)(model, batch)
 
     def decisions(self) -> dict[str, Any]:
-        """Return what was decided by the first batches, such as the loss, as plain data: checkpoints keep it."""
+        """Return decisions taken on the first batches, such as the loss, as plain data for checkpoints."""
         return {}
 
     def decide(self, decisions: Mapping[str, Any]) -> None:
@@ -138,51 +139,51 @@ class Task:
     # --- numbers
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """Return numbers that follow from the averages of the terms, as perplexity does from the loss."""
+        """Return metrics derived from the averages of the terms, such as perplexity from the loss."""
         return {}
 
     def numbers(self) -> Mapping[str, float]:
-        """Return numbers of its own for a log point."""
+        """Return the task's own metrics for a log point."""
         return {}
 
     def ordered(self, numbers: dict[str, float]) -> dict[str, float]:
-        """Return numbers in the order in which people read them."""
+        """Return the metrics in the order in which they are displayed."""
         return numbers
 
     def summary(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Return the averages, and after them the numbers derived from them."""
+        """Return the averages followed by the metrics derived from them."""
         return self.ordered({**means, **self.derived(means)})
 
     # --- evaluation
 
     def measuring(self) -> AbstractContextManager[object]:
-        """Return the context of an evaluation: in it metrics that are more than averages count."""
+        """Return the context of an evaluation, in which metrics that are not plain averages accumulate."""
         return contextlib.nullcontext()
 
     def measured(self, reduce: Callable[[Tensor], Tensor]) -> Mapping[str, float]:
-        """Return these metrics at the end of an evaluation; `reduce` adds counts up over ranks."""
+        """Return these metrics at the end of an evaluation; `reduce` sums counts over ranks."""
         return {}
 
     def no_data(self) -> None:
-        """Called if an evaluation had no batch with samples: raise, or return if that may happen."""
+        """Called if an evaluation had no batch with samples: raise, or return if that is allowed."""
         raise DataError(
             "the evaluation loader gave no batch with samples: its data is empty, or drop_last dropped all of it"
         )
 
     def no_numbers(self) -> None:
-        """Called if an evaluation had batches, but nothing to report of them: raise, or return if that may happen."""
+        """Called if an evaluation had batches but no metrics: raise, or return if that is allowed."""
         raise TrainingError(
-            "the task reports no numbers of the evaluation data: it returned no terms, or only terms with "
-            "reported=False; let it report one (a metric is a LossTerm of weight 0), or leave the validation data out"
+            "the task reports no metrics of the evaluation data: it returned no terms, or only terms with "
+            "reported=False; let it report one (a metric is a LossTerm of weight 0), or remove the validation data"
         )
 
     # --- before training
 
     def join(self, model: nn.Module) -> None:
-        """Make what the task must save and train part of the model, before there is an optimizer."""
+        """Add modules that the task saves and trains to the model, before the optimizer is created."""
 
     def extend(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add parameters to an optimizer that it must update and does not have."""
+        """Add parameters of the task to an optimizer that lacks them."""
 
     def check_loader(self, loader: Loader | None, accumulation_steps: int) -> None:
         """Raise or warn if the training data, or the micro-batches of a step, do not suit the task."""
@@ -190,11 +191,11 @@ class Task:
     # --- checkpoints
 
     def facts(self) -> Mapping[str, Any]:
-        """Return plain data about the task that checkpoints keep beside the weights."""
+        """Return plain data about the task for checkpoints to store beside the weights."""
         return {}
 
     def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
-        """Raise CheckpointError if the facts of the checkpoint at `place` contradict those of this task."""
+        """Raise CheckpointError if the stored data of the checkpoint at `place` contradicts this task."""
 
 
 _METHODS = tuple(name for name in vars(Task) if not name.startswith("_"))
@@ -212,9 +213,9 @@ class _FunctionAsTask(Task):
 
 
 def as_task(task: Any) -> Task:
-    """Return a `Task`: the one given, or one made of a function (model, batch, *, metrics).
+    """Return a `Task`: the one given, or a wrapper of a function (model, batch, *, metrics).
 
-    Raises ConfigError for anything else: methods of an object that is no `Task` would silently not be called.
+    Raises ConfigError for anything else: the methods of an object that is not a `Task` would silently not be called.
     """
     if isinstance(task, Task):
         return task
@@ -224,7 +225,7 @@ def as_task(task: Any) -> Task:
         )
     if methods := [name for name in _METHODS if name in dir(type(task))]:
         raise ConfigError(
-            f"{type(task).__name__} defines {', '.join(methods)}, but is no etude.Task: inherit from it"
+            f"{type(task).__name__} defines {', '.join(methods)}but is not an etude.Task; inherit from it"
         )
     try:
         inspect.signature(task.forward if isinstance(task, nn.Module) else task).bind(None, None, metrics=True)
@@ -233,9 +234,9 @@ def as_task(task: Any) -> Task:
             f"a task is called with (model, batch, metrics=…), but that does not fit: {error}"
         ) from error
     except ValueError:
-        pass  # it has no signature: the first call shows whether it fits
+        pass  # no signature to check: the first call shows whether it fits
     return _FunctionAsTask(task)
 
 
 def _described(task: Any) -> str:
-    return f"the class {task.__name__}; make an object of it" if isinstance(task, type) else type(task).__name__
+    return f"the class {task.__name__}; pass an instance" if isinstance(task, type) else type(task).__name__

@@ -1,4 +1,4 @@
-"""Data parallelism: wrapping a model, gradients that stay local, buffers that are shared, ranks without samples."""
+"""Data parallelism: wrapping a model, local gradients, shared buffers, and ranks without samples."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -23,22 +23,22 @@ def wrap_data_parallel(
     *,
     find_unused_parameters: bool = False,
 ) -> nn.Module:
-    """Return the model in DistributedDataParallel, for several ranks.
+    """Return the model wrapped in DistributedDataParallel, if there are several ranks.
 
-    Buffers (running statistics) are those of rank 0: it gives them to the others before every step. Raises
-    ConfigError if the optimizer updates anything else than the model, as that would not be the same on all ranks.
+    Buffers (running statistics) are broadcast from rank 0 before every step. Raises ConfigError if the optimizer
+    updates parameters outside the model, as they would differ between ranks.
     """
     own = {id(param) for param in model.parameters()}
     if any(id(param) not in own for group in optimizer.param_groups for param in group["params"]):
         raise ConfigError(
-            "the optimizer holds parameters that are not the model's (of the loss, for one); with several processes "
-            "make them part of the model, so that they are the same on all of them"
+            "the optimizer has parameters outside the model (for example of the loss); with several processes add "
+            "them to the model, so that they stay in sync"
         )
     device_ids = [device.index] if device.type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=find_unused_parameters)
     if not find_unused_parameters:
-        # After its first backward pass torch sorts the gradients into new buckets, and with them the order in which
-        # three ranks or more are added up. Done here, the first step after a resume adds up like any other.
+        # After its first backward pass torch rebuilds the gradient buckets, which changes the order in which three or
+        # more ranks are summed. Done here, the first step after a resume sums like any other.
         idle_output(wrapped).backward()  # type: ignore[no-untyped-call]
         for param in model.parameters():
             param.grad = None
@@ -47,7 +47,7 @@ def wrap_data_parallel(
 
 @contextmanager
 def local_gradients(model: nn.Module) -> Iterator[None]:
-    """Within this block, backward passes keep their gradients on this rank: for all but the last micro-batch."""
+    """Within this block, backward passes do not all-reduce: for all but the last micro-batch."""
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield
@@ -56,15 +56,15 @@ def local_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def idle_output(model: nn.Module) -> Tensor:
-    """Return 0 with a gradient of zeros for every parameter: what a rank without samples adds to a step.
+    """Return 0 with a zero gradient for every parameter: what a rank without samples adds to a step.
 
-    The model itself is not run: few models take an empty batch. Its gradients are all-reduced all the same.
+    The model itself is not run: few models accept an empty batch. The gradients are still all-reduced.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     if not isinstance(model, DistributedDataParallel):
         return _nothing_of(params)
     if model.find_unused_parameters:
-        params = params[:1]  # the others have no part in this rank's loss, as torch then finds out
+        params = params[:1]  # other parameters are unused in this rank's loss, which torch detects
     module = model.module
     model.module = _Idle(module, params)
     try:
@@ -74,7 +74,7 @@ def idle_output(model: nn.Module) -> Tensor:
 
 
 class _Idle(nn.Module):
-    """Stands in for a model for one call; it has the same buffers."""
+    """Replaces a model for one call; it has the same buffers."""
 
     def __init__(self, model: nn.Module, params: list[nn.Parameter]) -> None:
         super().__init__()
@@ -87,12 +87,12 @@ class _Idle(nn.Module):
 
 
 def _nothing_of(params: list[nn.Parameter]) -> Tensor:
-    """Return the sum of no element of every parameter."""
+    """Return the sum over an empty slice of every parameter."""
     return torch.stack([param.flatten()[:0].sum().float() for param in params]).sum()
 
 
 def check_gradients(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
-    """Raise TrainingError if a parameter has no gradient: it was not all-reduced, so ranks would drift apart."""
+    """Raise TrainingError if a parameter has no gradient: it was not all-reduced, so ranks would diverge."""
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
         return
     if all(param.grad is not None or not param.requires_grad for param in params):
@@ -101,13 +101,13 @@ def check_gradients(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
     if missing:
         rest = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise TrainingError(
-            f"parameters without a part in the loss: {', '.join(missing[:3])}{rest}; several processes wait for all of "
-            f"them: freeze them with requires_grad_(False), or set training.find_unused_parameters=true"
+            f"parameters unused in the loss: {', '.join(missing[:3])}{rest}; all processes must all-reduce every "
+            "parameter: freeze them with requires_grad_(False), or set training.find_unused_parameters=true"
         )
 
 
 def share_buffers(model: nn.Module, world: World) -> None:
-    """Give every rank the buffers of rank 0, so that all of them evaluate the model that is saved."""
+    """Broadcast the buffers of rank 0, so that all ranks evaluate the model that is saved."""
     buffers = [buffer for buffer in model.buffers() if buffer.numel()]
     if not buffers:
         return
@@ -118,30 +118,30 @@ def share_buffers(model: nn.Module, world: World) -> None:
         return
     with torch.no_grad():
         for buffer, part in zip(buffers, torch.split(data, [part.numel() for part in parts]), strict=True):
-            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # the clone is aligned for any type
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # the clone is aligned for any dtype
 
 
 class RankTask(Task):
     """Runs a task on this rank's share of a batch.
 
-    The last batch of an epoch may leave a rank without samples. It takes part in the step with sums and counts of 0,
-    under the names that the other ranks use: the ranks tell each other at their first batch. A weight that becomes 0
-    later, or is 0 at first, must not change which counts are all-reduced: the rank without samples would not know.
-    So a term that is trained, or may be, stays one: with weight 0 it is a constant of the loss.
+    A rank may have no samples of the last batch of an epoch. It takes part in the step with sums and counts of 0,
+    under the names of the other ranks, which are exchanged at the first batch. A weight that is or becomes 0 must not
+    change which counts are all-reduced, because a rank without samples could not know. So a term that may be trained
+    stays one: with weight 0 it is a constant of the loss.
     """
 
     def __init__(self, task: Task, world: World) -> None:
         self.task = task
         self.world = world
         self._agreed: dict[str, list[bool]] = {}
-        """Names of all terms, in the order of every rank, and whether each is trained, reported and optional."""
+        """Names of all terms, in the same order on every rank, and whether each is trained, reported and optional."""
         self._accumulates = False
         self._knows_counts: bool | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
-        """Return the terms of this rank's samples; raise TrainingError if they are others than before."""
+        """Return the terms of this rank's samples; raise TrainingError if their names change."""
         idle = is_empty(batch)
-        # Either way through the model first: it has collectives too, and ranks must run them in the same order.
+        # Run the model first in both cases: it has collectives too, and ranks must run them in the same order.
         zero = idle_output(model) if idle else None
         terms = {} if idle else self.task(model, batch, metrics=metrics)
         keeps = idle or self._keeps_terms(model, batch)
@@ -155,19 +155,20 @@ class RankTask(Task):
         if terms.keys() != self._agreed.keys():
             raise TrainingError(
                 f"the terms of the loss changed from {', '.join(self._agreed)} to {', '.join(terms)}; with several "
-                f"processes every batch must have the same ones: give a term that does not apply sum 0 and count 0"
+                "processes every batch must have the same terms: return sum 0 and count 0 for a term that does not "
+                "apply"
             )
         return self._with_constants({name: terms[name] for name in self._agreed}, keeps=keeps)
 
     def _keeps_terms(self, model: nn.Module, batch: Batch) -> bool:
-        """Whether several terms can be trained: with accumulated gradients only if their counts are known ahead."""
+        """Whether several terms may be trained: with gradient accumulation this requires known counts."""
         self._accumulates = self._accumulates or _is_local(model)
         if self._accumulates and self._knows_counts is None:
             self._knows_counts = self.task.counts(batch) is not None
         return not self._accumulates or bool(self._knows_counts)
 
     def _agree(self, terms: Terms, *, keeps: bool) -> dict[str, list[bool]]:
-        """Return the terms that any rank has; one with a gradient may be weighted later."""
+        """Return the terms of any rank; one with a gradient may get a weight later."""
         mine = {
             name: [term.is_weighted or (keeps and term.sum.requires_grad), term.reported, term.optional]
             for name, term in terms.items()
@@ -179,9 +180,9 @@ class RankTask(Task):
         return agreed
 
     def _with_constants(self, terms: Terms, *, keeps: bool) -> Terms:
-        """Return the terms; trained ones that have weight 0 now are constants, so that they are counted."""
+        """Return the terms; trained ones whose weight is 0 now become constants, so that they are counted."""
         if not any(term.is_weighted for term in terms.values()):
-            return terms  # there is nothing to learn from, on any rank
+            return terms  # no rank has anything to learn from
         for name, term in terms.items():
             self._agreed[name][0] = term.is_weighted or (keeps and self._agreed[name][0])
         return {

@@ -1,4 +1,4 @@
-"""The processes of a run: who this one is, and the few things they say to each other.
+"""The processes of a run: this rank, and communication between ranks.
 
 A single process is a world of size one: every method then returns at once and costs nothing. With several, every
 rank must call the same methods in the same order.
@@ -37,11 +37,11 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """Number of this process on its machine."""
+    """Local rank of this process on its machine."""
     host_group: Any = None
-    """A gloo group: it talks between hosts without making a device wait."""
+    """A gloo group: it communicates between hosts without synchronising devices."""
     store: Any = None
-    """Where ranks leave notes; it can be used when another rank has failed and the group is broken."""
+    """The key-value store of the ranks; usable even if another rank has failed and the group is broken."""
 
     @property
     def is_main(self) -> bool:
@@ -49,13 +49,13 @@ class World:
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all ranks (in place where there are several)."""
+        """Return the sum over all ranks (in place if there are several)."""
         if self.size > 1:
             run_collective(dist.all_reduce, tensor)
         return tensor
 
     def host_max(self, values: list[int]) -> list[int]:
-        """Return the elementwise maximum over ranks of a few small numbers, through the host."""
+        """Return the elementwise maximum over ranks of a few small numbers, on the host."""
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.int64)
@@ -93,13 +93,13 @@ class World:
         return self.gather_text(text if self.is_main else "")[0]
 
     def union(self, names: list[str]) -> list[str]:
-        """Return the names that any rank has, in the same order on every rank."""
+        """Return the union of the names of all ranks, in the same order on every rank."""
         return list(dict.fromkeys(name for text in self.gather_text(json.dumps(names)) for name in json.loads(text)))
 
     def attempt(self, action: Callable[[], T], *, here: bool = True) -> T | None:
-        """Run `action` on the ranks where `here` holds; an EtudeError of any of them is raised on every rank.
+        """Run `action` on the ranks where `here` is true; an EtudeError of any of them is raised on every rank.
 
-        So no rank waits for one that has failed. Returns None where the action did not run.
+        So no rank waits for a failed one. Returns None where the action did not run.
         """
         result, failure = None, None
         try:
@@ -120,24 +120,24 @@ class World:
             dist.barrier(group=self.host_group)
 
     def claim(self, task: str) -> bool:
-        """Return True on one rank only, the first to ask; needs no answer from the others."""
+        """Return True on only one rank, the first to call; does not wait for the others."""
         if self.store is None:
             return True
         try:
             return int(self.store.add(f"etude/{task}", 1)) == 1
-        except RuntimeError:  # the process that held the store is gone: better done twice than not at all
+        except RuntimeError:  # the process that held the store is gone: doing it twice is better than not at all
             return True
 
 
 _lent: list[weakref.ref[Tensor]] = []
-"""Aliases of tensors that a thread of gloo may still hold."""
+"""Aliases of tensors that a gloo thread may still hold."""
 RETURN_TIMEOUT_S = 5.0
 
 
 def run_collective(collective: Callable[..., object], *tensors: Tensor) -> None:
     """Run a collective on `tensors`; it must write its results into them.
 
-    A thread of gloo holds its tensors a little longer than the call takes, and takes the GIL to release them. If the
+    A gloo thread holds its tensors slightly longer than the call, and takes the GIL to release them. If the
     interpreter is shutting down by then, Python ends that thread and C++ aborts the process. Neither
     `destroy_process_group` nor DDP, which keeps the group alive, waits for the thread. So gloo gets aliases that
     nothing else refers to, and this process exits when all of them are gone.
@@ -147,7 +147,7 @@ def run_collective(collective: Callable[..., object], *tensors: Tensor) -> None:
     try:
         collective(*aliases)
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # they refer to the aliases for as long as the error lives
+        traceback.clear_frames(error.__traceback__)  # the traceback refers to the aliases while the error lives
         raise
     finally:
         aliases.clear()
@@ -155,19 +155,19 @@ def run_collective(collective: Callable[..., object], *tensors: Tensor) -> None:
 
 @atexit.register
 def _wait_for_gloo() -> None:
-    """Wait until the threads of gloo have released all tensors, before the interpreter shuts down or is forked."""
+    """Wait until the gloo threads have released all tensors, before the interpreter shuts down or forks."""
     deadline = time.monotonic() + RETURN_TIMEOUT_S
     while any(ref() is not None for ref in _lent) and time.monotonic() < deadline:
-        time.sleep(0.001)  # gives the GIL away
+        time.sleep(0.001)  # releases the GIL
 
 
 if sys.platform != "win32":
-    # A process that is forked while such a thread begins to take the GIL waits for ever for a lock of that thread.
+    # A process forked while such a thread takes the GIL would wait forever for a lock of that thread.
     os.register_at_fork(before=_wait_for_gloo, after_in_child=_lent.clear)
 
 
 def _error_of_another_rank(text: str) -> EtudeError:
-    """Return an error of another rank, which reports it itself."""
+    """Return an error of another rank, which that rank reports itself."""
     name, _, message = text.partition(": ")
     kind = getattr(errors, name, EtudeError)
     error: EtudeError = kind(message)
@@ -179,7 +179,7 @@ HINT = "start them with `torchrun --nproc-per-node N -m etude train …`"
 
 
 def join_world(device_type: str) -> World:
-    """Join the processes that torchrun started, or return a world of one.
+    """Join the processes started by torchrun, or return a world of one.
 
     Raises ConfigError if the launcher's variables are incomplete, if there are more processes than devices, or if
     the group cannot be formed.
@@ -196,7 +196,7 @@ def join_world(device_type: str) -> World:
             dist.init_process_group("gloo" if device is None else "nccl", device_id=device)
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"cannot join the {size} processes of this run ({error}); {HINT}") from error
-        atexit.register(leave_world)  # for scripts that do not leave by themselves
+        atexit.register(leave_world)  # for scripts that do not leave the group themselves
     host_group = dist.group.WORLD if device is None else dist.new_group(backend="gloo")
     return World(rank, size, local_rank, host_group, dist.distributed_c10d._get_default_store())
 
@@ -208,7 +208,7 @@ def leave_world() -> None:
 
 
 def launcher(world: World) -> str:
-    """Return what to type before `etude` to start as many processes again.
+    """Return the launcher command to put before `etude` to start the same number of processes.
 
     >>> launcher(World()) + "etude resume RUN_DIR", launcher(World(size=2)) + "etude resume RUN_DIR"
     ('etude resume RUN_DIR', 'torchrun --nproc-per-node 2 -m etude resume RUN_DIR')
@@ -221,7 +221,7 @@ def launcher(world: World) -> str:
 
 @contextmanager
 def before_joining() -> Iterator[None]:
-    """Let one process of a machine report a mistake that all of them find before they have joined."""
+    """Let only one process per machine report an error that all of them find before they have joined."""
     try:
         yield
     except EtudeError as error:
@@ -245,13 +245,13 @@ def failing_together(world: World) -> Iterator[None]:
         if not _is_lost_connection(error):
             raise
         lost = TrainingError(
-            f"process {world.rank} of {world.size} has lost the connection to another one, which was killed or has "
-            f"failed; the last checkpoint is intact, resume from it"
+            f"process {world.rank} of {world.size} lost the connection to another process, which was killed or "
+            "failed; resume from the last checkpoint"
         )
         lost.reported_elsewhere = not first
         raise lost from error
     except BaseException:
-        world.claim("failure")  # a traceback will tell, or it is Ctrl-C
+        world.claim("failure")  # its traceback is printed, or it is Ctrl-C
         raise
 
 

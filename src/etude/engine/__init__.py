@@ -1,1 +1,1 @@
-"""State, step, precision, gradients, loop, evaluation and the callback protocol."""
+"""Training state, step, precision, gradients, loop, evaluation and the callback protocol."""

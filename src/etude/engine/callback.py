@@ -7,7 +7,7 @@ A run calls the hooks in this order; within a hook, callbacks run in the order i
     for each epoch:
         on_epoch_begin(epoch)
         for each step:
-            on_step_begin(step)                     # its batches are there
+            on_step_begin(step)                     # its batches have been loaded
             on_gradients(gradients)                 # between the backward pass and the update
             on_step_end(report)                     # nothing has been read from the device yet
             numbers() · on_log(record)              # every `log_interval` steps: plain numbers
@@ -18,14 +18,15 @@ A run calls the hooks in this order; within a hook, callbacks run in the order i
     on_exception(error)                             # instead of what follows the error
     on_train_end(result)
 
-At any time a callback may tell the user something by `notify`: every callback receives it by `on_notice`. In a
-run of several phases `on_phase_begin(phase, facts)` comes before the first step of each, and not again on a resume.
+A callback may send the user a message with `notify` at any time: every callback receives it in `on_notice`. In a run
+of several phases `on_phase_begin(phase, facts)` is called before the first step of each phase, but not again on a
+resume.
 
-Random numbers that a hook draws outside a step (not `on_step_begin`, `on_gradients`, `on_step_end`) come from
-generators of its own, seeded by the run's seed, the hook and the moment. They change nothing in the training, and a
-resumed run draws them again.
+Hooks outside a step (all but `on_step_begin`, `on_gradients`, `on_step_end`) draw random numbers from separate
+generators, seeded by the run's seed, the hook and the step. They do not affect training, and a resumed run draws the
+same ones.
 
-Saving and validating are phases of the loop, not callbacks, so no order of callbacks can make a checkpoint wrong.
+Saving and validating are parts of the loop, not callbacks, so checkpoints do not depend on the order of callbacks.
 Epochs are counted from zero. A hook that no callback overrides costs nothing.
 """
 
@@ -51,12 +52,12 @@ from etude.engine.update import LearningRate
 logger = logging.getLogger("etude")
 
 Logs = Mapping[str, float]
-"""Numbers by name: loss, accuracy, lr, grad_norm, samples_per_s …; validation numbers start with `val_`."""
+"""Metrics by name: loss, accuracy, lr, grad_norm, samples_per_s …; validation metrics start with `val_`."""
 
 
 @dataclass(slots=True)
 class RunInfo:
-    """What a callback may look at."""
+    """What a callback may read about the run."""
 
     name: str
     model: nn.Module
@@ -65,7 +66,7 @@ class RunInfo:
     device: torch.device
     total_epochs: int | None
     total_steps: int | None
-    """Optimizer steps of the whole run; None if it has no end."""
+    """Optimizer steps of the whole run; None if it is unlimited."""
     steps_per_epoch: int | None
     run_dir: Path | None
     """Run folder, or None if nothing is written."""
@@ -76,13 +77,13 @@ class RunInfo:
 
 @dataclass(slots=True)
 class RunParts:
-    """What a run is made of. Every callback receives it before training starts, and may keep what it acts on."""
+    """The components of a run. Every callback receives them before training starts, and may keep what it needs."""
 
     model: nn.Module | None
-    """None if training is by functions that belong to no module."""
+    """None if the model is a plain function that belongs to no module."""
     task: Task
     train_loader: Loader | None = None
-    """What is read, before batches are moved to the device."""
+    """The training loader, before batches are moved to the device."""
     val_loader: Loader | None = None
     learning_rate: LearningRate | None = None
     has_schedule: bool = False
@@ -91,44 +92,44 @@ class RunParts:
 
 @dataclass(slots=True)
 class Gradients:
-    """The gradients of a step, complete and over all ranks, before they are divided and clipped."""
+    """The gradients of a step, summed over all ranks, before division and clipping."""
 
     model: nn.Module
     """Its parameters hold them in `grad`. It may be wrapped (`etude.core.model.unwrap`)."""
     params: Sequence[nn.Parameter]
-    """Those that the step updates."""
+    """The parameters that the step updates."""
     count: Tensor | float
     precision: MixedPrecision
 
     @property
     def divisor(self) -> Tensor | float:
-        """What `grad` is to be divided by to become the gradient of the averaged loss."""
+        """The divisor that turns `grad` into the gradient of the averaged loss."""
         return self.precision.unscale(self.count)
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the loss was scaled (fp16): then gradients overflow now and then, and the scale adapts."""
+        """Whether the loss is scaled (fp16): occasional overflows are then normal, and the scale adapts."""
         return self.precision.scaler is not None
 
 
 class Callback:
-    """Base class: override the hooks you need. Set `self.control.stop`, `.save`, `.validate` to steer."""
+    """Base class: override the hooks you need. Set `self.control.stop`, `.save` or `.validate` to act on the loop."""
 
     control: Control
     shows_notices = False
-    """True if `on_notice` shows its message to the user; if no callback does, notices are logged."""
+    """True if `on_notice` shows its message to the user; if no callback does, messages are logged."""
     needs_model = False
-    """True if it looks at the layers or weights of the model: functions that belong to no module cannot be trained."""
+    """True if it reads layers or weights of the model, so that a model that is a plain function is refused."""
     _siblings: "CallbackList | None" = None
 
     def __init__(self) -> None:
         self.control = Control()
 
     def bind(self, parts: RunParts) -> None:
-        """Take what it acts on from the parts of a run; raise ConfigError if it could not act in this run."""
+        """Take what it needs from the components of a run; raise ConfigError if it cannot work in this run."""
 
     def acts_in_steps(self) -> bool:
-        """Return whether it needs training steps, so that it is of no use where a model is only validated."""
+        """Return whether it needs training steps, so that it does nothing when a model is only validated."""
         return implements(self, "on_gradients")
 
     def on_train_begin(self, run: RunInfo) -> None:
@@ -156,10 +157,10 @@ class Callback:
         """Called after validation; names start with `val_`."""
 
     def on_validation_cut_off(self, epoch: int) -> None:
-        """Called instead of `on_validation_end` when a signal cut the validation off; a resumed run repeats it.
+        """Called instead of `on_validation_end` when a signal interrupted the validation; a resumed run repeats it.
 
-        A callback that overrides `on_validation_begin` undoes here what it did there. If it does not override this
-        hook, validations are not cut off: the run stops when they are done.
+        A callback that overrides `on_validation_begin` undoes its effect here. If it does not override this hook,
+        validations are not interrupted: the run stops after them.
         """
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
@@ -169,19 +170,19 @@ class Callback:
         """Called after a checkpoint is safely on disk."""
 
     def on_exception(self, error: BaseException) -> None:
-        """Called when the run ends by an error."""
+        """Called when the run ends with an error."""
 
     def on_train_end(self, result: Logs) -> None:
-        """Called once at the end of a run that was not ended by an error."""
+        """Called once at the end of a run, unless it ended with an error."""
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
-        """Called before the first step of a phase of the run; numbers of earlier phases do not compare."""
+        """Called before the first step of a phase; metrics of different phases are not comparable."""
 
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
-        """Called when a callback has something to tell the user: in words, and as facts for programs."""
+        """Called when a callback notifies the user: with the message, and with facts for programs."""
 
     def numbers(self) -> Logs:
-        """Return numbers to add to the record of a log point, right before `on_log`."""
+        """Return metrics to add to the record of a log point, right before `on_log`."""
         return {}
 
     def outcome(self) -> Mapping[str, Any]:
@@ -189,7 +190,7 @@ class Callback:
         return {}
 
     def notify(self, message: str, **facts: Any) -> None:
-        """Tell the user something: the display shows it, the run folder keeps it; without a display it is logged.
+        """Notify the user: the display shows the message, the run folder keeps it; without a display it is logged.
 
         It is a warning, unless the fact `event` names another kind of event.
         """
@@ -200,7 +201,7 @@ class Callback:
 
     @classmethod
     def writes(cls, arguments: Mapping[str, Any]) -> Sequence[str]:  # noqa: ARG003
-        """Return the files it writes if it is made with these arguments (or has such attributes).
+        """Return the files it writes when constructed with these arguments (or with such attributes).
 
         Before a run starts they are compared with the run's own files and with those of the other callbacks.
         """
@@ -214,16 +215,16 @@ class Callback:
         """Restore `state_dict`."""
 
     def facts(self) -> Mapping[str, Any]:
-        """Return plain data that every checkpoint keeps in its `meta.json`, beside that of the task."""
+        """Return plain data that every checkpoint keeps in its `meta.json`, beside the data of the task."""
         return {}
 
     def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
-        """Raise CheckpointError if the facts of the checkpoint at `place` contradict those of this run."""
+        """Raise CheckpointError if the stored data of the checkpoint at `place` contradicts this run."""
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 _CALLED = (*HOOKS, "bind", "numbers", "outcome", "state_dict", "load_state_dict", "facts", "check_facts")
-"""What a run calls."""
+"""Names of all hooks."""
 
 
 def implements(callback: Callback, method: str) -> bool:
@@ -233,9 +234,9 @@ def implements(callback: Callback, method: str) -> bool:
 
 
 def check_methods(callback: Callback) -> None:
-    """Raise ConfigError if a callback has a method `on_…` that is no hook, or a method that cannot be called as one.
+    """Raise ConfigError if a callback has a method `on_…` that is not a hook, or a hook with a wrong signature.
 
-    Hooks are those of the library's own classes. Classes that do not derive from Callback may have other methods.
+    The hooks are those of the library's classes. Classes that do not derive from Callback may have other methods.
     """
     ours = [kind for kind in type(callback).__mro__ if issubclass(kind, Callback)]
     known = {name for kind in ours if kind.__module__.startswith("etude.") for name in vars(kind)}
@@ -244,24 +245,27 @@ def check_methods(callback: Callback) -> None:
             is_method = isinstance(value, (FunctionType, classmethod, staticmethod))
             if name.startswith("on_") and name not in known and is_method:
                 raise ConfigError(
-                    f"{kind.__name__}.{name} would never be called, it is no hook{did_you_mean(name, HOOKS) or ';'} "
-                    f"rename it; a method that you call yourself must not start with on_"
+                    f"{kind.__name__}.{name} would never be called: it is not a "
+                    f"hook{did_you_mean(name, HOOKS) or ';'} rename it; a method that you call yourself must not "
+                    "start with on_"
                 )
     for name in _CALLED:
         method = getattr(callback, name)
         if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
-            raise ConfigError(f"{type(callback).__name__}.{name} would be called and not run: no async, no yield")
+            raise ConfigError(
+                f"{type(callback).__name__}.{name} would be called but never run; remove async and yield from it"
+            )
         _, *arguments = inspect.signature(getattr(Callback, name)).parameters
         try:
             inspect.signature(method).bind(*arguments)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{type(callback).__name__}.{name} is called with ({', '.join(arguments)}), and cannot be: {error}"
+                f"{type(callback).__name__}.{name} must accept the arguments ({', '.join(arguments)}): {error}"
             ) from None
 
 
 class CallbackList:
-    """Calls each hook of each callback in the listed order; usable by hand in a loop of your own.
+    """Calls each hook of each callback in the listed order; also usable in a training loop of your own.
 
     >>> class Count(Callback):
     ...     epochs = 0
@@ -275,7 +279,7 @@ class CallbackList:
     def __init__(self, callbacks: Iterable[Callback] = (), control: Control | None = None) -> None:
         self.control = control if control is not None else Control()
         self.around: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext()
-        """Returns the context in which a hook is called, by its name."""
+        """Returns the context in which a hook is called, given its name."""
         self._callbacks: list[Callback] = []
         self._hooks: dict[str, list[Callable[..., None]]] = {name: [] for name in HOOKS}
         for callback in callbacks:
@@ -284,7 +288,8 @@ class CallbackList:
     def append(self, callback: Callback) -> None:
         """Add a callback at the end of the order and give it this list's control.
 
-        Raises ConfigError if a method `on_…` of it is no hook, or does not take the arguments of its hook.
+        Raises ConfigError if it has a method `on_…` that is not a hook, or that does not take the arguments of its
+        hook.
         """
         if not type(callback).__module__.startswith("etude."):
             check_methods(callback)
@@ -306,19 +311,21 @@ class CallbackList:
         return self._hooks[name]
 
     def owners(self, name: str) -> set[int]:
-        """Return the identities of the callbacks that override a hook."""
+        """Return the ids of the callbacks that override a hook."""
         return {id(one) for one in self._callbacks if getattr(one, name) in self._hooks[name]}
 
     def bind(self, parts: RunParts) -> None:
-        """Hand the parts of a run to every callback; raise ConfigError if one could not act in this run."""
+        """Pass the components of a run to every callback; raise ConfigError if one cannot work in this run."""
         for callback in self._callbacks:
             if parts.model is None and (callback.needs_model or implements(callback, "on_gradients")):
                 name = type(callback).__name__
-                raise ConfigError(f"{name} needs the layers: pass a module as model_forward, or its method")
+                raise ConfigError(
+                    f"{name} needs the model's layers: pass a module, or a method of it, as model_forward"
+                )
             callback.bind(parts)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return what calls a hook of every callback: `callbacks.on_epoch_end(epoch, logs)`."""
+        """Return a function that calls a hook of every callback: `callbacks.on_epoch_end(epoch, logs)`."""
         if name not in HOOKS:
             raise AttributeError(f"CallbackList has no attribute '{name}'")
         return partial(self._call, name)
@@ -330,14 +337,14 @@ class CallbackList:
                     hook(*args)
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Call the hook of every callback; raise ConfigError before if one would write over a file of others."""
+        """Call the hook of every callback; before that, raise ConfigError if two would write the same file."""
         outputs = [(type(one).__name__, name) for one in self._callbacks for name in one.writes(vars(one))]
         for writer, problem in output_problems(outputs, run.run_dir):
             raise ConfigError(f"{writer}: {problem}; give it another file name")
         self._call("on_train_begin", run)
 
     def on_exception(self, error: BaseException) -> None:
-        """Call the hook of every callback, also if the one before it fails: files are closed, and `error` is raised."""
+        """Call the hook of every callback, even if an earlier one fails, so that all files are closed."""
         for hook in self._hooks["on_exception"]:
             try:
                 with self.around("on_exception"):
@@ -346,13 +353,13 @@ class CallbackList:
                 logger.exception("on_exception of a callback failed, after %s: %s", type(error).__name__, error)
 
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
-        """Call the hook of every callback; log the message if none shows it."""
+        """Call the hook of every callback; log the message if no callback shows it."""
         self._call("on_notice", message, facts)
         if not any(callback.shows_notices for callback in self._callbacks):
             logger.log(logging.INFO if "event" in facts else logging.WARNING, message)
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers that callbacks add to the record of a log point."""
+        """Return the metrics that callbacks add to the record of a log point."""
         if not (givers := [callback for callback in self._callbacks if implements(callback, "numbers")]):
             return {}
         with self.around("numbers"):
@@ -363,7 +370,7 @@ class CallbackList:
         return {name: value for callback in self._callbacks for name, value in callback.facts().items()}
 
     def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
-        """Let every callback compare the facts of the checkpoint at `place` with its own."""
+        """Let every callback compare the stored data of the checkpoint at `place` with its own."""
         for callback in self._callbacks:
             callback.check_facts(saved, place)
 
@@ -372,12 +379,12 @@ class CallbackList:
         return {name: value for callback in self._callbacks for name, value in callback.outcome().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each callback, by class name and its place among those of its class."""
+        """Return the state of each callback, by class name and index among callbacks of that class."""
         with self.around("state_dict"):
             return {key: callback.state_dict() for key, callback in self.by_key().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the callbacks that were there when the state was saved; new ones start fresh."""
+        """Restore the callbacks that existed when the state was saved; new ones keep their initial state."""
         for key, callback in self.by_key().items():
             if saved := state.get(key):
                 callback.load_state_dict(saved)

@@ -1,14 +1,14 @@
 """Whole steps as CUDA graphs: recorded once for every form of batch, then replayed with new data.
 
-A small model leaves a GPU waiting for Python: some hundred kernels a step, each launched by the host. A recorded step
-is one launch. Everything it reads lies at fixed addresses: batches are copied into the inputs it was recorded with,
-learning rates, loss scale and learned weights are numbers on the device, and random numbers go on from where the
-generator is. A step that is recorded does the same arithmetic as one that is not, so a run may mix them: it has the
-same weights whenever it was stopped and resumed.
+With a small model the GPU waits for Python: a step has hundreds of kernels, each launched by the host. A recorded
+step is one launch. Everything it reads has a fixed address: batches are copied into the inputs it was recorded with;
+learning rates, loss scale and learned weights are tensors on the device; random numbers continue from the generator's
+state. Recorded and eager steps do the same arithmetic, so a run may mix them: stopping and resuming it does not
+change its weights.
 
-What the host decides would be frozen: which tasks are active, which parameters are trained, weight decay and so on are
-part of what a graph is kept under, and memory that was replaced makes all graphs void. The first replay of every graph
-is compared with the same step run as usual.
+Decisions of the host become constants of a graph. So the active tasks, the trained parameters, weight decay and so on
+are part of the key of a graph, and replacing memory invalidates all graphs. The first replay of every graph is
+compared with the same step run eagerly.
 """
 
 from collections import OrderedDict
@@ -30,25 +30,25 @@ from etude.engine.step import Step
 CaptureMode = Literal["auto", "on", "off"]
 
 WARM_UP_STEPS = 3
-"""Steps of one form that are run as usual before it is recorded: libraries are loaded, buffers are made."""
+"""Eager steps of one form before it is recorded: libraries are loaded, buffers are allocated."""
 MOST_GRAPHS = 16
-"""Graphs that are kept; the one unused for longest is dropped."""
+"""Number of graphs to keep; the least recently used one is dropped."""
 MOST_FORMS = 128
-"""Forms of batches, of which few come again, after which recording is given up."""
+"""Number of forms of batches, few of them repeated, after which recording is given up."""
 FEW_FORMS = 8
-"""Forms after which it is asked whether the step itself makes every one another."""
+"""Number of forms after which the step itself is checked for making every form different."""
 LARGEST_DIFFERENCE = 0.05
-"""Of the update, by which the replayed step may differ from the usual one: kernels add up in any order."""
+"""Largest difference between replayed and eager step, relative to the update: kernels sum in any order."""
 MOST_LOST = 4
-"""Times in a row that graphs may become void before one of them was replayed."""
+"""Times in a row that graphs may be invalidated before one of them was replayed."""
 _PARTS = ("the form of the batches", "what the task does", "its weights", "metrics", "settings of the optimizer")
-"""What the first parts of a key are."""
+"""Names of the first components of a key."""
 
 
 class Capture:
-    """Runs the steps of a `Step`, recorded where that is possible and gains something.
+    """Runs the steps of a `Step`, recorded where that is possible and faster.
 
-    With `needed`, a step that cannot be recorded is an error, and none is too large to be.
+    With `needed`, a step that cannot be recorded is an error, and steps of any size are recorded.
     """
 
     def __init__(self, step: Step, recorder: Recorder | None = None, *, needed: bool = False) -> None:
@@ -56,16 +56,16 @@ class Capture:
         self.recorder = recorder if recorder is not None else CudaRecorder(step.updater.device)
         self.needed = needed
         self.refused: str | None = None
-        """Why steps are run as usual from now on."""
+        """Why steps run eagerly from now on."""
         self._watched = Watched(step.model, step.updater)
         self._recoveries = CudaRecorder.recoveries
         self._others: list[Tensor] = []
-        """Tensors that model and task keep elsewhere, and that a step changes in place."""
+        """Other tensors of model and task that a step changes in place."""
         self._kept: list[Any] = []
-        """What must live as long as the graphs."""
+        """Objects that must live as long as the graphs."""
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
         self._lost = 0
-        """Times that graphs became void since one of them was replayed."""
+        """Times that graphs were invalidated since one of them was replayed."""
         self._seen: dict[Hashable, int] = {}
         self._dropped: dict[Hashable, int] = {}
         self._checked: set[Hashable] = set()
@@ -88,16 +88,16 @@ class Capture:
         self._lost = 0
         return graph.run(tensors, self.step.updater.lr)
 
-    # --- what a graph is kept under
+    # --- the key of a graph
 
     def _key(self, micro_batches: Sequence[Batch], tensors: list[Tensor]) -> Hashable:
-        """Return everything that the host decides about a step; raise Unfit if it cannot be recorded at all.
+        """Return everything that the host decides about a step; raise Unfit if the step cannot be recorded.
 
-        The tensors of the batches are put into the list.
+        The tensors of the batches are appended to the list.
         """
         step = self.step
         if step.watchers:
-            raise Unfit("a callback looks at the gradients of every step")
+            raise Unfit("a callback reads the gradients of every step")
         if not step.objective.is_capturable:
             raise Unfit(f"{type(step.objective).__name__} decides on the host")
         form = form_of(micro_batches, tensors)
@@ -123,9 +123,9 @@ class Capture:
         return key
 
     def _forget(self) -> None:
-        """Drop all graphs: a checkpoint was loaded, weights were swapped, a cache was replaced, a layer got a setting.
+        """Drop all graphs: a checkpoint was loaded, or weights, a cache or a setting of a layer were replaced.
 
-        Raises Unfit if that happens again and again.
+        Raises Unfit if that keeps happening.
         """
         if self._graphs:
             self._lost += 1
@@ -134,7 +134,7 @@ class Capture:
         self._graphs.clear()
         self._others, self._kept = [], []
         if self._lost > MOST_LOST:
-            raise Unfit(f"{what or 'memory is replaced'} between steps, again and again")
+            raise Unfit(f"{what or 'memory is replaced'} between steps again and again")
         self._watched.look()
         self._recoveries = CudaRecorder.recoveries
 
@@ -148,7 +148,7 @@ class Capture:
     # --- recording
 
     def _prepare(self, key: Hashable, micro_batches: Sequence[Batch]) -> StepReport:
-        """Run a step as usual, and record it once its form has come often enough."""
+        """Run a step eagerly, and record it once its form has occurred often enough."""
         if len(self._seen) >= MOST_FORMS:
             often = _most_varied(self._seen)
             self._seen.clear()
@@ -163,13 +163,13 @@ class Capture:
         report, share = self.recorder.timed(lambda: self.step.run(micro_batches))
         after, found = self._host_state()
         if host_draws() != drawn:
-            self._give_up("the model draws random numbers on the host, which would be the same in every step")
+            self._give_up("the model draws random numbers on the host, which a graph would repeat in every step")
         elif place := next((place for place, one in after.items() if before.get(place, self) != one), ""):
-            self._give_up(f"a step changes {place} on the host, where a graph would leave it as it is")
+            self._give_up(f"a step changes {place} on the host, which a graph cannot do")
         elif not is_due:
             return report
         elif share < GPU_BOUND and not self.needed:
-            self.refused = "the device is busy without it"
+            self.refused = "the device is already fully used without it"
             self._graphs.clear()
         else:
             known = {id(tensor) for tensor in self._tensors_of_run()}
@@ -180,7 +180,7 @@ class Capture:
         return report
 
     def _host_state(self) -> tuple[dict[str, Any], list[Tensor]]:
-        """Return what model, task and optimizer keep on the host, by place, and their tensors."""
+        """Return what model, task and optimizer keep on the host, by path, and their tensors."""
         optimizer, task = self.step.updater.optimizer, self.step.task
         groups = [{key: one for key, one in group.items() if key != "params"} for group in optimizer.param_groups]
         more = {key: one for key, one in vars(optimizer).items() if key not in ("state", "param_groups")}
@@ -188,11 +188,12 @@ class Capture:
         return host_state(**{type(task).__name__: task, type(self.step.model).__name__: self.step.model, **parts})
 
     def _record(self, key: Hashable, micro_batches: Sequence[Batch], report: StepReport) -> None:
-        """Record a step like the one that these batches have just been run in, with this report."""
+        """Record a step like the eager one that these batches have just run in, with this report."""
         inputs, numbers = Inputs(micro_batches), Numbers(report.pack())
         tensors: list[Tensor] = []
         form_of(micro_batches, tensors)
-        inputs.fill(tensors)  # whatever reads them while it is recorded finds numbers that can be
+        # code that reads the rates during the recording gets device tensors, which can be recorded
+        inputs.fill(tensors)
         kept = rng_state()
         try:
             layout: list[StepReport] = []
@@ -212,25 +213,26 @@ class Capture:
         self._graphs[key] = Graph(inputs.again(), numbers, replay, layout[0], is_checked=key in self._checked)
         while len(self._graphs) > MOST_GRAPHS:
             dropped, _ = self._graphs.popitem(last=False)
-            # Recording takes as long as many steps: a form that is dropped often must come ever more often.
+            # Recording costs as much as many steps: a form that was dropped must occur more often before it is
+            # recorded again.
             self._seen[dropped] = WARM_UP_STEPS * (1 - 4 ** self._dropped.get(dropped, 0))
             self._dropped[dropped] = self._dropped.get(dropped, 0) + 1
 
-    # --- trying it
+    # --- checking a recording
 
     def _check(
         self, key: Hashable, graph: Graph, micro_batches: Sequence[Batch], tensors: list[Tensor]
     ) -> StepReport:
-        """Do one step both ways from the same state; keep the replayed one if both agree."""
+        """Run one step both ways from the same state; keep the result of the replay if both agree."""
         state, kept = [tensor.detach() for tensor in self._tensors_of_run()], rng_state()
         try:
             before = [tensor.clone() for tensor in state]
             room = [torch.empty_like(tensor) for tensor in state]
         except torch.OutOfMemoryError:
-            return self._refuse("there is no memory to compare it with the usual step", micro_batches)
+            return self._refuse("there is not enough memory to compare it with the eager step", micro_batches)
         usual = self.step.run(
             [map_tensors(batch, torch.clone) for batch in micro_batches]
-        )  # a model may change its input
+        )  # a model may modify its input
         torch._foreach_copy_(room, state)
         drawn = rng_state()
         torch._foreach_copy_(state, before)
@@ -244,7 +246,7 @@ class Capture:
             return report
         torch._foreach_copy_(state, room)
         set_rng_state(drawn)
-        self._give_up(f"the recorded step differs from the usual one by {difference:.2g} of its update")
+        self._give_up(f"the recorded step differs from the eager one by {difference:.2g} of its update")
         return usual
 
     def _refuse(self, why: str, micro_batches: Sequence[Batch]) -> StepReport:
@@ -252,7 +254,7 @@ class Capture:
         return self.step.run(micro_batches)
 
     def _give_up(self, why: str, error: BaseException | None = None) -> None:
-        """Run all steps as usual from now on, and say so."""
+        """Run all steps eagerly from now on, and report why."""
         self.refused = why
         self._graphs.clear()
         if self.needed:
@@ -263,21 +265,21 @@ class Capture:
 
 
 def _words_for(error: BaseException) -> str:
-    """Return what a recording has failed with, and where; raise it again if it is no error, but Ctrl-C.
+    """Return the error of a failed recording and its location; raise it again if it is Ctrl-C.
 
-    Here and not in `_record`: an error in a variable of a frame that its traceback holds is freed late, and so are
-    autograd nodes of the stream of the recording, which the next backward pass would find and warn of.
+    This is not done in `_record`: a frame that holds an error whose traceback holds the frame is freed late. So are
+    the autograd nodes of the recording's stream, about which the next backward pass would warn.
     """
-    cause = first_of(error)  # ending a recording that has failed fails once more
+    cause = first_of(error)  # ending a failed recording raises once more
     for one in (error, cause):
-        if not isinstance(one, Exception):  # later runs of the process find the device in order
+        if not isinstance(one, Exception):  # later runs of the process need the device in a usable state
             raise one from None
     where = place_of(cause)
     return f"{first_line(cause)}{f' ({where})' if where else ''}"
 
 
 def _difference(before: list[Tensor], usual: list[Tensor], replayed: list[Tensor]) -> float:
-    """Return the size of the difference of two steps, as a share of what the usual one changed."""
+    """Return the difference of two steps relative to the size of the eager update."""
     apart = changed = 0.0
     for old, one, other in zip(before, usual, replayed, strict=True):
         if one.is_floating_point() and not _is_counter(old, one):
@@ -289,17 +291,17 @@ def _difference(before: list[Tensor], usual: list[Tensor], replayed: list[Tensor
 
 
 def _is_counter(old: Tensor, one: Tensor) -> bool:
-    """Whether a number counts, as that of steps: it is compared by itself, since it changes by more than weights do."""
+    """Whether a tensor is a counter, such as the number of steps: it changes by more than weights do."""
     return not one.dim() and bool(old == old.round()) and bool(one == one.round())
 
 
 def _most_varied(keys: Mapping[Any, int]) -> str:
-    """Return in words which part of the keys differs most."""
+    """Describe which component of the keys differs most."""
     different = [len(set(values)) for values in zip(*keys, strict=True)]
     place = different.index(max(different))
     return f"{_PARTS[place] if place < len(_PARTS) else 'which layers are trained, or their hooks,'} changes"
 
 
 def _alike(usual: StepReport, replayed: StepReport) -> bool:
-    """Whether two reports of one step tell the same."""
+    """Whether two reports of one step agree."""
     return torch.allclose(usual.pack(), replayed.pack(), rtol=LARGEST_DIFFERENCE, atol=1e-6, equal_nan=True)

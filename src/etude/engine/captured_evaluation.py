@@ -1,8 +1,8 @@
-"""Batches of evaluations as CUDA graphs: the model changes between evaluations, where it lies does not.
+"""Evaluation batches as CUDA graphs: weights change between evaluations, their addresses do not.
 
-A graph is kept from one evaluation to the next, for every form of batch. It has what the host has decided in it, so
-model and task are looked through at the beginning of each evaluation; what has changed makes all graphs void. A batch
-that leaves anything behind in them, such as counts of a metric, is run as usual.
+One graph per form of batch is kept across evaluations. Decisions of the host are constants of a graph, so model and
+task are inspected at the start of each evaluation, and any change invalidates all graphs. A batch that changes state
+of the model or task, such as the counts of a metric, runs eagerly.
 """
 
 from collections.abc import Callable, Hashable
@@ -19,16 +19,16 @@ from etude.engine.host_state import host_state
 from etude.engine.recorder import GPU_BOUND, Recorder, Unfit, form_of, version_of
 
 WARM_UP_BATCHES = 2
-"""Batches of one form that are run as usual before it is recorded."""
+"""Eager batches of one form before it is recorded."""
 MOST_GRAPHS = 16
 MOST_LOST = 2
-"""Evaluations in which graphs may become void before it is given up."""
+"""Evaluations in which graphs may be invalidated before recording is given up."""
 TOLERANCE = 1e-3
 SUM, COUNT = "sum", "count"
 
 
 class EvaluationNumbers:
-    """The numbers of terms: those on the device as one vector in float64, and counts that the host knows."""
+    """The values of terms: those on the device as one float64 vector, and counts that the host knows."""
 
     def __init__(self, terms: Terms) -> None:
         reported = {name: term for name, term in terms.items() if term.reported}
@@ -52,23 +52,23 @@ class EvaluationGraph:
 
 
 class CapturedEvaluation:
-    """Runs the batches of evaluations, recorded where that is possible and gains something."""
+    """Runs the batches of evaluations, recorded where that is possible and faster."""
 
     def __init__(self, recorder: Recorder, *, needed: bool = False) -> None:
-        """With `needed` no batch is too large to be recorded."""
+        """With `needed`, batches of any size are recorded."""
         self.recorder, self.needed = recorder, needed
         self.refused: str | None = None
-        """Why batches are run as usual from now on."""
+        """Why batches run eagerly from now on."""
         self._graphs: dict[Hashable, EvaluationGraph] = {}
         self._seen: dict[Hashable, int] = {}
         self._looked: Any = None
         self._kept: list[Tensor] = []
-        """As long as these live, no others have their identity or their places."""
+        """References that keep ids and addresses from being reused."""
         self._lost = 0
         self._task: Task | None = None
 
     def begin(self, model: nn.Module, task: Task) -> None:
-        """Look whether everything is where it was in the evaluation before."""
+        """Check whether everything is where it was in the previous evaluation."""
         if self.refused is not None:
             return
         self._model, self._task = model, task
@@ -76,22 +76,22 @@ class CapturedEvaluation:
             self._graphs.clear()
             self._lost += 1
             if self._lost > MOST_LOST:
-                self._refuse("model or task are other objects in every evaluation")
+                self._refuse("the model or the task is a different object in every evaluation")
 
     def _look(self) -> tuple[Any, list[Tensor]]:
-        """Return what model and task keep and where their tensors lie, to be compared, and the tensors."""
+        """Return the state of model and task and the addresses of their tensors, for comparison, and the tensors."""
         found, tensors = host_state(model=self._model, task=self._task)
         return (found, [one.data_ptr() for one in tensors if one.layout is torch.strided]), tensors
 
     def __call__(self, run: Callable[[Batch], Terms], batch: Batch) -> EvaluationNumbers:
-        """Return the numbers of a batch; the next call may overwrite them."""
+        """Return the values of a batch; the next call may overwrite them."""
         tensors: list[Tensor] = []
         key: Hashable = None
         if self.refused is None and self._task is not None:
             try:
                 key = (form_of(batch, tensors), self._task.version, self._task.constants())
                 graph = self._graphs.get(key)
-            except (Unfit, TypeError) as why:  # a key that cannot be compared
+            except (Unfit, TypeError) as why:  # the key cannot be hashed or compared
                 self._refuse(str(why))
             else:
                 if graph is not None:
@@ -104,18 +104,18 @@ class CapturedEvaluation:
         return EvaluationNumbers(run(batch))
 
     def _record(self, key: Hashable, run: Callable[[Batch], Terms], batch: Batch) -> EvaluationNumbers:
-        """Run a batch as usual, and record it if it is worthwhile and leaves nothing behind."""
+        """Run a batch eagerly, and record it if that is faster and the batch changes no state."""
         drawn, (before, tensors) = host_draws(), self._look()
         versions = [version_of(tensor) for tensor in tensors]
         usual, share = self.recorder.timed(lambda: EvaluationNumbers(run(batch)))
         if host_draws() != drawn:
             self._refuse("random numbers are drawn on the host")
         elif self._look()[0] != before:
-            self._refuse("a batch changes what model or task keep on the host")
+            self._refuse("a batch changes state of the model or task on the host")
         elif [version_of(tensor) for tensor in tensors] != versions:
-            self._refuse("a batch changes tensors of model or task")
+            self._refuse("a batch changes tensors of the model or task")
         elif share < GPU_BOUND and not self.needed:
-            self._refuse("the device is busy without it")
+            self._refuse("the device is already fully used without it")
         elif usual.vector is not None and (not self._graphs or before == self._looked):
             self._looked, self._kept = before, tensors
             self._try(key, run, batch, usual)
@@ -147,7 +147,7 @@ class CapturedEvaluation:
         if torch.allclose(vector, usual.vector, rtol=TOLERANCE, atol=1e-6, equal_nan=True):
             self._graphs[key] = EvaluationGraph(inputs, layout[0], replay)
         else:
-            self._refuse("a recorded batch differs from the usual one")
+            self._refuse("a recorded batch differs from the eager one")
 
     def _refuse(self, why: str) -> None:
         self.refused = why

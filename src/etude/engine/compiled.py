@@ -1,11 +1,11 @@
-"""The mathematics of a step as one compiled region: model, loss terms and metrics together.
+"""Model, loss terms and metrics of a step compiled as one region.
 
-Compiled alone, a model hands its output to a loss that runs piece by piece, with copies of it in float32; compiled
-together, these are one kernel or two. Every shape of batch is compiled for itself. A batch that is smaller than the
-others, as the last one of an epoch, is run as usual: compiling would take longer than it ever could save.
+If only the model is compiled, the loss runs eagerly on its output, with float32 copies of it; compiled together, this
+is one kernel or two. Each shape of batch is compiled separately. A batch smaller than the others, such as the last
+one of an epoch, runs eagerly: compiling would take longer than it can save.
 
-Compiled and usual code round differently. So what a run has decided is kept in its checkpoints: whether it compiles,
-what a whole batch is, and which shapes are compiled. A resumed run computes as the run that never stopped does.
+Compiled and eager code round differently. So checkpoints keep a run's decisions: whether it compiles, the size of a
+full batch, and which shapes are compiled. A resumed run then computes exactly what an uninterrupted run does.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -32,20 +32,20 @@ DECISIONS = {"mode": CompileMode, "way": Way, "largest": Annotated[int, Ge(0), L
 """What `CompiledTask.decisions` returns; shapes are digests of what `form_of` returns."""
 
 MOST_SHAPES = 64
-"""Shapes of batches that are compiled; batches of others are run as usual."""
+"""Number of batch shapes that are compiled; batches of other shapes run eagerly."""
 COMPILE_S, COMPILE_LAYER_S = 6.0, 0.3
-"""About how long compiling takes, and how much longer for every layer."""
+"""Approximate time to compile, and the additional time per layer."""
 SAVED, SAVED_LAYER_S, FLOPS_PER_S = 0.25, 1e-5, 2e14
-"""About what it saves: a share of the time for a step's FLOPs, and some kernels for every layer."""
+"""Approximate savings: a share of the time for a step's FLOPs, and some kernels per layer."""
 WORTH = 2.0
-"""Compiling by itself must save this many times what it takes."""
+"""In auto mode, compiling must save this many times what it costs."""
 
 
 class CompiledTask:
-    """Runs a task by compiled code; the terms are those of the task.
+    """Runs a task as compiled code; the terms are those of the task.
 
-    `mode` is the setting. `way` is what follows from it alone, None if the step is compiled or may be. `batch_size` is
-    that of whole batches, None if only the batches show it.
+    `mode` is the setting. `way` is the decision if the mode alone determines it, None if the step is or may be
+    compiled. `batch_size` is that of full batches, None if it must be read from the batches.
     """
 
     def __init__(
@@ -64,19 +64,19 @@ class CompiledTask:
         self.backend = backend
         self.notice, self.warn = notice, warn
         self.is_worthwhile: Callable[[nn.Module, Batch], bool] = lambda _model, _batch: True
-        """Asked once in the mode auto, with the model and the first whole batch, whether to compile at all."""
+        """Decides in auto mode, given the model and the first full batch, whether to compile at all."""
         self._given_way = way
         self._batch_size = batch_size
         self._forget()
 
     def _forget(self) -> None:
         self.refused: str | None = None
-        """Why batches are run as usual."""
+        """Why batches run eagerly."""
         self._way = self._given_way
         self._largest = 0
         self._shapes: dict[str, None] = {}
         self._known: set[Hashable] = set()
-        """Forms of batches whose shapes are among these."""
+        """Forms of batches known to have one of the compiled shapes."""
         self._compiled: Callable[..., dict[str, tuple[Any, ...]]] | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
@@ -100,33 +100,33 @@ class CompiledTask:
     # --- what is decided
 
     def decisions(self) -> dict[str, Any]:
-        """Return what was decided, as plain data: checkpoints keep it. Nothing if that follows from the machine."""
+        """Return the decisions as plain data for checkpoints; empty if they follow from the machine."""
         if self._way is None or (self.mode == "auto" and self._given_way is not None):
             return {}
         return {"mode": self.mode, "way": self._way, "largest": self._largest, "shapes": list(self._shapes)}
 
     def decide(self, decisions: Mapping[str, Any]) -> None:
-        """Replace all decisions by those that `decisions` returned, unless the mode asks for something else."""
+        """Replace all decisions by those that `decisions` returned, unless the mode requires something else."""
         self._forget()
         way = decisions.get("way", "model")
         asked_for = way == "step" or self.mode in ("auto", decisions.get("mode"))
         if way == "model" or not asked_for or self._given_way is not None:
             return
         if way == "usual":
-            self._refuse("it was not before the checkpoint")
+            self._refuse("it was not compiled before the checkpoint")
         self._way, self._largest = way, decisions["largest"]
         self._shapes = dict.fromkeys(decisions["shapes"])
 
     def difference(self, decisions: Mapping[str, Any]) -> str:
-        """Return in words what is not as these decisions say, or not as the mode says; nothing if there is nothing."""
+        """Describe how these decisions differ from the current ones or from the mode; empty if they do not."""
         if decisions and self._way != decisions["way"]:
             before = {"usual": "nothing", "model": "the model alone", "step": "the step"}[decisions["way"]]
             return (
                 f"before the checkpoint {before} was compiled, and training.compile is {self.mode} now: weights may "
-                f"not have the bytes of the run that never stopped"
+                "differ in the last bits from those of an uninterrupted run"
             )
         if self.refused and self.mode == "step":
-            return "the step is not compiled: the compiler has failed before the checkpoint"
+            return "the step is not compiled: the compiler failed before the checkpoint"
         return ""
 
     def _is_whole(self, batch: Batch) -> bool:
@@ -135,24 +135,25 @@ class CompiledTask:
         return size >= (self._largest if self._batch_size is None else self._batch_size)
 
     def _has_place(self, form: Hashable) -> bool:
-        """Whether batches of a form are compiled: those of the first so many are."""
+        """Whether batches of a form are compiled: only the first few forms are."""
         if form in self._known:
             return True
-        shape = blake2b(repr(form).encode(), digest_size=8).hexdigest()  # a batch may hold long texts
+        # a digest, because a batch may hold long texts
+        shape = blake2b(repr(form).encode(), digest_size=8).hexdigest()
         if shape not in self._shapes:
             if len(self._shapes) >= MOST_SHAPES:
                 return False
             self._shapes[shape] = None
             if len(self._shapes) == MOST_SHAPES:
-                self.notice(f"batches had {MOST_SHAPES} shapes, which are compiled; others are run as usual")
+                self.notice(f"{MOST_SHAPES} batch shapes are compiled; batches of other shapes run eagerly")
         self._known.add(form)
         return True
 
     def _is_of_no_use(self, model: nn.Module, batch: Batch) -> str:
-        """Return why nothing is compiled unless asked for; nothing if it is worthwhile."""
+        """Return why auto mode does not compile; empty if compiling is worthwhile."""
         try:
             batch_form(batch, [])
-        except Unfit as why:  # code is made for shapes, and of these nobody knows the shapes
+        except Unfit as why:  # code is compiled for known shapes, and these are unknown
             return str(why)
         return "" if self.is_worthwhile(model, batch) else "the run is too short"
 
@@ -160,21 +161,21 @@ class CompiledTask:
         self.refused, self._way = why, "usual"
 
     def _begin(self, model: nn.Module, batch: Batch, metrics: bool | None) -> None:
-        """Compile, unless that is not worthwhile; say so, as it takes a while."""
+        """Compile if worthwhile, and notify the user, because it takes a while."""
         if self._way is None and self.mode == "auto" and (why := self._is_of_no_use(model, batch)):
             self._refuse(why)
             return
         with probing(model, training=True):
-            self.task(model, batch, metrics=metrics)  # what the first batch decides is no part of compiled code
+            self.task(model, batch, metrics=metrics)  # decisions taken on the first batch must not be traced
         from torch._dynamo import config
 
         config.recompile_limit = max(config.recompile_limit, 2 * MOST_SHAPES)
         self._way, self._compiled = "step", torch.compile(_parts, dynamic=False, backend=self.backend)
-        self.notice("compiling the step; later runs take it from a cache")
+        self.notice("compiling the step; later runs use the compilation cache")
 
 
 def form_of(batch: Batch) -> Hashable:
-    """Return what compiled code is made for: the sizes and types of tensors, and the values of all else that is plain.
+    """Return what code is compiled for: shapes and dtypes of tensors, and all other plain values.
 
     >>> import torch
     >>> form_of({"x": torch.zeros(2, 3), "causal": True})
@@ -195,19 +196,19 @@ def _parts(task: Task, model: nn.Module, batch: Batch, metrics: bool | None) -> 
 
 
 def _is_of_compiler(error: Exception) -> bool:
-    """Whether the compiler has failed, and not the code that it compiles."""
+    """Whether the compiler failed, rather than the compiled code."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))
 
 
 def saves_time(steps: int | None, micro_batches: int, run: Callable[[nn.Module, Batch], Any]) -> Callable[..., bool]:
-    """Return a function of model and batch that says whether compiling saves more than it takes in so many steps.
+    """Return a predicate of model and batch: whether compiling saves more than it costs in so many steps.
 
-    It looks at sizes alone, never at a clock: the same run decides the same again.
+    It depends on sizes alone, never on measured time, so the same run always decides the same.
     """
 
     def decide(model: nn.Module, batch: Batch) -> bool:
         if any(one._forward_hooks or one._forward_pre_hooks for one in model.modules()):
-            return False  # somebody looks into the layers
+            return False  # hooks need the layers
         if steps is None:
             return True
         layers = sum(1 for one in model.modules() if next(one.children(), None) is None)
@@ -216,14 +217,14 @@ def saves_time(steps: int | None, micro_batches: int, run: Callable[[nn.Module, 
             saved = steps * micro_batches * (SAVED * flops / FLOPS_PER_S + SAVED_LAYER_S * layers)
             return saved > WORTH * (COMPILE_S + COMPILE_LAYER_S * layers)
 
-        # The counter imports the compiler, which takes seconds.
+        # Importing the counter imports the compiler, which takes seconds.
         return pays(most_flops(model, batch)) and pays(count_flops(model, batch, run))
 
     return decide
 
 
 def count_flops(model: nn.Module, batch: Batch, run: Callable[[nn.Module, Batch], Any]) -> float:
-    """Return about how many FLOPs a training step on the batch takes: three times those of a forward pass."""
+    """Return the approximate FLOPs of a training step on the batch: three times those of a forward pass."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with probing(model, training=True), FlopCounterMode(display=False) as counter:
@@ -234,9 +235,10 @@ def count_flops(model: nn.Module, batch: Batch, run: Callable[[nn.Module, Batch]
 
 
 def most_flops(model: nn.Module, batch: Batch) -> float:
-    """Return more FLOPs than a step has: ten times those of a model that uses every weight for every number of a batch.
+    """Return an upper bound of a step's FLOPs: ten times one use of every weight for every input value.
 
-    The factor is for products of activations: attention exceeds it in rows that are 50 times as long as they are wide.
+    The factor covers products of activations: attention exceeds it if sequences are 50 times longer than the model
+    width.
     """
     numbers = 0
 

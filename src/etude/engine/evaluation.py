@@ -1,4 +1,4 @@
-"""Evaluation: the model in eval mode, no gradients, sums and counts exact over batches and ranks."""
+"""Evaluation: the model in eval mode, without gradients; sums and counts are exact over batches and ranks."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -33,17 +33,17 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean of every term over one epoch of `loader`, metrics and derived numbers included.
 
-    What model or data draw is the same in every evaluation, and leaves the caller's generators as they were.
-    Batches without samples are passed over. Raises DataError if there is no other batch, and TrainingError if the task
-    reports nothing of them, unless the task allows that: there are no numbers then. Terms that are optional may all be
-    without a number. The host reads the device once, at the end. With several ranks each evaluates its share of the
-    data, with the buffers of rank 0; every rank must call this together. With `interrupts` that allow it a signal ends
-    it between two batches: Interrupted is raised on every rank. `capture` runs batches recorded as CUDA graphs.
+    Random numbers are the same in every evaluation, and the caller's generators are restored. Batches without samples
+    are skipped. Raises DataError if there is no other batch, and TrainingError if the task reports no metrics, unless
+    the task allows that; the result is then empty. Optional terms may be missing. The host synchronises with the
+    device once, at the end. Each rank evaluates its share of the data with the buffers of rank 0; all ranks must call
+    this together. If `interrupts` allows it, a signal ends the evaluation between two batches: Interrupted is raised
+    on every rank. `capture` runs batches recorded as CUDA graphs.
     """
     task = as_task(task)
     precision = precision if precision is not None else MixedPrecision("fp32")
     world = world if world is not None else World()
-    model = unwrap(model)  # ranks may have different numbers of batches, so none may wait for another inside
+    model = unwrap(model)  # ranks may have different numbers of batches, so nothing inside may synchronise them
     if world.size > 1:
         share_buffers(model, world)
     pollable = interrupts if interrupts is not None and interrupts.may_cut_off else None
@@ -60,8 +60,8 @@ def evaluate(
                 capture.begin(model, task)
             totals, is_cut_off = _add_up(run, loader, pollable, capture)
         if pollable is not None and world.host_max([int(is_cut_off)])[0]:
-            # Ranks ask each other here, once: their numbers of batches may differ.
-            raise Interrupted("the validation was cut off by a signal")
+            # The only place where ranks synchronise: their numbers of batches may differ.
+            raise Interrupted("a signal interrupted the validation")
         device = next((tensor.device for tensor in (*totals.tensors(), *model.parameters())), torch.device("cpu"))
         means = totals.means(world, device)
         if means is None and not world.host_max([int(totals.has_batch)])[0]:
@@ -75,11 +75,11 @@ def evaluate(
 
 
 class _Sums:
-    """Sums and counts of terms, added up in float64 on the device."""
+    """Sums and counts of terms, accumulated in float64 on the device."""
 
     def __init__(self) -> None:
         self._vectors: dict[tuple[tuple[str, str], ...], Tensor] = {}
-        """By what their numbers are; batches may differ in their terms."""
+        """Keyed by the names of the terms; batches may differ in them."""
         self._host_counts: dict[str, float] = {}
         self.optional: set[str] = set()
         self.has_batch = False
@@ -98,7 +98,7 @@ class _Sums:
         self.optional |= numbers.optional
 
     def tensors(self) -> Iterable[Tensor]:
-        """Return what is on the device."""
+        """Return the tensors on the device."""
         return self._vectors.values()
 
     def means(self, world: World, device: torch.device) -> dict[str, float] | None:
@@ -124,7 +124,7 @@ class _Sums:
 def _add_up(
     run: Callable[[Batch], Terms], loader: Loader, pollable: Interrupts | None, capture: CapturedEvaluation | None
 ) -> tuple[_Sums, bool]:
-    """Return sums and counts of all terms over this rank's batches, and whether a signal cut them off."""
+    """Return sums and counts of all terms over this rank's batches, and whether a signal interrupted it."""
     sums = _Sums()
     batches = loader.iterate(epoch=0)
     try:
@@ -132,7 +132,7 @@ def _add_up(
             if pollable is not None and pollable.requested:
                 return sums, True
             if is_empty(batch):
-                continue  # one of several ranks may have no samples in the last batch
+                continue  # this rank may have no samples of the last batch
             sums.add(EvaluationNumbers(run(batch)) if capture is None else capture(run, batch))
     finally:
         batches.close()
@@ -141,7 +141,7 @@ def _add_up(
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put every submodule into eval mode, and afterwards back into the mode it had."""
+    """Put every submodule into eval mode, and restore its mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,10 +1,10 @@
-"""Errors of torch in words: tensors that do not fit, memory that runs out, batches of one sample, workers that die.
+"""Explanations of torch errors: mismatched tensors, out of memory, batches of one sample, dead workers.
 
 Nothing here costs anything until a step fails.
 
-What counts as a misfit: torch itself refuses the input of one of its layers or losses, or says of any other code in a
-forward pass or a loss that sizes, types or devices of tensors differ. Everything else, such as a KeyError in a model's
-own code, stays as it is, with its traceback.
+A mismatch is explained if a torch layer or loss rejects its input, or if torch reports in any other code of a forward
+pass or loss that sizes, dtypes or devices differ. Every other error, such as a KeyError in the model's own code,
+keeps its traceback.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ _SIZES = re.compile(
     r"|Input type .* and weight type|out of (range|bounds)|must have the same|reduction dim|must be the same"
     r"|dimension.*(mismatch|exceeds|out of range|specified)|too many indices|not broadcastable|cannot be broadcast"
 )
-"""What torch says of tensors that do not fit each other."""
+"""How torch describes mismatched tensors."""
 _TYPES = re.compile(r"dtype|scalar type|Tensor\b|must be Tensor")
 _OTHERS = re.compile(r"out of memory|allocate memory|CUDA error|more than 1 value per channel")
-"""Errors that are explained elsewhere, or that name the wrong place."""
+"""Errors that are explained elsewhere, or whose message would be misleading."""
 _MAX_TENSORS = 4
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function that runs a model raise DataError for tensors that do not fit; other errors stay as they are."""
+    """Make a function that runs a model raise DataError for mismatched tensors; other errors pass through."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -57,13 +57,13 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def raise_misfit(error: Exception) -> None:
-    """Raise DataError if this error is about tensors that do not fit."""
+    """Raise DataError if this error is about mismatched tensors."""
     if isinstance(error, _KINDS) and not isinstance(error, EtudeError) and (text := explain_misfit(error)):
         raise DataError(text) from error
 
 
 def explain_misfit(error: BaseException) -> str | None:
-    """Return in one line which layer or loss was given what, or None if the error is of another kind."""
+    """Describe in one line which layer or loss received what, or return None for another kind of error."""
     steps = list(traceback.walk_tb(error.__traceback__))
     if not steps or isinstance(error, torch.OutOfMemoryError) or _OTHERS.search(str(error)):
         return None
@@ -77,28 +77,28 @@ def explain_misfit(error: BaseException) -> str | None:
     if who is None:
         return None
     said = first_line(error).rstrip(".")
-    if by_sizes and not by_layer:  # in the model's or the loss's own code
+    if by_sizes and not by_layer:  # in the code of the model or loss itself
         said += f" ({Path(frames[-1].f_code.co_filename).name}:{steps[-1][1]})"
     remedy = "convert the data" if _TYPES.search(said) else "change the sizes of the model, or the data"
     if by_call:
-        remedy = "of a batch (a, b, …, labels) the model is given all but the last, of another object all"
+        remedy = "the model receives all but the last element of a batch (a, b, …, labels), or the whole object"
     return f"{who}: {said}; {remedy}"
 
 
 def _is_call_of_model(error: BaseException, frames: list[FrameType]) -> bool:
-    """Return whether a model, and no layer inside of it, was called with more or fewer inputs than it takes."""
+    """Return whether a model, not a layer inside it, was called with the wrong number of inputs."""
     calls = sum(frame.f_code is nn.Module._call_impl.__code__ for frame in frames)
     return isinstance(error, TypeError) and "forward()" in str(error) and calls == 1 and frames[-1].f_code in _CALLS
 
 
 def _is_in_torch_nn(frame: FrameType) -> bool:
-    """Return whether this is code of one of torch's layers or losses; the call of a module is its user's."""
+    """Return whether this is code of a torch layer or loss; `Module.__call__` counts as the caller's code."""
     code = frame.f_code
     return code.co_filename.startswith(_TORCH_NN) and not code.co_filename.endswith("/module.py")
 
 
 def _layer(frames: list[FrameType]) -> str | None:
-    """Describe the innermost module that was running and its input."""
+    """Describe the innermost running module and its input."""
     calls = [frame.f_locals for frame in frames if frame.f_code in _CALLS]
     if not calls:
         return None
@@ -106,18 +106,19 @@ def _layer(frames: list[FrameType]) -> str | None:
     name = next((name for name, module in root.named_modules() if module is inner), "").removeprefix("module.")
     inputs = _shapes([*calls[-1].get("args", ()), *calls[-1].get("kwargs", {}).values()])
     layer = f"layer '{name}', {_summary(inner)}," if name else f"the model, {_summary(inner)},"
-    return f"{layer} does not take its input {inputs}"
+    return f"{layer} does not accept its input {inputs}"
 
 
 def _loss(frames: list[FrameType]) -> str | None:
-    """Describe the loss that was running, its predictions and labels."""
+    """Describe the running loss, its predictions and labels."""
     for frame in frames:
         found = frame.f_locals
         if frame.f_code.co_name == "terms" and isinstance(strategy := found.get("self"), LossStrategy):
             labels = targets_of(found["batch"])[0] if "batch" in found else None
             name = getattr(strategy, "name", type(strategy).__name__)
             return _given(name, found.get("output"), labels)
-        if frame.f_code.co_name == "__call__" and {"predictions", "labels"} <= found.keys():  # of plain functions
+        # a plain function of torch.nn.functional
+        if frame.f_code.co_name == "__call__" and {"predictions", "labels"} <= found.keys():
             function = getattr(found.get("self"), "compute_loss", None)
             return _given(
                 getattr(function, "__name__", type(function).__name__), found["predictions"], found["labels"]
@@ -126,11 +127,11 @@ def _loss(frames: list[FrameType]) -> str | None:
 
 
 def _given(name: Any, predictions: Any, labels: Any) -> str:
-    return f"loss {name} does not take predictions {_shapes([predictions])} with labels {_shapes([labels])}"
+    return f"loss {name} does not accept predictions {_shapes([predictions])} with labels {_shapes([labels])}"
 
 
 def _summary(module: nn.Module) -> str:
-    """Return the class with its sizes: as it shows them itself, else the shapes of its own parameters."""
+    """Return the class with its sizes: its own repr, else the shapes of its parameters."""
     shown = " ".join(module.extra_repr().split())
     if not shown:
         parameters = [f"{name} {tuple(one.shape)}" for name, one in module.named_parameters(recurse=False)]
@@ -151,19 +152,19 @@ def _shapes(values: list[Any]) -> str:
 def _shape(tensor: Tensor) -> str:
     text = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
     if tensor.is_floating_point() or tensor.is_complex() or not tensor.is_cpu or not tensor.numel():
-        return text  # after an error a device may not answer
+        return text  # the device may be unusable after an error
     return f"{text} from {int(tensor.min())} to {int(tensor.max())}"
 
 
 def first_of(error: BaseException) -> BaseException:
-    """Return the error that came first, of those that led to one."""
+    """Return the first error in the chain of causes."""
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
     return error
 
 
 def place_of(error: BaseException) -> str:
-    """Name the innermost line outside of torch and of this library; nothing if there is none."""
+    """Return the innermost line outside torch and this library; empty if there is none."""
     here, places = str(Path(__file__).parents[1]), []
     for frame in traceback.extract_tb(error.__traceback__):
         if not frame.filename.startswith((here, str(Path(torch.__file__).parent))):
@@ -172,18 +173,18 @@ def place_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's words, cut off if it is long."""
+    """Return the first line of an error message, shortened if it is long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return shorten(lines[0] if lines else type(error).__name__, 300)
 
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "_status_alloc_failed")
-"""How the allocators of torch and its libraries say it: CPU on Linux and Windows, CUDA, cuBLAS and cuDNN."""
+"""How allocators report it: CPU on Linux and Windows, CUDA, cuBLAS and cuDNN."""
 
 
 @contextlib.contextmanager
 def explain_out_of_memory(device: torch.device, place: str, remedies: Callable[[], list[str]]) -> Iterator[None]:
-    """Turn an out-of-memory error into one message with the place, such as " in validation", and the remedies."""
+    """Turn an out-of-memory error into one message with the location, such as " in validation", and the remedies."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -192,7 +193,7 @@ def explain_out_of_memory(device: torch.device, place: str, remedies: Callable[[
             is_named or any(sign in str(error).lower() for sign in _OUT_OF_MEMORY)
         ):
             raise
-        others = ["see that no other process holds the device (nvidia-smi)"] if device.type == "cuda" else []
+        others = ["check that no other process uses the device (nvidia-smi)"] if device.type == "cuda" else []
         raise TrainingError(
             f"out of memory on {device}{place}; remedies: {'; '.join(remedies() + others)}"
         ) from error
@@ -207,9 +208,9 @@ def explain_single_sample() -> Iterator[None]:
         if "more than 1 value per channel" not in str(error):
             raise
         raise TrainingError(
-            "a batch norm layer was given a single sample, and needs two: the last batch of an epoch is smaller than "
-            "the others, and each is divided among the processes of the run; set training.drop_last=true or choose "
-            "another training.batch_size"
+            "a batch norm layer received a single sample and needs at least two: the last batch of an epoch may be "
+            "small, and every batch is divided among the processes; set training.drop_last=true or choose another "
+            "training.batch_size"
         ) from error
 
 
@@ -221,7 +222,7 @@ _FAILED = re.compile(r"Caught \w+ in DataLoader worker process (\d+)\.\n")
 
 @contextlib.contextmanager
 def explain_worker_failure() -> Iterator[None]:
-    """Turn the death of a worker, and an error in one, into a DataError of one line."""
+    """Turn the death of a data worker, or an error in one, into a DataError of one line."""
     try:
         yield
     except Exception as error:
@@ -233,13 +234,13 @@ def explain_worker_failure() -> Iterator[None]:
                 "Killed": _KILLER,
                 None: _KILLER,
             }
-            cause = causes.get(signal, "by a fault in the dataset or a library that it uses, or by somebody else")
+            cause = causes.get(signal, "by a crash in the dataset or a library it uses, or by another process")
             raise DataError(
-                f"a data worker (process {process}) was killed ({signal or 'it is gone'}): {cause}. Use fewer "
-                f"workers (num_workers) or let them read less ahead (prefetch_factor), and resume the run from its "
+                f"a data worker (process {process}) was killed ({signal or 'it exited'}): {cause}. Use fewer "
+                f"workers (num_workers) or prefetch less (prefetch_factor), and resume the run from its "
                 f"last checkpoint"
             ) from error
-        if failed := _FAILED.match(text):  # torch brings over the traceback of the worker as text
+        if failed := _FAILED.match(text):  # torch passes on the worker's traceback as text
             lines = [line for line in text.strip().splitlines() if line]
             last = max(place for place, line in enumerate(lines) if not line.startswith(" ") and _ERROR.match(line))
             places = re.findall(r'File "(.+)", line (\d+), in (\S+)', text)
@@ -249,7 +250,7 @@ def explain_worker_failure() -> Iterator[None]:
 
 
 def _lost_worker(error: Exception) -> tuple[str, str | None] | None:
-    """Return process and signal of a worker that was killed; neither is known if it was handing over a batch."""
+    """Return process and signal of a killed worker; unknown if it was killed while sending a batch."""
     if killed := _KILLED.search(str(error)):
         return killed[1], killed[2]
     handing_over = torch.multiprocessing.reductions.__file__

@@ -1,8 +1,7 @@
-"""Floating-point operations: how many a model takes for a token, and how many a device can do in a second.
+"""Floating-point operations: how many a model needs per token, and how many a device can do per second.
 
-A training step takes about 6 FLOPs for every weight that a token is multiplied with: a product and a sum in the forward
-pass, and twice as many in the backward pass. Products of activations (attention) are left out, and so is what is
-computed twice to save memory.
+A training step takes about 6 FLOPs per token and weight: a multiplication and an addition in the forward pass, and
+twice as many in the backward pass. Products of activations (attention) and recomputed activations are not counted.
 """
 
 import functools
@@ -47,19 +46,19 @@ TABLE: tuple[tuple[str, float | None, float | None, float | None], ...] = (
     ("MI300X", 1307.4, 653.7, 163.4),
 )
 VARIANTS = frozenset({"ti", "super", "laptop", "max", "mig", "d"})
-"""Words that make another device of a name."""
+"""Suffixes that denote a different device."""
 NO_BF16 = frozenset({"T4", "V100 PCIE", "V100"})
 
 FLOPS_PER_WEIGHT = 6
-"""Of a training step, for every token and every weight that it is multiplied with."""
+"""FLOPs of a training step per token and weight."""
 MEASURE_S = 0.05
 SIDES = {"cpu": 512}
-"""Sides of the matrices multiplied to measure a device; others take `DEVICE_SIDE`."""
+"""Side lengths of the matrices that are multiplied to measure a device; others use `DEVICE_SIDE`."""
 DEVICE_SIDE = 4096
 
 
 def matrix_parameters(model: nn.Module) -> int:
-    """Return the number of parameters that a token is multiplied with: all but embeddings, which are looked up.
+    """Return the number of parameters that every token is multiplied with: all but embedding tables.
 
     >>> matrix_parameters(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)))
     40
@@ -70,9 +69,9 @@ def matrix_parameters(model: nn.Module) -> int:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak FLOP/s of matrix products in `dtype` on a device, TF32 taken into account where it is on.
+    """Return the peak FLOP/s of matrix products in `dtype` on a device; TF32 is considered where it is enabled.
 
-    The CPU, and devices that the table lacks, are measured: some 0.05 s, once in a process.
+    The CPU and devices missing from the table are measured, once per process (about 0.05 s).
     """
     tf32 = device.type == "cuda" and dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     if device.type == "cuda":
@@ -83,7 +82,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def listed_flops(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-    """Return what the data sheet says for a device of this name; None if it is not in the table.
+    """Return the data sheet value for a device of this name; None if it is not in the table.
 
     >>> listed_flops("NVIDIA A100-SXM4-80GB", torch.bfloat16), listed_flops("NVIDIA A100-SXM4-80GB", torch.float32)
     (312000000000000.0, 19500000000000.0)
@@ -116,7 +115,7 @@ def _measured(device: torch.device, dtype: torch.dtype, tf32: bool, threads: int
     side = SIDES.get(device.type, DEVICE_SIDE)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         a = torch.full((side, side), 0.5, dtype=dtype, device=device)
-        out = a @ a  # the first one sets things up
+        out = a @ a  # warm-up
         best, begin = float("inf"), time.perf_counter()
         _wait(device)
         while time.perf_counter() - begin < MEASURE_S:

@@ -1,7 +1,7 @@
-"""A recorded step: it reads its batches from memory that stays where it is, and writes its numbers down by itself.
+"""A recorded step: it reads its batches from fixed memory and stores its results itself.
 
-Every operation beside the graph takes the host as long as launching the graph. So where batches came to the device
-together, they are copied together, and the step takes the next one of them; of its numbers it fills row after row.
+Every operation outside the graph costs the host as much as launching the graph. So batches that were moved to the
+device together are copied together, and each replay uses the next of them and fills the next row of results.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ from etude.core.report import Page, RecordedReport
 from etude.engine.recorder import form_of
 
 ROWS = 256
-"""Steps whose numbers are kept before they are copied away."""
+"""Steps whose results are kept before they are copied elsewhere."""
 MOST_BYTES = 2**25
-"""Tensors that parts belong to are copied as a whole up to this size."""
+"""Tensors that batches are slices of are copied as a whole up to this size."""
 
 
 class Inputs:
-    """Where a recorded step reads its batches.
+    """The memory from which a recorded step reads its batches.
 
     >>> from etude.core.batch import hand_out_parts
     >>> whole = hand_out_parts(torch.arange(6.0))
@@ -40,20 +40,20 @@ class Inputs:
         form_of(micro_batches, tensors)
         found = _parts(tensors) if len(micro_batches) == 1 else None
         self.number = 1 if found is None else found[0]
-        """Batches there is room for."""
+        """Number of batches that fit."""
         self._forms = [map_tensors(batch, torch.empty_like) for batch in micro_batches]
         self._memory: list[Tensor] = []
         form_of(self._forms, self._memory)
         if self.number > 1:
             self._memory = [one.new_empty(self.number, *one.shape) for one in self._memory]
         self._wholes: list[Tensor] = []
-        """What the memory is a copy of."""
+        """The tensors that were copied into the memory."""
         self._versions: list[int] = []
         self._place = torch.zeros(1, dtype=torch.int64, device=tensors[0].device)
         self._next = -1
 
     def read(self) -> list[Batch]:
-        """Return the batches that `fill` has brought here last, or the ones after the last that were returned."""
+        """Return the batches copied last by `fill`, or the ones after those returned last."""
         if self.number == 1:
             return self._forms
         parts = iter([memory.index_select(0, self._place)[0] for memory in self._memory])
@@ -61,7 +61,7 @@ class Inputs:
         return [map_tensors(form, lambda _: next(parts)) for form in self._forms]
 
     def fill(self, tensors: list[Tensor]) -> None:
-        """Let `read` return these next."""
+        """Make `read` return these next."""
         if self.number == 1:
             torch._foreach_copy_(self._memory, tensors, non_blocking=True)
             return
@@ -74,12 +74,12 @@ class Inputs:
         self._next = place + 1
 
     def again(self) -> "Inputs":
-        """Forget where `read` stands: a recording may have run it."""
+        """Reset the position of `read`, which a recording may have advanced."""
         self._next = -1
         return self
 
     def _find(self, tensors: list[Tensor]) -> int | None:
-        """Return which of the batches in the memory these are, after copying all that came with them; None if none."""
+        """Return the index of these batches in the memory, after copying all that came with them, or None."""
         place = int(tensors[0].storage_offset()) // tensors[0].numel()
         if self._wholes and all(
             one._base is whole and one._version == version and one.storage_offset() == place * one.numel()
@@ -98,7 +98,7 @@ class Inputs:
 
 
 def _parts(tensors: list[Tensor]) -> tuple[int, int] | None:
-    """Return of how many equal batches these are one, and which, if each tensor is a part of a larger one."""
+    """Return the number of equal batches and the index of this one, if each tensor is a slice of a larger one."""
     found = {_part(one) for one in tensors}
     return found.pop() if len(found) == 1 else None
 
@@ -107,7 +107,7 @@ def _part(tensor: Tensor) -> tuple[int, int] | None:
     whole = tensor._base
     if whole is None or not came_together(tensor) or not tensor.numel() or whole.dtype is not tensor.dtype:
         return None
-    if whole.storage_offset() or tensor.is_inference():  # nobody would see that such a one was changed
+    if whole.storage_offset() or tensor.is_inference():  # changes to such a tensor could not be detected
         return None
     is_plain = tensor.is_contiguous() and whole.is_contiguous() and tensor.shape[1:] == whole.shape[1:]
     number, rest = divmod(whole.numel(), tensor.numel())
@@ -117,10 +117,10 @@ def _part(tensor: Tensor) -> tuple[int, int] | None:
 
 
 class Numbers:
-    """Where a recorded step writes the numbers of its report: a row for every step."""
+    """The memory into which a recorded step writes the values of its report: one row per step."""
 
     def __init__(self, example: Tensor) -> None:
-        """`example` holds the numbers of such a step."""
+        """`example` holds the values of one step."""
         self._memory = example.new_zeros(ROWS, len(example))
         self._rows = torch.arange(ROWS, device=example.device)[:, None]
         self._row = torch.zeros(1, dtype=torch.int64, device=example.device)
@@ -128,14 +128,14 @@ class Numbers:
         self._next = ROWS
 
     def write(self, numbers: Tensor) -> None:
-        """Write the next row: inside a recording."""
+        """Write the next row; called inside a recording."""
         torch.where(self._rows == self._row, numbers, self._memory, out=self._memory)
         self._row.add_(1)
 
     def next(self) -> tuple[Page, int]:
-        """Return where the next row will be."""
+        """Return the location of the next row."""
         if self._next == ROWS:
-            self._page.tensor = self._memory.clone()  # reports that are still to be read
+            self._page.tensor = self._memory.clone()  # reports that have not been read yet
             self._page, self._next = Page(self._memory), 0
             self._row.zero_()
         self._next += 1
@@ -150,11 +150,11 @@ class Graph:
     numbers: Numbers
     replay: Callable[[], object]
     layout: StepReport
-    """The report it was recorded with; tensors in it stand for places in a row of `numbers`."""
+    """The report it was recorded with; its tensors stand for columns of a row of `numbers`."""
     is_checked: bool = False
 
     def run(self, tensors: list[Tensor], lr: float) -> StepReport:
-        """Do the step with the tensors of other batches."""
+        """Run the step with the tensors of other batches."""
         self.inputs.fill(tensors)
         page, row = self.numbers.next()
         self.replay()

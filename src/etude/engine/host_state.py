@@ -1,7 +1,7 @@
-"""What a recorded step would have frozen in it: where its memory lies, and what the host keeps for it.
+"""State that a recorded step treats as constant: memory addresses and values kept on the host.
 
-`Watched` is asked at every step, so it looks only at what people change between steps. `host_state` finds nearly
-everything that a model, a task and their functions keep: it is compared before and after a usual step, once.
+`Watched` is checked at every step, so it covers only what users change between steps. `host_state` finds nearly all
+state of a model, a task and their functions: it is compared once, before and after an eager step.
 """
 
 import functools
@@ -24,21 +24,21 @@ from etude.engine.update import Updater, state_tensors
 PLAIN = (bool, int, float, str, type(None), np.generic)
 """Types of attributes that are compared by value."""
 MOST_OBJECTS = 100_000
-"""Objects that are looked at; a model with more keeps them in data, not in settings."""
+"""Limit on inspected objects; a model with more keeps data in them, not settings."""
 _DATA = (*PLAIN, Tensor, list, dict, set, deque)
 _LEAVES = (type, ModuleType, BuiltinFunctionType, CodeType)
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
 _HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GRADIENT_HOOKS, _GRADIENT_POST_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _ELSEWHERE = ("training", "_is_full_backward_hook")
-"""Attributes that `modes` knows."""
+"""Attributes that `modes` covers."""
 _FIXED = ("torch.nn.modules.linear", "torch.nn.modules.conv", "torch.nn.modules.container")
-"""Modules whose numbers are the sizes of their weights."""
+"""Modules whose numeric attributes are only the sizes of their weights."""
 _OPTIMIZER_HOOKS = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Watched:
-    """Parameters, buffers, modules and optimizer state of a run, and the numbers that modules keep."""
+    """Parameters, buffers, modules and optimizer state of a run, and numeric attributes of modules."""
 
     PARTS = (
         "parameters are moved or replaced",
@@ -48,14 +48,14 @@ class Watched:
         "tensors that modules keep are replaced",
         "numbers that modules keep change",
     )
-    """What has happened if a part of `now` has changed."""
+    """Descriptions of a change in each component of `now`."""
 
     def __init__(self, model: nn.Module, updater: Updater) -> None:
         self.model, self.updater = model, updater
         self.look()
 
     def look(self) -> None:
-        """Find all of it again."""
+        """Collect all of it again."""
         self._modules = list(self.model.modules())
         self._hooks = list(chain.from_iterable(map(_HOOKS, self._modules)))
         self._vars = [vars(one) for one in self._modules]
@@ -80,7 +80,7 @@ class Watched:
         self._states = list(self.updater.optimizer.state.values())
         self._lengths = [*map(len, self._dicts), *map(len, self._states)]
         self._pointers = [*map(Tensor.data_ptr, self._params), *map(Tensor.data_ptr, self._buffer_tensors)]
-        self._objects = list(self._held())  # as long as these live, nothing else has their identity
+        self._objects = list(self._held())  # references keep ids from being reused
         self._values_now = [get(values) for get, values in self._numbers]
         self._before = self.now()
 
@@ -91,7 +91,7 @@ class Watched:
         return chain(self.updater.optimizer.state.values(), inside, attributes)
 
     def is_same(self) -> bool:
-        """Whether all of it is as it was when it was looked at last."""
+        """Whether everything is unchanged since it was last collected."""
         state = self.updater.optimizer.state
         try:
             return (
@@ -106,12 +106,12 @@ class Watched:
             return False
 
     def changes(self) -> str:
-        """Return in words what is not as it was, the first of `PARTS`."""
+        """Describe the first component of `PARTS` that has changed."""
         pairs = zip(self.PARTS, self.now(), self._before, strict=True)
         return next((name for name, one, other in pairs if one != other), "")
 
     def now(self) -> list[list[Any]]:
-        """Return where everything lies that a recorded step reads and writes, and the numbers it has in it."""
+        """Return the addresses that a recorded step reads or writes, and the values it treats as constant."""
         try:
             numbers = list(chain.from_iterable([get(values) for get, values in self._numbers]))
         except KeyError:  # an attribute was deleted
@@ -126,7 +126,7 @@ class Watched:
         ]
 
     def modes(self) -> Hashable:
-        """Return which parameters are trained, which modules are in training mode, and which hooks there are."""
+        """Return which parameters are trained, which modules are in training mode, and which hooks are registered."""
         params = self.updater.params
         hooks = [*filter(None, self._hooks), *_OPTIMIZER_HOOKS(self.updater.optimizer)]
         hooks += filter(None, chain(map(_GRADIENT_HOOKS, params), map(_GRADIENT_POST_HOOKS, params)))
@@ -149,12 +149,12 @@ class Watched:
 
 
 def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return every tensor once; those that the first batch is to shape have no memory yet."""
+    """Return every tensor once, except uninitialised (lazy) ones, which have no memory yet."""
     return [one for one in dict.fromkeys(tensors) if not is_lazy(one)]
 
 
 def host_state(**roots: Any) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return everything that is found from these objects by its place, to be compared; and the tensors.
+    """Return all state reachable from these objects by path, for comparison, and the tensors.
 
     >>> class Loss:
     ...     calls = 0
@@ -165,7 +165,7 @@ def host_state(**roots: Any) -> tuple[dict[str, Any], list[Tensor]]:
     """
     found: dict[str, Any] = {}
     tensors: list[Tensor] = []
-    seen: dict[int, Any] = {}  # they live as long, so that no two of them have the same identity
+    seen: dict[int, Any] = {}  # references keep ids from being reused
     waiting = list(roots.items())
     while waiting and len(seen) < MOST_OBJECTS:
         place, value = waiting.pop()
@@ -182,7 +182,7 @@ def host_state(**roots: Any) -> tuple[dict[str, Any], list[Tensor]]:
 
 
 def _mark(value: Any) -> Any:
-    """Return what changes if a tensor is replaced, a list grows, or a generator draws."""
+    """Return a value that changes if a tensor is replaced, a list grows, or a generator draws."""
     if isinstance(value, Tensor):
         return id(value)
     if isinstance(value, random.Random):
@@ -195,7 +195,7 @@ def _mark(value: Any) -> Any:
 
 
 def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds, with its place."""
+    """Yield the values an object holds, with their paths."""
     if isinstance(value, Mapping):
         for number, (key, one) in enumerate(value.items()):
             yield f"{place}[{key!r}]" if isinstance(key, (str, int)) else f"{place}[{number}]", one
@@ -218,14 +218,14 @@ def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_function(place: str, function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function refers to outside of itself: variables of the functions around it, data of its module."""
+    """Yield what a function refers to: closure variables and globals of its module."""
     if not isinstance(function, FunctionType) or _is_of_library(function):
         return
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield f"{place} {name}", cell.cell_contents
-        except ValueError:  # not set yet
+        except ValueError:  # an empty closure cell
             continue
     for name in code.co_names:
         if isinstance(one := function.__globals__.get(name), _DATA):
@@ -233,6 +233,6 @@ def _of_function(place: str, function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_of_library(kind: Any) -> bool:
-    """Whether a class or function is torch's, NumPy's or Python's own: these keep nothing that a step could change."""
+    """Whether a class or function is from torch, NumPy or Python: these keep no state that a step could change."""
     module = str(kind.__module__).partition(".")[0]
     return module in ("torch", "numpy") or (module in sys.stdlib_module_names and module != "__main__")

@@ -1,4 +1,4 @@
-"""The loop: epochs of steps, and between steps logging, validating, saving and stopping. It knows no mathematics."""
+"""The loop: epochs of steps, and logging, validating, saving and stopping between steps. It does no mathematics."""
 
 import math
 import time
@@ -16,24 +16,24 @@ from etude.engine.update import LearningRate
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """When the loop ends and what it does on the way. Intervals of 0 or None mean never."""
+    """When the loop ends and what it does between steps. Intervals of 0 or None mean never."""
 
     epochs: int | None = 1
     max_steps: int | None = None
     log_interval: int = 100
-    """Steps."""
+    """In steps."""
     validate_interval: int = 1
-    """Epochs."""
+    """In epochs."""
     checkpoint_interval: int = 1
-    """Epochs."""
+    """In epochs."""
     validate_every_steps: int | None = None
     save_every_steps: int | None = None
     max_skipped_steps: int = 20
-    """Updates in a row that may be skipped because they are not finite."""
+    """Consecutive non-finite updates that are tolerated."""
 
 
 class Loop:
-    """Drives one run from where its state stands to where its plan ends."""
+    """Drives one run from its current state to the end of its plan."""
 
     def __init__(
         self,
@@ -64,17 +64,17 @@ class Loop:
         self.stop_poll = StopPoll(self.interrupts, state.world)
         self.finite = FiniteCheck(state.log, step, plan.max_skipped_steps)
         self.logs: dict[str, float] = {}
-        """Numbers of the last epoch or validation."""
-        self._logs_at = -1  # the step they belong to: a checkpoint carries only numbers of its own step
+        """Metrics of the last epoch or validation."""
+        self._logs_at = -1  # the step they belong to: a checkpoint stores only metrics of its own step
         self._val_logs: dict[str, float] = {}
         self._validated_at = -1
         beginning, undoing = map(self.callbacks.owners, ("on_validation_begin", "on_validation_cut_off"))
-        self._may_cut_off = beginning <= undoing  # else what a callback did before a validation would not be undone
+        self._may_cut_off = beginning <= undoing  # otherwise effects of `on_validation_begin` would not be undone
         self._cut_off = False
         self._connect()
 
     def _connect(self) -> None:
-        """Give the step and the callbacks what they need of each other and of the state."""
+        """Connect the step and the callbacks with each other and with the state."""
         self.callbacks.around = self.state.aside
         self.step.clock = self.clock
         self.step.watchers = self.callbacks.hooks("on_gradients")
@@ -82,7 +82,7 @@ class Loop:
         self.step.notice, self.step.warn = partial(self._notify, event="execution"), self._notify
 
     def run(self) -> dict[str, float]:
-        """Train until the plan is fulfilled or a stop is asked for; save; return the last numbers."""
+        """Train until the plan is complete or a stop is requested; save; return the last metrics."""
         self._poll()
         while not self._finished():
             self._run_epoch()
@@ -97,14 +97,14 @@ class Loop:
         self.callbacks.on_epoch_begin(self.clock.epoch)
         if self.clock.validation_due:
             self._validate_and_save()
-            if self._finished():  # cut off again, or stopped by what was measured
+            if self._finished():  # interrupted again, or stopped because of the metrics
                 return
         self._run_steps()
         if not self._finished():
             self._end_epoch()
 
     def _run_steps(self) -> None:
-        """Take the steps that are left of the epoch."""
+        """Run the remaining steps of the epoch."""
         clock, control = self.clock, self.control
         on_step_begin, on_step_end = (self.callbacks.hooks(name) for name in ("on_step_begin", "on_step_end"))
         batches = self.loader.iterate(clock.epoch, clock.position)
@@ -115,7 +115,7 @@ class Loop:
                 end = batches.position
                 for before in on_step_begin:
                     before(clock.step)
-                if batches.position != end:  # a hook made the loader go back, to read something else from here on
+                if batches.position != end:  # a hook rewound the loader to read other data from here on
                     continue
                 self.learning_rate.set(clock.step)
                 report = self.step(micro_batches)
@@ -143,7 +143,7 @@ class Loop:
         due = _every(plan.validate_interval, epoch + 1) or epoch + 1 == plan.epochs
         validation = self._validate() if due else {}
         if self._cut_off:
-            self.log.epoch = tally  # nothing of the epoch's end has happened yet: a resumed run does it all
+            self.log.epoch = tally  # the end of the epoch has not been processed: a resumed run does all of it
             return
         self.step.objective.end_epoch(tally.means())
         logs = (
@@ -158,7 +158,7 @@ class Loop:
             self._save()
 
     def _end_inside_epoch(self) -> None:
-        """Sum up the epoch that `max_steps` ended early; it is not over, so none of it is closed."""
+        """Summarise the epoch that `max_steps` ended early; it is not complete, so it is not closed."""
         self.log.flush()
         self._notify(self.finite.epoch(self.log.epoch, self.clock.epoch + 1))
         logs = self.log.numbers(self.log.epoch, self.step) | self._validate()
@@ -193,7 +193,7 @@ class Loop:
     def _validate(self) -> dict[str, float]:
         if self.validate is None:
             return {}
-        if self._validated_at != self.clock.step:  # once, even where an epoch or the run ends at such a step
+        if self._validated_at != self.clock.step:  # only once, even if an epoch or the run ends at such a step
             self.log.flush()
             self.callbacks.on_validation_begin(self.clock.epoch)
             self.interrupts.may_cut_off = self._may_cut_off
@@ -215,7 +215,7 @@ class Loop:
         return self._val_logs
 
     def _notify(self, message: str, **facts: str) -> None:
-        """Let callbacks tell the user: it is a warning, unless `event` names another kind of event."""
+        """Notify the user through callbacks: a warning, unless `event` names another kind of event."""
         if message and self.log.world.is_main:
             self.callbacks.on_notice(message, {"step": self.clock.step, **facts})
 
@@ -232,7 +232,7 @@ class Loop:
         self.logs, self._logs_at = logs, self.clock.step
 
     def _phase(self) -> dict[str, float]:
-        """Return the phase of the run, if it has phases: numbers of different phases do not compare."""
+        """Return the phase of the run, if it has phases: metrics of different phases are not comparable."""
         return {"phase": float(self.clock.phase)} if self.clock.phase else {}
 
     def _finished(self) -> bool:
@@ -244,7 +244,7 @@ class Loop:
         )
 
     def _next_due(self) -> int:
-        """Return the step after which something is to be done: between two such steps nothing is even asked."""
+        """Return the next step after which there is something to do: steps before it skip all checks."""
         step, plan = self.clock.step, self.plan
         intervals = (plan.log_interval, plan.validate_every_steps, plan.save_every_steps)
         dues = [step - step % interval + interval for interval in intervals if interval]

@@ -1,4 +1,4 @@
-"""How much a step was: samples and tokens of its batches, counted beside the step, without asking the device."""
+"""Samples and tokens of a step, counted on the host without synchronising."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -9,24 +9,24 @@ from torch import Tensor
 from etude.core.batch import Batch, JointBatch, count_samples, inputs_of, is_next_token, padding_mask_of
 
 ID_TYPES = frozenset({torch.int64, torch.int32})
-"""What an embedding takes. Other integers, such as pixels, are not token ids."""
+"""Dtypes that an embedding accepts. Other integers, such as pixels, are not token ids."""
 
 
 class Amounts(NamedTuple):
-    """Amounts of one step on this rank."""
+    """Counts of one step on this rank."""
 
     samples: int = 0
     tokens: Tensor | int = 0
-    """Padding left out; 0 where batches have none."""
+    """Padding excluded; 0 if batches have no tokens."""
     uncounted: int = 0
-    """Batches that do not tell their samples; those of all others are in `samples`."""
+    """Batches with an unknown number of samples; all others are counted in `samples`."""
 
 
 NO_AMOUNTS = Amounts()
 
 
 def measure(micro_batches: Sequence[Batch]) -> Amounts:
-    """Return the amounts of a step; nothing waits for the device."""
+    """Return the counts of a step without synchronising."""
     samples, uncounted = 0, 0
     tokens: Tensor | int = 0
     for batch in micro_batches:
@@ -41,9 +41,9 @@ def measure(micro_batches: Sequence[Batch]) -> Amounts:
 
 
 def count_tokens(batch: Batch) -> Tensor | int:
-    """Return how many token ids of a batch (B, L) the model sees, padding left out; 0 if it holds something else.
+    """Return the number of token ids (B, L) in a batch without padding; 0 if it holds something else.
 
-    A number, or a tensor on the device if only a mask tells.
+    It is a number, or a tensor on the device if it depends on a mask.
 
     >>> ids, mask = torch.tensor([[5, 6], [7, 0]]), torch.tensor([[1, 1], [1, 0]])
     >>> count_tokens({"input_ids": ids}), count_tokens({"input_ids": ids, "attention_mask": mask})
@@ -58,5 +58,5 @@ def count_tokens(batch: Batch) -> Tensor | int:
         ids = ids[:, :-1]
     mask = padding_mask_of(batch)
     if mask is None and isinstance(batch, Mapping) and isinstance(documents := batch.get("document_ids"), Tensor):
-        mask = documents >= 0  # packed documents: padding belongs to none
+        mask = documents >= 0  # packed documents: padding belongs to no document
     return ids.numel() if mask is None or mask.shape != ids.shape else mask.count_nonzero()

@@ -1,4 +1,4 @@
-"""The way from loss terms to gradients: which backward passes run, and what their gradients are divided by.
+"""From loss terms to gradients: which backward passes run, and what their gradients are divided by.
 
 A task returns sums and counts. The gradients of the sums add up over micro-batches and ranks, and are divided once by
 the count over all of them: k micro-batches of b samples are one batch of k·b samples, with any masks.
@@ -21,7 +21,7 @@ from etude.engine.precision import MixedPrecision
 Counts = dict[str, Tensor | float]
 
 SMALLEST_COUNT = 1e-12
-"""Stands in for a count of 0, where sum and gradient are 0 too, so that 0 is the result and not 0/0."""
+"""Replaces a count of 0: sum and gradient are 0 too, so the result is 0 instead of 0/0."""
 
 _NOTHING = nullcontext()
 
@@ -31,9 +31,9 @@ class ObjectiveParts:
     """What an objective works with."""
 
     model: nn.Module
-    """As it is run: it may be wrapped for data parallelism."""
+    """The model as it is called: it may be wrapped for data parallelism."""
     params: Sequence[nn.Parameter]
-    """Those that the step updates."""
+    """The parameters that the step updates."""
     device: torch.device
     world: World
     precision: MixedPrecision
@@ -42,13 +42,13 @@ class ObjectiveParts:
 class Objective:
     """Σ weight·sum/count over all micro-batches and ranks of a step. Nothing here waits for the device.
 
-    The gradient of a single term stays that of its sum, and the update divides it: no pass over the gradients is spent.
-    Several terms have counts of their own, so each is divided before its backward pass; with several micro-batches the
-    task has to know the counts ahead.
+    With a single term the gradient is that of its sum, and the update divides it: no extra pass over the gradients.
+    Several terms have different counts, so each is divided before its backward pass; with several micro-batches the
+    task must then know the counts in advance.
     """
 
     is_capturable = True
-    """False if the host decides something in a step by what it reads or draws: then no CUDA graph can replay it."""
+    """False if the host decides something in a step by values it reads or draws: no CUDA graph can replay it."""
 
     def __init__(self, task: Task, parts: ObjectiveParts) -> None:
         self.parts = parts
@@ -58,21 +58,21 @@ class Objective:
         self.micro_batches: Sequence[Batch] = ()
         self._is_last = False
         self.sums: dict[str, Tensor] = {}
-        """Per term that is reported, the sum over the micro-batches of the step so far (detached)."""
+        """Per reported term, the sum over the micro-batches of the step so far (detached)."""
         self.counts: Counts = {}
         self.optional: set[str] = set()
-        """Terms, of any step so far, that have no number where nothing was counted."""
+        """Terms of any step so far whose average is undefined when their count is zero."""
         self.totals: Counts | None = None
-        """What each term is divided by before its backward pass; None while the step has only one."""
+        """Divisor of each term before its backward pass; None while the step has only one term."""
         self._single: tuple[str, Tensor | float] | None = None
-        """Name and count of this only term."""
+        """Name and count of the only term."""
         self._counts_of = task.counts
-        self._is_checked = False  # what a task returns is checked once
+        self._is_checked = False  # the return value of a task is checked once
 
-    # --- the life of a step
+    # --- the sequence of calls in a step
 
     def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
-        """Forget the step before."""
+        """Reset for a new step."""
         self.micro_batches, self.step = micro_batches, step
         self.sums, self.counts = {}, {}
         self.totals = self._single = None
@@ -85,7 +85,7 @@ class Objective:
         return local_gradients(self.parts.model)
 
     def backward(self, terms: Terms) -> None:
-        """Add up the terms of a micro-batch and run its backward pass."""
+        """Add the terms of a micro-batch and run its backward pass."""
         weighted = self.add(terms)
         if not weighted:
             self.all_reduce_nothing()
@@ -98,7 +98,7 @@ class Objective:
         self.run_backward(weighted)
 
     def finish(self) -> Tensor | float:
-        """Complete the gradients; return what the update divides them by."""
+        """Complete the gradients; return the divisor for the update."""
         if self.totals is not None:
             return self.undo_average(1.0)
         if self._single is None:
@@ -107,16 +107,16 @@ class Objective:
         return self.undo_average(self.over_ranks({name: count})[name])
 
     def after_update(self) -> None:
-        """Called when the update is done."""
+        """Called after the update."""
 
     # --- around steps
 
     def is_usual(self, step: int) -> bool:  # noqa: ARG002
-        """Return whether a step is like the others; if not, it is not one that a graph replays."""
+        """Return whether a step is like the others; if not, it is not replayed from a graph."""
         return True
 
     def connect(self, callbacks: CallbackList) -> None:
-        """Called before training with the callbacks of the run: some look at what only an objective knows."""
+        """Called before training with the callbacks of the run: some read values that only an objective has."""
 
     def end_epoch(self, means: Mapping[str, float]) -> None:
         """Called with the averages of every epoch."""
@@ -132,7 +132,7 @@ class Objective:
         self._single = name, term.count if self._single is None else self._single[1] + term.count
 
     def _divide_from_now_on(self, weighted: Terms) -> None:
-        """Divide every term before its backward pass from now on, and by the same total the gradients so far."""
+        """From now on divide every term before its backward pass; divide the gradients so far by the same total."""
         self.totals = self.totals_of(weighted)
         if self._single is not None:
             gradients = [param.grad for param in self.parts.params if param.grad is not None]
@@ -151,7 +151,7 @@ class Objective:
         return task if self.parts.world.size == 1 else RankTask(task, self.parts.world)
 
     def add(self, terms: Terms) -> Terms:
-        """Add up the terms of a micro-batch; return those that are trained."""
+        """Add the terms of a micro-batch; return those that are trained."""
         if not self._is_checked:
             check_terms(terms)
             self._is_checked = True
@@ -166,12 +166,12 @@ class Objective:
         return {name: term for name, term in terms.items() if term.is_weighted}
 
     def all_reduce_nothing(self) -> None:
-        """Run the all-reduce of a step whose last micro-batch has nothing to learn from, here or on any rank."""
+        """Run the all-reduce of a step whose last micro-batch has no trained terms on this or any rank."""
         if self._is_last and self.parts.world.size > 1:
             idle_output(self.parts.model).backward()  # type: ignore[no-untyped-call]
 
     def run_backward(self, weighted: Terms) -> None:
-        """Run the backward pass of Σ weight·sum/total, or of weight·sum if the division is left to the update."""
+        """Run the backward pass of Σ weight·sum/total, or of weight·sum if the update divides."""
         parts = []
         for name, term in weighted.items():
             part = term.sum if isinstance(term.weight, float) and term.weight == 1.0 else term.sum * term.weight
@@ -185,13 +185,13 @@ class Objective:
         self.parts.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def totals_of(self, weighted: Terms) -> Counts:
-        """Return the counts of all terms over the whole step, asked for when some terms are there."""
+        """Return the counts of all terms over the whole step, once its terms are known."""
         if len(self.micro_batches) == 1:
             return self.over_ranks({name: term.count for name, term in weighted.items()})
         return self.totals_ahead(weighted)
 
     def totals_ahead(self, names: Sequence[str] | Terms = ()) -> Counts:
-        """Return the counts of all terms over the whole step from its batches alone; `names` are for a message."""
+        """Return the counts of all terms over the whole step from its batches; `names` are for the error message."""
         totals: Counts = {}
         for batch in self.micro_batches:
             ahead = self._counts_of(batch)
@@ -209,21 +209,21 @@ class Objective:
         return self.over_ranks({name: totals[name] for name in sorted(totals)})  # in the same order on every rank
 
     def over_ranks(self, counts: Counts) -> Counts:
-        """Return counts over all ranks, none of them 0."""
+        """Return counts over all ranks, with zeros replaced."""
         if self.parts.world.size > 1:
             row = torch.stack([_on_device(count, self.parts.device) for count in counts.values()])
             counts = dict(zip(counts, self.parts.world.sum(row).unbind(), strict=True))
         return {name: _nonzero(count) for name, count in counts.items()}
 
     def undo_average(self, divisor: Tensor | float) -> Tensor | float:
-        """Check that the gradients are complete; data parallelism averages them over ranks, and a sum is due."""
+        """Check that the gradients are complete; data parallelism averages over ranks, but a sum is needed."""
         if self.parts.world.size == 1:
             return divisor
         check_gradients(self.parts.model, self.parts.params)
         return divisor / self.parts.world.size
 
     def nothing_to_learn(self) -> TrainingError:
-        """Return the error of a step without any term that is trained."""
+        """Return the error for a step without any trained term."""
         batch = self.micro_batches[0]
         held = f" for batches that hold {', '.join(map(str, batch))}" if isinstance(batch, Mapping) and batch else ""
         return TrainingError(f"the loss has no term with a weight other than 0{held}: there is nothing to learn from")
@@ -232,7 +232,7 @@ class Objective:
 def _on_device(count: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(count, Tensor):
         return count.to(device, torch.float64)
-    return torch.full((), count, dtype=torch.float64, device=device)  # a copy would make the host wait
+    return torch.full((), count, dtype=torch.float64, device=device)  # a copy would synchronise
 
 
 def _nonzero(count: Tensor | float) -> Tensor | float:

@@ -1,4 +1,4 @@
-"""Number formats of a step: autocast, and the loss scale that float16 needs, kept on the device."""
+"""Mixed precision: autocast, and the loss scale for float16, kept on the device."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +15,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LossScaler:
-    """Scales the objective so that float16 gradients neither vanish nor overflow; never read by the host.
+    """Scales the objective so that float16 gradients neither underflow nor overflow; never read by the host.
 
     After `growth_interval` finite updates in a row the scale doubles; after one that is not finite it halves.
     """
@@ -44,7 +44,7 @@ class LossScaler:
 
 
 class MixedPrecision:
-    """How a step computes: `fp32`, `bf16` or `fp16`; `auto` is bf16 on CUDA devices that have it, else fp32.
+    """Precision of a step: `fp32`, `bf16` or `fp16`; `auto` is bf16 on CUDA devices that support it, else fp32.
 
     >>> MixedPrecision("auto", torch.device("cpu")).name
     'fp32'
@@ -58,9 +58,9 @@ class MixedPrecision:
         loss_scale: float = 65536.0,
         summands: int = 1,
     ) -> None:
-        """Set up the format for `device`.
+        """Set up the precision for `device`.
 
-        `loss_scale` is meant for the averaged loss; the step works with sums of about `summands` elements.
+        `loss_scale` applies to the averaged loss; the step works with sums of about `summands` elements.
         """
         device = device if device is not None else torch.device("cpu")
         if name == "auto":
@@ -77,11 +77,11 @@ class MixedPrecision:
             self.autocast = lambda: torch.autocast(device.type, dtype=dtype)
 
     def scale(self, objective: Tensor) -> Tensor:
-        """Return what to call backward on."""
+        """Return the value to call backward on."""
         return objective if self.scaler is None else objective * (self.scaler.scale / self._summands)
 
     def unscale(self, divisor: Tensor | float) -> Tensor | float:
-        """Return the divisor of gradients that were computed from a scaled objective."""
+        """Return the divisor for gradients of a scaled objective."""
         return divisor if self.scaler is None else divisor * self.scaler.scale / self._summands
 
     def update(self, skipped: Tensor) -> None:
@@ -94,15 +94,15 @@ class MixedPrecision:
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def check(self, state: dict[str, Any]) -> None:
-        """Raise CheckpointError unless `load_state_dict` can take this."""
+        """Raise CheckpointError unless `load_state_dict` accepts this state."""
         if self.scaler is None or not state:
             return
         for name, own in self.scaler.state_dict().items():
             check_tensor(state.get(name), own, f"precision.{name}")
         if not 0 < float(state["scale"]) < float("inf") or int(state["growth"]) < 0:
-            raise CheckpointError(f"precision: found the loss scale {float(state['scale'])}")
+            raise CheckpointError(f"precision: the checkpoint has the invalid loss scale {float(state['scale'])}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the loss scale, if both sides have one."""
+        """Restore the loss scale, if both the run and the checkpoint have one."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)

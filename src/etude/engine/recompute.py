@@ -1,7 +1,7 @@
-"""Activation checkpointing: blocks forget what they computed and compute it again in the backward pass.
+"""Activation checkpointing: blocks drop their activations and recompute them in the backward pass.
 
-Memory for activations falls to about that of one block and of the inputs of all; a step takes about a third longer.
-Random numbers (dropout) are drawn again as they were, so gradients are the same but for rounding.
+Activation memory falls to about that of one block plus the inputs of all blocks; a step takes about a third longer.
+Dropout draws the same random numbers again, so gradients are the same up to rounding.
 """
 
 import functools
@@ -21,17 +21,17 @@ from etude.core.model import unwrap
 
 @runtime_checkable
 class RecomputesItself(Protocol):
-    """A model that knows its blocks, as those of Hugging Face do."""
+    """A model with its own activation checkpointing, like those of Hugging Face."""
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Recompute activations from now on."""
 
 
 def recompute_activations(model: nn.Module, *, blocks: str | None = None, every: int = 1) -> list[str]:
-    """Make every `every`-th block of a model recompute its activations while training; return the names of these.
+    """Make every `every`-th block of a model recompute its activations in training; return the names of these blocks.
 
-    The blocks are found by themselves (`repeated_blocks`), or are the modules whose names match the pattern `blocks`,
-    such as `encoder.layers.*`. Names of parameters stay as they are. Raises ConfigError if there are no blocks.
+    The blocks are found automatically (`repeated_blocks`), or are the modules whose names match the pattern `blocks`,
+    such as `encoder.layers.*`. Parameter names do not change. Raises ConfigError if there are no blocks.
 
     >>> layer = lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> recompute_activations(nn.Sequential(nn.Linear(4, 8), layer(), layer(), layer()), every=2)
@@ -52,9 +52,9 @@ def recompute_activations(model: nn.Module, *, blocks: str | None = None, every:
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """Return the names of the blocks a model repeats: of two or more in a module list that are of one class.
+    """Return the names of a model's repeated blocks: two or more modules of one class in a module list.
 
-    Lists inside a block are part of it. Single layers (a Linear) are no blocks: recomputing one saves nothing.
+    Lists inside a block belong to it. Single layers (a Linear) are not blocks: recomputing one saves nothing.
     """
     found: list[str] = []
     _search(unwrap(model), "", found)
@@ -75,16 +75,16 @@ def _search(module: nn.Module, path: str, found: list[str]) -> None:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    # A list of lists is looked into: the blocks are inside.
+    # Descend into a list of lists: the blocks are inside.
     has_parts = next(module.children(), None) is not None
     return has_parts and not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
 
 
 def _matching(model: nn.Module, pattern: str) -> list[str]:
-    """Return the modules whose names match, without those inside another that matches."""
+    """Return the modules whose names match, except those inside another match."""
     names: list[str] = []
     for name, _ in model.named_modules():
-        inside = names and name.startswith(f"{names[-1]}.")  # modules come right after the one they are in
+        inside = names and name.startswith(f"{names[-1]}.")  # named_modules yields children right after their parent
         if name and not inside and fnmatchcase(name, pattern):
             names.append(name)
     return names
@@ -100,7 +100,7 @@ def _nothing_found(model: nn.Module, pattern: str | None) -> str:
 
 
 def _enable(model: RecomputesItself) -> bool:
-    """Use the model's own way; False if it has none after all."""
+    """Use the model's own activation checkpointing; False if the architecture does not support it."""
     try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except ValueError:  # the architecture does not support it
@@ -109,15 +109,15 @@ def _enable(model: RecomputesItself) -> bool:
 
 
 def _forget_cache(model: RecomputesItself) -> None:
-    """Keep no keys and values for generation: a block computed twice would add its own to them twice."""
+    """Disable the key-value cache: a recomputed block would add its keys and values twice."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False
 
 
 def _wrap(block: nn.Module) -> None:
-    """Replace the forward pass of a module. A copy of the module gets a forward pass of its own."""
-    if "forward" not in vars(block):  # else it has been done
+    """Replace the forward pass of a module. A copy of the module gets its own forward pass."""
+    if "forward" not in vars(block):  # skip if already done
         block.forward = functools.partial(_recomputed, block)
 
 
@@ -137,7 +137,7 @@ def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _on_copies(norms: list[_NormBase]) -> Iterator[None]:
-    """Within this block, running statistics are written to copies: a batch that is computed again counts once."""
+    """Within this block, running statistics are written to copies, so that a recomputed batch counts once."""
     originals = [dict(norm._buffers) for norm in norms]
     for norm in norms:
         norm._buffers.update({name: None if one is None else one.clone() for name, one in norm._buffers.items()})

@@ -1,4 +1,4 @@
-"""Recording what a function does on the device as a CUDA graph, and what a recording must know of its batches."""
+"""Recording device work of a function as a CUDA graph, and the forms of batches that recordings are keyed by."""
 
 import gc
 import time
@@ -21,32 +21,32 @@ GPU_BOUND = 0.6
 
 
 class Recorder(Protocol):
-    """Records what a function does on the device, without doing it."""
+    """Records the device work of a function without running it."""
 
     def record(self, function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-        """Return what the function returned, in memory that every replay fills, and what replays it."""
+        """Return the function's result, in memory that every replay fills, and a function that replays it."""
 
     def recover(self) -> None:
-        """Put the device in order after `record` has failed."""
+        """Make the device usable again after `record` has failed."""
 
     def timed(self, function: Callable[[], T]) -> tuple[T, float]:
-        """Call a function; return its result and the host's time for it as a share of the device's."""
+        """Call a function; return its result, and the host's time for it as a share of the device's time."""
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory: only one of them runs at a time.
+    """Records CUDA graphs that share one memory pool: only one of them runs at a time.
 
-    A pool whose last graph is gone takes no other one, as long as anything (a gradient, say) still lies in it.
+    A pool whose last graph is gone cannot be reused while any tensor, such as a gradient, still lives in it.
     """
 
     recoveries: ClassVar[int] = 0
-    """How often the generators were given another state: graphs of before, of any run, draw from the old one."""
+    """Number of times the generators got a new state: graphs recorded before that draw from the old one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool: Any = None
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
-        """Those that are in the pool."""
+        """Graphs in the pool."""
 
     def record(self, function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
         """Record the function on a stream of its own; other threads may use the device meanwhile."""
@@ -70,7 +70,7 @@ class CudaRecorder:
         CudaRecorder.recoveries += 1
 
     def timed(self, function: Callable[[], T]) -> tuple[T, float]:
-        """Call it alone on the device, and wait for it."""
+        """Call the function with an idle device, and wait for it."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self.device)
         begin.record()
@@ -84,7 +84,7 @@ class CudaRecorder:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep the garbage collector away: it may free graphs of earlier runs, which no device allows while recording."""
+    """Pause the garbage collector: it may free graphs of earlier runs, which is not allowed while recording."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -95,13 +95,13 @@ def no_collection() -> Iterator[None]:
 
 
 class Unfit(Exception):
-    """Why a step cannot be recorded, in words for people."""
+    """The step cannot be recorded; the message says why."""
 
 
 def form_of(value: Any, tensors: list[Tensor]) -> Hashable:
-    """Return the shape of a batch: of tensors their sizes and types, of everything else its value.
+    """Return the form of a batch: shapes and dtypes of tensors, and the values of everything else.
 
-    The tensors themselves are put into the list. Raises Unfit for objects whose values nobody knows.
+    The tensors themselves are appended to the list. Raises Unfit for opaque objects.
     """
     if isinstance(value, Tensor):
         tensors.append(value)
@@ -117,5 +117,5 @@ def form_of(value: Any, tensors: list[Tensor]) -> Hashable:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a number that grows with every change in place."""
+    """Return the version of a tensor, which grows with every in-place change."""
     return -1 if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""Everything a run is: what a checkpoint holds, and what must be put back for a resumed run to be the same run."""
+"""The complete state of a run: what a checkpoint holds and a resume restores."""
 
 import json
 import logging
@@ -34,13 +34,13 @@ logger = logging.getLogger("etude")
 
 Count = Annotated[int, Ge(0), Lt(2**63)]
 ADDED = ("phase", "validation_due")
-"""Counters that older checkpoints do not have."""
+"""Counters that older checkpoints lack."""
 CLOCK = record_of(
     "Clock",
     {one.name: NotRequired[Count] if one.name in ADDED else Count for one in fields(Clock)},
 )
 TALLY = record_of("RunningSums", {**get_type_hints(RunningSums), "forward_flops": float}, total=False)
-"""Earlier checkpoints counted FLOPs too; `RunningSums.of` leaves them out."""
+"""Older checkpoints also counted FLOPs; `RunningSums.of` drops them."""
 LEDGER = record_of(
     "Ledger", {"window": TALLY, "epoch": TALLY, "tokens": NotRequired[Annotated[float, Ge(0)]], "bad_streak": Count}
 )
@@ -50,7 +50,7 @@ STATE = record_of(
         "clock": dict[str, Any],
         "optimizer": dict[str, Any],
         "precision": dict[str, Any],
-        "ledger": dict[str, Any],  # the step log, under the name that checkpoints have always had
+        "ledger": dict[str, Any],  # the step log; the key is kept for older checkpoints
         "callbacks": dict[str, dict[str | int, Any]],
         "rng": Annotated[list[Tensor], MinLen(1)],
         "seed": int,
@@ -64,10 +64,10 @@ STATE = record_of(
 
 @dataclass(slots=True)
 class TrainState:
-    """Model, optimizer, loss scale, clock, numbers in flight, callbacks and every random generator of every rank.
+    """Model, optimizer, loss scale, clock, running sums, callbacks and every random generator of every rank.
 
-    The learning rate and the order of the data are functions of the clock, so they need no state of their own. A loader
-    made elsewhere may have one: with it a resume need not read again what was read.
+    Learning rate and data order are functions of the clock, so they need no state. A third-party loader may have its
+    own state, so that a resume need not read earlier batches again.
     """
 
     model: nn.Module
@@ -79,9 +79,9 @@ class TrainState:
     world: World
     seed: int = 0
     task: Task = field(default_factory=Task)
-    """What it has decided by its first batches is kept."""
+    """Its decisions on the first batches are saved."""
     compiled: CompiledTask | None = None
-    """What it has decided is kept too."""
+    """Its decisions are saved too."""
     loader: StatefulLoader | None = None
     random: RunRandom = field(init=False)
 
@@ -89,12 +89,12 @@ class TrainState:
         self.random = RunRandom(mix(self.seed, self.world.rank))
 
     def aside(self, hook: str) -> AbstractContextManager[None]:
-        """Return a context in which a hook that is no part of a step draws numbers of its own, again on a resume."""
+        """Return a context in which a hook outside a step draws from its own generator, the same after a resume."""
         moments = {"on_train_begin": 0, "on_epoch_begin": self.clock.epoch}
         return aside(mix(self.seed, crc32(hook.encode()), moments.get(hook, self.clock.step)))
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the model's tensors and the tree of all the rest. Every rank must call this together."""
+        """Return the model's tensors and the tree of everything else. All ranks must call this together."""
         compiled = {} if self.compiled is None else self.compiled.decisions()
         decided = {"loss": self.task.decisions(), "compile": compiled}
         return clean_state_dict(self.model), {
@@ -110,10 +110,10 @@ class TrainState:
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Put back what `capture` returned. Every rank must call this together.
+        """Restore what `capture` returned. All ranks must call this together.
 
-        Raises CheckpointError with checkpoint and part. All parts are compared with what the run needs before the
-        first one changes, and callbacks, which may refuse theirs later, come before model and optimizer.
+        Raises CheckpointError with the checkpoint and the part. All parts are checked before the first one changes,
+        and callbacks, which may still refuse theirs, are restored before model and optimizer.
         """
         saved = self.world.attempt(lambda: self._checked(checkpoint))
         self.world.attempt(lambda: self._change(checkpoint, saved))
@@ -135,13 +135,13 @@ class TrainState:
             check_kind(STATE, state, "state")
             for tally in state["ledger"].values():
                 if isinstance(tally, dict):
-                    tally.pop("forward_flops", None)  # earlier versions kept it
+                    tally.pop("forward_flops", None)  # older versions saved it
             check_kind(CLOCK, state["clock"], "clock")
             check_kind(LEDGER, state["ledger"], "ledger")
             for name in ("window", "epoch"):
                 tally = RunningSums.of(state["ledger"][name])
                 if tally.sums.keys() != tally.counts.keys():
-                    raise CheckpointError(f"ledger.{name}: sums and counts have other names")
+                    raise CheckpointError(f"ledger.{name}: the names of sums and counts differ")
         with errors_of(checkpoint.path, "model"):
             check_model_state(self.model, checkpoint.model_state)
         with errors_of(checkpoint.path, "optimizer"):
@@ -149,7 +149,7 @@ class TrainState:
         with errors_of(checkpoint.path, "precision"):
             self.precision.check(state["precision"])
         with errors_of(checkpoint.path, "rng"):
-            if len(state["rng"]) != self.world.size:  # such streams cannot be continued
+            if len(state["rng"]) != self.world.size:  # these random states cannot be continued
                 return None
             saved = _decode(state["rng"][self.world.rank])
             check_rng_state(saved)
@@ -177,11 +177,11 @@ class TrainState:
             self.log.load_state_dict(state["ledger"])
         if random is not None:
             self.random.load(random)
-        else:  # begin new streams, the same at every resume
+        else:  # new random states, the same at every resume
             self.random = RunRandom(mix(self.seed, self.clock.step, self.world.rank))
 
     def _data(self) -> dict[str, list[Tensor]]:
-        """Return the loader's state on every rank; a rank whose state is no plain data says so and saves none."""
+        """Return the loader's state on every rank; a rank whose state is not plain data warns and saves none."""
         if self.loader is None:
             return {}
         try:
@@ -198,7 +198,7 @@ class TrainState:
 
 
 def callbacks_in(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """Return the saved states of callbacks; raise CheckpointError if the checkpoint is not one of a run."""
+    """Return the saved states of callbacks; raise CheckpointError if the checkpoint has none."""
     with errors_of(checkpoint.path):
         check_kind(STATE, checkpoint.state, "state")
     saved: dict[str, dict[str, Any]] = checkpoint.state["callbacks"]
@@ -238,7 +238,7 @@ class Saver:
     ) -> None:
         """Make a saver.
 
-        `resumed` holds the metrics of the checkpoint that the state comes from, if it is of this run; `config` is the
+        `resumed` holds the metrics of the checkpoint that was resumed, if it belongs to this run. `config` is the
         run's config as text, kept in every checkpoint.
         """
         self.manager = manager
@@ -249,7 +249,7 @@ class Saver:
         self._saved_at, self._has_metrics = self._resumed_at, bool(resumed)
 
     def save(self, metrics: Mapping[str, float]) -> Path | None:
-        """Write a checkpoint and return its folder; None if this very moment is saved already.
+        """Write a checkpoint and return its folder; None if this state is saved already.
 
         Raises CheckpointError on every rank if the writing rank cannot write; earlier checkpoints stay intact.
         """

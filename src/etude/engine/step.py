@@ -25,7 +25,7 @@ logger = logging.getLogger("etude")
 
 
 class Step:
-    """Runs one optimizer step on a list of micro-batches; waits for nothing and reads nothing from the device."""
+    """Runs one optimizer step on a list of micro-batches without synchronising with the device."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Step:
         world: World | None = None,
         metrics: bool | None = False,
     ) -> None:
-        """Bind the parts; `task` is a `Task` or a function in its place.
+        """Connect the components; `task` is a `Task` or a function with its signature.
 
         With `metrics`, terms of weight 0 (accuracy …) are computed in training too; None: those that cost little.
         """
@@ -50,20 +50,20 @@ class Step:
         parts = ObjectiveParts(model, updater.params, updater.device, self.world, precision)
         self.objective: Objective = self.task.objective(parts) or Objective(self.task, parts)
         self.forward: Callable[..., Terms] = self.objective.task
-        """Makes the terms of a micro-batch: the task, or compiled code in its place."""
+        """Computes the terms of a micro-batch: the task, or its compiled version."""
         self.clock = Clock()
         self.capture: Callable[[Sequence[Batch]], StepReport] | None = None
-        """Runs the steps in place of `run`, recorded as CUDA graphs."""
+        """Replaces `run` if steps are recorded as CUDA graphs."""
         self.notice: Callable[[str], None] = logger.info
-        """Receives what the user should know of how steps are run; it is no warning."""
+        """Receives information for the user about how steps are run; not a warning."""
         self.warn: Callable[[str], None] = logger.warning
-        """Receives what has failed, although training goes on."""
+        """Receives a message about a failure that does not stop training."""
         self.watchers: Sequence[Callable[[Gradients], None]] = ()
         """Called with the gradients of every step before they are applied."""
         self._buffers = BufferGuard(model)
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
-        """Train on the micro-batches of one step; raise DataError for tensors that do not fit."""
+        """Train on the micro-batches of one step; raise DataError for mismatched tensors."""
         try:
             self.updater.send_rates()
             for batch in micro_batches:
@@ -87,7 +87,7 @@ class Step:
         count = objective.finish()
         for watch in self.watchers:
             watch(Gradients(self.model, updater.params, count, self.precision))
-        divisor = self.precision.unscale(count)  # now: the update may change the loss scale
+        divisor = self.precision.unscale(count)  # before the update, which may change the loss scale
         norm, skipped = updater.apply(divisor)
         objective.after_update()
         self._buffers.put_back(skipped)
@@ -107,7 +107,7 @@ class GradientAccumulator:
     """
 
     def __init__(self, optimizer: Any = None, accumulation_steps: int | Mapping[int, int] = 1) -> None:
-        """Set the number of micro-batches. `optimizer` is accepted for readability of call sites; the step owns it."""
+        """Set the number of micro-batches. `optimizer` is accepted only for readability at the call site."""
         schedule = dict(accumulation_steps) if isinstance(accumulation_steps, Mapping) else {0: accumulation_steps}
         if 0 not in schedule or any(epoch < 0 for epoch in schedule):
             raise ConfigError(
@@ -124,7 +124,7 @@ class GradientAccumulator:
         return next(steps for first, steps in reversed(self._schedule) if first <= epoch)
 
     def num_steps(self, num_batches: int, epochs: range) -> int:
-        """Return the optimizer steps in `epochs`, with `num_batches` batches in each; as fast for many as for few.
+        """Return the optimizer steps in `epochs`, with `num_batches` batches in each, in constant time.
 
         >>> GradientAccumulator(accumulation_steps={0: 1, 5: 4}).num_steps(8, range(10**9))
         2000000030

@@ -1,4 +1,4 @@
-"""The step log: numbers of steps, kept on the device and read by the host in one transfer at log points."""
+"""The step log: metrics of steps, kept on the device and read by the host in one transfer at log points."""
 
 import math
 import time
@@ -21,7 +21,7 @@ from etude.engine.step import Step
 
 Rows = npt.NDArray[np.float64]
 TOKENS, SKIPPED = -4, -1
-"""Places among the rows that are read: samples, uncounted, tokens, norm, divisor and skipped come last."""
+"""Indices among the rows that are read: samples, uncounted, tokens, norm, divisor and skipped come last."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -34,31 +34,31 @@ class RunningSums:
     steps: int = 0
     samples: float = 0.0
     uncounted: float = 0.0
-    """Batches that do not tell their samples."""
+    """Batches with an unknown number of samples."""
     tokens: float = 0.0
     skipped: int = 0
     """Updates that were not finite."""
     bad_losses: int = 0
     """Steps with a loss or metric that was not finite."""
     first_skipped: list[int] | None = None
-    """Of the first skipped update: the number of its step, and where its samples begin and end in the epoch."""
+    """The first skipped update: its step, and the range of its samples in the epoch."""
     norm_sum: float = 0.0
     norm_count: int = 0
     norm_min: float = math.inf
     norm_max: float = -math.inf
     seconds: float = 0.0
     waited: float = 0.0
-    """Seconds of `seconds` in which the step waited for data."""
+    """The part of `seconds` spent waiting for data."""
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> "RunningSums":
-        """Return the sums of a checkpoint; earlier ones may have more."""
+        """Return the sums of a checkpoint; older ones may have more keys."""
         return cls(**{one.name: saved[one.name] for one in fields(cls) if one.name in saved})
 
     def add(self, names: list[str], optional: set[str], rows: Rows, places: list[tuple[int, int, int]]) -> None:
-        """Add the numbers of some steps, one column each: sum and count of every name, and then what `_read` lists.
+        """Add the values of some steps, one column per step: sum and count of every name, then what `_read` lists.
 
-        They are added one by one in the order of the steps, so that no sum depends on when the host has read them.
+        They are added one by one in step order, so that sums do not depend on when the host reads them.
         """
         samples, uncounted, tokens, norms, divisors, skipped = rows[2 * len(names) :]
         finite = np.isfinite(rows[: 2 * len(names) : 2])
@@ -117,11 +117,11 @@ class _Entry(NamedTuple):
     report: StepReport
     amounts: Amounts
     place: tuple[int, int, int]
-    """The number of the step, and where its samples begin and end in the epoch."""
+    """The number of the step, and the range of its samples in the epoch."""
 
 
 class StepLog:
-    """Collects step reports; `flush` reads them all at once. The only place where training reads the device."""
+    """Collects step reports; `flush` reads them all at once. The only place where training synchronises."""
 
     def __init__(self, world: World | None = None) -> None:
         self.world = world if world is not None else World()
@@ -132,7 +132,7 @@ class StepLog:
         self.tokens = 0.0
         """Since the start of the run, over all ranks: whole numbers, exact in float64."""
         self.bad_streak = 0
-        """Updates skipped in a row, up to now."""
+        """Consecutive skipped updates up to now."""
         self._pending: list[_Entry] = []
         self._peak: float | None = None
         self._since = time.perf_counter()
@@ -141,7 +141,7 @@ class StepLog:
     def add(
         self, report: StepReport, amounts: Amounts = NO_AMOUNTS, step: int = 0, start: int = 0, end: int = 0
     ) -> None:
-        """Remember the report of `step`, whose samples are `start` to `end` of the epoch, without reading it."""
+        """Store the report of `step`, whose samples are `start` to `end` of the epoch, without reading it."""
         self._pending.append(_Entry(report, amounts, (step, start, end)))
 
     def add_wait(self, seconds: float) -> None:
@@ -149,12 +149,12 @@ class StepLog:
         self._waited += seconds
 
     def restart_timer(self) -> None:
-        """Leave the time since the last flush (validation, saving) out of the rates."""
+        """Exclude the time since the last flush (validation, saving) from the rates."""
         self._since = time.perf_counter()
         self._waited = 0.0
 
     def flush(self) -> None:
-        """Read all pending reports from the device (a host synchronisation, wanted here) and add them up."""
+        """Read all pending reports from the device (an intended host synchronisation) and add them up."""
         if not self._pending:
             return
         entries, self._pending = self._pending, []
@@ -170,19 +170,19 @@ class StepLog:
             self.bad_streak = self.bad_streak + 1 if bad else 0
 
     def take_window(self) -> RunningSums:
-        """Flush, return the tally since the last log point, and begin a new window."""
+        """Flush, return the sums since the last log point, and start a new window."""
         self.flush()
         tally, self.window = self.window, RunningSums()
         return tally
 
     def take_epoch(self) -> RunningSums:
-        """Flush, return the tally of the epoch, and begin a new epoch."""
+        """Flush, return the sums of the epoch, and start a new epoch."""
         self.flush()
         tally, self.epoch = self.epoch, RunningSums()
         return tally
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums in flight, so that a resumed run logs what an uninterrupted one would."""
+        """Return the running sums, so that a resumed run logs what an uninterrupted one would."""
         self.flush()
         return {
             "window": asdict(self.window),
@@ -192,16 +192,16 @@ class StepLog:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the sums in flight."""
+        """Restore the running sums."""
         self._pending = []
         self.window, self.epoch = RunningSums.of(state["window"]), RunningSums.of(state["epoch"])
-        self.tokens = state.get("tokens", 0.0)  # checkpoints of runs before tokens were counted have none
+        self.tokens = state.get("tokens", 0.0)  # older checkpoints lack token counts
         self.bad_streak = state["bad_streak"]
 
     def numbers(self, tally: RunningSums, step: Step) -> dict[str, float]:
-        """Return averages, what the task derives from them, norms and rates of some steps, as callbacks receive them.
+        """Return averages, metrics derived by the task, norms and rates of some steps, as callbacks receive them.
 
-        For tokens also their total and the MFU.
+        With tokens, their total and the MFU are included.
         """
         logs = {**step.task.summary(tally.means()), **tally.rates(), **step.task.numbers()}
         if tally.tokens and tally.seconds > 0:
@@ -211,19 +211,19 @@ class StepLog:
         return logs
 
     def _peak_tokens_per_s(self, step: Step) -> float:
-        """Return how many tokens all ranks could train on in a second if they did nothing but matrix products."""
+        """Return how many tokens per second all ranks could train on at peak matrix-product speed."""
         if self._peak is None:
             dtype = _DTYPES.get(step.precision.name, next(step.model.parameters()).dtype)
             flops_per_token = FLOPS_PER_WEIGHT * max(matrix_parameters(step.model), 1)
             self._peak = self.world.size * peak_flops(step.updater.device, dtype) / flops_per_token
-            self.restart_timer()  # measuring is no part of a step
+            self.restart_timer()  # exclude the measurement from the step's time
         return self._peak
 
     def _read(self, entries: list[_Entry]) -> tuple[list[str], set[str], Rows]:
-        """Return the names of the terms, those that are optional, and a row for every number of the steps."""
-        # A process by itself reads replayed steps as they lie on the device: everything else is the host's work.
+        """Return the names of the terms, the optional ones, and one row for every value of the steps."""
+        # A single process reads replayed steps as they are stored on the device: anything else is extra host work.
         reports = joined([entry.report for entry in entries], on_host=self.world.size == 1)
-        # Steps may differ in their terms; and of ranks, one without samples knows few.
+        # Steps may differ in their terms, and a rank without samples knows only some of them.
         names = self.world.union(list(dict.fromkeys(name for report in reports for name in report.sums)))
         optional = set(self.world.union(sorted(set().union(*(report.optional for report in reports)))))
         columns: list[Tensor] = []
@@ -235,7 +235,7 @@ class StepLog:
         shared = torch.stack(
             [_column([getattr(r, key) for r in reports]).to(device) for key in ("norm", "divisor", "skipped")]
         )
-        rows = torch.cat([per_rank, shared]).cpu()  # the one transfer
+        rows = torch.cat([per_rank, shared]).cpu()  # the only transfer
         return names, optional, rows.numpy()
 
 
@@ -244,13 +244,13 @@ def _column(values: list[Any]) -> Tensor:
     tensor = next((value for value in values if isinstance(value, Tensor)), None)
     if tensor is None:
         return torch.from_numpy(np.array(values, dtype=np.float64))
-    if len(values) == 1:  # one of all steps
+    if len(values) == 1:  # all steps have the same value
         return tensor.reshape(-1).double()
-    # A count can be a number in one step and a tensor in another: where terms take turns, most have the number 0.
+    # A count can be a number in one step and a tensor in another: an inactive term has the number 0.
     numbers = {v: tensor.new_full((), v) for v in values if not isinstance(v, Tensor)}
     return torch.stack([v if isinstance(v, Tensor) else numbers[v] for v in values]).double()
 
 
 def _add_up(values: Rows, total: float) -> float:
-    """Return `total` and the values added to it one by one; the builtin `sum` would round otherwise."""
+    """Return `total` plus the values added one by one; the builtin `sum` rounds differently."""
     return reduce(add, values.tolist(), total)

@@ -1,7 +1,7 @@
-"""What ends a run early: signals, and updates that are not finite.
+"""What ends a run early: signals, and non-finite updates.
 
 The first Ctrl-C, SIGTERM or SIGHUP asks the run to stop after the current step, the second stops it at once. Skipped
-updates give a warning for each epoch that had some, and an error when nothing can be learned.
+updates cause one warning per epoch, and an error if nothing can be learned.
 """
 
 import os
@@ -21,19 +21,19 @@ AFTER_STEP = "after this step"
 IN_VALIDATION = "now: this validation is repeated when the run is resumed"
 OTHER_PROCESS = "signal to another process"
 POLL_S = 0.5
-"""How often ranks ask each other whether one of them was asked to stop."""
+"""How often ranks exchange whether one of them was asked to stop."""
 REMEDIES = "To go on, lower the learning rate, clip by training.gradient_clip_norm, or look for NaN in the data"
 FINDER = "the callback find_nonfinite names the samples and the first layer"
 USUAL_SHARE = 0.1
-"""Share of the updates that a loss scale may skip while it finds its size, before it is worth a word."""
+"""Share of updates that a loss scale may skip while it adapts, before a warning."""
 
 
 class Interrupted(Exception):
-    """A validation was cut off by a signal, on all ranks."""
+    """A signal interrupted a validation, on all ranks."""
 
 
 class Interrupts:
-    """Context in which signals become a request. Outside the main thread it changes nothing.
+    """Context in which signals become requests. Outside the main thread it does nothing.
 
     >>> with Interrupts(print) as interrupts:
     ...     signal.raise_signal(signal.SIGINT)
@@ -45,11 +45,11 @@ class Interrupts:
     SIGNALS = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
-        """`say` receives one sentence for the person at the keyboard when the first signal arrives."""
+        """`say` receives a message for the terminal when the first signal arrives."""
         self.requested = ""
-        """Name of the first signal received, or nothing."""
+        """Name of the first signal received, or empty."""
         self.may_cut_off = False
-        """Whether a validation is under way that a signal may cut off."""
+        """Whether a validation is running that a signal may interrupt."""
         self._say = say
         self._process = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
@@ -57,7 +57,8 @@ class Interrupts:
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
-                if number.name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
+                # the signal is ignored, as by nohup
+                if number.name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -65,7 +66,8 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
+            # None: the handler was not set from Python
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._process:
@@ -82,14 +84,14 @@ class Interrupts:
             )
 
     def _in_forked(self, number: int) -> None:
-        """Do in a process forked from the run what a signal did before: Ctrl-C and a hang-up are left to the run."""
-        if number == signal.SIGTERM:  # by which the run ends its children
+        """In a forked child, restore the previous handlers; the run itself handles Ctrl-C and SIGHUP."""
+        if number == signal.SIGTERM:  # the signal with which the run ends its children
             signal.signal(number, self._previous[signal.SIGTERM])
             os.kill(os.getpid(), number)
 
 
 def _leave_terminal() -> None:
-    """Send output nowhere if its terminal is gone: every line written there would be an error."""
+    """Discard output if its terminal is gone: every further write would raise."""
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"")
@@ -100,17 +102,17 @@ def _leave_terminal() -> None:
 
 
 class StopPoll:
-    """Tells the loop of a signal. Several ranks must stop after the same step, so they ask each other now and then."""
+    """Reports a signal to the loop. All ranks must stop after the same step, so they exchange requests."""
 
     def __init__(self, interrupts: Interrupts, world: World) -> None:
         self._interrupts = interrupts
         self._world = world
         self._last: tuple[float, int] | None = None
         self.due = 0 if world.size > 1 else 2**62
-        """The next step after which ranks ask each other; a single process looks after every step."""
+        """The next step after which ranks exchange requests; a single process checks after every step."""
 
     def asked(self, step: int) -> str:
-        """Return why the run is to stop after `step`, or nothing."""
+        """Return why the run must stop after `step`, or an empty string."""
         mine = self._interrupts.requested
         if self._world.size == 1:
             return mine
@@ -118,7 +120,7 @@ class StopPoll:
             return ""
         now, (then, since) = time.perf_counter(), self._last or (0.0, step)
         done = step - since
-        # At most twice the last stretch: when steps become slow, a signal does not wait long.
+        # At most twice the last interval, so that a signal is handled soon even if steps become slow.
         gap = max(1, min(2 * done, int(done / max(now - then, 1e-9) * POLL_S)))
         anyone, shortest = self._world.host_max([int(bool(mine)), -gap])
         self.due, self._last = step - shortest, (now, step)
@@ -126,7 +128,7 @@ class StopPoll:
 
 
 class FiniteCheck:
-    """Judges the skipped updates of a run at the moments when its step log has been read."""
+    """Evaluates the skipped updates of a run whenever its step log has been read."""
 
     def __init__(self, log: StepLog, step: Step, max_skipped_steps: int) -> None:
         self._log = log
@@ -135,15 +137,15 @@ class FiniteCheck:
         self._limit = max_skipped_steps
 
     def streak(self, step: int) -> None:
-        """Raise TrainingError after too many updates in a row that were not finite."""
+        """Raise TrainingError after too many consecutive non-finite updates."""
         if (streak := self._log.bad_streak) >= self._limit:
             self._raise(f"the last {streak} steps, up to step {step}", f" (training.max_skipped_steps={self._limit})")
 
     def epoch(self, tally: RunningSums, epoch: int) -> str:
-        """Return what to warn of after an epoch, counted from 1, or nothing.
+        """Return a warning after an epoch, counted from 1, or an empty string.
 
-        Raises TrainingError if all of its updates were skipped. With a loss scale, which the next epochs may still
-        fit, that is a warning.
+        Raises TrainingError if all its updates were skipped. With a loss scale, which may still adapt, this is only a
+        warning.
         """
         if tally.skipped == tally.steps and tally.skipped and not self._is_scaled:
             self._raise(f"all {tally.steps} steps of epoch {epoch}, so nothing was learned")
@@ -165,7 +167,7 @@ class FiniteCheck:
         return ""
 
     def run(self, steps: int) -> None:
-        """Raise TrainingError at the end of a run of which no update was finite."""
+        """Raise TrainingError at the end of a run without a single finite update."""
         if steps and self._log.bad_streak >= steps:
             self._raise(f"all {steps} steps of the run, so nothing was learned")
 
@@ -175,7 +177,7 @@ class FiniteCheck:
         )
 
     def _weights(self) -> str:
-        weights = dict(self._step.model.named_parameters())  # frozen ones too
+        weights = dict(self._step.model.named_parameters())  # frozen parameters too
         bad = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
         if not bad:
             return "the updates were skipped, so the weights are intact"

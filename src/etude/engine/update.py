@@ -1,7 +1,7 @@
-"""One optimizer update: divide the summed gradients, clip them, skip them if they are not finite.
+"""One optimizer update: divide the summed gradients, clip them, skip the update if it is not finite.
 
-All of it stays on the device. A fused kernel divides and skips by itself, so the division by the count, the
-division by the loss scale and the clipping are one number handed to it: no pass over the gradients is spent.
+All of it stays on the device. A fused kernel can divide and skip itself, so division by the count, division by the
+loss scale and clipping become one factor passed to it: no extra pass over the gradients.
 """
 
 import math
@@ -21,7 +21,7 @@ from etude.optim.pieces import InPieces
 from etude.optim.schedules import Schedule
 
 _CAPTURABLE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop)
-"""Optimizers whose other kernels take a learning rate on the device, if their groups are capturable."""
+"""Optimizers whose non-fused kernels accept a learning rate on the device, if their groups are capturable."""
 _IS_SPARSE = operator.attrgetter("is_sparse")
 
 
@@ -46,7 +46,7 @@ class Updater:
             _keep_counters_on_device(optimizer)
         self._has_stepped = False
         self._met: set[int] = set()
-        """Parameters that have been updated."""
+        """Parameters that have been updated at least once."""
         self._constants: dict[float, Tensor] = {}
         self._rates = [DeviceRate(optimizer, place) for place in range(len(optimizer.param_groups))]
 
@@ -61,33 +61,33 @@ class Updater:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def send_rates(self) -> None:
-        """Bring the learning rates to the device, before the step that uses them."""
-        while len(self._rates) < len(self.optimizer.param_groups):  # groups may be added while training
+        """Copy the learning rates to the device, before the step that uses them."""
+        while len(self._rates) < len(self.optimizer.param_groups):  # groups may be added during training
             self._rates.append(DeviceRate(self.optimizer, len(self._rates)))
         for rate in self._rates:
             rate.send()
 
     @property
     def has_stepped(self) -> bool:
-        """Whether there was a finite update: up to then the host looks at every one."""
+        """Whether there has been a finite update: until then the host checks every one."""
         return self._has_stepped or bool(self.optimizer.state)
 
     def constants(self) -> Hashable:
-        """Return the numbers of the host that an update is made with: settings, and rates the device does not hold."""
+        """Return the host-side values of an update: settings, and rates that are not on the device."""
         return self.clip_norm, self.clip_value, *[rate.constants() for rate in self._rates]
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Set the gradients to None."""
         for param in self.params:
             param.grad = None
 
     def apply(self, divisor: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Update the parameters with gradients divided by `divisor`, in which the loss scale is, and clipped.
+        """Update the parameters with gradients divided by `divisor` (it includes the loss scale) and clipped.
 
         Returns the gradient norm before division, and 1.0 if the update was skipped because it was not finite.
         """
         grads = [param.grad for param in self.params if param.grad is not None]
-        if not grads:  # no term of this step is trained
+        if not grads:  # no trained term in this step
             return torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         if any(map(_IS_SPARSE, grads)):
             grads = self._values()
@@ -98,13 +98,13 @@ class Updater:
             scaled_norm = norm if self.clip_norm == 1.0 else norm / self.clip_norm
             divisor = scaled_norm.clamp_min(divisor)
         if not self.has_stepped:
-            # Once: kernels that create their state in the first update would leave it half-made if skipped.
+            # Only once: kernels that create their state in the first update would leave it incomplete if skipped.
             if not skipped.item():
                 self._first_step(grads, divisor, skipped, norm)
         elif self._kernel_divides:
             self._fused_step(divisor, skipped, norm)
         elif norm.is_cpu or not _can_undo(self.optimizer):
-            if not skipped.item():  # on the CPU reading a number waits for nothing
+            if not skipped.item():  # on the CPU reading a value does not wait
                 self._divide_and_step(grads, divisor)
         else:
             self._guarded_step(grads, divisor, skipped)
@@ -112,8 +112,8 @@ class Updater:
         return norm, skipped
 
     def _values(self) -> list[Tensor]:
-        """Return the gradients; of sparse ones their values, as views, after entries that occur twice are added up."""
-        self._kernel_divides = False  # fused kernels take none of them
+        """Return the gradients; for sparse ones their values, as views, after coalescing."""
+        self._kernel_divides = False  # fused kernels do not support sparse gradients
         for param in self.params:
             if param.grad is not None and param.grad.is_sparse:
                 param.grad = param.grad.coalesce()
@@ -121,7 +121,7 @@ class Updater:
         return [grad._values() if grad.is_sparse else grad for grad in found]
 
     def _first_step(self, grads: list[Tensor], divisor: Tensor | float, skipped: Tensor, norm: Tensor) -> None:
-        """Step with the arithmetic of all other steps: without any state, as SGD, a resumed run is here again."""
+        """Run the first update with the arithmetic of all others; stateless SGD gets here again on a resume."""
         if self._kernel_divides:
             self._fused_step(divisor, skipped, norm)
         else:
@@ -131,7 +131,7 @@ class Updater:
 
     def _fused_step(self, divisor: Tensor | float, skipped: Tensor, norm: Tensor) -> None:
         optimizer: Any = self.optimizer
-        # The kernels take these two in float32, whatever the parameters are.
+        # The kernels expect these two in float32, whatever the dtype of the parameters.
         optimizer.grad_scale = divisor.float() if isinstance(divisor, Tensor) else self._constant(divisor, norm)
         optimizer.found_inf = skipped.float()
         try:
@@ -150,12 +150,12 @@ class Updater:
             if "sparse" not in str(error).lower():
                 raise
             raise TrainingError(
-                f"{type(self.optimizer).__name__} takes no sparse gradients ({error}); make the embedding with "
-                f"sparse=False, or use torch's SGD, Adagrad or SparseAdam with fused=False and no weight decay"
+                f"{type(self.optimizer).__name__} does not support sparse gradients ({error}); create the embedding "
+                "with sparse=False, or use torch's SGD, Adagrad or SparseAdam with fused=False and no weight decay"
             ) from error
 
     def _step(self) -> None:
-        """Let the optimizer step with the rates that are on the device."""
+        """Let the optimizer step with the rates on the device."""
         for rate in self._rates:
             rate.lend()
         try:
@@ -166,9 +166,9 @@ class Updater:
                 rate.take_back()
 
     def _guarded_step(self, grads: list[Tensor], divisor: Tensor | float, skipped: Tensor) -> None:
-        """Step an optimizer that cannot skip by itself on a device that must not wait: step, then undo if bad."""
+        """Step an optimizer that cannot skip by itself without synchronising: step, then undo if not finite."""
         if self._has_newcomer():
-            if not skipped.item():  # state that this update makes could not be undone
+            if not skipped.item():  # state created by this update could not be undone
                 self._divide_and_step(grads, divisor)
                 self._meet()
             return
@@ -184,14 +184,14 @@ class Updater:
         self._met.update(id(param) for param in self.params if param.grad is not None)
 
     def _has_newcomer(self) -> bool:
-        """Whether a parameter has its first gradient: one that is used for the first time has."""
+        """Whether a parameter has its first gradient, because it was used for the first time."""
         if len(self._met) == len(self.params):
             return False
         self._met.update(id(param) for param in self.optimizer.state)
         return any(param.grad is not None and id(param) not in self._met for param in self.params)
 
     def _constant(self, value: float, like: Tensor) -> Tensor:
-        if _is_recorded(like.device):  # a graph must not read what may be dropped
+        if _is_recorded(like.device):  # a graph must not read memory that may be freed
             return torch.full((), value, dtype=torch.float32, device=like.device)
         if value not in self._constants:
             self._constants = {value: torch.full((), value, dtype=torch.float32, device=like.device)}
@@ -199,21 +199,21 @@ class Updater:
 
 
 def _is_recorded(device: torch.device) -> bool:
-    """Whether what is done now is recorded as a CUDA graph."""
+    """Whether a CUDA graph is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class DeviceRate:
-    """The learning rate of a parameter group as a number on the device, where a recorded step reads it.
+    """The learning rate of a parameter group as a device tensor, which a recorded step reads.
 
-    Between steps the group holds the plain number, as people expect. All steps on CUDA use the number on the device,
-    recorded or not, because it has float32's digits: they must not differ.
+    Between steps the group holds the Python float that users expect. All steps on CUDA, recorded or eager, use the
+    device tensor: it is rounded to float32, and they must not differ.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, place: int) -> None:
         self.optimizer, self.place = optimizer, place
         self.tensor: Tensor | None = None
-        """None if the kernels of this optimizer take no tensor, or if the group holds one already."""
+        """None if the kernels of this optimizer accept no tensor, or if the group already holds one."""
         self._value: float | None = None
         self._lent: dict[str, Any] = {}
         self._settings: list[str] = []
@@ -222,51 +222,51 @@ class DeviceRate:
         first = next(iter(group["params"]), None)  # a group may be empty
         if first is not None and first.is_cuda and _takes_tensor(optimizer, group):
             self.tensor = torch.zeros((), dtype=torch.float32, device=first.device)
-            # torch warns of capturable groups that are not captured; these are, or do the same arithmetic.
+            # torch warns about capturable groups outside a capture; here both cases do the same arithmetic
             optimizer._warned_capturable_if_run_uncaptured = True
 
     @property
     def group(self) -> dict[str, Any]:
-        """The group as it is now: loading a state replaces it."""
+        """The current group: loading a state dict replaces it."""
         group: dict[str, Any] = self.optimizer.param_groups[self.place]
         return group
 
     def send(self) -> None:
-        """Set the number on the device if it has changed; nothing waits."""
+        """Update the device tensor if the rate has changed, without waiting."""
         if self.tensor is not None and (rate := self.group["lr"]) != self._value:
             self._value = float(rate)
             self.tensor.fill_(self._value)
 
     def lend(self) -> None:
-        """Let the group hold the number on the device."""
+        """Let the group hold the device tensor."""
         if self.tensor is not None:
             group = self.group
             self._lent = {key: group[key] for key in ("lr", "capturable") if key in group}
             group.update({"lr": self.tensor, "capturable": True} if "capturable" in group else {"lr": self.tensor})
 
     def take_back(self) -> None:
-        """Let the group hold the plain number again."""
+        """Let the group hold the Python float again."""
         if self._lent:
             self.group.update(self._lent)
             self._lent = {}
 
     def constants(self) -> Hashable:
-        """Return the settings of the group that a recorded step has in it."""
+        """Return the settings of the group that are constants of a recorded step."""
         group = self.group
         if len(group) != self._num_settings:
             left_out = {"params", "initial_lr"} if self.tensor is None else {"params", "initial_lr", "lr"}
             self._settings, self._num_settings = [key for key in group if key not in left_out], len(group)
-        # A number on the host may be in a tensor too, which is changed in place.
+        # A tensor on the host can be changed in place, so compare its value.
         values = map(group.get, self._settings)
         return tuple([one.item() if isinstance(one, Tensor) and one.is_cpu else one for one in values])
 
 
 def _takes_tensor(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the kernels for a group read the learning rate from the device, and it is a plain number now."""
+    """Whether the kernels for a group read the learning rate from the device, and it is a Python float now."""
     if isinstance(group["lr"], Tensor) or not type(optimizer).step.__module__.startswith(
         ("torch.optim", "etude.optim")
     ):
-        return False  # a step of somebody's own may compute with the number on the host
+        return False  # a user-defined step may compute with the Python float
     if group.get("fused"):
         return isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD))
     return "capturable" in group and isinstance(optimizer, _CAPTURABLE)
@@ -278,7 +278,7 @@ def _supports_fused_scaling(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _keep_counters_on_device(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer count its steps on the device, where a skipped one can be taken back without waiting."""
+    """Make the optimizer count its steps on the device, where a skipped one is undone without waiting."""
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
@@ -289,7 +289,7 @@ def _keep_counters_on_device(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _can_undo(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether all of the state is on the device; counters on the host force the host to know of a skipped step."""
+    """Whether all state is on the device; a counter on the host requires the host to know of skipped steps."""
     return all(tensor.is_cuda for tensor in state_tensors(optimizer))
 
 
@@ -302,29 +302,29 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
 class LearningRate:
     """Sets the learning rate of every parameter group to its base rate times the schedule's factor.
 
-    The base rate of a group is its `initial_lr`, where torch's schedulers keep it too; a group without one gets the
-    rate it was made with before the first step. So it outlives this object, and is saved and loaded with the optimizer.
-    Without a schedule and a `scale` the rates are left alone: they are constant, or somebody else sets them.
+    The base rate of a group is its `initial_lr`, as with torch's schedulers; a group without one gets its rate before
+    the first step. It is saved and loaded with the optimizer. Without a schedule and a `scale` the rates are not
+    changed: they are constant, or user code sets them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, schedule: Schedule | None) -> None:
-        """Without an optimizer there is nothing to set."""
+        """Without an optimizer it does nothing."""
         self.optimizer = optimizer
         self.schedule = schedule
         self.scale: float | None = None
-        """A further factor of every rate; None: there is nobody who would change it."""
-        # A checkpoint that is loaded before the first step may hold rates that a schedule has changed.
+        """A further factor of every rate; None if nothing will change it."""
+        # A checkpoint loaded before the first step may contain rates already changed by a schedule.
         self._made = [] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups]
 
     def set(self, step: int) -> None:
-        """Set the rate of the step about to be taken."""
+        """Set the rate of the next step."""
         if self.optimizer is None or (self.schedule is None and self.scale is None):
             return
         factor: Any = 1.0 if self.schedule is None else self.schedule(step)
-        if not (isinstance(factor, Tensor) or _is_factor(factor)):  # reading a tensor would make the host wait
+        if not (isinstance(factor, Tensor) or _is_factor(factor)):  # reading a tensor would synchronise
             raise TrainingError(
-                f"the schedule gave {factor!r:.60} for step {step}; it must give a factor of the learning rate, a "
-                f"finite number of at least 0, for every step from 0 to the end of the run"
+                f"the schedule gave {factor!r:.60} for step {step}; return a finite factor of at least 0 for every "
+                "step of the run"
             )
         factor *= 1.0 if self.scale is None else self.scale
         for place, group in enumerate(self.optimizer.param_groups):
@@ -332,12 +332,12 @@ class LearningRate:
             if not isinstance(rate, Tensor):
                 group["lr"] = float(base) * factor
             elif isinstance(base, Tensor):
-                rate.copy_(base).mul_(factor)  # reading it would make the host wait
+                rate.copy_(base).mul_(factor)  # reading it would synchronise
             else:
                 rate.fill_(base * factor)
 
     def _base(self, place: int, group: dict[str, Any]) -> Tensor | float:
-        if "initial_lr" not in group:  # a group that was added later has not been scheduled yet
+        if "initial_lr" not in group:  # a group added later has not been scheduled yet
             group["initial_lr"] = self._made[place] if place < len(self._made) else float(group["lr"])
         base: Tensor | float = group["initial_lr"]
         return base

@@ -1,4 +1,4 @@
-"""Accuracy: how many of the elements that count are predicted right."""
+"""Accuracy: the share of counted elements that are predicted correctly."""
 
 import math
 from typing import Annotated
@@ -16,10 +16,10 @@ from etude.metrics.inputs import class_dim_of, counted_elements, form_of
 
 @register("metric", "accuracy")
 class Accuracy(Metric):
-    """Share of right predictions over everything seen, exact over batches and ranks.
+    """Share of correct predictions over everything seen, exact over batches and ranks.
 
-    Predictions are class ids with the shape of the targets, or logits with one dimension more: the classes are the last
-    dimension, (N, C) and (B, L, C), or the second, (N, C, H, W). Where the shapes allow both, say `class_dim`. An
+    Predictions are class ids with the shape of the targets, or logits with one dimension more: the classes are the
+    last dimension, (N, C) and (B, L, C), or the second, (N, C, H, W). If the shapes allow both, set `class_dim`. An
     element with a NaN among its logits is wrong.
 
     >>> accuracy = Accuracy()
@@ -39,13 +39,13 @@ class Accuracy(Metric):
         self.top_k, self.ignore_index, self.class_dim = top_k, ignore_index, class_dim
 
     def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the number of right elements and of elements that count."""
+        """Return the number of correct elements and of counted elements."""
         if predictions.shape != targets.shape:
             right = self._right(predictions, targets)
         elif predictions.is_floating_point() or self.top_k != 1:
             raise DataError(
                 f"accuracy: predictions {form_of(predictions)} have the shape of the targets, which fits class ids "
-                f"(integers) and top_k 1 only; give class ids, or logits with one more dimension"
+                f"(integers) and top_k 1 only; pass class ids, or logits with one more dimension"
             )
         else:
             right = predictions == targets
@@ -53,7 +53,7 @@ class Accuracy(Metric):
         return torch.stack([(right & counted).sum(), counted.sum()])
 
     def value(self, sums: list[float]) -> float:
-        """Return the share of right elements."""
+        """Return the share of correct elements."""
         correct, count = sums
         return correct / count if count else math.nan
 
@@ -65,7 +65,7 @@ class Accuracy(Metric):
                 f"accuracy: top_k is {self.top_k} but there are {logits.shape[dim]} classes; lower top_k"
             )
         if self.top_k == 1:
-            largest, predicted = logits.max(dim)  # NaN if one of the logits is
+            largest, predicted = logits.max(dim)  # NaN if any of the logits is NaN
             return (predicted == targets) & ~largest.isnan()
         largest, predicted = logits.topk(self.top_k, dim)
         return (predicted == targets.unsqueeze(dim)).any(dim) & ~largest.isnan().any(dim)

@@ -1,4 +1,4 @@
-"""What a metric is: sums that stay on the device, one division and one host read when it is asked for."""
+"""Base classes of metrics: sums that stay on the device, one division and one host read in `compute`."""
 
 from abc import ABC, abstractmethod
 from typing import Any, Self
@@ -8,15 +8,15 @@ from torch import Tensor
 
 
 class Meter(ABC):
-    """Anything in a list of metrics: a number that can be read, reset, saved and restored."""
+    """Anything in a list of metrics: a value that can be read, reset, saved and restored."""
 
     @abstractmethod
     def compute(self) -> float:
-        """Return the value over everything since the last reset; nan if there is nothing. Waits for the device."""
+        """Return the value over everything since the last reset; nan if there is nothing. Synchronises."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything seen."""
+        """Reset to the initial state."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -30,13 +30,13 @@ class Meter(ABC):
 class Tally(ABC):
     """Counts of predictions and targets whose whole state is one vector of sums.
 
-    Sums of batches, of ranks and of merged tallies add up to the sums of the whole, so what is computed from them never
-    depends on how the data was split. A subclass says how many sums there are and what a batch adds.
+    Sums of batches, ranks and merged tallies add up to the sums of the whole, so the result never depends on how the
+    data was split. A subclass defines the number of sums and what a batch adds.
     """
 
     num_sums: int
     dtype = torch.int64
-    """Of the sums; int64 counts exactly beyond any data set. A subclass that adds real numbers says float64."""
+    """Dtype of the sums; int64 counts exactly for any data set. A subclass that adds real numbers uses float64."""
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
@@ -47,19 +47,19 @@ class Tally(ABC):
 
     @torch.no_grad()
     def update(self, predictions: Tensor, targets: Tensor, mask: Tensor | None = None) -> None:
-        """Add one batch; elements where `mask` is zero do not count. Never waits for the device."""
+        """Add one batch; elements where `mask` is zero do not count. Does not synchronise."""
         sums = self.batch_sums(predictions, targets, mask).to(self.dtype)
         if self._sums is not None:
-            # Not in place: a sum made under inference_mode may not be changed outside of it.
+            # Not in place: a tensor made under inference_mode cannot be changed outside it.
             sums = self._sums.to(sums.device, non_blocking=sums.is_cuda) + sums
         self._sums = sums
 
     def reset(self) -> None:
-        """Forget everything seen."""
+        """Reset to the initial state."""
         self._sums = None
 
     def state(self) -> Tensor:
-        """Return a copy of the sums; added up over ranks, they are those of all data."""
+        """Return a copy of the sums; summed over ranks, they are those of all data."""
         return torch.zeros(self.num_sums, dtype=self.dtype) if self._sums is None else self._sums.clone()
 
     def load_state(self, sums: Tensor) -> None:
@@ -67,7 +67,7 @@ class Tally(ABC):
         self._sums = sums.to(self.dtype, copy=True)
 
     def merge(self, other: Self) -> None:
-        """Add what another one of the same kind has seen."""
+        """Add the sums of another tally of the same kind."""
         sums = self.state()
         self._sums = sums + other.state().to(sums.device)
 
@@ -81,7 +81,7 @@ class Tally(ABC):
 
 
 class Metric(Tally, Meter):
-    """A tally that comes down to one number. Beside what a `Tally` says, a subclass says what the sums mean:
+    """A tally that reduces to one number. Beside what a `Tally` defines, a subclass defines the meaning of the sums:
 
     num_sums = 2
     def batch_sums(self, predictions, targets, mask): ...   # on the device, without reading it
@@ -93,5 +93,5 @@ class Metric(Tally, Meter):
         """Return the value of the metric from its sums."""
 
     def compute(self) -> float:
-        """Return the value over everything since the last reset; nan if there is nothing. Waits for the device."""
+        """Return the value over everything since the last reset; nan if there is nothing. Synchronises."""
         return self.value(self.state().tolist())

@@ -4,8 +4,8 @@
     Precision(num_classes=5)      classes: class ids (…) or logits (…, 5), targets (…)
     Precision(num_labels=5)       labels: predictions and targets (…, 5), each label 0 or 1, any may be missing
 
-Floating predictions are logits. What has a mask of 0 or the label `ignore_index` does not count, nor do binary labels
-that are NaN. A prediction that is NaN is never right: it names no class, and its label counts as missed.
+Floating-point predictions are logits. Elements with a mask of 0 or the label `ignore_index` do not count, nor do
+binary labels that are NaN. A NaN prediction is never correct: it predicts no class, and its label counts as missed.
 """
 
 import math
@@ -35,7 +35,7 @@ Threshold = Annotated[float, Gt(0), Lt(1)]
 
 
 class Classified(Tally):
-    """What precision, recall, F1 and the confusion matrix share: the kind of input, and how it is read."""
+    """Shared by precision, recall, F1 and the confusion matrix: the kind of input, and how it is interpreted."""
 
     @checked
     def __init__(
@@ -49,14 +49,14 @@ class Classified(Tally):
         super().__init__()
         if num_classes is not None and num_labels is not None:
             raise ConfigError(
-                f"{type(self).__name__}: give num_classes for classes or num_labels for labels, not both"
+                f"{type(self).__name__}: set num_classes for classes or num_labels for labels, not both"
             )
         self.num_classes, self.num_labels, self.threshold = num_classes, num_labels, threshold
         self.ignore_index, self.class_dim = ignore_index, class_dim
 
     @property
     def size(self) -> int:
-        """How many classes or labels are distinguished: 1 for binary."""
+        """Number of classes or labels: 1 for binary."""
         return self.num_classes or self.num_labels or 1
 
     def read_classes(
@@ -64,7 +64,7 @@ class Classified(Tally):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return predicted and true class ids, whether labels and whether predictions count (int64), each 1-D.
 
-        Ids are 0 where they do not count. A prediction that is NaN does not, but its label does.
+        Ids that do not count are 0. A NaN prediction does not count, but its label does.
         """
         who = type(self).__name__
         if targets.is_floating_point():
@@ -91,13 +91,13 @@ class Classified(Tally):
         return tuple(values.reshape(-1, self.size) for values in read)  # type: ignore[return-value]
 
     def count_ids(self, size: int, ids: Tensor, counted: Tensor, read: tuple[Tensor, ...]) -> Tensor:
-        """Return how often each id below `size` occurs among those counted; raise DataError for one beyond.
+        """Return how often each id below `size` occurs among those counted; raise DataError for a larger one.
 
         Not `bincount`, which reads the largest id from the device.
         """
         try:
             return counted.new_zeros(size).scatter_add_(0, ids, counted)
-        except RuntimeError as error:  # on the CPU; on a GPU the kernel stops the program
+        except RuntimeError as error:  # only on the CPU; on a GPU an assertion in the kernel ends the process
             for what, found in zip(("predictions", "targets"), read[:2], strict=True):
                 wrong = found[(found < 0) | (found >= self.size)]
                 if wrong.numel():
@@ -109,14 +109,14 @@ class Classified(Tally):
 
 
 class ClassScore(Classified, Metric):
-    """A ratio of right positives to others, for every class or label, averaged to one number.
+    """Ratio of correct positives to others per class or label, averaged to one number.
 
-    - macro: the mean over classes; classes that were neither there nor predicted do not count, nor do labels that were
-      missing in every sample
-    - micro: of all classes taken together
-    - weighted: the mean weighed by how often each class is there
+    - macro: the mean over classes; classes that neither occurred nor were predicted do not count, nor do labels
+      that were missing in every sample
+    - micro: all classes pooled
+    - weighted: the mean weighted by how often each class occurs
 
-    A ratio of 0 to 0 is 0. Where nothing was seen, the value is nan.
+    A ratio of 0 to 0 is 0. Without any data the value is nan.
     """
 
     def __init__(
@@ -131,17 +131,17 @@ class ClassScore(Classified, Metric):
         super().__init__(num_classes, num_labels, threshold, ignore_index, class_dim)
         if average not in get_args(Average):
             raise ConfigError(
-                f"{type(self).__name__}: average is '{average}'; it is one of {', '.join(get_args(Average))}"
+                f"{type(self).__name__}: average is '{average}'; it must be one of {', '.join(get_args(Average))}"
             )
         self.average = average
         self.num_sums = 4 * self.size
 
     @abstractmethod
     def ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:
-        """Return numerator and denominator of the score, from how often a class was right, predicted and true."""
+        """Return numerator and denominator of the score, given how often a class was correct, predicted and true."""
 
     def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
-        """Return for every class how often it was right, predicted and true, and in how much it was seen at all."""
+        """Return for every class how often it was correct, predicted and true, and how often it occurred at all."""
         if self.num_classes is None:
             predicted, _, true, counts = self.read_labels(predictions, targets, mask)
             return torch.stack([predicted & true, predicted, true, counts]).sum(1).flatten()
@@ -152,7 +152,7 @@ class ClassScore(Classified, Metric):
         return torch.cat([right, predicted, true, predicted + true])
 
     def value(self, sums: list[float]) -> float:
-        """Return the average of the scores, over the classes that were seen."""
+        """Return the average of the scores over the classes that occurred."""
         columns = [sums[start : start + self.size] for start in range(0, self.num_sums, self.size)]
         rows = [(right, predicted, true) for right, predicted, true, seen in zip(*columns, strict=True) if seen]
         if not rows:
@@ -172,7 +172,7 @@ class ClassScore(Classified, Metric):
 
 @register("metric", "precision")
 class Precision(ClassScore):
-    """How much of what was predicted is true.
+    """The share of positive predictions that are correct.
 
     >>> precision = Precision()
     >>> precision.update(torch.tensor([2.0, 1.0, -1.0, 3.0]), torch.tensor([1, 0, 1, -100]))
@@ -181,13 +181,13 @@ class Precision(ClassScore):
     """
 
     def ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:  # noqa: ARG002
-        """Return right / predicted."""
+        """Return correct / predicted."""
         return right, predicted
 
 
 @register("metric", "recall")
 class Recall(ClassScore):
-    """How much of what is true was predicted.
+    """The share of actual positives that are predicted.
 
     >>> recall = Recall(num_classes=3, average="macro")
     >>> recall.update(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1]))
@@ -196,13 +196,13 @@ class Recall(ClassScore):
     """
 
     def ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:  # noqa: ARG002
-        """Return right / true."""
+        """Return correct / true."""
         return right, true
 
 
 @register("metric", "f1")
 class F1(ClassScore):
-    """The harmonic mean of precision and recall: 2·right / (predicted + true).
+    """The harmonic mean of precision and recall: 2·correct / (predicted + true).
 
     >>> f1 = F1(num_labels=2, average="micro")
     >>> f1.update(torch.tensor([[1, 0], [1, 1]]), torch.tensor([[1, 0], [0, 1]]))
@@ -211,12 +211,12 @@ class F1(ClassScore):
     """
 
     def ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:
-        """Return 2·right / (predicted + true)."""
+        """Return 2·correct / (predicted + true)."""
         return 2 * right, predicted + true
 
 
 class ConfusionMatrix(Classified):
-    """How often each true class (row) was predicted as each class (column); predictions that are NaN have no column.
+    """How often each true class (row) was predicted as each class (column); NaN predictions have no column.
 
     >>> matrix = ConfusionMatrix(num_classes=3)
     >>> matrix.update(torch.tensor([0, 2, 1, 1]), torch.tensor([0, 1, 1, -100]))
@@ -236,10 +236,10 @@ class ConfusionMatrix(Classified):
         self.num_sums = self.size**2 if num_classes is not None else 4 * self.size
 
     def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the counts of the cells, one row after the other."""
+        """Return the counts of the cells in row-major order."""
         if self.num_classes is not None:
             classes, labels, _, named = read = self.read_classes(predictions, targets, mask)
-            # A class that is none would fall into the cell of another row: send it beyond the last one.
+            # An invalid class would fall into a cell of another row: move it beyond the last one.
             beyond = (classes < 0) | (classes >= self.size)
             cells = torch.where(beyond, self.num_sums, labels * self.size + classes)
             return self.count_ids(self.num_sums, cells, named, read)
@@ -247,7 +247,7 @@ class ConfusionMatrix(Classified):
         return torch.stack([row & column for row in (~true, true) for column in (no, yes)], -1).sum(0).flatten()
 
     def compute(self) -> Tensor:
-        """Return counts, int64 on the CPU: (C, C), (2, 2) if binary, (K, 2, 2) for K labels. Waits for the device."""
+        """Return counts, int64 on the CPU: (C, C), (2, 2) if binary, (K, 2, 2) for K labels. Synchronises."""
         counts = self.state().cpu()
         if self.num_classes is not None:
             return counts.view(self.size, self.size)

@@ -1,6 +1,6 @@
-"""Reading predictions and targets: where the classes are, what counts, and what a prediction says.
+"""Interpreting predictions and targets: the class dimension, masks, and predicted classes.
 
-Nothing here waits for the device.
+Nothing here synchronises with the device.
 """
 
 import math
@@ -14,7 +14,7 @@ from etude.core.errors import ConfigError, DataError
 def predicted_classes(
     predictions: Tensor, targets: Tensor, num_classes: int, class_dim: int | None, who: str
 ) -> tuple[Tensor, Tensor]:
-    """Return class ids shaped like the targets, those given or the largest logits, and where there is none: NaN."""
+    """Return class ids shaped like the targets, given or from the largest logits, and where they are NaN."""
     if predictions.shape != targets.shape:
         dim = class_dim_of(predictions, targets, class_dim, who)
         if predictions.shape[dim] != num_classes:
@@ -26,8 +26,8 @@ def predicted_classes(
         return classes, largest.isnan()
     if predictions.is_floating_point():
         raise DataError(
-            f"{who}: predictions {form_of(predictions)} have the shape of the targets, which fits class ids (integers) "
-            f"only; give class ids, or logits with one more dimension"
+            f"{who}: predictions {form_of(predictions)} have the shape of the targets, which fits class ids "
+            "(integers) only; pass class ids, or logits with one more dimension"
         )
     return predictions, torch.zeros_like(targets, dtype=torch.bool)
 
@@ -35,8 +35,8 @@ def predicted_classes(
 def predicted_positives(predictions: Tensor, targets: Tensor, threshold: float, who: str) -> tuple[Tensor, Tensor]:
     """Return which binary labels are predicted to be positive and which negative, shaped like the targets.
 
-    Floating predictions are logits: one per label, with or without a last dimension of 1, or those of the classes 0
-    and 1 in a last dimension of 2. Integers and bools say it themselves. NaN is neither.
+    Floating-point predictions are logits: one per label, with or without a last dimension of 1, or those of the
+    classes 0 and 1 in a last dimension of 2. Integers and bools are used directly. NaN is neither.
 
     >>> predicted_positives(torch.tensor([-1.0, 2.0, math.nan]), torch.tensor([0, 1, 1]), 0.5, "F1")
     (tensor([False,  True, False]), tensor([ True, False, False]))
@@ -57,7 +57,7 @@ def predicted_positives(predictions: Tensor, targets: Tensor, threshold: float, 
 
 
 def counted_labels(targets: Tensor, mask: Tensor | None, ignore_index: int | None, who: str) -> Tensor:
-    """Return which binary labels count: not masked, not `ignore_index`, not NaN. A mask may be of whole samples."""
+    """Return which binary labels count: not masked, not `ignore_index`, not NaN. A mask may be per sample."""
     if mask is not None and mask.shape == targets.shape[:-1] != targets.shape:
         mask = mask.unsqueeze(-1).expand(targets.shape)
     counted = counted_elements(targets, mask, None if targets.dtype is torch.bool else ignore_index, who)
@@ -65,7 +65,7 @@ def counted_labels(targets: Tensor, mask: Tensor | None, ignore_index: int | Non
 
 
 def class_dim_of(logits: Tensor, targets: Tensor, class_dim: int | None, who: str) -> int:
-    """Return the one dimension of the logits that the targets lack: the given one, else the last or the second."""
+    """Return the dimension of the logits that the targets lack: the given one, else the last or the second."""
     shape, rest = tuple(logits.shape), tuple(targets.shape)
     if class_dim is None:
         candidates = sorted({1, len(shape) - 1})

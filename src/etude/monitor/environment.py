@@ -1,4 +1,4 @@
-"""What a run ran on: versions, device, threads, the repository's commit, the command line."""
+"""The environment of a run: versions, device, threads, the repository's commit, the command line."""
 
 import os
 import platform
@@ -17,9 +17,9 @@ GIT_TIMEOUT_S = 5.0
 
 
 def collect_environment(device: torch.device | None = None, folder: Path | None = None) -> dict[str, Any]:
-    """Return what `env.json` holds. Nothing here touches the network, or names the machine or its user.
+    """Return the contents of `env.json`. It needs no network, and contains no host or user name.
 
-    `folder` is where the repository is looked for: the current directory unless given.
+    `folder` is where the repository is searched; by default the current folder.
 
     >>> sorted(collect_environment(torch.device("cpu"))["versions"])
     ['etude', 'numpy', 'python', 'torch']
@@ -56,7 +56,7 @@ def _describe(device: torch.device) -> dict[str, Any]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Return commit and dirty flag (changes in tracked files); None if this is no repository or git is absent."""
+    """Return commit and dirty flag (changes in tracked files); None outside a repository or without git."""
     commit = _ask_git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -67,9 +67,10 @@ def _git(folder: Path) -> dict[str, Any] | None:
 def _ask_git(folder: Path, *arguments: str) -> str | None:
     try:
         answer = subprocess.run(
-            ["git", "-c", "core.fsmonitor=false", *arguments],  # a repository may name a program there
+            # a repository may configure a program here, which would be run
+            ["git", "-c", "core.fsmonitor=false", *arguments],
             cwd=folder,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # look without taking the repository's index lock
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # do not take the lock of the repository's index
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -1,13 +1,13 @@
-"""The run folder: everything a run leaves behind, where it lies, and who may write it.
+"""The run folder: the files of a run, their paths, and the right to write them.
 
-config.yaml      the whole resolved config; a folder with this file holds a run
+config.yaml      the complete resolved config; a folder with this file holds a run
 metrics.jsonl    one record per log point, validation and epoch
 events.jsonl     what happened: start, phases, checkpoints, warnings, errors, end
 env.json         versions, device, commit, command line
-checkpoints/     what `etude resume` starts from
+checkpoints/     where `etude resume` continues from
 result.json      the outcome, written at the end
-samples.txt      what a language model wrote at the end, if it was asked to
-.lock            names the process that writes here
+samples.txt      texts sampled from a language model at the end, if configured
+.lock            the id of the process that writes here
 """
 
 import itertools
@@ -35,11 +35,11 @@ SAMPLES = "samples.txt"
 FINISHED = "finished"
 """The `status` in result.json of a run that reached its end."""
 
-_MADE_IN_PYTHON = "# Made in Python: model and data are code, so the run cannot be built from this file alone."
+_MADE_IN_PYTHON = "# Made in Python: model and data are code, so the run cannot be rebuilt from this file alone."
 
 
 class RunFolder:
-    """Paths and files of one run. The constructor touches nothing: use `create` or `open`."""
+    """Paths and files of one run. The constructor does not touch the disk: use `create` or `open`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -59,7 +59,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path, *, overwrite: bool = False, checkpoint_dir: str | None = None) -> "RunFolder":
-        """Make a folder for a new run; `overwrite` removes the run that is there, checkpoints included.
+        """Create a folder for a new run; `overwrite` removes an existing run, checkpoints included.
 
         Raises RunFolderError if it cannot be written, holds a run, or is in use.
         """
@@ -67,7 +67,7 @@ class RunFolder:
         with folder.lock():
             folder.claim_checkpoints(new=True)
             if overwrite:
-                if folder.holds_run:  # it may have kept its checkpoints elsewhere
+                if folder.holds_run:  # the removed run may have its checkpoints elsewhere
                     cls.open(path).remove_run()
                 folder.remove_run()
             elif folder.is_rebuildable:
@@ -84,16 +84,16 @@ class RunFolder:
 
     @classmethod
     def ensure(cls, path: str | Path, checkpoint_dir: str | None = None) -> "RunFolder":
-        """Make a folder if there is none, whatever it holds; raises RunFolderError if it cannot be written.
+        """Create a folder if there is none, whatever it holds; raise RunFolderError if it cannot be written.
 
-        For a `Trainer` made in Python, which asks `is_used` before it writes; every process of a run may call it.
+        For a `Trainer` made in Python, which checks `is_used` before it writes; every process of a run may call it.
         """
         folder = cls(path)
         folder.place_checkpoints(checkpoint_dir)
         try:
-            str(path).encode()  # checkpoints are written under names in UTF-8 only
+            str(path).encode()  # checkpoint file names must be valid UTF-8
             folder.path.mkdir(parents=True, exist_ok=True)
-            folder.lock_path.touch()  # shows that files can be written here
+            folder.lock_path.touch()  # check that files can be written here
         except (OSError, ValueError) as error:
             why = "its name is not UTF-8" if isinstance(error, UnicodeError) else getattr(error, "strerror", error)
             shown = str(folder.path).encode(errors="backslashreplace").decode()
@@ -115,20 +115,20 @@ class RunFolder:
             folder.place_checkpoints(setting_in(folder.config_path))
             return folder
         if not _exists(folder.path):
-            raise RunFolderError(f"there is no run folder {folder.path}; give a folder made by `etude train`")
-        hint = "; give a folder made by `etude train`"
+            raise RunFolderError(f"there is no run folder {folder.path}; choose a folder made by `etude train`")
+        hint = "; choose a folder made by `etude train`"
         if inside := newest_run(folder.path):
             hint = f"; did you mean {inside.path}?"
         raise RunFolderError(f"{folder.path} is not a run folder: it has no config.yaml{hint}")
 
     def place_checkpoints(self, setting: str | None) -> None:
-        """Let `checkpoints_path` be what `training.checkpoint_dir` names; raises ConfigError if it cannot be."""
+        """Set `checkpoints_path` from `training.checkpoint_dir`; raise ConfigError if it is invalid."""
         self.checkpoints_path = checkpoint_folder(self.path, setting)
 
     def claim_checkpoints(self, *, new: bool) -> None:
-        """Note that the checkpoints are this run's; raises RunFolderError if another run keeps its own there.
+        """Record that the checkpoints belong to this run; raise RunFolderError if another run keeps its own there.
 
-        `new` says that the run begins, so that no checkpoint there is its own. Hold the lock meanwhile.
+        With `new` the run is just starting, so existing checkpoints are not its own. The caller must hold the lock.
         """
         claim(self.checkpoints_path, self.path, new=new)
 
@@ -139,15 +139,16 @@ class RunFolder:
 
     @property
     def is_rebuildable(self) -> bool:
-        """True if a run has been started here that can be built from its config again: not one made in Python."""
+        """True if a run has been started here that can be rebuilt from its config: not one made in Python."""
         if not self.config_path.is_file():
-            return self.holds_run  # what is no regular file is not read: whoever loads it says what is wrong
+            # only regular files are read: the code that loads the config reports other problems
+            return self.holds_run
         with self.config_path.open("rb") as file:
             return not file.readline().startswith(_MADE_IN_PYTHON.encode())
 
     def check_rebuildable(self) -> None:
         """Raise RunFolderError for a run made in Python, whose model and data its config does not name."""
-        if self.config_path.is_file() and not self.is_rebuildable:  # of a pipe, reading might never end
+        if self.config_path.is_file() and not self.is_rebuildable:  # reading a pipe might block forever
             raise RunFolderError(
                 f"{self.path} holds a run made in Python, so its model and data are not in its config.yaml; "
                 f"run its script with Trainer(…, output_dir={str(self.path)!r}, resume=True), or load_checkpoint there"
@@ -160,16 +161,16 @@ class RunFolder:
 
     @property
     def is_used(self) -> bool:
-        """True if a run has got somewhere here: a checkpoint, the record of a step, or a result."""
+        """True if a run has made progress here: a checkpoint, the record of a step, or a result."""
         if self.result_path.exists() or holds_checkpoints(self.checkpoints_path, self.path):
             return True
         return self.metrics_path.exists() and any(_step(record) > 0 for record in self.read_metrics())
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the folder for this process; raises RunFolderError if another one has it, or it cannot be written.
+        """Lock the folder for this process; raise RunFolderError if another one holds it, or it cannot be written.
 
-        The lock is freed when the block ends or the process dies, also by `kill -9`.
+        The lock is released when the block ends or the process dies, even by `kill -9`.
         """
         with ExitStack() as stack:
             try:
@@ -177,12 +178,12 @@ class RunFolder:
             except LockHeld as held:
                 raise RunFolderError(
                     f"run folder {self.path} is in use by process {held.holder}; wait until it ends, stop it, "
-                    f"or give another folder with --run-dir"
+                    f"or choose another --run-dir"
                 ) from None
             except OSError as error:
                 raise RunFolderError(
                     f"cannot write run folder {self.path}: {error.strerror or error}; "
-                    f"make it writable, or copy it to where you may write"
+                    f"make it writable, or copy it to a writable location"
                 ) from error
             self.is_held = True
             try:
@@ -191,9 +192,9 @@ class RunFolder:
                 self.is_held = False
 
     def write_config(self, config: Mapping[str, Any], *, rebuildable: bool = True) -> None:
-        """Write the resolved config, unless it is there already; from now on the folder holds a run.
+        """Write the resolved config, unless it exists already; from now on the folder holds a run.
 
-        `rebuildable` says that the run can be built from it again; of a run made in Python it cannot.
+        `rebuildable` is False for a run made in Python, which cannot be rebuilt from its config.
         """
         from etude.config import dump_yaml
 
@@ -222,10 +223,10 @@ class RunFolder:
         return read_jsonl(self.metrics_path)
 
     def trim(self, step: int) -> None:
-        """Prepare to go on from a checkpoint: drop what was recorded after `step`, and lines that were cut short.
+        """Prepare to continue from a checkpoint: drop records after `step`, and truncated lines.
 
-        Events are kept: they tell what happened, also what happened in vain. Only phases that began after
-        `step` are dropped, since they begin again.
+        Events are kept, also those of work that is repeated. Only phases that started after `step` are dropped, since
+        they start again.
         """
         try:
             if self.metrics_path.exists():
@@ -236,7 +237,7 @@ class RunFolder:
             raise self._cannot_write(error) from error
 
     def remove_run(self) -> None:
-        """Remove what a run has written here and nothing else; hold the lock meanwhile."""
+        """Remove the files that a run has written here and nothing else; the caller must hold the lock."""
         if not self.holds_run and not self.is_used:
             return
         files = (self.events_path, self.environment_path, self.samples_path)
@@ -247,7 +248,7 @@ class RunFolder:
                     shutil.rmtree(path)
                 else:
                     path.unlink()
-            # Last what says that there is a run: if this is interrupted, it can be repeated.
+            # Last the files that mark a run: if this is interrupted, it can be repeated.
             for path in (*files, self.metrics_path, self.result_path, self.config_path):
                 path.unlink(missing_ok=True)
         except OSError as error:
@@ -263,12 +264,12 @@ class RunFolder:
         again = f"`etude resume {quote(str(self.path))}`" if self.is_used else "try again"
         return RunFolderError(
             f"cannot write in run folder {self.path}: {error.strerror or error}; "
-            f"free disk space or permissions there, then {again}"
+            f"check disk space and permissions, then {again}"
         )
 
 
 def default_run_dir(experiment: str, root: str | Path = "runs") -> Path:
-    """Make and return a new folder `runs/<experiment>/<timestamp>`; never one that was there before.
+    """Create and return a new folder `runs/<experiment>/<timestamp>`, never an existing one.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as root:
@@ -285,7 +286,7 @@ def default_run_dir(experiment: str, root: str | Path = "runs") -> Path:
             path = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
             with suppress(
                 FileExistsError
-            ):  # of processes that start in the same second, mkdir lets one have the name
+            ):  # mkdir succeeds for only one of several processes that start in the same second
                 path.mkdir()
                 break
     except OSError as error:
@@ -302,7 +303,7 @@ def newest_run(folder: str | Path) -> RunFolder | None:
 
 
 def _exists(path: Path) -> bool:
-    """Return whether there is such a file or folder; False also for a name that no system has, where pathlib raises."""
+    """Return whether the file or folder exists; False also for an invalid name, where pathlib raises."""
     try:
         return path.exists()
     except OSError:

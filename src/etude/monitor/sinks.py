@@ -15,17 +15,17 @@ from typing import Any
 logger = logging.getLogger("etude")
 
 MAX_PENDING = 1000
-"""Records kept while the disk is full; they are written when there is room again, the oldest are dropped first."""
+"""Records kept while the disk is full, to be written when there is space; the oldest are dropped first."""
 
 NONFINITE = "nonfinite"
-"""Key under which a record names those of its numbers that are not finite; they are written as null."""
+"""Key that lists the non-finite values of a record; they are written as null."""
 
 
 class AppendFile:
-    """A file to which whole lines are added, each in one write that needs no flushing.
+    """A file to which whole lines are appended, each in one unbuffered write.
 
-    A write that fails leaves no part of a line behind. Its lines are kept and tried again with the next ones; the
-    problem is reported once, by `on_problem`, until a write succeeds again.
+    A failed write leaves no partial line. Its lines are kept and retried with the next ones; the problem is reported
+    once, through `on_problem`, until a write succeeds again.
     """
 
     def __init__(self, path: str | Path, on_problem: Callable[[str], None] = logger.warning) -> None:
@@ -43,7 +43,9 @@ class AppendFile:
         except OSError as error:
             if not self._failing:
                 self._failing = True
-                self._on_problem(f"cannot write {self.path}: {error.strerror or error}; training goes on without it")
+                self._on_problem(
+                    f"cannot write {self.path}: {error.strerror or error}; training continues without it"
+                )
         else:
             self._failing = False
             self._pending.clear()
@@ -66,14 +68,14 @@ class AppendFile:
         except OSError:
             with suppress(OSError):
                 os.ftruncate(self._descriptor, size)
-            self.close()  # opening it again also replaces a handle that a network disk has lost
+            self.close()  # reopening also replaces a handle that a network file system has lost
             raise
 
 
 class JsonlSink(AppendFile):
     """Appends records to a file of JSON lines.
 
-    Numbers that are not finite are written as null and named under `nonfinite`, so every line is valid JSON.
+    Non-finite values are written as null and listed under `nonfinite`, so every line is valid JSON.
     """
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -82,10 +84,10 @@ class JsonlSink(AppendFile):
 
 
 class EventLog(AppendFile):
-    """What happened to a run, for people and programs: one JSON line per event."""
+    """The events of a run, for people and programs: one JSON line per event."""
 
     def write(self, kind: str, message: str, **fields: Any) -> None:
-        """Append an event: what kind, in words, and anything that belongs to it."""
+        """Append an event: its kind, a message, and further fields."""
         event = {"time": round(time.time(), 3), "kind": kind, "message": message, **fields}
         self.add(encode(event) + "\n")
 
@@ -93,7 +95,7 @@ class EventLog(AppendFile):
 def encode(record: Mapping[str, Any]) -> str:
     """Return a record as one line of JSON.
 
-    JSON has no NaN and no infinity: such numbers become null, and `nonfinite` names them.
+    JSON has no NaN and no infinity: such values become null, and `nonfinite` lists them.
 
     >>> encode({"step": 3, "loss": float("nan"), "lr": 0.1})
     '{"step": 3, "loss": null, "lr": 0.1, "nonfinite": ["loss"]}'
@@ -102,7 +104,7 @@ def encode(record: Mapping[str, Any]) -> str:
 
 
 def plain(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy that is valid JSON: numbers of any library as Python's own, other objects as text."""
+    """Return a copy that is valid JSON: numbers of any library as Python numbers, other objects as text."""
     nonfinite: list[str] = []
     result = {str(key): _plain(value, str(key), nonfinite) for key, value in record.items()}
     if nonfinite:
@@ -124,7 +126,7 @@ def decode(line: str | bytes) -> dict[str, Any] | None:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file in order; lines that are not records (cut short) are passed over."""
+    """Yield the records of a file in order; invalid (truncated) lines are skipped."""
     try:
         with path.open("rb") as file:
             yield from (record for line in file if (record := decode(line)) is not None)
@@ -151,7 +153,7 @@ def _plain(value: Any, name: str, nonfinite: list[str]) -> Any:
 
 
 def _drop_torn_line(descriptor: int) -> None:
-    """Cut an open file after its last newline: what follows was being written when a process died."""
+    """Truncate an open file after its last newline: the rest was being written when a process died."""
     size = end = os.lseek(descriptor, 0, os.SEEK_END)
     while end > 0:
         start = max(0, end - 4096)

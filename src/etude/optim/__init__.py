@@ -1,4 +1,4 @@
-"""Optimizers on their fastest kernel, schedules as functions of the step, clipping."""
+"""Optimizers with the fastest kernels, schedules as functions of the step, clipping."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Gradient norms and clipping that never wait for the device."""
+"""Gradient norms and clipping without synchronising."""
 
 from collections.abc import Iterable
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from etude.core.errors import ConfigError
 
 FLAT_NUMEL = 65_536
-"""Up to this many elements on the CPU, copying the gradients into one vector is cheaper than one call for each."""
+"""Up to this many elements on the CPU, copying all gradients into one vector is cheaper than one call per tensor."""
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:
-    """Return the 2-norm of all gradients taken together, as a 0-dim tensor on the device of the first.
+    """Return the 2-norm of all gradients together, as a 0-dim tensor on the device of the first.
 
     Half-precision gradients are summed in float32; no gradients give 0.
 
@@ -64,7 +64,7 @@ def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Te
 def clip_to_norm(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale gradients whose global norm is `norm` in place to a norm of at most `max_norm`."""
     if not max_norm > 0:
-        raise ConfigError(f"max_norm is {max_norm}; it must be above 0, and clipping is off only without it")
+        raise ConfigError(f"max_norm is {max_norm}; it must be above 0 (omit it to disable clipping)")
     scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
@@ -82,7 +82,7 @@ def clip_gradients_by_value(parameters: Tensor | Iterable[Tensor], value: float)
     tensor([-1.0000,  0.5000])
     """
     if not value > 0:
-        raise ConfigError(f"the clipping value is {value}; it must be above 0, and clipping is off only without it")
+        raise ConfigError(f"the clipping value is {value}; it must be above 0 (omit it to disable clipping)")
     torch.nn.utils.clip_grad_value_(parameters, value)
 
 
@@ -92,7 +92,7 @@ def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    # A norm above 65504 does not fit into float16, and bfloat16 would keep only its first two or three digits.
+    # A norm above 65504 does not fit into float16, and bfloat16 would keep only two or three digits.
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
 
 

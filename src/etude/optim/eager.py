@@ -1,8 +1,8 @@
-"""Torch's optimizers without torch's compiler.
+"""Torch's optimizers without importing torch's compiler.
 
-Torch imports `torch._dynamo` when an optimizer is made, stepped, saved or loaded, only to tell it that nothing is to be
-compiled there. That takes seconds, and a run that compiles nothing has no other use for it. The functions here leave it
-out while nobody has imported it; what is computed is the same.
+Torch imports `torch._dynamo` when an optimizer is created, stepped, saved or loaded, only to disable compilation
+there. The import takes seconds, which a run without compilation need not spend. The functions here avoid it unless it
+is already imported; the results are the same.
 """
 
 import sys
@@ -17,17 +17,17 @@ from torch.optim import Optimizer
 
 _TORCH = vars(sys.modules[Optimizer.__module__])
 _MARK = "__dynamo_disable"
-"""Where torch keeps the function to call instead of an optimizer's method, the compiler switched off, once made."""
+"""Attribute in which torch caches the compiler-disabled version of an optimizer's method."""
 _METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 _LAYERS = ("Optimizer.profile_hook_step.<locals>.wrapper", "_use_grad_for_differentiable.<locals>._use_grad")
-"""What torch puts around the `step` of its optimizers: hooks and a label for profilers, and the gradient mode."""
+"""What torch wraps around the `step` of its optimizers: hooks, a profiler label, and the gradient mode."""
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Let optimizers be made, saved and loaded in this context without an import of torch's compiler.
+    """Let optimizers be created, saved and loaded in this context without importing torch's compiler.
 
-    Torch is left as it was found. Where the compiler is imported already, it may be at work, and nothing is done.
+    Torch is restored afterwards. If the compiler is already imported, it may be in use, and nothing is changed.
     """
     changed = [] if "torch._dynamo" in sys.modules else [*filter(None, map(_unmarked, _METHODS))]
     for function in changed:
@@ -40,20 +40,21 @@ def without_compiler() -> Iterator[None]:
 
 
 def _unmarked(name: str) -> FunctionType | None:
-    """Return the function inside a method of all optimizers; None if there is none, or it is marked already."""
+    """Return the function inside a method of all optimizers; None if there is none, or it is already cached."""
     function = getattr(getattr(Optimizer, name, None), "__wrapped__", None)
     return function if isinstance(function, FunctionType) and _MARK not in vars(function) else None
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:  # as deep in the stack as torch's, for the places of warnings
+    # as deep in the stack as torch's version, so that warnings point to the same line
+    def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
     return call
 
 
 def take_step(optimizer: Optimizer) -> None:
-    """Do what `optimizer.step()` does; for torch's optimizers that nobody watches, without what torch wraps it in.
+    """Do what `optimizer.step()` does; for torch's optimizers without hooks, skip torch's wrappers.
 
     >>> weight = torch.nn.Parameter(torch.ones(2)); weight.grad = torch.ones(2)
     >>> take_step(torch.optim.SGD([weight], lr=0.5)); weight.tolist()
@@ -70,7 +71,7 @@ def take_step(optimizer: Optimizer) -> None:
 
 @lru_cache(maxsize=64)
 def _inner_step(method: Any) -> Callable[[Optimizer], Any] | None:
-    """Return the function inside torch's own layers; None if it is not torch's, or in other layers than expected."""
+    """Return the function inside torch's wrappers; None if it is not torch's or the wrappers are unexpected."""
     for layer in _LAYERS:
         if not isinstance(method, FunctionType) or method.__code__.co_qualname != layer:
             return None
@@ -81,7 +82,7 @@ def _inner_step(method: Any) -> Callable[[Optimizer], Any] | None:
 
 
 def _is_watched(optimizer: Any) -> bool:
-    """Whether somebody would miss what torch does around a step: a hook, a scheduler, a profiler, or autograd."""
+    """Whether the wrappers of a step are needed: by a hook, a scheduler, a profiler, or autograd."""
     try:
         return bool(
             "step" in vars(optimizer)
@@ -92,5 +93,5 @@ def _is_watched(optimizer: Any) -> bool:
             or optimizer.defaults["differentiable"]
             or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         )
-    except (AttributeError, KeyError):  # another torch, where these are elsewhere
+    except (AttributeError, KeyError):  # another torch version keeps these elsewhere
         return True

@@ -1,6 +1,6 @@
-"""SGD, Adam, AdamW and RMSprop: torch's own, on the fastest kernel for the parameters they are given.
+"""SGD, Adam, AdamW and RMSprop: torch's own, with the fastest kernel for their parameters.
 
-Torch uses its fused kernels only when asked to. These classes ask it to, group by group, wherever that is safe.
+Torch uses its fused kernels only on request. These classes request them for every group where that is safe.
 """
 
 import functools
@@ -27,14 +27,14 @@ Fraction = Annotated[float, Ge(0), Lt(1)]
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 FUSED_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 FOREACH_NUMEL = 16_384
-"""On the CPU, foreach saves Python time on small tensors; on larger ones its temporaries cost more than that."""
+"""On the CPU, foreach saves Python time on small tensors; on larger ones its temporaries cost more."""
 
 ALIASES = {"learning_rate": "lr", "epsilon": "eps"}
-"""Other names of arguments, in configs and in Python; there `beta1` and `beta2` stand for `betas`."""
+"""Aliases of arguments, in configs and in Python; in Python `beta1` and `beta2` also set `betas`."""
 
 
 def _other_names(init: Callable[P, None]) -> Callable[P, None]:
-    """Let an optimizer be made with `learning_rate`, `epsilon`, `beta1` and `beta2` too."""
+    """Let an optimizer also accept `learning_rate`, `epsilon`, `beta1` and `beta2`."""
     parameters = inspect.signature(init).parameters
     others = ALIASES | ({"beta1": "betas", "beta2": "betas"} if "betas" in parameters else {})
 
@@ -43,7 +43,7 @@ def _other_names(init: Callable[P, None]) -> Callable[P, None]:
         given: dict[str, Any] = dict(kwargs)
         for name in others.keys() & kwargs.keys():
             if others[name] in kwargs:
-                raise ConfigError(f"{name} is another name for {others[name]}; give one of the two")
+                raise ConfigError(f"{name} is another name for {others[name]}; pass only one of them")
             value = given.pop(name)
             if others[name] == "betas":
                 first, second = given.get("betas", parameters["betas"].default)
@@ -55,14 +55,14 @@ def _other_names(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def get_lr(optimizer: torch.optim.Optimizer) -> float:
-    """Return the learning rate of the first parameter group (a host read if it is a tensor on a device)."""
+    """Return the learning rate of the first parameter group (synchronises if it is a tensor on a device)."""
     return float(optimizer.param_groups[0]["lr"])
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every parameter group; a schedule goes on with it as the base rate.
+    """Set the learning rate of every parameter group; a schedule then uses it as the base rate.
 
-    A tensor is filled in place: captured graphs and fused kernels go on reading the same memory.
+    A tensor is filled in place, because captured graphs and fused kernels keep reading the same memory.
     """
     for group in optimizer.param_groups:
         if "initial_lr" in group:
@@ -111,7 +111,7 @@ def _fusable(param: Tensor) -> bool:
 
 
 def _uniform(params: Iterable[Tensor]) -> bool:
-    """Return whether one kernel call may take them all: plain tensors, or DTensors of one mesh."""
+    """Return whether one kernel call accepts them all: plain tensors, or DTensors of one mesh."""
     unusual = [param for param in params if type(param) not in (Tensor, nn.Parameter)]
     if not unusual:
         return True
@@ -153,10 +153,10 @@ class KernelOptimizer(torch.optim.Optimizer):
         return self._has_fused
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state and the hyperparameters; the kernel stays the one chosen for the live parameters."""
+        """Restore the state and the hyperparameters; the kernel stays the one chosen for the current parameters."""
         saved = state_dict["param_groups"]
         kernels = [{key: group[key] for key in ("fused", "foreach") if key in group} for group in self.param_groups]
-        if len(saved) == len(kernels):  # if not, torch explains
+        if len(saved) == len(kernels):  # otherwise torch raises its own error
             saved = [{**group, **kernel} for group, kernel in zip(saved, kernels, strict=True)]
         super().load_state_dict({**state_dict, "param_groups": saved})
 
@@ -201,12 +201,13 @@ class SGD(KernelOptimizer, torch.optim.SGD):
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
 
     def _auto_kernel(self, group: dict[str, Any]) -> Kernel:
-        # With dampening the first momentum is special, and the fused kernel knows one first step for all parameters.
+        # With dampening the first momentum is special, and the fused kernel has only one first step for all
+        # parameters.
         fusable = group["momentum"] == 0 or group["dampening"] == 0
         return choose_kernel(group["params"], has_fused=fusable and self._can_fuse(group))
 
     def _can_fuse(self, group: dict[str, Any]) -> bool:
-        # Torch's kernel for the CPU (2.13) leaves most weights of 16 bits as they are, and their momentum undefined.
+        # Torch's CPU kernel (2.13) leaves most 16-bit weights unchanged and their momentum undefined.
         return not any(param.is_cpu and param.itemsize == 2 for param in group["params"])
 
     def _init_group(
@@ -214,8 +215,8 @@ class SGD(KernelOptimizer, torch.optim.SGD):
     ) -> bool:
         """Collect the tensors of a step; for the fused kernel, momentum starts at zero instead of unset.
 
-        Without dampening the update is the same. But torch's fused kernel fails on a parameter whose first gradient
-        comes later than the others', and leaves uninitialised momentum behind if the first step is skipped.
+        Without dampening the update is the same. But torch's fused kernel fails if a parameter gets its first
+        gradient later than the others, and leaves momentum uninitialised if the first step is skipped.
         """
         has_sparse_grad: bool = super()._init_group(group, params, grads, buffers)  # type: ignore[no-untyped-call]
         if group["fused"] and group["dampening"] == 0:
@@ -227,7 +228,7 @@ class SGD(KernelOptimizer, torch.optim.SGD):
 
 @register("optimizer", "adam", aliases=ALIASES)
 class Adam(KernelOptimizer, torch.optim.Adam):
-    """Adam (Kingma and Ba, 2015); its weight decay is an L2 penalty, see AdamW for the decoupled one."""
+    """Adam (Kingma and Ba, 2015); its weight decay is an L2 penalty. See AdamW for decoupled weight decay."""
 
     @_other_names
     @checked

@@ -1,8 +1,8 @@
-"""Updates of small models by all of a GPU.
+"""Splitting the parameters of small models so that an update uses the whole GPU.
 
-Torch's fused optimizers give a block of threads 65,536 numbers of one parameter. A model with fewer keeps a handful of
-a hundred multiprocessors at work: the update of LeNet-5 took a quarter of its step. Cut into pieces, its parameters are
-spread over all of them; every number is computed as before.
+Torch's fused optimizers give each thread block 65,536 elements of one parameter. A small model then uses only a few
+of about a hundred multiprocessors: the update of LeNet-5 took a quarter of its step. Split into pieces, its
+parameters are spread over all of them; the arithmetic is the same.
 """
 
 from collections.abc import Sequence
@@ -13,21 +13,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PIECES = 24
-"""Into how many all parameters together are cut; one launch takes 36 tensors."""
+"""Number of pieces of all parameters together; one launch takes 36 tensors."""
 SMALLEST, LARGEST = 2048, 65_536
-"""Numbers in a piece; the largest is what a block of threads is given anyway."""
+"""Elements per piece; the largest is the size of a thread block's share anyway."""
 _FUSED = ("aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_", "aten::_fused_adagrad_")
 
 
 class InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, fused updates of small models are done on pieces of their tensors.
+    """While entered, fused updates of small models run on pieces of their tensors.
 
-    Entering it costs more than an update gains: it is for steps that are recorded.
+    Entering costs more than one eager update gains, so it is used only for recorded steps.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, which takes seconds, to have nothing here compiled
+        return False  # torch would import its compiler, which takes seconds, only to disable it here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name in _FUSED:
@@ -36,7 +36,7 @@ class InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def cut(lists: Sequence[list[Tensor]]) -> Sequence[list[Tensor]]:
-    """Return the lists with pieces for tensors: the first holds the parameters, the others what belongs to each.
+    """Return the lists with tensors split into pieces: the first holds the parameters, the others their state.
 
     >>> param, step = torch.zeros(5000), torch.tensor(1.0)
     >>> [[len(piece) if piece.dim() else 1 for piece in one] for one in cut([[param], [param], [step], []])]

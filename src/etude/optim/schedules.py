@@ -1,9 +1,9 @@
-"""Learning-rate schedules: pure functions from the step about to be taken (from 0) to a factor of the base rate.
+"""Learning-rate schedules: pure functions from the next step (counted from 0) to a factor of the base rate.
 
-A schedule holds no state, so a resumed run needs only its step number. Lengths are counted in steps unless
-`unit: epoch` says otherwise. In an experiment file `total_steps` and `steps_per_epoch` come from the run when
-they are left out; a schedule that begins later, after a warm-up or in a sequence, gets the steps that are left to it.
-After `total_steps` a schedule stays where it ended.
+A schedule holds no state, so a resumed run needs only its step number. Lengths are in steps unless `unit: epoch` is
+set. In an experiment file `total_steps` and `steps_per_epoch` default to those of the run; a schedule that starts
+later, after a warm-up or in a sequence, gets the remaining steps. After `total_steps` a schedule keeps its last
+value.
 """
 
 import functools
@@ -23,7 +23,7 @@ from etude.core.errors import ConfigError
 logger = logging.getLogger("etude")
 
 Schedule = Callable[[int], float]
-"""Maps the step about to be taken to a factor of the base learning rate."""
+"""Maps the next step to a factor of the base learning rate."""
 
 Unit = Literal["step", "epoch"]
 Steps = Annotated[int, Ge(1)]
@@ -35,7 +35,7 @@ Inner = Annotated[Schedule, Section("scheduler")]
 def cosine_schedule_with_warmup(
     step: int, base_lr: float, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.1
 ) -> float:
-    """Return the learning rate at `step`: a line from 0 to `base_lr`, then a half cosine to its `min_lr_ratio`.
+    """Return the learning rate at `step`: linear from 0 to `base_lr`, then a half cosine to `min_lr_ratio` of it.
 
     A warm-up that is not shorter than the run is shortened as in `warmup_cosine`, with one warning.
 
@@ -64,7 +64,7 @@ def warmup_cosine(
 @register("scheduler", "constant")
 @checked
 def constant(factor: Ratio = 1.0) -> Schedule:
-    """Stay at `factor` of the base rate."""
+    """Stay at `factor` times the base rate."""
     return lambda _: factor
 
 
@@ -112,14 +112,14 @@ def cosine(total_steps: Steps, min_lr_ratio: Ratio = 0.0) -> Schedule:
 @register("scheduler", "linear")
 @checked
 def linear(total_steps: Steps, end: Ratio = 0.0, start: Ratio = 1.0) -> Schedule:
-    """Go in a straight line from `start` to `end` at `total_steps`."""
+    """Change linearly from `start` to `end` at `total_steps`."""
     return lambda step: _line(step / total_steps, start, end)
 
 
 @register("scheduler", "polynomial")
 @checked
 def polynomial(total_steps: Steps, power: Annotated[float, Gt(0)] = 1.0, end: Ratio = 0.0) -> Schedule:
-    """Fall from 1 to `end` at `total_steps` as a power of the time that is left."""
+    """Fall from 1 to `end` at `total_steps` as a power of the remaining time."""
     return lambda step: end + (1.0 - end) * (1.0 - min(step, total_steps) / total_steps) ** power
 
 
@@ -134,7 +134,7 @@ def one_cycle(
 ) -> Schedule:
     """Rise from 1/div_factor to 1 in the first `pct_start` of the run, then fall to 1/(div_factor·final_div_factor).
 
-    The base rate is the highest rate of the cycle. The curve is that of torch's OneCycleLR; momentum is left alone.
+    The base rate is the highest rate of the cycle. The curve is that of torch's OneCycleLR; momentum does not change.
     """
     low, curve = 1.0 / div_factor, _cosine if anneal == "cos" else _line
     final = low / final_div_factor
@@ -143,7 +143,7 @@ def one_cycle(
     def factor(step: int) -> float:
         if step < peak:
             return curve(step / peak, low, 1.0)
-        if last <= peak:  # pct_start 1.0, or a single step: there is no way down
+        if last <= peak:  # pct_start 1.0, or a single step: there is no descent
             return 1.0
         return curve((step - peak) / (last - peak), 1.0, final)
 
@@ -160,14 +160,14 @@ def cosine_restarts(
     unit: Unit = "step",
     steps_per_epoch: Steps | None = None,
 ) -> Schedule:
-    """Fall along a half cosine, start again at 1; each period is `multiplier` times as long as the one before."""
+    """Fall along a half cosine, then restart at 1; each period is `multiplier` times as long as the previous one."""
     first = first_period * _unit_steps("cosine_restarts", unit, steps_per_epoch)
 
     def factor(step: int) -> float:
         period = first
         if multiplier == 1:
             step %= period
-        while step >= period:  # whole numbers: a logarithm would miss restarts by rounding
+        while step >= period:  # integer arithmetic: a logarithm would miss restarts through rounding
             step, period = step - period, period * multiplier
         return _cosine(step / period, 1.0, min_lr_ratio)
 
@@ -177,12 +177,12 @@ def cosine_restarts(
 @register("scheduler", "inverse_sqrt")
 @checked
 def inverse_sqrt(warmup_steps: Steps = 2000) -> Schedule:
-    """Rise linearly from 0 over `warmup_steps`, then fall with the square root of the step."""
+    """Rise linearly from 0 over `warmup_steps`, then fall with the inverse square root of the step."""
     return lambda step: step / warmup_steps if step < warmup_steps else math.sqrt(warmup_steps / step)
 
 
 def _after_warmup(arguments: Mapping[str, Any], supplied: Mapping[str, Any], place: int) -> Mapping[str, Any]:  # noqa: ARG001
-    """Supply the schedule after a warm-up with the steps that are left to it."""
+    """Supply the schedule after a warm-up with the remaining steps."""
     values = _with_supplied(arguments, supplied)
     total, scale = values.get("total_steps"), values["scale"]
     if total is None or scale is None:
@@ -200,7 +200,7 @@ def warmup(
     steps_per_epoch: Steps | None = None,
     total_steps: Steps | None = None,
 ) -> Schedule:
-    """Rise in a line from `start` to where the schedule begins, over `warmup_steps`; then follow the schedule.
+    """Rise linearly from `start` to the first value of the schedule over `warmup_steps`, then follow the schedule.
 
     The schedule counts its steps from the end of the warm-up, as in torch's SequentialLR: `warmup(cosine(70), 30)` ends
     at step 100. With `total_steps`, the length of the run, a warm-up that is not shorter is shortened to a tenth.
@@ -234,7 +234,7 @@ def sequence(
     unit: Unit = "step",
     steps_per_epoch: Steps | None = None,
 ) -> Schedule:
-    """Follow one schedule after the other: each begins at its milestone and counts its steps from there.
+    """Follow several schedules in turn: each starts at its milestone and counts its steps from there.
 
     In an experiment file the `total_steps` of each is the length of its part of the run, unless it has its own.
 
@@ -246,7 +246,7 @@ def sequence(
     if len(schedules) != len(ends) + 1:
         raise ConfigError(
             f"sequence: {len(schedules)} schedules and {len(ends)} milestones; "
-            f"give one milestone for each schedule after the first"
+            f"pass one milestone for each schedule after the first"
         )
     starts = [0, *ends]
 
@@ -260,9 +260,9 @@ def sequence(
 @register("scheduler", "product")
 @checked
 def product(schedules: Sequence[Inner]) -> Schedule:
-    """Multiply schedules: each one scales what the others give."""
+    """Multiply schedules: each one scales the others."""
     if not schedules:
-        raise ConfigError("product: no schedules; give at least one")
+        raise ConfigError("product: no schedules; pass at least one")
     return lambda step: math.prod(schedule(step) for schedule in schedules)
 
 
@@ -283,13 +283,13 @@ def _warmup_cosine(step: int, warmup_steps: int, total_steps: int, min_lr_ratio:
 
 
 def _with_supplied(arguments: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a section, what it was supplied with where it says nothing, and the steps of its unit."""
+    """Return the arguments of a section, completed by supplied values, and the steps per unit."""
     values = {**supplied, **{key: value for key, value in arguments.items() if value is not None}}
     return {**values, "scale": 1 if values["unit"] == "step" else values.get("steps_per_epoch")}
 
 
 def _fit_warmup(warmup_steps: int, total_steps: int) -> int:
-    """Return the steps of the warm-up; warn if there are fewer than were asked for."""
+    """Return the steps of the warm-up; warn if there are fewer than requested."""
     fitting = _shorter_warmup(warmup_steps, total_steps)
     if fitting != warmup_steps:
         logger.warning(
@@ -307,7 +307,7 @@ _fit_warmup_once = functools.lru_cache(maxsize=64)(_fit_warmup)
 
 
 def _shorter_warmup(warmup_steps: int, total_steps: int) -> int:
-    """Return the warm-up, or a tenth of the run if the warm-up would take all of it."""
+    """Return the warm-up steps, or a tenth of the run if the warm-up would take all of it."""
     return warmup_steps if warmup_steps < total_steps else total_steps // 10
 
 
@@ -316,13 +316,13 @@ def _unit_steps(owner: str, unit: Unit, steps_per_epoch: int | None) -> int:
     if unit == "step":
         return 1
     if steps_per_epoch is None:
-        raise ConfigError(f"{owner}: unit is 'epoch' but steps_per_epoch is not known; give it, or count in steps")
+        raise ConfigError(f"{owner}: unit is 'epoch' but steps_per_epoch is unknown; set it, or count in steps")
     return steps_per_epoch
 
 
 def _ends(owner: str, milestones: Sequence[int], unit: Unit, steps_per_epoch: int | None) -> list[int]:
-    """Return milestones in steps; refuse any that are out of order."""
+    """Return milestones in steps; raise an error if they are out of order."""
     if any(later <= earlier for earlier, later in pairwise(milestones)):
-        raise ConfigError(f"{owner}: milestones are {list(milestones)}; each must be above the one before")
+        raise ConfigError(f"{owner}: milestones are {list(milestones)}; each must be larger than the previous one")
     scale = _unit_steps(owner, unit, steps_per_epoch)
     return [milestone * scale for milestone in milestones]

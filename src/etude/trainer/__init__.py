@@ -1,4 +1,4 @@
-"""The doors to the engine for Python users: `Trainer`, loops by epoch, and training from plain functions."""
+"""The Python interface to the engine: `Trainer`, loops by epoch, and training from plain functions."""
 
 from typing import TYPE_CHECKING
 

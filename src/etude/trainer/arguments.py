@@ -1,4 +1,4 @@
-"""What users give a `Trainer`: names and mappings become parts, and what cannot be used is refused in one line."""
+"""Arguments of a `Trainer`: names and mappings become objects, and unusable values are refused in one line."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -23,23 +23,23 @@ _MODALITIES = "etude.multimodal"
 _TASKS = "etude.multitask"
 
 Section = str | Mapping[str, Any]
-"""A registered component as a config file says it: its name, or a mapping with `name` and arguments."""
+"""A registered component as in a config file: its name, or a mapping with `name` and arguments."""
 ConfigLike = TrainerConfig | Mapping[str, Any] | None
 LossLike = LossStrategy | nn.Module | Callable[..., Any] | Section | None
 CallbacksLike = Callback | Section | Iterable[Callback | Section]
 
 
 def expect(argument: str, value: Any, fits: bool, wanted: str) -> None:
-    """Raise ConfigError unless an argument fits; a class in the place of an object is named as such."""
+    """Raise ConfigError unless an argument fits; a class passed instead of an instance is reported as such."""
     if isinstance(value, type):
-        raise ConfigError(f"{argument} is the class {value.__name__}; give an object of it: {value.__name__}(…)")
+        raise ConfigError(f"{argument} is the class {value.__name__}; pass an instance: {value.__name__}(…)")
     if not fits:
         found = "None" if value is None else f"{type(value).__name__} {value!r:.60}".replace("\n", " ")
         raise ConfigError(f"{argument} must be {wanted}, found {found}")
 
 
 def check_model(model: Any) -> nn.Module:
-    """Return the model; raise ConfigError if it is no module."""
+    """Return the model; raise ConfigError if it is not a module."""
     expect("model", model, isinstance(model, nn.Module), "a torch.nn.Module")
     return model  # type: ignore[no-any-return]
 
@@ -51,7 +51,7 @@ def as_config(
     use_amp: bool | None,
     compile_model: bool | None,
 ) -> TrainerConfig:
-    """Return the config as a `TrainerConfig`, with what the `Trainer` was given beside it."""
+    """Return the config as a `TrainerConfig`, updated by other arguments of the `Trainer`."""
     fits = config is None or isinstance(config, (TrainerConfig, Mapping))
     expect("config", config, fits, "a TrainerConfig (`load_config(path).training` is one) or a mapping of its keys")
     if not isinstance(config, TrainerConfig):
@@ -72,7 +72,7 @@ def as_config(
 
 
 def as_loss(loss: Any) -> Any:
-    """Return a loss; one that is named is made."""
+    """Return a loss; a name is built into one."""
     if loss is None or isinstance(loss, LossStrategy):
         return loss
     if isinstance(loss, (str, Mapping)):
@@ -84,8 +84,8 @@ def as_loss(loss: Any) -> Any:
 def make_task(loss: Any, task: Any, config: TrainerConfig, modalities: Mapping[str, Any], *, of: type) -> Task:
     """Return the task of a trainer: the one given, that of a loss, or that of tokens of several modalities.
 
-    Modalities are the business of their room, which is looked up only where it is needed. Raises ConfigError if what
-    is given contradicts, TypeError for a keyword argument that the class `of` does not have.
+    `etude.multimodal` is imported only if needed. Raises ConfigError for contradictory arguments, and TypeError for a
+    keyword argument that the class `of` does not have.
     """
     if not modalities and config.meaningful_loss is None:
         return plain_task(loss, task)
@@ -95,7 +95,7 @@ def make_task(loss: Any, task: Any, config: TrainerConfig, modalities: Mapping[s
 
 
 def _room_for(of: type, modalities: Mapping[str, Any]) -> Any:
-    """Return the module that makes the task of several modalities; say what is missing if it is not installed."""
+    """Return the module that makes the task of several modalities; the error says what is not installed."""
     if (room := import_room(f"{_MODALITIES}.training")) is not None:
         return room
     missing = f"{_MODALITIES}, which is not installed"
@@ -108,16 +108,16 @@ def _room_for(of: type, modalities: Mapping[str, Any]) -> Any:
 
 
 def plain_task(loss: Any, task: Any, name: str = "loss") -> Task:
-    """Return the task that is given, or that of a loss; `name` is what the argument of the loss is called."""
+    """Return the given task, or that of a loss; `name` is the name of the loss argument."""
     if loss is not None and task is not None:
-        raise ConfigError(f"{name}= and task= both say what is learned; keep one of them")
+        raise ConfigError(f"{name}= and task= both define the objective; keep one of them")
     return as_task(task) if task is not None else SupervisedTask(as_strategy(as_loss(loss)))
 
 
 def as_callbacks(callbacks: Any, curriculum: Any = None) -> list[Callback]:
-    """Return a list of callbacks from a list or a single one; those that are named are made.
+    """Return a list of callbacks from a list or a single one; names are built into callbacks.
 
-    A curriculum becomes the callback that follows it, and stands first.
+    A curriculum becomes a callback, which comes first.
 
     >>> [type(one).__name__ for one in as_callbacks({"name": "early_stopping", "patience": 2})]
     ['EarlyStopping']
@@ -148,7 +148,7 @@ def check_functions(**functions: Any) -> None:
 
 
 def as_epochs(num_epochs: Any) -> int:
-    """Return a number of epochs; raise ConfigError unless it is a whole number of at least 1."""
+    """Return a number of epochs; raise ConfigError unless it is an integer of at least 1."""
     return as_whole("num_epochs", num_epochs, least=1)
 
 

@@ -1,4 +1,4 @@
-"""`TrainerConfig`: the `training` section of an experiment, and what a `Trainer` in Python is configured with."""
+"""`TrainerConfig`: the `training` section of an experiment, and the configuration of a `Trainer` in Python."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
@@ -12,7 +12,7 @@ from etude.engine.step import GradientAccumulator
 
 Positive = Annotated[float, Field(gt=0)]
 LARGEST = 10**12
-"""Above all steps, epochs and samples that a run can have; still exact as a float."""
+"""Upper limit of steps, epochs and samples; still exact as a float."""
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 CountFrom0 = Annotated[int, Field(ge=0, le=LARGEST)]
 
@@ -28,7 +28,7 @@ _PRECISIONS: dict[str, PrecisionName] = {
 
 
 def _switch(on: str, words: Any) -> BeforeValidator:
-    """Return what lets true stand for the word `on` and false for "off": YAML reads on and off as these."""
+    """Return a validator that accepts true for `on` and false for "off", because YAML parses these as booleans."""
     named = {True: on, False: "off"}
     return BeforeValidator(
         lambda value: named[value] if isinstance(value, bool) else value, json_schema_input_type=words | bool
@@ -39,13 +39,13 @@ class ActivationCheckpointing(SectionModel):
     """Which blocks of a model recompute their activations."""
 
     blocks: str | None = None
-    """Pattern of module names; the repeated blocks of the model if left out."""
+    """Pattern of module names; by default the repeated blocks of the model."""
     every: Count = 1
-    """Recompute every so many of them."""
+    """Recompute every n-th of them."""
 
 
 class TrainerConfig(SectionModel):
-    """How long to train, what to do on the way, and on what.
+    """How long to train, how often to log, validate and save, and on which device.
 
     >>> TrainerConfig(epochs=3, batch_size=32).num_epochs
     3
@@ -56,7 +56,7 @@ class TrainerConfig(SectionModel):
     epochs: Count | None = Field(default=None, validation_alias=AliasChoices("epochs", "num_epochs"))
     """Epochs of the whole run (10 if neither this nor max_steps is given)."""
     max_steps: Count | None = None
-    """Stop after this many optimizer steps, wherever in an epoch that is."""
+    """Stop after this many optimizer steps, even inside an epoch."""
     batch_size: Count = 64
     """Samples per micro-batch, over all processes together."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -64,21 +64,21 @@ class TrainerConfig(SectionModel):
     log_interval: Count = Field(default=100, validation_alias=AliasChoices("log_interval", "log_every"))
     """Steps between log records; the host reads the device only then."""
     validate_interval: CountFrom0 = 1
-    """Epochs between validations; 0 leaves only the one at the end."""
+    """Epochs between validations; with 0 only the one at the end remains."""
     sanity_val_batches: CountFrom0 = 2
-    """Validation batches that are tried before the first step, to find what does not fit; 0 tries none."""
+    """Validation batches that are tried before the first step, to find errors early; 0 tries none."""
     validate_every_steps: Count | None = None
-    """Also validate after every so many steps."""
+    """Also validate every n steps."""
     save_checkpoints: bool = True
     """Write checkpoints into the run folder."""
     checkpoint_dir: str | None = None
-    """Folder of the checkpoints, `checkpoints` by default. A relative one lies in the run folder."""
+    """Folder of the checkpoints, `checkpoints` by default. A relative path is inside the run folder."""
     checkpoint_interval: CountFrom0 = 1
-    """Epochs between checkpoints; 0 leaves only the one at the end."""
+    """Epochs between checkpoints; with 0 only the one at the end remains."""
     save_every_steps: Count | None = None
-    """Also save after every so many steps."""
+    """Also save every n steps."""
     keep_best: CountFrom0 = 3
-    """How many of the best checkpoints, by validation loss, are kept beside the last one."""
+    """Number of best checkpoints, by validation loss, that are kept beside the last one."""
     grad_accum_steps: Count | dict[int, Count] = Field(
         default=1,
         validation_alias=AliasChoices("grad_accum_steps", "gradient_accumulation_steps", "accumulation_steps"),
@@ -91,7 +91,7 @@ class TrainerConfig(SectionModel):
     gradient_clip_value: Positive | None = None
     """Clip every gradient element to ± this."""
     precision: PrecisionName = "auto"
-    """Number format of the forward pass; auto is bf16 on CUDA and fp32 on the CPU."""
+    """Precision of the forward pass; auto is bf16 on CUDA and fp32 on the CPU."""
     loss_scale: Positive = 65536.0
     """Initial loss scale for fp16."""
     compile: Annotated[CompileMode, _switch("step", CompileMode)] = Field(
@@ -99,50 +99,50 @@ class TrainerConfig(SectionModel):
     )
     """torch.compile: of the step (true), of the model alone, or off; auto compiles the step of long runs on CUDA."""
     capture: Annotated[CaptureMode, _switch("on", CaptureMode)] = "auto"
-    """Replay whole steps as CUDA graphs: auto where that is possible and faster; on is an error where it is not."""
+    """Replay whole steps as CUDA graphs: auto if possible and faster; on raises an error if impossible."""
     activation_checkpointing: bool | str | ActivationCheckpointing = Field(
         default=False, validation_alias=AliasChoices("activation_checkpointing", "gradient_checkpointing")
     )
     """Recompute activations in the backward pass to save memory: true, a pattern of module names, or {every: 2}."""
     device: str = "auto"
-    """cpu, cuda, cuda:1 …; auto takes CUDA where there is one."""
+    """cpu, cuda, cuda:1 …; auto uses CUDA if available."""
     deterministic: bool = False
-    """Use deterministic kernels only, so that CUDA runs repeat bit for bit too."""
+    """Use only deterministic kernels, so that CUDA runs are reproducible bit for bit too."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads of torch; results repeat bit for bit only with the same number."""
+    """CPU threads of torch; results are reproducible bit for bit only with the same number."""
     train_metrics: bool | None = None
-    """Compute accuracy and other metrics on training batches too; if left out, those that cost next to nothing."""
+    """Compute accuracy and other metrics on training batches too; by default only those that cost next to nothing."""
     max_skipped_steps: Count = 20
-    """Stop with an error after so many updates in a row that were not finite."""
+    """Stop with an error after this many consecutive non-finite updates."""
     drop_last: bool = False
-    """Leave out the last, smaller batch of an epoch."""
+    """Drop the last, smaller batch of an epoch."""
     find_unused_parameters: bool = False
-    """Several processes: allow parameters that have no part in the loss of a step, which costs a little time."""
+    """With several processes: allow parameters that are unused in the loss of a step; slightly slower."""
 
     learning_rate: Positive | None = None
-    """Learning rate, for configs that keep it here; optimizer.lr otherwise."""
+    """Learning rate, for configs that set it here instead of in optimizer.lr."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Weight decay, for configs that keep it here; optimizer.weight_decay otherwise."""
+    """Weight decay, for configs that set it here instead of in optimizer.weight_decay."""
     warmup_steps: CountFrom0 | None = None
-    """Given without a scheduler: linear warm-up over so many steps, then cosine decay to 10 % at the end of the run."""
+    """Without a scheduler section: linear warm-up over this many steps, then cosine decay to 10 %."""
     use_scheduler: bool | None = None
-    """false turns the scheduler off; true asks for `scheduler_type`, or for warmup_cosine."""
+    """false disables the scheduler; true uses `scheduler_type`, or warmup_cosine."""
     scheduler_type: str | None = None
-    """Name of the schedule, for configs that keep it here; scheduler.name otherwise."""
+    """Name of the schedule, for configs that set it here instead of in scheduler.name."""
     use_mixed_precision: bool | None = None
-    """true: `precision_dtype`, or bf16; false: fp32. The key `precision` says it in one."""
+    """true: `precision_dtype`, or bf16; false: fp32. The key `precision` replaces both."""
     precision_dtype: Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] | None = None
-    """Number format, unless use_mixed_precision is false."""
+    """Precision, unless use_mixed_precision is false."""
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Worker processes that load samples of a Dataset or decode images; tensors in memory need none."""
+    """Worker processes that load samples of a Dataset or decode images; not needed for tensors in memory."""
     pin_memory: bool = True
     """Page-locked host memory for asynchronous copies to CUDA."""
     persistent_workers: bool = False
-    """Keep worker processes from epoch to epoch."""
+    """Keep worker processes across epochs."""
     prefetch_factor: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    """Batches each worker loads ahead."""
+    """Batches that each worker prefetches."""
     prefetch: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Batches that a thread makes ready, copies to CUDA included, of tensors or tokens; 0 makes them when due."""
+    """Batches of tensors or tokens that a thread prefetches, copies to CUDA included; 0 prepares them when needed."""
     meaningful_loss: dict[str, Any] | None = None
     """Settings of the loss `meaningful`, for models over tokens of several modalities."""
 
@@ -162,7 +162,7 @@ class TrainerConfig(SectionModel):
         return self
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """Return those of some settings that are given and other than the default.
+        """Return the settings among these that were given and differ from the default.
 
         >>> TrainerConfig(epochs=3, keep_best=3, seed=7).changed(("keep_best", "seed", "batch_size"))
         ['seed']
@@ -177,7 +177,7 @@ class TrainerConfig(SectionModel):
 
     @property
     def recomputed_blocks(self) -> dict[str, Any] | None:
-        """`activation_checkpointing` as arguments of `recompute_activations`; None if nothing is recomputed."""
+        """`activation_checkpointing` as arguments of `recompute_activations`; None if disabled."""
         setting = self.activation_checkpointing
         if isinstance(setting, ActivationCheckpointing):
             return {"blocks": setting.blocks, "every": setting.every}
@@ -185,7 +185,7 @@ class TrainerConfig(SectionModel):
 
     @property
     def resolved_precision(self) -> PrecisionName:
-        """`precision`, with use_mixed_precision and precision_dtype taken into account."""
+        """`precision`, combined with use_mixed_precision and precision_dtype."""
         if self.use_mixed_precision is None and self.precision_dtype is None:
             return self.precision
         if self.use_mixed_precision is False:

@@ -1,4 +1,4 @@
-"""`Loaders`: whatever users have data in becomes batches on the device, and says how many steps a run has."""
+"""`Loaders`: turns any data that users pass into batches on the device, and knows how many steps a run has."""
 
 import logging
 from collections.abc import Iterator
@@ -41,24 +41,24 @@ _WHOLE_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, Weight
 _OF_TORCH = ("pin_memory", "persistent_workers", "prefetch_factor")
 """Settings that are also attributes of torch's DataLoader."""
 _OF_VALIDATION = ("validate_interval", "validate_every_steps", "keep_best")
-"""Settings that do nothing without validation."""
+"""Settings that have no effect without validation."""
 
 
 @runtime_checkable
 class FetchesMany(Protocol):
-    """A map-style dataset that is none of torch's, but fetches several samples at once as those may: Hugging Face's."""
+    """A map-style dataset outside torch that fetches several samples at once, such as Hugging Face's."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
         ...
 
     def __getitems__(self, indices: list[int]) -> Any:
-        """Return the samples at these places."""
+        """Return the samples at these indices."""
         ...
 
 
 class Loaders:
-    """The training and the validation data of a run, as loaders whose batches lie on the device.
+    """The training and validation data of a run, as loaders whose batches are on the device.
 
     >>> data = torch.zeros(10, 4), torch.zeros(10, dtype=torch.long)
     >>> config = TrainerConfig(batch_size=2, epochs=3, grad_accum_steps=2)
@@ -79,10 +79,10 @@ class Loaders:
     ) -> None:
         """Make both loaders; either may be None.
 
-        Arrays get the number format of `model`; `names` are the arguments that errors speak of.
+        Arrays get the dtype of `model`; `names` are the argument names used in errors.
         """
         self.accumulator = GradientAccumulator(accumulation_steps=config.grad_accum_steps)
-        """How many of the training batches make a step."""
+        """How many training batches make a step."""
         self._config = config
         self._machine = machine
         self._model = model
@@ -96,7 +96,7 @@ class Loaders:
     def make(self, source: Any, *, training: bool) -> Loader:
         """Return a loader over another loader, a Dataset, a source of batches, streams, tensors or arrays.
 
-        Data that is no loader yet is shuffled in training, in the order that seed, epoch and position alone decide.
+        Data that is not a loader is shuffled in training, in an order determined by seed, epoch and position alone.
         With several processes each gets its share.
         """
         device, world = self._machine.device, self._machine.world
@@ -113,12 +113,12 @@ class Loaders:
 
     @property
     def sources(self) -> tuple[Loader | None, Loader | None]:
-        """What is read for training and validation, before batches are moved to the device."""
+        """The training and validation loaders, before batches are moved to the device."""
         return _inner(self.train), _inner(self.validation)
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of a whole training batch; None if only the batches show it, as where an epoch has but one."""
+        """Samples of a full training batch; None if it must be read from the batches."""
         source = self.sources[0]
         if not isinstance(source, DataLoader) or isinstance(source, StreamLoader) or len(source) == 1:
             return None
@@ -126,7 +126,7 @@ class Loaders:
 
     @property
     def num_batches(self) -> int | None:
-        """Training batches of an epoch; None if the loader does not know."""
+        """Training batches per epoch; None if the loader does not know."""
         return None if self.train is None else num_batches(self.train)
 
     @property
@@ -148,7 +148,7 @@ class Loaders:
 
 
 def num_batches(loader: Loader) -> int | None:
-    """Return the batches of an epoch; None if the loader does not know."""
+    """Return the batches per epoch; None if the loader does not know."""
     try:
         return len(loader)
     except TypeError:
@@ -209,9 +209,9 @@ def _inner(loader: Loader | None) -> Loader | None:
 
 
 def _as_tensors(source: Any, model: nn.Module | None) -> Any:
-    """Return arrays, tables and, in a pair, lists of numbers as tensors; anything else as it is.
+    """Return arrays, data frames and, in a pair, lists of numbers as tensors; anything else unchanged.
 
-    Floating numbers get the format of the model: that of NumPy is float64 unless asked otherwise.
+    Floating-point values get the dtype of the model, because NumPy's default is float64.
     """
     if is_pair(source):
         return tuple(_as_tensor(one, name, model) for one, name in zip(source, ("data", "labels"), strict=True))
@@ -228,17 +228,17 @@ def _as_tensor(array: Any, name: str, model: nn.Module | None) -> Tensor:
 
 
 def _warn_of_kept(source: Any, config: TrainerConfig, world: World) -> None:
-    """Warn of settings that say other than a loader that is made already: they cannot change it."""
+    """Warn about settings that contradict a loader passed by the user: they cannot change it."""
     of_torch = isinstance(source, TorchDataLoader)
     names = ("batch_size", "drop_last", "num_workers", *(_OF_TORCH if of_torch else ()))
     for name in names:
         value, found = getattr(config, name), getattr(source, name, None)
         if name == "batch_size" and of_torch and found is not None:
-            found *= world.size  # it gives the batches of one process
+            found *= world.size  # it yields the batches of one process
         if name in config.model_fields_set and found is not None and found != value:
             logger.warning(
-                "training.%s is %s, but the loader that is given has %s, and keeps it; "
-                "give the data itself, or leave the setting out",
+                "training.%s is %s, but the given loader has %s, which takes precedence; pass the data itself, or "
+                "remove the setting",
                 name,
                 value,
                 found,
@@ -246,21 +246,21 @@ def _warn_of_kept(source: Any, config: TrainerConfig, world: World) -> None:
 
 
 def _warn_of_no_validation(config: TrainerConfig) -> None:
-    """Warn of settings that wait for a validation where there is no data for one."""
+    """Warn about settings that need validation data if there is none."""
     given = " and ".join(f"training.{name}" for name in config.changed(_OF_VALIDATION) if getattr(config, name))
     if given:
-        logger.warning("there is no validation data, so %s does nothing; give a val_loader", given)
+        logger.warning("there is no validation data, so %s has no effect; pass a val_loader", given)
 
 
 # ------------------------------------------------------------------------------------------------ several processes
 
 
 def _share(source: Any, world: World, *, training: bool) -> Any:
-    """Return a source of batches of which every rank gets its own share.
+    """Return a source of batches that gives every rank its own share.
 
-    An etude DataLoader or StreamLoader is divided here. Of a torch DataLoader this is known by its sampler:
-    ConfigError if all ranks would train on the same batches. Other sources are taken to be divided already. Validation
-    on undivided batches is exact all the same, as every rank then counts every sample.
+    An etude DataLoader or StreamLoader is divided here. A torch DataLoader must have a distributed sampler:
+    ConfigError if all ranks would train on the same batches. Other sources are assumed to be divided already.
+    Validation on undivided batches is still exact, as every rank counts every sample.
     """
     if world.size == 1:
         return source
@@ -270,8 +270,8 @@ def _share(source: Any, world: World, *, training: bool) -> Any:
         return _divided(source, world)
     if training and isinstance(source, TorchDataLoader) and _gives_all(source, world):
         raise ConfigError(
-            f"each of the {world.size} processes would train on all batches of this torch DataLoader; give the Trainer "
-            f"the Dataset itself, an etude DataLoader, or a torch DataLoader with sampler=DistributedSampler(dataset)"
+            f"each of the {world.size} processes would train on all batches of this torch DataLoader; pass the "
+            "Dataset itself, an etude DataLoader, or a torch DataLoader with sampler=DistributedSampler(dataset)"
         )
     return source
 
@@ -279,11 +279,13 @@ def _share(source: Any, world: World, *, training: bool) -> Any:
 def _divided(loader: DataLoader, world: World) -> DataLoader:
     found, size = loader.world_size, loader.batch_size
     if found not in (1, world.size):
-        raise ConfigError(f"the DataLoader is made for {found} processes, but there are {world.size}")
+        raise ConfigError(
+            f"the DataLoader was created for {found} processes, but there are {world.size}; create it in the run"
+        )
     if size < world.size:
         raise ConfigError(
-            f"batch_size {size} is that of all processes together: with {world.size} of them it must be at least "
-            f"{world.size}, or some would always be idle"
+            f"batch_size {size} is divided among all {world.size} processes, so it must be at least {world.size}; "
+            "increase it or use fewer processes"
         )
     return loader if found == world.size else loader.shared(world.rank, world.size)
 

@@ -1,4 +1,4 @@
-"""`Machine`: where a run computes. Its processes, its device, its number format, threads and kernels."""
+"""`Machine`: processes, device, precision, threads and kernels of a run."""
 
 import os
 from collections.abc import Iterator
@@ -27,9 +27,9 @@ from etude.trainer.config import TrainerConfig
 
 
 class Machine:
-    """The processes of a run, the device of this one, and the number format it computes in.
+    """The processes of a run, the device of this process, and its precision.
 
-    Its contexts make the device the current one and explain what a device, a layer or a worker refuses.
+    Its contexts make the device the current one and explain errors of the device, a layer or a worker.
 
     >>> machine = Machine("cpu")
     >>> machine.device, machine.precision.name, machine.world.size
@@ -47,8 +47,8 @@ class Machine:
     ) -> None:
         """Choose a device; `world` is a single process if left out.
 
-        `batch_size` is that of the batches made here, which remedies speak of; None if all are made elsewhere. Raises
-        ConfigError if the device does not exist here.
+        `batch_size` is used in remedies; None if the user's own loader makes all batches. Raises ConfigError if the
+        device does not exist.
         """
         self.world = world if world is not None else World()
         self.device = resolve_device(device, self.world.local_rank)
@@ -60,7 +60,7 @@ class Machine:
 
     @classmethod
     def from_config(cls, config: TrainerConfig, world: World | None = None) -> Self:
-        """Return the machine of a config; set threads and kernels, and join the processes that torchrun started."""
+        """Return the machine of a config; set threads and kernels, and join the processes started by torchrun."""
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         machine = cls(
@@ -77,7 +77,7 @@ class Machine:
         return machine
 
     def at(self, device: torch.device) -> "Machine":
-        """Return this machine with another device: where functions already have their tensors."""
+        """Return this machine with another device, for functions whose tensors are already there."""
         if device == self.device:
             return self
         return Machine(
@@ -98,10 +98,10 @@ class Machine:
         if config.recomputed_blocks is not None:
             recompute_activations(model, **config.recomputed_blocks)
         if self.compiled(config.compile) == "model":
-            model.compile()  # in place: names of parameters stay as they are
+            model.compile()  # in place, so parameter names do not change
 
     def compiled(self, mode: CompileMode) -> Way | None:
-        """Return what is compiled here; None if the step is, or may be if that is worthwhile."""
+        """Return what is compiled here; None if the step is, or may be if worthwhile."""
         is_alone = self.world.size == 1
         if mode == "model" or (mode == "step" and not is_alone):
             return "model"
@@ -109,19 +109,19 @@ class Machine:
         return None if may_be and is_alone else "usual"
 
     def captures(self, mode: CaptureMode) -> bool:
-        """Return whether steps may become CUDA graphs; raise ConfigError if they must and there is no way."""
+        """Return whether steps may become CUDA graphs; raise ConfigError if they must but cannot."""
         why = "the device is " + self.device.type if self.device.type != "cuda" else ""
         if self.world.size > 1:
             why = f"there are {self.world.size} processes"
         if why and mode == "on":
             raise ConfigError(
-                f"training.capture is on, but {why}: CUDA graphs are for one process on CUDA; take auto"
+                f"training.capture is on, but {why}: CUDA graphs need a single process on CUDA; use auto"
             )
         return mode != "off" and not why
 
     @contextmanager
     def training(self, grad_accum_steps: int = 1, recomputable: nn.Module | None = None) -> Iterator[None]:
-        """Train: the device is the current one, and an error of a worker, a layer or the memory has a remedy.
+        """Train with this device as the current one; errors of workers, layers or memory get a remedy.
 
         `recomputable` is a model whose activations might be recomputed to save memory.
         """
@@ -142,7 +142,7 @@ class Machine:
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """Validate or evaluate: the same, with the remedies for validation."""
+        """Validate or evaluate in the same way, with the remedies for validation."""
 
         def remedies() -> list[str]:
             size = self.batch_size or 0
@@ -174,36 +174,38 @@ class Machine:
 
 
 def making_model(device: torch.device) -> AbstractContextManager[None]:
-    """Return the context in which a model and its optimizer are made and moved to the device."""
+    """Return the context in which a model and its optimizer are created and moved to the device."""
     remedies = ["a smaller model", "a device with more memory"]
-    return explain_out_of_memory(device, " while the model was made or moved", lambda: remedies)
+    return explain_out_of_memory(device, " while the model was created or moved", lambda: remedies)
 
 
 def resolve_device(name: str | torch.device = "auto", local_rank: int = 0) -> torch.device:
-    """Return the device that a config names; `auto` is CUDA where there is one.
+    """Return the device that a config names; `auto` is CUDA if available.
 
     >>> resolve_device("cpu")
     device(type='cpu')
 
-    Raises ConfigError if the device does not exist here.
+    Raises ConfigError if the device does not exist.
     """
     device = as_device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count()
         device = torch.device("cuda", local_rank if device.index is None else device.index)
         if not torch.cuda.is_available() or device.index >= count:
-            raise ConfigError(f"device '{name}' is not there ({count} CUDA devices found); use device: auto or cpu")
+            raise ConfigError(
+                f"device '{name}' is not available ({count} CUDA devices found); use device: auto or cpu"
+            )
     elif device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("device 'mps' is not there: this torch or this machine has none; use device: auto or cpu")
+        raise ConfigError("device 'mps' is not available on this machine or in this torch; use device: auto or cpu")
     elif device.type not in ("cpu", "mps"):
         raise ConfigError(f"device '{name}' cannot train; use cpu, cuda or cuda:N")
     return device
 
 
 def configure_cuda_performance() -> None:
-    """Allow TF32 matrix products and cuDNN's, and flash and memory-efficient attention; harmless without CUDA."""
-    # Not torch.backends.cuda.matmul.fp32_precision: after it torch.get_float32_matmul_precision, which others call,
-    # is an error. cuDNN's convolutions take TF32 unless they are forbidden to.
+    """Allow TF32 in matrix products and cuDNN, and flash and memory-efficient attention; no effect without CUDA."""
+    # Do not set torch.backends.cuda.matmul.fp32_precision: torch.get_float32_matmul_precision, which other code
+    # calls, would then raise. cuDNN convolutions use TF32 by default.
     torch.set_float32_matmul_precision("high")
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.enable_mem_efficient_sdp(True)
@@ -211,7 +213,7 @@ def configure_cuda_performance() -> None:
 
 
 def make_deterministic() -> None:
-    """Use deterministic kernels only; an operation that has none raises."""
+    """Use only deterministic kernels; an operation without one raises."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -1,4 +1,4 @@
-"""The step of a run, its optimizer and its learning rate, from what users give: objects, functions or names."""
+"""The step, optimizer and learning rate of a run, from objects, functions or names."""
 
 import functools
 import inspect
@@ -34,7 +34,7 @@ logger = logging.getLogger("etude")
 TorchScheduler = torch.optim.lr_scheduler.LRScheduler
 
 DEFAULT_SCHEDULE = "warmup_cosine"
-"""The schedule of a config that asks for one without naming it, in a file or in Python."""
+"""The default schedule of a config or a Trainer that enables one without naming it."""
 
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | Section | None
@@ -42,16 +42,16 @@ OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch
 
 @runtime_checkable
 class GroupsParameters(Protocol):
-    """A model that says which of its parameters an optimizer must treat otherwise."""
+    """A model that tells which of its parameters need different optimizer settings."""
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Return the trainable parameters in groups, as optimizers take them."""
+        """Return the trainable parameters as optimizer parameter groups."""
 
 
 def make_step(
     model: nn.Module, task: Task, optimizer: OptimizerLike, config: TrainerConfig, machine: Machine
 ) -> Step:
-    """Move a model to the device, make its optimizer, and return the step that trains it."""
+    """Move a model to the device, create its optimizer, and return the step that trains it."""
     task.join(model)
     with making_model(machine.device):
         machine.place(model, config)
@@ -71,7 +71,7 @@ def make_step(
 
 
 def compile_step(step: Step, config: TrainerConfig, machine: Machine, loaders: Loaders) -> CompiledTask:
-    """Let compiled code make the terms of a step, if the config asks for it, or leaves it open; return what decides."""
+    """Use compiled code for the terms of a step if the config says so or leaves it open; return what decides."""
     way = machine.compiled(config.compile)
     compiled = CompiledTask(
         step.objective.task,
@@ -88,7 +88,7 @@ def compile_step(step: Step, config: TrainerConfig, machine: Machine, loaders: L
 
 @without_compiler()
 def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
-    """Return the optimizer itself, one made by a name, a class or a function of the parameters, or AdamW."""
+    """Return the given optimizer, or one built from a name, class or function of the parameters; default AdamW."""
     params = [param for param in model.parameters() if param.requires_grad]
     if not params:
         raise ConfigError("the model has no parameters that require gradients: there is nothing to train")
@@ -111,14 +111,13 @@ def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> t
 
 
 def _check_settings(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> None:
-    """Raise ConfigError if the config has a learning rate or weight decay that the optimizer was not made with."""
+    """Raise ConfigError if the config has a learning rate or weight decay that differs from the optimizer's."""
     for key, name in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
         value = getattr(config, key)
         made = [float(one.get(name, 0.0)) for one in (optimizer.defaults, *optimizer.param_groups)]
         if value is not None and value not in made:
             raise ConfigError(
-                f"training.{key} is {value:g}, but the optimizer that is given has {name} {made[-1]:g}; "
-                f"leave one of them out"
+                f"training.{key} is {value:g}, but the given optimizer has {name} {made[-1]:g}; leave one of them out"
             )
 
 
@@ -132,30 +131,30 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
         if isinstance(value, Tensor) and value.dim()
     )
     if any(value.device != param.device for param, value in tensors):
-        optimizer.load_state_dict(optimizer.state_dict())  # which moves what it loads
+        optimizer.load_state_dict(optimizer.state_dict())  # load_state_dict moves the state
 
 
 @contextmanager
 def hyperparameters(optimizer: torch.optim.Optimizer, callbacks: Iterable[Callback], *, keep: bool) -> Iterator[None]:
-    """Load a checkpoint in this context; `keep` keeps learning rate, weight decay and so on as they are before it."""
+    """Load a checkpoint in this context; with `keep`, learning rate, weight decay and so on do not change."""
     mine = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     if keep and any(isinstance(one, LRSchedule) for one in callbacks):
         raise ConfigError(
-            "keep_hyperparameters cannot change the rates that a torch scheduler holds; take a function of the step, "
-            "such as etude.optim.cosine, as the schedule"
+            "keep_hyperparameters cannot change the rates inside a torch scheduler; use a function of the step, "
+            "such as etude.optim.cosine"
         )
     yield
     if not keep:
         return
     for group, settings in zip(optimizer.param_groups, mine, strict=True):
-        group.pop("initial_lr", None)  # that of the checkpoint
+        group.pop("initial_lr", None)  # the checkpoint's base rate
         group.update(settings)
 
 
 def optimizer_factory(optimizer: Any, settings: Mapping[str, Any]) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return a function of the parameters from one, from a class of optimizers, or from a name.
+    """Return a function of the parameters from such a function, an optimizer class, or a name.
 
-    A class and a name get `settings`, the learning rate and weight decay of the config, where they have none. Raises
+    A class or a name gets `settings` (learning rate and weight decay of the config) unless it has its own. Raises
     ConfigError for anything else.
     """
     if isinstance(optimizer, (str, Mapping)):
@@ -171,20 +170,20 @@ def optimizer_factory(optimizer: Any, settings: Mapping[str, Any]) -> Callable[[
         try:
             made: torch.optim.Optimizer = optimizer(params, **(settings if is_class else {}))
         except TypeError as error:
-            raise ConfigError(f"optimizer cannot be made from the parameters: {error}") from error
+            raise ConfigError(f"optimizer cannot be built from the parameters: {error}") from error
         return made
 
     return make
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raise ConfigError for what is no optimizer or computes the loss again, TrainingError for one of another model."""
+    """Raise ConfigError for a non-optimizer or one with a closure, TrainingError for one of another model."""
     expect("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "or make a torch optimizer")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
         raise ConfigError(
-            f"optimizer {type(optimizer).__name__} computes the loss several times in a step, by a closure, which a "
-            f"run that accumulates and skips updates cannot do; use another one, such as 'adamw'"
+            f"optimizer {type(optimizer).__name__} needs a closure that computes the loss several times per step, "
+            "which is not supported; use another one, such as 'adamw'"
         )
     mine = set(map(id, model.parameters()))
     if not any(id(param) in mine for group in optimizer.param_groups for param in group["params"]):
@@ -192,13 +191,13 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Raise ConfigError for a scheduler that is neither a function of the step nor one of torch."""
+    """Raise ConfigError for a scheduler that is neither a function of the step nor a torch scheduler."""
     if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         return
     made = scheduler.func if isinstance(scheduler, functools.partial) else scheduler
     is_function = callable(scheduler) and not callable(
         getattr(scheduler, "step_update", None)
-    )  # timm's are no functions
+    )  # timm's schedulers are not functions
     expect("scheduler", made, is_function, "a function of the step, a torch scheduler or a name such as 'cosine'")
 
 
@@ -206,15 +205,15 @@ def check_scheduler(scheduler: Any) -> None:
 
 
 class PlannedSchedule:
-    """A schedule as long as the run: it is made from the plan, and made again when the plan changes."""
+    """A schedule as long as the run: built from the plan, and rebuilt when the plan changes."""
 
     def __init__(self, make: Callable[[dict[str, int]], Schedule]) -> None:
-        """`make` is given `total_steps` and `steps_per_epoch`, as far as they are known."""
+        """`make` receives `total_steps` and `steps_per_epoch`, if known."""
         self._make = make
         self._made: tuple[dict[str, int], Schedule] | None = None
 
     def for_plan(self, total_steps: int | None, steps_per_epoch: int | None) -> Schedule:
-        """Return the schedule of a run of so many steps."""
+        """Return the schedule for a run of this many steps."""
         plan = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
         known = {name: steps for name, steps in plan.items() if steps is not None}
         if self._made is None or self._made[0] != known:
@@ -226,39 +225,39 @@ SchedulerLike = Schedule | TorchScheduler | PlannedSchedule | Section | None
 
 
 class RunRate(LearningRate):
-    """The learning rate of a run: constant, a function of the step, a torch scheduler, or as long as the run."""
+    """The learning rate of a run: constant, a function of the step, a torch scheduler, or a named schedule."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, scheduler: SchedulerLike, config: TrainerConfig, loaders: Loaders
     ) -> None:
-        """Take the scheduler that is given, or the one that the config asks for; `loaders` know how long a run is."""
+        """Use the given scheduler, or the one that the config asks for; `loaders` know the length of a run."""
         self._loaders = loaders
         self._planned = _planned(scheduler, config)
         is_torch = isinstance(scheduler, TorchScheduler)
         fixed: Any = None if is_torch or self._planned is not None else scheduler
         super().__init__(optimizer, fixed)
         self.callbacks = [LRSchedule(scheduler, interval="step")] if isinstance(scheduler, TorchScheduler) else []
-        """What drives a torch scheduler."""
+        """The callback that steps a torch scheduler."""
         if loaders.train is not None and (scheduler is not None or loaders.total_steps(config) is None):
-            self.follow(config)  # a schedule that cannot be made is refused now
+            self.follow(config)  # refuse an invalid schedule early
 
     @property
     def has_schedule(self) -> bool:
-        """Whether a schedule sets the rate of every step; a torch scheduler is driven by a callback."""
+        """Whether a schedule sets the rate of every step; a torch scheduler is stepped by a callback."""
         return self._planned is not None or self.schedule is not None
 
     def follow(self, config: TrainerConfig) -> None:
-        """Give a schedule that is as long as the run its length."""
+        """Set the length of a schedule that is as long as the run."""
         if self._planned is not None:
             loaders = self._loaders
             self.schedule = self._planned.for_plan(loaders.total_steps(config), loaders.steps_per_epoch)
 
 
 def _planned(scheduler: SchedulerLike, config: TrainerConfig) -> PlannedSchedule | None:
-    """Return the schedule that is made from the plan of a run; None if there is none, or if its length is fixed.
+    """Return the schedule that is built from the plan of a run; None if there is none, or if its length is fixed.
 
-    It is the one that `scheduler_type` names, `warmup_cosine` where only `use_scheduler` or `warmup_steps` ask for one.
-    Raises ConfigError if that name is unknown, or needs more than a name.
+    `scheduler_type` names it; with only `use_scheduler` or `warmup_steps` it is `warmup_cosine`. Raises ConfigError
+    if the name is unknown, or needs more arguments.
     """
     if scheduler is not None:
         return _given(scheduler, config)
@@ -273,18 +272,18 @@ def _planned(scheduler: SchedulerLike, config: TrainerConfig) -> PlannedSchedule
     except ConfigError as error:
         raise ConfigError(
             f"training.scheduler_type '{section['name']}' cannot be used: {error}; "
-            f"give the Trainer scheduler=…, a function of the step, for more than a name and warmup_steps"
+            f"for more arguments, pass the Trainer scheduler=…, a function of the step"
         ) from error
 
 
 def _given(scheduler: SchedulerLike, config: TrainerConfig) -> PlannedSchedule | None:
-    """Return a scheduler that was given if it is as long as the run; the config must not ask for another one."""
+    """Return a given scheduler if it is as long as the run; the config must not ask for another one."""
     if config.use_scheduler is False:
         raise ConfigError("a scheduler is given, but training.use_scheduler is false; leave one of them out")
     if idle := [
         f"training.{name}" for name in ("scheduler_type", "warmup_steps") if getattr(config, name) is not None
     ]:
-        logger.warning("a scheduler is given, so %s does nothing; leave one of them out", " and ".join(idle))
+        logger.warning("a scheduler is given, so %s has no effect; remove one of them", " and ".join(idle))
     if isinstance(scheduler, (str, Mapping)):
         return _named_schedule(scheduler)
     if isinstance(scheduler, PlannedSchedule):
@@ -299,8 +298,8 @@ def _named_schedule(section: str | Mapping[str, Any]) -> PlannedSchedule:
     def make(plan: dict[str, int]) -> Schedule:
         if "total_steps" not in plan and "total_steps" in parameters_of(selection.component.factory)[0]:
             raise ConfigError(
-                f"the schedule '{selection.component.name}' is as long as the run, and the loader does not know how "
-                f"long that is; set training.max_steps, or give the Trainer scheduler=…"
+                f"the schedule '{selection.component.name}' needs the length of the run, which the loader does not "
+                "know; set training.max_steps, or pass the Trainer scheduler=…"
             )
         schedule: Schedule = build_selection(selection, path="scheduler", provided=plan)
         return schedule

@@ -1,4 +1,4 @@
-"""`Output`: what a run leaves behind. Its folder, who may write there, records, display, checkpoints and result."""
+"""`Output`: the run folder, who may write there, records, display, checkpoints and result."""
 
 import contextlib
 import logging
@@ -25,17 +25,16 @@ from etude.trainer.machine import Machine
 logger = logging.getLogger("etude")
 
 Folder = str | Path | RunFolder | None
-"""A run folder, or where to make one; None if nothing is to be written."""
+"""A run folder, or a path for one; None if nothing is written."""
 _SAVING = ("checkpoint_interval", "save_every_steps", "keep_best")
 
 
 class Output:
-    """The run folder of a trainer, its right to write there, and what is written and shown.
+    """The run folder of a trainer, its permission to write there, and what is written and displayed.
 
-    A folder is free while no run has finished a step in it. A used one may be written by the trainer that used it, by
-    one that has loaded a checkpoint of it, and by one that was given `overwrite`, which removes the earlier run. A
-    folder that is held already, as the command line does, is its holder's responsibility. Without a folder nothing is
-    written.
+    A folder is free until a run has finished a step in it. After that only the same trainer may write to it, or one
+    that has loaded a checkpoint from it, or one with `overwrite`, which removes the earlier run. A folder that the
+    caller has already locked, such as the command line, is not checked. Without a folder nothing is written.
     """
 
     def __init__(
@@ -49,10 +48,10 @@ class Output:
         resume: bool = False,
         whole_config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make the folder if there is none; nothing is written into it yet.
+        """Create the folder if there is none; nothing is written into it yet.
 
-        `progress` shows a live display, or is a callback that does. `overwrite` and `resume` say what is to become of a
-        run that is there. `whole_config` is the config that the run can be built from again, if there is one.
+        `progress` shows a live display, or is a callback that does. `overwrite` and `resume` tell what to do with an
+        existing run. `whole_config` is the config from which the run can be rebuilt, if there is one.
         """
         _check_switches(output_dir, config, overwrite, resume)
         if machine.world.is_main:
@@ -62,9 +61,9 @@ class Output:
         self.folder = _as_folder(output_dir, config.checkpoint_dir)
         self.name = name
         self.is_resumed = False
-        """Whether training goes on: from a checkpoint, or from an earlier `train`."""
+        """Whether training continues from a checkpoint, or from an earlier `train`."""
         self.metrics: dict[str, float] = {}
-        """The last numbers of what it goes on from: the result if nothing is left to train."""
+        """The last metrics of what it continues from: the result if nothing is left to train."""
         self._came_from: Path | None = None
         self._whole_config = None if whole_config is None else dict(whole_config)
         self._overwrite = overwrite
@@ -73,7 +72,7 @@ class Output:
         self._display = display if self._world.is_main else None
         recorder = RunRecorder(self.folder) if self.folder is not None and self._world.is_main else None
         self.callbacks: list[Callback] = [one for one in (recorder, self._display) if one is not None]
-        """What records the run and shows it; they come last."""
+        """Callbacks that record and display the run; they come last."""
 
     @property
     def path(self) -> Path | None:
@@ -81,7 +80,7 @@ class Output:
         return None if self.folder is None else self.folder.path
 
     def say(self, sentence: str) -> None:
-        """Tell the user something at once, as from a signal handler."""
+        """Notify the user at once, for example from a signal handler."""
         if isinstance(self._display, ProgressDisplay):
             self._display.note(sentence)
         elif self._world.is_main:
@@ -91,10 +90,10 @@ class Output:
 
     @contextlib.contextmanager
     def held(self, clock: Clock, config: TrainerConfig) -> Iterator[None]:
-        """Keep other processes out of the folder while a trainer, which stands at `clock`, writes.
+        """Lock the folder against other processes while a trainer, at `clock`, writes.
 
-        The folder then says what the run is: `config.yaml` and `env.json`. Raises RunFolderError if the folder is in
-        use, or holds a run that is not the trainer's.
+        `config.yaml` and `env.json` are written. Raises RunFolderError if the folder is in use, or holds a run of
+        another trainer.
         """
         with contextlib.ExitStack() as stack:
             if self.folder is not None:
@@ -105,19 +104,19 @@ class Output:
     def saver(
         self, state: TrainState, config: TrainerConfig, meta: Mapping[str, Any] | None = None, *, again: bool = False
     ) -> Saver | None:
-        """Return what writes checkpoints, with facts of `meta`; None if there is no folder or none are wanted.
+        """Return a checkpoint writer with `meta`; None if there is no folder or checkpoints are disabled.
 
-        It leaves out the moment that the run has come from, unless that is to be saved `again`.
+        It does not save the state that the run was resumed from, unless `again` is set.
         """
         if self.folder is None or not config.save_checkpoints:
             return None
         manager = CheckpointManager(self.folder.checkpoints_path, keep_best=config.keep_best)
         is_saved = not again and self._came_from is not None and self._holds(self._came_from)
-        resumed = self.metrics if is_saved else None  # the state is, unchanged, that of a checkpoint there
+        resumed = self.metrics if is_saved else None  # the unchanged state is already saved there
         return Saver(manager, state, meta, resumed=resumed, config=dump_yaml(self._described(config)))
 
     def finish(self, clock: Clock, callbacks: CallbackList, metrics: Mapping[str, float]) -> None:
-        """Write `result.json`, unless a signal ended the training; the next training goes on from here."""
+        """Write `result.json`, unless a signal ended the training; the next training continues from here."""
         saved = None if self.folder is None else self.folder.checkpoints_path / folder_name(clock.step)
         self.is_resumed, self._came_from, self.metrics = True, saved, dict(metrics)
         if self.folder is None:
@@ -131,7 +130,7 @@ class Output:
             "metrics": dict(metrics),
             **callbacks.outcome(),
         }
-        # Also where nothing is written: no process may end while another is still at work, its launcher would end both.
+        # Even without a folder: if one process exits while another is still working, the launcher ends both.
         here = self._world.is_main and not control.interrupted
         self._world.attempt(lambda: folder.write_result(result), here=here)
 
@@ -140,13 +139,14 @@ class Output:
             stack.enter_context(folder.lock())
             self._claim(folder, clock.step)
             self._goes_on = True
-        if self._whole_config is not None or not folder.is_rebuildable:  # else the file says more than Python knows
+        # otherwise the file contains more than is known in Python
+        if self._whole_config is not None or not folder.is_rebuildable:
             folder.write_config(self._described(config), rebuildable=self._whole_config is not None)
         if clock.step == 0 or not folder.environment_path.exists():
             folder.write_environment(self._machine.device)
 
     def _claim(self, folder: RunFolder, step: int) -> None:
-        """Take the folder for this run; raise RunFolderError if it is another one's."""
+        """Claim the folder for this run; raise RunFolderError if it belongs to another one."""
         folder.claim_checkpoints(new=not self._goes_on)
         if self._goes_on:
             self._refuse_newer(folder, step)
@@ -154,25 +154,25 @@ class Output:
             folder.remove_run()
         elif folder.is_rebuildable or folder.is_used:
             raise RunFolderError(
-                f"{self.path} already holds a run; resume=True or load_checkpoint({str(self.path)!r}) goes on with it, "
-                f"overwrite=True removes it, another output_dir leaves it alone"
+                f"{self.path} already holds a run; resume=True or load_checkpoint({str(self.path)!r}) continues it, "
+                "overwrite=True removes it; or choose another output_dir"
             )
 
     def _refuse_newer(self, folder: RunFolder, step: int) -> None:
-        """Raise RunFolderError if the run has got further than `step`: its checkpoints would mix with new ones."""
+        """Raise RunFolderError if the folder has checkpoints beyond `step`: they would mix with new ones."""
         for newer, path in find_checkpoints(folder.checkpoints_path).items():
             if newer > step and is_intact(path):
                 raise RunFolderError(
-                    f"{self.path} holds a checkpoint of step {newer}, and training is to go on from step {step}; "
-                    f"load the newest one, or give another output_dir to branch off"
+                    f"{self.path} holds a checkpoint of step {newer}, but training would continue from step {step}; "
+                    "load the newest one, or choose another output_dir"
                 )
 
     def _described(self, config: TrainerConfig) -> dict[str, Any]:
-        """Return the config of the run: the whole one, or what is known of it in Python."""
+        """Return the config of the run: the complete one, or what is known of it in Python."""
         own = {"name": self.name, "training": plain(config)}
         return own if self._whole_config is None else self._whole_config
 
-    # ------------------------------------------------------------------------------------------------ going on
+    # ------------------------------------------------------------------------------------------------ continuing
 
     def to_resume(self) -> Path | None:
         """Return the folder if it holds a checkpoint, intact or not; the same on every rank."""
@@ -183,9 +183,9 @@ class Output:
         return folder.path if self._world.share_text("yes" if found else "") else None
 
     def read(self, path: Path, check: Callable[[Mapping[str, Any], Path], None] | None = None) -> Checkpoint:
-        """Read the checkpoint that a path stands for: itself, or the newest intact one of a run or of a folder.
+        """Read the checkpoint at a path: the checkpoint itself, or the newest intact one of a run or folder.
 
-        All ranks read the same one. `check` is given its facts and place, to refuse it.
+        All ranks read the same one. `check` receives its stored data and location, and may refuse it.
         """
         found = self._world.attempt(lambda: self._locate(path), here=self._world.is_main)
         place = Path(self._world.share_text(str(found)))
@@ -197,7 +197,7 @@ class Output:
         return checkpoint
 
     def loaded(self, checkpoint: Path, metrics: Mapping[str, float]) -> None:
-        """Note that the trainer goes on from a checkpoint: if it is one of this folder, so does the folder's run."""
+        """Record that the trainer continues from a checkpoint, and whether it is one of this folder."""
         self.is_resumed, self._came_from, self.metrics = True, checkpoint, dict(metrics)
         if self._holds(checkpoint):
             self._goes_on = True
@@ -216,11 +216,13 @@ class Output:
 
 
 def _check_switches(output_dir: Any, config: TrainerConfig, overwrite: Any, resume: Any) -> None:
-    """Raise ConfigError for what contradicts."""
+    """Raise ConfigError for contradictory arguments."""
     for name, value in (("overwrite", overwrite), ("resume", resume)):
         expect(name, value, isinstance(value, bool), "True or False")
     if overwrite and resume:
-        raise ConfigError("overwrite=True removes the run in output_dir and resume=True goes on with it: keep one")
+        raise ConfigError(
+            "overwrite=True removes the run in output_dir, but resume=True continues it; keep one of them"
+        )
     if output_dir is None and (overwrite or resume):
         raise ConfigError(f"{'overwrite' if overwrite else 'resume'}=True needs an output_dir")
     if output_dir is None and config.checkpoint_dir is not None:
@@ -228,12 +230,12 @@ def _check_switches(output_dir: Any, config: TrainerConfig, overwrite: Any, resu
 
 
 def _warn_of_ignored(output_dir: Any, config: TrainerConfig) -> None:
-    """Warn of settings that were given and have nothing to act on."""
+    """Warn about settings that have no effect."""
     given = " and ".join(f"training.{name}" for name in config.changed(_SAVING))
     if given and output_dir is None and config.save_checkpoints:
-        logger.warning("nothing is saved without an output_dir, so %s does nothing", given)
+        logger.warning("nothing is saved without an output_dir, so %s has no effect", given)
     elif given and output_dir is not None and not config.save_checkpoints:
-        logger.warning("training.save_checkpoints is false, so %s does nothing", given)
+        logger.warning("training.save_checkpoints is false, so %s has no effect", given)
 
 
 def _as_folder(output_dir: Any, checkpoint_dir: str | None) -> RunFolder | None:

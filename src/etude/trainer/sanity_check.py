@@ -1,7 +1,7 @@
-"""Trying validation before the first step: a validation set that does not fit is found at once, not after an epoch.
+"""Trying validation before the first step: an unsuitable validation set is found at once, not after an epoch.
 
-Nothing of the run is changed by it: random numbers, buffers, modes, metrics and the loss's choices are as they were, so
-that a run with and without this check ends with the same bytes.
+The check changes nothing: random generators, buffers, modes, metrics and decisions of the loss are restored, so a run
+gives the same bytes with and without it.
 """
 
 import copy
@@ -27,10 +27,10 @@ _SMALL = 1 << 20
 
 
 def check_validation(model: nn.Module, task: Task, loader: Loader, num_batches: int, machine: Machine) -> None:
-    """Evaluate the first `num_batches` batches and forget the result; raise DataError if they do not fit.
+    """Evaluate the first `num_batches` batches and discard the result; raise DataError if they do not fit.
 
-    Left out where trying could change the run: a loader that may be read only once, a model whose first batch shapes
-    its layers. With several ranks each tries its own share, and all of them fail if one does.
+    The check is skipped if it could change the run: a loader that can be read only once, or a model with lazy layers.
+    Each rank tries its own share, and all fail if one does.
     """
     source, model = repeatable(loader), unwrap(model)
     if source is None or any(is_lazy(one) for one in (*model.parameters(), *model.buffers())):
@@ -51,7 +51,7 @@ def check_validation(model: nn.Module, task: Task, loader: Loader, num_batches: 
 
 
 class _FirstBatches:
-    """The first batches of another loader that have samples."""
+    """The first non-empty batches of another loader."""
 
     def __init__(self, loader: Loader, count: int) -> None:
         self.loader, self.count = loader, count
@@ -69,7 +69,7 @@ class _FirstBatches:
 
 @contextmanager
 def _explained(*, together: bool) -> Iterator[None]:
-    """Say where an error comes from; let any error be one of etude if all ranks have to fail together."""
+    """Add the location to an error; turn any error into an EtudeError if all ranks must fail together."""
     place = "in validation, tried before the first step"
     try:
         yield
@@ -78,7 +78,7 @@ def _explained(*, together: bool) -> Iterator[None]:
     except EtudeError:
         raise
     except Exception as error:
-        if not together:  # a mistake in somebody's code, which needs its traceback
+        if not together:  # an error in user code, which needs its traceback
             error.add_note(place)
             raise
         text = " ".join(str(error).split()) or "no message"
@@ -86,10 +86,10 @@ def _explained(*, together: bool) -> Iterator[None]:
 
 
 def repeatable(loader: Loader) -> Loader | None:
-    """Return a loader whose first batches may be read without the run noticing; None if there is no such loader.
+    """Return a loader whose first batches can be read without affecting the run; None if there is none.
 
-    Loaders of etude give the same batches every time. Of others that is known of lists and of torch's DataLoader over
-    a dataset with indices; persistent workers, which would remember, are replaced by others for this time.
+    Loaders of etude return the same batches every time. So do lists and torch's DataLoader over a map-style dataset;
+    persistent workers, which would keep state, are replaced by temporary ones.
     """
     inner = loader.loader if isinstance(loader, DeviceLoader) else loader
     if not isinstance(inner, ForeignLoader):
@@ -109,21 +109,20 @@ def repeatable(loader: Loader) -> Loader | None:
     return DeviceLoader(other, loader.device) if isinstance(loader, DeviceLoader) else other
 
 
-# ------------------------------------------------------------------------------------------------ leaving no trace
+# ------------------------------------------------------------------------------------------------ no side effects
 
 
 def copy_apart(task: Task) -> tuple[Task, list[nn.Module]]:
     """Return a copy of a task, and the modules that the copy shares with it.
 
-    What the trial changes in losses and metrics stays in the copy. Modules and large tensors, such as a teacher's, are
-    shared. Of a task that holds something that cannot be
-    copied all is shared.
+    Changes to losses and metrics stay in the copy. Modules and large tensors, such as a teacher's, are shared. If the
+    task holds something that cannot be copied, everything is shared.
     """
     shared = list(_too_large(task, set()))
     modules = [one for one in shared if isinstance(one, nn.Module)]
     try:
         return copy.deepcopy(task, {id(one): one for one in shared}), modules
-    except Exception:  # objects of any kind: a lock, a generator, an open file
+    except Exception:  # any object may be uncopyable: a lock, a generator, an open file
         return copy.copy(task), modules
 
 
@@ -142,4 +141,4 @@ def _too_large(tree: Any, seen: set[int]) -> Iterator[Any]:
             yield from _too_large(value, seen)
     elif not isinstance(tree, (type, Tensor)):
         yield from _too_large(getattr(tree, "__dict__", {}), seen)
-        yield from _too_large(getattr(tree, "__self__", None), seen)  # of a bound method
+        yield from _too_large(getattr(tree, "__self__", None), seen)  # the object of a bound method

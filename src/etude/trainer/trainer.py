@@ -1,4 +1,4 @@
-"""`Trainer`: the object most Python users hold. It puts the parts of a run together and runs the loop."""
+"""`Trainer`: the main class for Python users. It assembles a run and runs the loop."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,12 +35,13 @@ from etude.trainer.sanity_check import check_validation
 class Trainer:
     """Trains any `nn.Module`: `Trainer(model, train_loader, val_loader, config={"epochs": 3}).train()`.
 
-    Batches may be tensors, tuples, mappings or `DataBatch`es; model outputs tensors, tuples, mappings or objects
-    with `logits`. The run is reproducible: the same config gives the same weights, stopped and resumed or not.
+    Batches may be tensors, tuples, mappings or `DataBatch`es; model outputs tensors, tuples, mappings or objects with
+    `logits`. The run is reproducible: the same config gives the same weights, whether or not it was stopped and
+    resumed.
     """
 
     _interrupts: Interrupts | None = None
-    """Those of the training under way, or of the last one."""
+    """Those of the current or last training."""
     _is_training = False
 
     def __init__(
@@ -69,7 +70,7 @@ class Trainer:
         whole_config: Mapping[str, Any] | None = None,
         **modalities: Any,
     ) -> None:
-        """Put a run together; nothing is trained and nothing written yet.
+        """Assemble a run; nothing is trained or written yet.
 
         Args:
             model: any module; it is moved to the device.
@@ -85,26 +86,26 @@ class Trainer:
             loss: a `LossStrategy`, a torch loss or a function of (predictions, labels), or of (output, batch) under
                 that name; found from the shapes of the first batch if left out.
             task: replaces `loss` by full control over how model and batch become loss terms.
-            curriculum: phases that switch the tasks of `task`, a `MultiTask`, on and off as the run goes on: short for
-                a `CurriculumCallback` that stands first.
+            curriculum: phases that switch the tasks of `task`, a `MultiTask`, on and off during the run: short for
+                a `CurriculumCallback` that comes first.
             callbacks: one, or several, called in this order.
             device: overrides `config.device`.
             output_dir: the run folder; without one, nothing is written. One folder is one run: `train` refuses a
                 folder that holds another one.
-            overwrite: remove the run that is in `output_dir` when training starts.
-            resume: load the newest intact checkpoint of `output_dir`, if there is one yet, and go on from it.
+            overwrite: remove the existing run in `output_dir` when training starts.
+            resume: load the newest intact checkpoint of `output_dir`, if there is one, and continue from it.
             use_amp: overrides `config.precision`: True is bf16 (fp16 where bf16 is missing), False is fp32.
             compile_model: overrides `config.compile`: True is "step", False is "off".
             progress: show a live display.
             name: shown in the display.
             world: the processes of the run; found from torchrun's variables by default.
-            meta: facts to keep in every checkpoint's `meta.json`.
-            whole_config: what the run can be built from again: the run folder's `config.yaml`, and `run-config.yaml`
+            meta: data to keep in every checkpoint's `meta.json`.
+            whole_config: what the run can be rebuilt from: the run folder's `config.yaml`, and `run-config.yaml`
                 of every checkpoint; the trainer's own config by default.
             modalities: for tokens of several modalities, instead of `loss`: `vocab`, a `VocabSpec`, and `codebooks` by
                 modality (or `image_codebook`, `spectrum_codebook`, `scalar_centers`) make the loss `MeaningfulLoss`,
                 with the settings of `config.meaningful_loss`; `edges` are those of the bins of scalars, by modality;
-                `use_ce=False` leaves out its cross entropy.
+                `use_ce=False` omits its cross entropy.
         """
         self.model = check_model(model)
         self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
@@ -125,20 +126,20 @@ class Trainer:
         if resume and (path := self.output.to_resume()) is not None:
             self.load_checkpoint(path)
 
-    # ------------------------------------------------------------------------------------------------ doors
+    # ------------------------------------------------------------------------------------------------ public methods
 
     def train(self, num_epochs: int | None = None) -> dict[str, float]:
-        """Train to the end of the plan, from the loaded checkpoint if there is one; return the last numbers.
+        """Train to the end of the plan, from the loaded checkpoint if there is one; return the last metrics.
 
-        `num_epochs` counts from the start of the run, not from the checkpoint. It takes the place of `config.epochs`: a
-        schedule of the config is stretched to the new length. If nothing is left to train, these are the numbers that
-        the run has ended with. After Ctrl-C the run is saved, the result has an entry `interrupted` and
-        `callbacks.control.reason` names the signal.
+        `num_epochs` counts from the start of the run, not from the checkpoint. It overrides `config.epochs`: a
+        schedule of the config gets the new length. If nothing is left to train, the result is the final metrics of
+        the run. After Ctrl-C the run is saved, the result has an entry `interrupted` and `callbacks.control.reason`
+        names the signal.
         """
         if self._is_training:
             raise TrainingError("train() was called inside train(), by a callback; wait until it has returned")
         if self.loaders.train is None:
-            raise ConfigError("there is nothing to train on: give the Trainer a train_loader")
+            raise ConfigError("there is no training data; pass the Trainer a train_loader")
         if num_epochs is not None:
             self.config = self.config.model_copy(update={"epochs": as_epochs(num_epochs)})
         self.callbacks.control.begin()
@@ -165,30 +166,30 @@ class Trainer:
         """Return the mean loss and metrics over a loader (the validation loader by default)."""
         source = self.loaders.validation if loader is None else self.loaders.make(loader, training=False)
         if source is None:
-            raise ConfigError("there is nothing to evaluate on: give a loader")
+            raise ConfigError("there is no evaluation data; pass a loader")
         return self.machine.evaluate(self.model, self.task, source, self._interrupts)
 
     def load_checkpoint(self, path: str | Path, *, keep_hyperparameters: bool = False) -> None:
-        """Restore a checkpoint folder, or the newest intact checkpoint of a run folder; `train` goes on from it.
+        """Restore a checkpoint folder, or the newest intact checkpoint of a run folder; `train` continues from it.
 
-        `keep_hyperparameters` keeps learning rate, weight decay and so on as the optimizer has them now.
+        `keep_hyperparameters` keeps the optimizer's current learning rate, weight decay and so on.
         """
         checkpoint = self.output.read(Path(path), self.check_facts)
-        metrics = checkpoint.metrics  # before anything changes: they may not be numbers
+        metrics = checkpoint.metrics  # before anything changes, since they may be malformed
         with hyperparameters(self.optimizer, self.callbacks, keep=keep_hyperparameters):
             self.state.restore(checkpoint)
         self.output.loaded(checkpoint.path, metrics)
 
     def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
-        """Raise CheckpointError if the facts of the checkpoint at `place` are of another run, as another vocabulary."""
+        """Raise CheckpointError if the data stored in the checkpoint at `place` belongs to another run."""
         self.task.check_facts(saved, place)
         self.callbacks.check_facts(saved, place)
 
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> Path | None:
-        """Write a checkpoint of this moment into the run folder and return its path."""
+        """Write a checkpoint of the current state into the run folder and return its path."""
         saver = self.output.saver(self.state, self.config, self.meta, again=True)
         if saver is None:
-            raise ConfigError("there is nowhere to save: give the Trainer an output_dir")
+            raise ConfigError("checkpoints need a run folder; pass the Trainer an output_dir")
         with self.output.held(self.state.clock, self.config):
             return saver.save(metrics or {})
 
@@ -197,7 +198,7 @@ class Trainer:
         """Optimizer steps of the whole run; None if the loader has no length and max_steps is not set."""
         return self.loaders.total_steps(self.config)
 
-    # ------------------------------------------------------------------------------------------------ parts
+    # ------------------------------------------------------------------------------------------------ internals
 
     def _parts(self) -> RunParts:
         rate, (train, validation) = self.learning_rate, self.loaders.sources
@@ -248,7 +249,7 @@ class Trainer:
         return loop
 
     def _run(self, loop: Loop) -> dict[str, float]:
-        """Run the loop between the first and the last hook of the callbacks; return the last numbers."""
+        """Run the loop between the first and the last hook of the callbacks; return the last metrics."""
         validation, trials = self.loaders.validation, self.config.sanity_val_batches
         self.model.train()
         self._is_training = True

@@ -1,1 +1,1 @@
-"""Doors for people who write the outer loop themselves, or train from plain functions."""
+"""Loops for users who write the outer loop themselves, or train from plain functions."""

@@ -20,7 +20,7 @@ from etude.trainer.loops.epoch import check_keys
 from etude.trainer.trainer import Trainer
 
 MetricObject = LossTracker | Tally | TrainingMetrics
-"""What `metrics` may hold: `LossTracker`, `Accuracy`, `F1` and all others of etude.metrics, or metrics of your own."""
+"""Accepted types of `metrics`: `LossTracker`, `Accuracy`, `F1` and the others of etude.metrics, or your own."""
 
 _STATE = ("clock", "precision", "log", "callbacks", "rng")
 
@@ -28,11 +28,11 @@ _STATE = ("clock", "precision", "log", "callbacks", "rng")
 class BasicTrainingLoop:
     """The shortest way to train: `BasicTrainingLoop(model, optimizer).fit(train_data, val_data, epochs=10)`.
 
-    `metrics` see every batch. Of each kind (`LossTracker`, `Accuracy`, `F1` …) the first follows training, the second
-    validation; they hold the numbers of the last epoch. A `TrainingMetrics` follows both. A torch scheduler is stepped
-    once per epoch; a function of the step sets the rate of every step.
+    `metrics` are updated with every batch. The first of each class (`LossTracker`, `Accuracy`, `F1` …) measures
+    training, the second validation; they hold the values of the last epoch. A `TrainingMetrics` measures both. A
+    torch scheduler is stepped once per epoch; a function of the step sets the rate of every step.
 
-    Every `fit` is a run of its own, from the base rate of the optimizer, unless `load_state_dict` says where to go on.
+    Every `fit` is a separate run that starts from the optimizer's base rate, unless `load_state_dict` was called.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class BasicTrainingLoop:
         overwrite: bool = False,
         resume: bool = False,
     ) -> None:
-        """Set what every `fit` has in common; `output_dir`, `overwrite` and `resume` are those of a `Trainer`."""
+        """Set the options of every `fit`; `output_dir`, `overwrite` and `resume` are those of a `Trainer`."""
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -63,16 +63,16 @@ class BasicTrainingLoop:
         self.trainer: Trainer | None = None
         """The trainer of the last `fit`."""
         self._restored: dict[str, Any] | None = None
-        _shares(self.metrics)  # what cannot be filled is refused now
+        _shares(self.metrics)  # refuse unusable metrics early
 
     def add_callback(self, callback: Callback) -> None:
         """Add a callback at the end of the order."""
         self.callbacks.append(callback)
 
     def fit(self, train_data: Any, val_data: Any = None, epochs: int = 10) -> dict[str, float]:
-        """Train and return the numbers of the last epoch.
+        """Train and return the metrics of the last epoch.
 
-        `epochs` takes the place of `config.epochs`; a schedule of the config is as long as that.
+        `epochs` overrides `config.epochs`, also for the length of a schedule of the config.
         """
         callbacks: list[Callback] = []
         loss = as_strategy(as_loss(self.loss))
@@ -101,7 +101,7 @@ class BasicTrainingLoop:
         return self.trainer.train(num_epochs=epochs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the last `fit` stands; model, optimizer and a torch scheduler have states of their own."""
+        """Return the progress of the last `fit`; model, optimizer and torch scheduler have their own state dicts."""
         if self.trainer is None:
             raise CheckpointError("there is nothing to save yet: call fit first")
         state = self.trainer.state
@@ -113,13 +113,13 @@ class BasicTrainingLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next `fit` go on from `state_dict`, to `epochs` counted from the start."""
+        """Let the next `fit` continue from `state_dict`, up to `epochs` counted from the start."""
         check_keys(state, _STATE, "BasicTrainingLoop")
         self._restored = dict(state)
 
 
 def _go_on(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Put a trainer where `state` says; what a checkpoint holds beside, the user has restored."""
+    """Set a trainer to the progress in `state`; the user has restored the rest of a checkpoint."""
     for name in _STATE[:-1]:
         getattr(trainer.state, name).load_state_dict(state[name])
     trainer.state.random.load(state["rng"])
@@ -129,7 +129,7 @@ def _go_on(trainer: Trainer, state: Mapping[str, Any]) -> None:
 
 
 def _shares(metrics: Iterable[MetricObject]) -> tuple[list[LossTracker | Tally], list[LossTracker | Tally]]:
-    """Return the metrics that follow training and those that follow validation."""
+    """Return the metrics for training and those for validation."""
     kinds: dict[type, list[LossTracker | Tally]] = {}
     for metric in metrics:
         if isinstance(metric, (LossTracker, Tally)):
@@ -145,18 +145,18 @@ def _shares(metrics: Iterable[MetricObject]) -> tuple[list[LossTracker | Tally],
 
 
 class _Observed(LossStrategy):
-    """A loss that shows every batch to the metric objects a user brought, those of training or of validation."""
+    """A loss that also updates the user's metric objects for training or validation."""
 
     def __init__(self, loss: LossStrategy, metrics: list[MetricObject]) -> None:
         self.loss = loss
         self.training, self.validation = _shares(metrics)
 
     def run(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
-        """Run the model as the loss itself does."""
+        """Run the model as the wrapped loss does."""
         return self.loss.run(call, model, batch)
 
     def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
-        """Return the terms of the loss itself."""
+        """Return the terms of the wrapped loss."""
         terms = self.loss.terms(output, batch, metrics=metrics)
         watched = self.training if torch.is_grad_enabled() else self.validation
         with torch.no_grad():
@@ -170,15 +170,15 @@ class _Observed(LossStrategy):
         return terms
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
-        """Return the counts of the loss itself."""
+        """Return the counts of the wrapped loss."""
         return self.loss.counts(batch)
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the numbers that the loss itself derives."""
+        """Return the metrics that the wrapped loss derives."""
         return self.loss.derived(means)
 
     def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return what metrics compare, as the loss itself does."""
+        """Return predictions and labels as the wrapped loss does."""
         return self.loss.judged(output, batch)
 
 
@@ -188,7 +188,7 @@ def _loss_of(terms: Terms) -> Tensor:
 
 
 class _KeepMetrics(Callback):
-    """Resets the metrics with every epoch, so that they hold the numbers of the last one."""
+    """Resets the metrics at every epoch, so that they hold the values of the last one."""
 
     def __init__(self, observed: _Observed, metrics: list[MetricObject]) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class _KeepMetrics(Callback):
             metric.reset()
 
     def on_validation_cut_off(self, epoch: int) -> None:
-        """Nothing to undo: the next validation begins with a reset."""
+        """Nothing to undo: the next validation starts with a reset."""
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:  # noqa: ARG002 - hook signature
         for summary in self._summaries:

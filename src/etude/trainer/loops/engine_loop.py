@@ -1,4 +1,4 @@
-"""One epoch of the engine's loop at a time: where a run stands, how an epoch is run, and what is saved of it."""
+"""Runs the engine's loop one epoch at a time: progress, running an epoch, and saved state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ _STATE = ("clock", "log", "precision", "callbacks", "rng", "loss")
 
 @dataclass(slots=True)
 class Epoch:
-    """What one epoch is run with."""
+    """The inputs of one epoch."""
 
     step: Step
     loaders: Loaders
@@ -40,14 +40,14 @@ class Epoch:
     machine: Machine
     rate: LearningRate
     model: nn.Module | None
-    """None if training is by functions that belong to no module."""
+    """None if training uses functions that belong to no module."""
     validated: Task
-    """What is evaluated on the validation data."""
+    """The task that is evaluated on the validation data."""
     total_epochs: int | None = None
 
 
 class EngineLoop(EpochLoop):
-    """A run whose epochs somebody else counts."""
+    """A run whose epochs are counted by the caller."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class EngineLoop(EpochLoop):
         self.clock = Clock()
         self.log = StepLog()
         self._data = _LoaderState()
-        self._trains: object = None  # the model, or the function in place of one, of the run under way
+        self._trains: object = None  # the model, or the function in place of one, of the current run
         self._has_begun = self._is_restored = False
         self._logs: dict[str, float] = {}
 
@@ -81,9 +81,9 @@ class EngineLoop(EpochLoop):
     # ------------------------------------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where training stands: clock, numbers in flight, callbacks, loss scale, generators and data.
+        """Return the progress: clock, running sums, callbacks, loss scale, random generators and loader state.
 
-        Model, optimizer and a torch scheduler have states of their own; a schedule function follows the clock.
+        Model, optimizer and a torch scheduler have their own state dicts; a schedule function depends on the clock.
         """
         return {
             "clock": self.clock.state_dict(),
@@ -96,7 +96,7 @@ class EngineLoop(EpochLoop):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`: the next epoch is the one that was under way, from the step where it stood."""
+        """Continue from `state_dict`: the next epoch is the interrupted one, from the step it had reached."""
         check_keys(state, _STATE, "TrainingLoop")
         self.task.decide(state["loss"])
         self.clock.load_state_dict(state["clock"])
@@ -110,9 +110,9 @@ class EngineLoop(EpochLoop):
     def load_checkpoint(
         self, path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None
     ) -> None:
-        """Go on from a checkpoint, or the newest intact one of a run folder: all of `state_dict`, model and optimizer.
+        """Continue from a checkpoint, or the newest intact one of a run folder: `state_dict`, model and optimizer.
 
-        The next epoch is `clock.epoch`, from the step where it stood. A torch scheduler is restored too if given.
+        The next epoch is `clock.epoch`, from the step it had reached. A torch scheduler is restored too if given.
         """
         model.to(self.machine.device)
         callbacks = self._listed(*driver(scheduler))
@@ -123,7 +123,7 @@ class EngineLoop(EpochLoop):
         self._is_restored, self._has_begun, self._trains = True, False, unwrap(model)
 
     def finish(self) -> None:
-        """End the run: callbacks close their files, warn and sample text. The next epoch goes on where it ended."""
+        """End the run: callbacks close their files, warn and sample text. A later epoch continues from here."""
         if self._has_begun:
             self._has_begun = False
             callbacks = self._listed()
@@ -134,7 +134,7 @@ class EngineLoop(EpochLoop):
     # ------------------------------------------------------------------------------------------------ an epoch
 
     def _run(self, number: int, epoch: Epoch) -> dict[str, float]:
-        """Run one epoch of the engine's loop and return its numbers."""
+        """Run one epoch of the engine's loop and return its metrics."""
         step, loaders, machine, rate = epoch.step, epoch.loaders, epoch.machine, epoch.rate
         callbacks = epoch.callbacks
         assert loaders.train is not None
@@ -185,7 +185,7 @@ class EngineLoop(EpochLoop):
         return logs
 
     def _go_to(self, number: int) -> bool:
-        """Begin an epoch, unless it is the one that was restored; return whether a run was."""
+        """Begin an epoch, unless it is the restored one; return whether a run was restored."""
         resumed, self._is_restored = self._is_restored, False
         if not (resumed and self.clock.epoch == number):
             self.clock.epoch, self.clock.position = number, 0
@@ -193,7 +193,7 @@ class EngineLoop(EpochLoop):
         return resumed
 
     def _state(self, model: nn.Module, optimizer: Any, callbacks: CallbackList, task: Task) -> TrainState:
-        """Return the state of the run; of functions whose optimizer is not known nothing can be saved."""
+        """Return the state of the run; without a known optimizer nothing can be saved."""
         precision, world = self.machine.precision, self.machine.world
         parts = model, optimizer, precision, self.clock, self.log, callbacks, world
         state = TrainState(*parts, self.config.seed, task, loader=self._data)
@@ -204,8 +204,8 @@ class EngineLoop(EpochLoop):
         saver = self.output.saver(state, self.config, self.task.facts())
         if saver is not None and (epoch.model is None or epoch.rate.optimizer is None):
             raise ConfigError(
-                "output_dir saves model and optimizer, and these functions do not say which: pass a module's forward "
-                "and an optimizer's step method, or leave output_dir out"
+                "output_dir saves model and optimizer, which are unknown here; pass a module's forward and an "
+                "optimizer's step method, or remove output_dir"
             )
         return saver
 
@@ -228,7 +228,7 @@ class EngineLoop(EpochLoop):
         return CallbackList((*self.callbacks, *self.output.callbacks, *more), self.control)
 
     def _take(self, trains: object) -> None:
-        """Begin a new run if another model is to be trained than before."""
+        """Begin a new run if another model is trained than before."""
         if self._trains is not None and self._trains != trains:
             self.finish()
             self._forget()
@@ -239,7 +239,7 @@ class EngineLoop(EpochLoop):
 
 
 class _LoaderState:
-    """The state of the training loader, if it keeps one; each epoch brings its loader, perhaps after the state."""
+    """The state of the training loader, if it has one; each epoch brings its loader, possibly after the state."""
 
     def __init__(self) -> None:
         self._loader: StatefulLoader | None = None
@@ -259,7 +259,7 @@ class _LoaderState:
 
 
 class _ProgramRandom(RunRandom):
-    """The generators of the program itself: an epoch that somebody else calls for draws from them."""
+    """The program's own generators: an epoch that the user calls draws from them."""
 
     def state(self) -> dict[str, Any]:
         return rng_state()
@@ -269,6 +269,6 @@ class _ProgramRandom(RunRandom):
 
 
 def driver(scheduler: Any) -> list[Callback]:
-    """Return what steps a torch scheduler with every step; nothing for a function of the step."""
+    """Return a callback that steps a torch scheduler with every step; none for a function of the step."""
     is_torch = isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
     return [LRSchedule(scheduler, interval="step")] if is_torch else []

@@ -1,4 +1,4 @@
-"""What the loops by epochs have in common: stopping, the end of a run, saved states, and a line for the epoch."""
+"""Shared parts of the loops by epoch: stopping, ending a run, saved states, and a progress line."""
 
 import contextlib
 import sys
@@ -16,7 +16,7 @@ REFRESH_S = 0.25
 
 
 class EpochLoop(ABC):
-    """A loop whose user writes the outer one: it asks `should_stop`, and ends the run by `finish` or a `with` block."""
+    """A loop whose user writes the outer one: check `should_stop`, end with `finish` or a `with` block."""
 
     def __init__(self) -> None:
         self.control = Control()
@@ -39,13 +39,13 @@ class EpochLoop(ABC):
 
 
 def check_keys(state: Mapping[str, Any], keys: Collection[str], owner: str) -> None:
-    """Raise CheckpointError unless a saved state has all of its parts."""
+    """Raise CheckpointError unless a saved state has all its keys."""
     if missing := [key for key in keys if key not in state]:
         raise CheckpointError(f"this is not the state of a {owner}: it has no {', '.join(missing)}")
 
 
 def check_validation(callbacks: Iterable[Callback], validation: Any, remedy: str) -> None:
-    """Raise ConfigError for callbacks that wait for a validation number where there is no validation."""
+    """Raise ConfigError for callbacks that monitor a validation metric if there is no validation."""
     if validation is not None:
         return
     for callback in callbacks:
@@ -54,7 +54,7 @@ def check_validation(callbacks: Iterable[Callback], validation: Any, remedy: str
         if (name := callback.monitored.name).startswith("val_"):
             raise ConfigError(
                 f"{type(callback).__name__} monitors '{name}', but there is no validation here: give {remedy}, give "
-                f"the callback to the ValidationLoop, or monitor a training number such as 'loss'"
+                f"the callback to the ValidationLoop, or monitor a training metric such as 'loss'"
             )
 
 
@@ -62,17 +62,17 @@ def check_validation(callbacks: Iterable[Callback], validation: Any, remedy: str
 
 
 def wants_progress(progress: bool | None, callbacks: Iterable[Callback]) -> bool:
-    """Return whether a line is to be shown: if asked for, or on a terminal where no display is among the callbacks."""
+    """Return whether to show a progress line: if requested, or on a terminal without a display callback."""
     if progress is not None:
         return progress
     return is_terminal(sys.stdout) and not any(isinstance(one, ProgressDisplay) for one in callbacks)
 
 
 class EpochProgress(Callback):
-    """A line for the epoch under way: redrawn in place on a terminal, written once at its end elsewhere."""
+    """A progress line for the current epoch: redrawn in place on a terminal, written once at the end elsewhere."""
 
     def __init__(self, progress: bool | None = None, stream: TextIO | None = None) -> None:
-        """`progress` True writes a line of every epoch also where the output is not a terminal."""
+        """With `progress` True, a line per epoch is written even if the output is not a terminal."""
         super().__init__()
         self._stream = stream
         self._writes_always = bool(progress)
@@ -82,20 +82,20 @@ class EpochProgress(Callback):
         self._began = self._due = 0.0
 
     def begin(self, label: str, total: int | None) -> None:
-        """Begin a line of `total` steps; None if that is not known."""
+        """Begin a line of `total` steps; None if unknown."""
         self._label, self._total, self._count, self._words = label, total, 0, ""
         self._began = time.perf_counter()
         self._due = self._began + REFRESH_S
 
     def advance(self) -> None:
-        """Count one step, and draw if it is time."""
+        """Count one step, and redraw if it is time."""
         self._count += 1
         if (now := time.perf_counter()) >= self._due:
             self._due = now + REFRESH_S
             self.draw()
 
     def draw(self, end: str = "") -> None:
-        """Draw the line; with an `end` it stays."""
+        """Draw the line; with an `end` it stays on screen."""
         stream = self._stream if self._stream is not None else sys.stdout
         terminal = is_terminal(stream)
         if not terminal and not (end and self._writes_always):
@@ -103,12 +103,12 @@ class EpochProgress(Callback):
         total = "" if self._total is None else f"/{self._total}"
         seconds = time.perf_counter() - self._began
         erase = "\r\x1b[2K" if terminal else ""
-        with contextlib.suppress(OSError, ValueError):  # a closed pipe costs the line, not the run
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe loses the line, not the run
             stream.write(f"{erase}{self._label}  {self._count}{total}{self._words}  {seconds:.1f} s{end}")
             stream.flush()
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Learn how many steps an epoch has."""
+        """Set the number of steps per epoch."""
         self._total = run.steps_per_epoch
 
     def on_epoch_begin(self, epoch: int) -> None:
@@ -116,19 +116,19 @@ class EpochProgress(Callback):
         self.begin(f"epoch {epoch + 1}", self._total)
 
     def on_step_end(self, report: StepReport) -> None:  # noqa: ARG002 - hook signature
-        """Count."""
+        """Count a step."""
         self.advance()
 
     def on_log(self, record: Logs) -> None:
-        """Take numbers that have been read anyway."""
+        """Show metrics that have been read anyway."""
         names = ("loss", "accuracy", "lr")
         self._words = "".join(f"  {name} {record[name]:.4g}" for name in names if name in record)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:  # noqa: ARG002 - hook signature
-        """Leave the line with the numbers of the epoch."""
+        """Finish the line with the metrics of the epoch."""
         self.on_log(logs)
         self.draw("\n")
 
     def on_exception(self, error: BaseException) -> None:  # noqa: ARG002 - hook signature
-        """Leave the line as it is."""
+        """Finish the line as it is."""
         self.draw("\n")

@@ -1,4 +1,4 @@
-"""Training from plain functions: a forward, a loss, an update, and no base class. The same step runs them."""
+"""Training from plain functions (forward, loss, update) without a base class, using the same step."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -69,11 +69,11 @@ def function_step(
     accumulates: bool = False,
     metrics: bool = False,
 ) -> Step:
-    """Return the engine's step made of plain functions; a module among them is moved to `device` if one is given.
+    """Return the engine's step built from plain functions; a module among them is moved to `device`, if given.
 
-    If `optimizer_step` is the `step` method of a torch optimizer, clipping and skipping of non-finite updates are
-    those of any other run. Any other function is called as it is; to clip, its parameters must be known, so
-    `model_forward` must then be a module or a method of one.
+    If `optimizer_step` is the `step` method of a torch optimizer, clipping and skipping of non-finite updates work as
+    in any other run. Any other function is called unchanged; clipping then requires that `model_forward` is a module
+    or a method of one, so that the parameters are known.
     """
     model = _module_of(model_forward)
     if model is not None and device is not None:
@@ -106,8 +106,8 @@ def function_step(
 class FunctionTask(Task):
     """A task from a forward function and a loss function of (predictions, labels).
 
-    The loss counts as it is; with `by_samples` as a mean over the samples of its batch, so that batches of different
-    sizes add up to the mean over all of them.
+    By default each batch counts equally. With `by_samples` the loss is a mean over the samples of its batch, and
+    larger batches count more.
     """
 
     def __init__(self, model_forward: Forward, compute_loss: ComputeLoss, *, by_samples: bool = False) -> None:
@@ -115,12 +115,12 @@ class FunctionTask(Task):
         self.compute_loss = compute_loss
         self.by_samples = by_samples
         self.batches = 0
-        """How many it has seen."""
+        """Number of samples seen."""
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:  # noqa: ARG002 - task protocol
-        """Return the loss, and accuracy if the labels are class numbers."""
+        """Return the loss, and accuracy if the labels are class indices."""
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise DataError(f"plain functions are given batches of (data, labels), found {_form(batch)}")
+            raise DataError(f"plain functions need batches of (data, labels), found {_form(batch)}")
         data, labels = batch
         self.batches += 1
         predictions = self.model_forward(data)
@@ -136,7 +136,7 @@ class FunctionTask(Task):
 
 
 class FollowMetrics(Callback):
-    """Keeps the numbers of the epoch under way in a `TrainingMetrics`, and logs them."""
+    """Stores the metrics of the current epoch in a `TrainingMetrics`, and logs them."""
 
     def __init__(self, metrics: TrainingMetrics, task: FunctionTask) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class FollowMetrics(Callback):
         self._task.batches = 0
 
     def on_step_end(self, report: StepReport) -> None:  # noqa: ARG002 - hook signature
-        """Count batches."""
+        """Count a batch."""
         self._metrics.current_batch = self._task.batches
 
     def on_log(self, record: Logs) -> None:
@@ -160,7 +160,7 @@ class FollowMetrics(Callback):
 
 
 class MethodUpdater(Updater):
-    """The engine's update, with the caller's own way of zeroing gradients."""
+    """The engine's update, with the caller's function for zeroing gradients."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, zero_gradients: Action, clip_norm: float | None) -> None:
         super().__init__(optimizer, clip_norm=clip_norm)
@@ -168,7 +168,7 @@ class MethodUpdater(Updater):
 
 
 class FunctionUpdater:
-    """An update by a function that the engine cannot look into."""
+    """An update by an opaque function."""
 
     lr = float("nan")
 
@@ -190,10 +190,10 @@ class FunctionUpdater:
         return self.params[0].device if self.params else torch.device("cpu")
 
     def send_rates(self) -> None:
-        """Only the function knows the learning rate."""
+        """Unknown: only the function has the learning rate."""
 
     def apply(self, divisor: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Divide, clip if asked to, and call the function unless a known gradient is not finite."""
+        """Divide, clip if configured, and call the function unless a known gradient is not finite."""
         grads = [param.grad for param in self.params if param.grad is not None]
         norm = global_norm(grads)
         if divisor != 1.0:  # several micro-batches
@@ -207,7 +207,7 @@ class FunctionUpdater:
 
 
 def _class_dim(predictions: Any, labels: Any) -> int | None:
-    """Return the dimension of the classes; None if these are not numbers for classes and the classes themselves."""
+    """Return the class dimension; None if these are not class scores and class indices."""
     if not (isinstance(predictions, Tensor) and isinstance(labels, Tensor)) or labels.is_floating_point():
         return None
     shape = predictions.shape

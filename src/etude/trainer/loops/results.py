@@ -1,4 +1,4 @@
-"""`EpochResult`: the numbers of one epoch of training or validation."""
+"""`EpochResult`: the metrics of one epoch of training or validation."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -11,7 +11,7 @@ from etude.losses.functional import perplexity
 
 @dataclass(frozen=True, slots=True)
 class EpochResult:
-    """Numbers of one epoch; `to_dict` and `from_dict` make it JSON and back.
+    """Metrics of one epoch; `to_dict` and `from_dict` convert it to and from JSON data.
 
     >>> result = EpochResult(epoch=0, loss=0.5, duration_s=2.0, num_samples=100, nll=0.0)
     >>> result.perplexity, result.samples_per_s
@@ -24,27 +24,27 @@ class EpochResult:
     loss: float
     duration_s: float
     num_samples: int
-    """Samples; of batches that do not tell how many they have, batches."""
+    """Samples; the number of batches if their samples are unknown."""
     accuracy: float | None = None
     lr: float | None = None
     grad_norm_min: float | None = None
     grad_norm_max: float | None = None
     skipped: int = 0
-    """Updates that were not finite and were skipped."""
+    """Updates that were skipped because they were not finite."""
     nll: float | None = None
-    """Mean cross entropy in nats per label, without label smoothing and other terms; None if it is not known."""
+    """Mean cross entropy in nats per label, without label smoothing and other terms; None if unknown."""
     num_tokens: int = 0
-    """Tokens, padding left out; 0 if the batches held something else."""
+    """Tokens without padding; 0 if the batches have none."""
     mfu: float | None = None
-    """Share of the device's peak arithmetic that the model made use of."""
+    """Share of the device's peak FLOP/s that the model used (MFU)."""
     data_wait: float | None = None
-    """Share of the time in which steps waited for data."""
+    """Share of the time that steps waited for data."""
     parts: dict[str, float] = field(default_factory=dict, hash=False)
-    """All other numbers of the epoch by name: of each task (`code/loss`), of each modality (`loss_img`) …"""
+    """All other metrics of the epoch by name: of each task (`code/loss`), of each modality (`loss_img`) …"""
 
     @property
     def tasks(self) -> dict[str, dict[str, float]]:
-        """The numbers of each task, by its name; empty if there is one task only.
+        """The metrics of each task, by its name; empty if there is only one task.
 
         >>> EpochResult(0, 0.5, 1.0, 8, parts={"code/loss": 0.5, "loss_ce": 0.4}).tasks
         {'code': {'loss': 0.5}}
@@ -58,7 +58,7 @@ class EpochResult:
 
     @property
     def perplexity(self) -> float | None:
-        """exp(nll): between how many labels the model chooses; None where there is no cross entropy."""
+        """exp(nll), the effective number of labels the model chooses from; None without cross entropy."""
         return None if self.nll is None else perplexity(self.nll)
 
     @property
@@ -78,7 +78,7 @@ class EpochResult:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second over the epoch; None where there are none."""
+        """Tokens per second over the epoch; None if there are none."""
         return self.num_tokens / self.duration_s if self.num_tokens and self.duration_s > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ _ELSEWHERE = {
     "epoch_s",
     "perplexity",
 }
-"""Numbers of an epoch that a result has in another form."""
+"""Metrics of an epoch that a result holds in other fields."""
 
 
 def epoch_result(
@@ -116,7 +116,7 @@ def epoch_result(
     *,
     nll: float | None,
 ) -> EpochResult:
-    """Return the result of an epoch from its numbers by name."""
+    """Return the result of an epoch from its metrics by name."""
     own = {name: logs[name] for name in _OWN if name in logs}
     return EpochResult(
         epoch=epoch,
@@ -132,5 +132,5 @@ def epoch_result(
 
 
 def cross_entropy_of(task: Task, logs: Mapping[str, float]) -> float | None:
-    """Return the mean cross entropy among the numbers of an epoch; None for several tasks, or a loss without one."""
+    """Return the mean cross entropy among the metrics of an epoch; None for several tasks, or a loss without one."""
     return task.strategy.cross_entropy(logs) if isinstance(task, SupervisedTask) else None

@@ -1,4 +1,4 @@
-"""Loops for people who write the outer loop themselves: one epoch of training at a time."""
+"""Training loops for users who write the outer loop themselves: one epoch at a time."""
 
 import logging
 import time
@@ -38,8 +38,8 @@ logger = logging.getLogger("etude")
 class TrainingLoop(EngineLoop):
     """Training by epochs, with objects (`train_epoch`) or with plain functions (`run_epoch`, `run`).
 
-    The callbacks' `on_train_begin` comes with the first epoch of a model, `on_train_end` with `finish()`, or at the end
-    of a `with` block or of `run`. After an epoch `should_stop` says whether a callback asked to stop.
+    `on_train_begin` of the callbacks is called with the first epoch of a model, `on_train_end` by `finish()`, or at
+    the end of a `with` block or of `run`. After an epoch `should_stop` tells whether a callback asked to stop.
     """
 
     def __init__(
@@ -60,24 +60,24 @@ class TrainingLoop(EngineLoop):
         output_dir: str | Path | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Set what every epoch has in common.
+        """Set the options of every epoch.
 
         Args:
             log_interval: steps between log points.
             clip_gradients: clip the global gradient norm to `max_grad_norm`; both may be changed between epochs.
             max_grad_norm: see `clip_gradients`.
-            loss_strategy: the loss of `train_epoch`; `run` and `run_epoch` are given theirs.
+            loss_strategy: the loss of `train_epoch`; `run` and `run_epoch` take a loss function instead.
             task: replaces `loss_strategy` by full control over how model and batch become loss terms.
             gradient_accumulator: micro-batches per step.
             gradient_monitor: one more callback.
             callbacks: called in this order.
             use_amp: mixed precision in bf16.
-            device: where `train_epoch` trains (the CPU by default); plain functions stay where they are unless given.
-            seed: of the order of data that is no loader yet.
-            progress: show a line for the epoch under way; by default on a terminal only.
+            device: where `train_epoch` trains (the CPU by default); plain functions are not moved unless it is given.
+            seed: of the order of data that is not a loader.
+            progress: show a line for the current epoch; by default only on a terminal.
             output_dir: the run folder, as that of a `Trainer`: numbers, events and a checkpoint after every epoch, from
                 which `load_checkpoint` goes on.
-            overwrite: remove the run that is in `output_dir` when training starts.
+            overwrite: remove the existing run in `output_dir` when training starts.
         """
         if not isinstance(gradient_accumulator, GradientAccumulator | None):
             raise ConfigError(
@@ -103,7 +103,7 @@ class TrainingLoop(EngineLoop):
 
     @property
     def clip_norm(self) -> float | None:
-        """The norm that gradients are clipped to; None if they are not."""
+        """The norm that gradients are clipped to; None without clipping."""
         if self.clip_gradients and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be above 0, got {self.max_grad_norm}")
         return self.max_grad_norm if self.clip_gradients else None
@@ -119,12 +119,12 @@ class TrainingLoop(EngineLoop):
         epoch: int = 0,
         val_dataloader: Any = None,
     ) -> EpochResult:
-        """Train one epoch and return its numbers; the scheduler advances with every optimizer step.
+        """Train one epoch and return its metrics; the scheduler advances with every optimizer step.
 
-        With `val_dataloader` the epoch ends with a validation, whose numbers (`val_loss` …) callbacks receive and the
+        With `val_dataloader` the epoch ends with a validation, whose metrics (`val_loss` …) callbacks receive and the
         result holds in `parts`.
 
-        Raises DataError if the loader is empty, TrainingError if numbers stay non-finite or memory runs out, and
+        Raises DataError if the loader is empty, TrainingError if updates stay non-finite or memory runs out, and
         KeyboardInterrupt after the current step if a signal asked to stop.
         """
         check_model(model)
@@ -176,10 +176,11 @@ class TrainingLoop(EngineLoop):
     ) -> None:
         """Train one epoch from plain functions; `metrics` receives the mean loss and accuracy.
 
-        Callbacks, clipping, accumulation and mixed precision are those of the loop. What needs the parameters
-        (clipping, accumulation) or the layers (`GradientMonitor`, `ModelCheckpoint`) is refused if they are not known:
-        pass a module, its method, or the `step` method of an optimizer. With accumulation `compute_loss` is taken for a
-        mean over samples. The epoch is `metrics.current_epoch`, or the next one if that has been trained already.
+        Callbacks, clipping, accumulation and mixed precision are those of the loop. Features that need the parameters
+        (clipping, accumulation) or the layers (`GradientMonitor`, `ModelCheckpoint`) are refused if these are
+        unknown: pass a module, its method, or the `step` method of an optimizer. With accumulation `compute_loss` is
+        treated as a mean over samples. The epoch is `metrics.current_epoch`, or the next one if that has been trained
+        already.
         """
         check_functions(model_forward=model_forward, compute_loss=compute_loss)
         check_loss_arguments(compute_loss)
@@ -249,10 +250,10 @@ class TrainingLoop(EngineLoop):
         epoch: int,
         total_epochs: int,
     ) -> float:
-        """Slice the data into batches in order, hand each to `compute_batch_loss`, and return the average loss.
+        """Slice the data into batches in order, pass each to `compute_batch_loss`, and return the average loss.
 
-        The function does the whole step, update included, and returns the loss of its batch. Raises ConfigError if the
-        loop has settings that only a step of its own could follow.
+        The function does the whole step, update included, and returns the loss of its batch. Raises ConfigError if
+        the loop has settings that only its own step could apply.
         """
         cannot = {
             "clip_gradients": self.clip_gradients,
@@ -263,8 +264,8 @@ class TrainingLoop(EngineLoop):
         }
         if given := [name for name, is_set in cannot.items() if is_set]:
             raise ConfigError(
-                f"run_epoch_manual leaves the whole step to compute_batch_loss, so {' and '.join(given)} cannot act; "
-                f"leave them out, or use run_epoch"
+                f"run_epoch_manual leaves the whole step to compute_batch_loss, so {' and '.join(given)} would have "
+                "no effect; remove them, or use run_epoch"
             )
         device = self.machine.device if self._is_placed else None
         loader = make_loader(TensorData(train_data, train_labels), batch_size, shuffle=False, device=device)
@@ -279,4 +280,6 @@ class TrainingLoop(EngineLoop):
 
     def _check_accumulator(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self.accumulator.optimizer is not None and self.accumulator.optimizer is not optimizer:
-            raise ConfigError("the gradient accumulator was made for another optimizer than the one given")
+            raise ConfigError(
+                "the gradient accumulator was created for another optimizer; pass the same optimizer to both"
+            )

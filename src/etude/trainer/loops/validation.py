@@ -1,4 +1,4 @@
-"""Validation by epochs, for people who write the outer loop themselves."""
+"""Validation by epochs, for users who write the outer loop themselves."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,9 +22,9 @@ from etude.trainer.machine import Machine
 class ValidationLoop(EpochLoop):
     """Evaluation by epochs: eval mode, no gradients.
 
-    Callbacks receive the numbers by `on_validation_end` and `on_epoch_end` (`val_loss` …), so that `EarlyStopping` and
-    `ModelCheckpoint` act here; those that look at training steps are refused. `should_stop` says whether one of them
-    asked to stop. `on_train_end` comes with `finish()`, or at the end of a `with` block.
+    Callbacks receive the metrics in `on_validation_end` and `on_epoch_end` (`val_loss` …), so `EarlyStopping` and
+    `ModelCheckpoint` work here; those that need training steps are refused. `should_stop` tells whether one of them
+    asked to stop. `on_train_end` is called by `finish()`, or at the end of a `with` block.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ValidationLoop(EpochLoop):
         device: str = "cpu",
         progress: bool | None = None,
     ) -> None:
-        """Set what every epoch has in common; `progress` shows a line for it, by default on a terminal only."""
+        """Set the options of every epoch; `progress` shows a line for it, by default only on a terminal."""
         super().__init__()
         self.task = plain_task(loss_strategy, task, "loss_strategy")
         self.machine = Machine(device, "bf16" if use_amp else "fp32")
@@ -45,14 +45,14 @@ class ValidationLoop(EpochLoop):
         for callback in self.callbacks:
             if callback.acts_in_steps():
                 name = type(callback).__name__
-                raise ConfigError(f"{name} acts in training steps, and validation has none; give it to TrainingLoop")
+                raise ConfigError(f"{name} needs training steps, and validation has none; pass it to TrainingLoop")
         self.clock = Clock()
         self._line = EpochProgress(progress) if wants_progress(progress, self.callbacks) else None
         self._measures: nn.Module | None = None
         self._logs: dict[str, float] = {}
 
     def validate_epoch(self, model: nn.Module, dataloader: Any, epoch: int = 0) -> EpochResult:
-        """Return the numbers of one pass over the loader."""
+        """Return the metrics of one pass over the loader."""
         machine = self.machine
         check_model(model).to(machine.device)
         loader = Loaders(config=TrainerConfig(), machine=machine, model=model).make(dataloader, training=False)
@@ -97,7 +97,7 @@ class ValidationLoop(EpochLoop):
         return CallbackList(self.callbacks, self.control)
 
     def _begin(self, callbacks: CallbackList, model: nn.Module) -> None:
-        """Call `on_train_begin` if this model is a new one. The clock's step counts validations."""
+        """Call `on_train_begin` if the model is new. The clock's step counts validations."""
         if self._measures is not unwrap(model):
             self._measures = unwrap(model)
             info = RunInfo("validate", model, None, self.clock, self.machine.device, None, None, None, None)
@@ -107,7 +107,7 @@ class ValidationLoop(EpochLoop):
 
 
 class _Counting:
-    """A loader that remembers how many samples and tokens its last epoch had, and shows how far it is."""
+    """A loader that counts the samples and tokens of its last epoch, and shows progress."""
 
     def __init__(self, loader: Any, line: EpochProgress | None, label: str) -> None:
         self.loader = loader
