@@ -83,6 +83,6 @@ def test_a_disk_that_is_full_for_a_while_costs_no_row(tmp_path, monkeypatch, cap
     with monkeypatch.context() as patch:
         patch.setattr("etude.callbacks.csv_logger.write_text", full)
         callbacks.on_epoch_end(0, {"loss": 1.0})
-    assert "No space left on device; training goes on" in caplog.text
+    assert "No space left on device; training continues" in caplog.text
     callbacks.on_epoch_end(1, {"loss": 0.5})
     assert epochs(tmp_path / "log.csv") == [0, 1]

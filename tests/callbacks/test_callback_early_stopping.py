@@ -90,11 +90,11 @@ def test_a_number_that_never_came_is_told_at_the_end(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "mni"}, "mode is 'min' or 'max', found 'mni'"),
+        ({"mode": "mni"}, "mode must be 'min' or 'max', found 'mni'"),
         ({"patience": -1}, "patience must be at least 0, found -1"),
         ({"min_delta": -0.1}, "min_delta must be at least 0"),
         ({"min_delta": math.nan}, "min_delta must be at least 0"),
-        ({"monitor": "val_acc"}, "monitor='val_acc' with mode='min' takes the worst for the best; give mode='max'"),
+        ({"monitor": "val_acc"}, "monitor='val_acc' with mode='min' would keep the worst value; set mode='max'"),
     ],
 )
 def test_mistakes_in_arguments(arguments, message):

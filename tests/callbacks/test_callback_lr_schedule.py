@@ -111,7 +111,7 @@ def test_mistakes_in_arguments():
             ConfigError, match="ReduceLROnPlateau needs monitor, such as 'val_loss', and interval='epoch'"
         ):
             LRSchedule(plateau, **arguments)
-    with pytest.raises(ConfigError, match="StepLR looks at no number; leave out monitor"):
+    with pytest.raises(ConfigError, match="StepLR uses no metric; remove monitor"):
         LRSchedule(step, monitor="loss")
     with pytest.raises(ConfigError, match="interval is 'epoch' or 'step', found 'batch'"):
         LRSchedule(step, interval="batch")

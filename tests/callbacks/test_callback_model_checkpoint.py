@@ -66,7 +66,7 @@ def test_unknown_field_is_explained(tmp_path):
 
 
 def test_other_suffixes_are_refused():
-    with pytest.raises(ConfigError, match=r"'best\.pt' has to end in \.safetensors, or in / if it is a folder"):
+    with pytest.raises(ConfigError, match=r"'best\.pt' must end in \.safetensors, or in / if it is a folder"):
         ModelCheckpoint("best.pt")
 
 
@@ -133,7 +133,7 @@ def test_full_disk_costs_the_file_and_not_the_run(tmp_path, monkeypatch, caplog)
         patch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         for _ in range(4):
             life.epoch(callbacks)  # epoch 4 is better, but cannot be written
-    assert "best.safetensors: No space left on device; training goes on" in caplog.text
+    assert "best.safetensors: No space left on device; training continues" in caplog.text
     assert (tmp_path / "best.safetensors").read_bytes() == before
     assert callback.monitored.best_epoch == 0
     assert [path.name for path in tmp_path.iterdir()] == ["best.safetensors"]

@@ -84,7 +84,7 @@ def test_work_that_is_done_again_is_recorded_once(tmp_path):
 def test_a_folder_that_vanishes_does_not_end_the_run(tmp_path, caplog):
     folder = RunFolder(tmp_path / "gone")
     Life(folder.path, total_epochs=2).whole(RunRecorder(folder))
-    assert caplog.text.count("training goes on") == 2  # metrics.jsonl, events.jsonl: once each
+    assert caplog.text.count("training continues") == 2  # metrics.jsonl, events.jsonl: once each
 
 
 def test_control_is_shared_with_the_recorder(tmp_path):

@@ -63,7 +63,7 @@ def test_weights_that_are_tied_here_but_differ_in_the_checkpoint() -> None:
     target = Tied()
     before = snapshot(target)
     saved = {"wte.weight": torch.zeros(5, 3), "head.weight": torch.ones(5, 3)}
-    with pytest.raises(CheckpointError, match=r"wte.weight and head.weight are one tensor in this model but differ"):
+    with pytest.raises(CheckpointError, match=r"wte.weight and head.weight are tied in this model but differ"):
         load_model_state(target, saved)
     assert_same(snapshot(target), before)
 

@@ -343,7 +343,7 @@ def test_a_failure_after_steps_leaves_the_run(etude, config, tmp_path):
 
 @pytest.mark.parametrize("name", ["my-experiment", "1st", "class", "a/b", ""])
 def test_name_that_cannot_be_an_experiment(etude, tmp_path, name):
-    assert "cannot name an experiment: use letters, digits and _" in etude("new", name).error
+    assert "is not a valid experiment name; use letters, digits and _" in etude("new", name).error
     assert not (tmp_path / "experiments").exists()
 
 

@@ -69,12 +69,12 @@ def test_resume_of_a_finished_run_with_a_nearer_end(etude, run):
 
 @pytest.mark.parametrize("command", ["resume", "evaluate"])
 def test_what_is_no_run_folder(etude, run, tmp_path, command):
-    assert f"there is no run folder {tmp_path}/nothing; give a folder made by" in etude(
+    assert f"there is no run folder {tmp_path}/nothing; choose a folder made by" in etude(
         command, "nothing"
     ).error.replace("folder nothing", f"folder {tmp_path}/nothing")
     assert f"is not a run folder: it has no config.yaml; did you mean {run}?" in etude(command, tmp_path).error
     (tmp_path / "empty").mkdir()
-    assert "is not a run folder: it has no config.yaml; give a folder" in etude(command, tmp_path / "empty").error
+    assert "is not a run folder: it has no config.yaml; choose a folder" in etude(command, tmp_path / "empty").error
 
 
 def test_evaluate_without_a_checkpoint(etude, run):

@@ -43,7 +43,7 @@ def test_tokenize_check_and_show(etude, texts, tmp_path):
 
     again = etude("tokenize", "texts", *SMALL)
     assert again.code == 0
-    assert "data/tokenized is already there, made of the same documents with the same options" in again.out
+    assert "data/tokenized already exists, made from the same documents with the same options" in again.out
 
     checked = etude("data", "check", "data/tokenized/train.bin", "data/tokenized/test.bin")
     assert checked.code == 0
@@ -107,7 +107,10 @@ def test_damaged_file_exits_with_2(etude, texts, tmp_path):
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
     assert "train.bin" in etude("data", "check", path).error
-    assert "there is no 999" in etude("data", "show", tmp_path / "data/tokenized/test.bin", "--sample", 999).error
+    assert (
+        "index from 0 to 8, not 999"
+        in etude("data", "show", tmp_path / "data/tokenized/test.bin", "--sample", 999).error
+    )
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs signals")
@@ -127,7 +130,7 @@ def test_ctrl_c_says_how_to_go_on(texts, tmp_path):
         [sys.executable, "-c", code, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert stopped.returncode == 130, stopped.stderr
-    assert stopped.stderr == "etude: stopped at once; run the same command again to go on\n"
+    assert stopped.stderr == "etude: stopped at once; run the same command again to continue\n"
     assert not (tmp_path / "data/tokenized/dataset.json").exists()
 
 

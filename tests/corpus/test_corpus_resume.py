@@ -132,7 +132,7 @@ def test_changed_inputs_begin_again(whole, tmp_path, many_parts, caplog):
     write_folder(folder, texts(60))
     with caplog.at_level("WARNING", "etude"):
         prepare_corpus([folder], out, **SMALL)
-    assert "not those of the run that was stopped" in caplog.text
+    assert "differ from those of the interrupted run" in caplog.text
     assert content(out) == whole
 
 
@@ -178,7 +178,7 @@ def test_an_interrupted_run_says_how_to_go_on(folder, tmp_path, many_parts):
 
     with pytest.raises(KeyboardInterrupt) as caught:
         prepare_corpus([folder], tmp_path / "out", progress=interrupt, **SMALL)
-    assert caught.value.__notes__ == ["run the same command again to go on"]
+    assert caught.value.__notes__ == ["run the same command again to continue"]
 
 
 # ------------------------------------------------------------------------------------------------ several processes

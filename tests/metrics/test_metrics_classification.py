@@ -365,7 +365,7 @@ def test_labels_that_do_not_fit_are_one_clear_line():
         ({"num_classes": 1}, "num_classes is 1; it must be at least 2"),
         ({"num_labels": 0}, "num_labels is 0; it must be at least 1"),
         ({"threshold": 1.0}, "threshold is 1.0; it must be above 0 and below 1"),
-        ({"average": "mean"}, "average is 'mean'; it is one of macro, micro, weighted"),
+        ({"average": "mean"}, "average is 'mean'; it must be one of macro, micro, weighted"),
     ],
 )
 def test_arguments_that_cannot_be(arguments, message):

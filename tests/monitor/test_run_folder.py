@@ -98,7 +98,7 @@ def test_read_only_folder(tmp_path):
 def test_open_says_what_is_wrong(tmp_path):
     with pytest.raises(RunFolderError, match=r"there is no run folder .*absent"):
         RunFolder.open(tmp_path / "absent")
-    with pytest.raises(RunFolderError, match=r"is not a run folder: it has no config.yaml; give a folder made by"):
+    with pytest.raises(RunFolderError, match=r"is not a run folder: it has no config.yaml; choose a folder made by"):
         RunFolder.open(tmp_path)
     run = holding_a_run(tmp_path / "lenet5" / "20250101-000000")
     with pytest.raises(RunFolderError, match=rf"did you mean {run.path}\?"):
@@ -126,9 +126,9 @@ def test_write_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunFolderError, match=r"No space left on device; free disk space.*`etude resume "):
+    with pytest.raises(RunFolderError, match=r"No space left on device; check disk space.*`etude resume "):
         folder.write_result({"status": FINISHED})
-    with pytest.raises(RunFolderError, match="free disk space or permissions there, then try again"):
+    with pytest.raises(RunFolderError, match="check disk space and permissions, then try again"):
         RunFolder.create(tmp_path / "new").write_config({})
     assert folder.read_result() == {"status": "stopped"}
     assert not list(folder.path.glob(".*.tmp"))

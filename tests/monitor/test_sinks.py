@@ -59,7 +59,7 @@ def test_an_unwritable_file_warns_once_and_never_raises(tmp_path):
     for step in range(5):
         sink.write({"step": step})
     assert len(problems) == 1
-    assert "No such file or directory; training goes on" in problems[0]
+    assert "No such file or directory; training continues" in problems[0]
     (tmp_path / "absent").mkdir()  # the disk is back: nothing has been lost
     sink.write({"step": 5})
     sink.close()
@@ -122,5 +122,5 @@ def test_events_on_a_full_device_do_not_raise(caplog):
     log.write("warning", "two")
     log.close()
     assert [record.message for record in caplog.records] == [
-        "cannot write /dev/full: No space left on device; training goes on without it"
+        "cannot write /dev/full: No space left on device; training continues without it"
     ]

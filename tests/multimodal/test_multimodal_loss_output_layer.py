@@ -57,7 +57,7 @@ def test_a_model_that_does_not_name_its_head_is_run_as_it_is():
     assert (runs, len(model.seen)) == ([True], 1)
     expected, _ = by_hand(model, inputs, nexts, {})
     assert float(terms["loss_img"].sum.detach()) == pytest.approx(float(expected["loss_img"][0].detach()))
-    with pytest.raises(TrainingError, match="does not tell its output layer"):
+    with pytest.raises(TrainingError, match="does not report its output layer"):
         run(MeaningfulLoss(VOCAB, BOOKS, fused_head=True), model, batch)
 
 

@@ -44,7 +44,7 @@ def finished_run(way: str, seed: int, out: Path, overrides: list[str], *, progre
     else:
         outcome = resume_run(folder.path, progress=progress)
     if outcome.status != "finished":
-        raise RunFolderError(f"{folder.path} was interrupted; run the same command again to go on")
+        raise RunFolderError(f"{folder.path} was interrupted; run the same command again to continue")
     return folder.path
 
 

@@ -1,4 +1,4 @@
-"""The data set `text_corpus`: text or code, tokenized when it is first used."""
+"""The data set `text_corpus`: text or code, tokenized on first use."""
 
 import hashlib
 import json
@@ -34,15 +34,13 @@ def load_text_corpus(
     mask_rate: Share = 0.0,
     bucket_batches: Annotated[int, Ge(0)] = 100,
 ) -> DataSplits:
-    """Text or code, tokenized when it is first used.
+    """Text or code, tokenized on first use.
 
-    inputs: files, folders or globs; the Python standard library of this machine if none are given.
-    out: folder for the token files; the cache by default.
-    vocab_size: of the tokenizer that is trained on the training split.
-    tokenizer: a Hugging Face tokenizer.json to use instead.
-    validation, test: share of the documents, chosen by their content.
-    cut_chars: cut longer documents at line ends into pieces of at most this size, each of them a document.
-    The other arguments are those of the data set `tokens`.
+    inputs: files, folders or globs; the Python standard library of this machine if none are given. out: folder for
+    the token files; the cache by default. vocab_size: of the tokenizer trained on the training split. tokenizer: a
+    Hugging Face tokenizer.json to use instead. validation, test: share of the documents, chosen by their content.
+    cut_chars: split longer documents at line ends into documents of at most this size. The other arguments are those
+    of the data set `tokens`.
     """
     chosen = inputs or ["stdlib"]
     options: dict[str, Any] = {"validation": validation, "test": test, "cut_chars": cut_chars}
@@ -62,7 +60,7 @@ def load_text_corpus(
 
 
 def _corpus_folder(inputs: list[str], options: Mapping[str, Any]) -> Path:
-    """A folder of the cache for these inputs and options: other ones get another folder."""
+    """A cache folder for these inputs and options: other ones get another folder."""
     places = [one if one == "stdlib" else str(Path(one).expanduser().resolve()) for one in inputs]
     facts = json.dumps([places, sorted(options.items()), sys.version_info[:2] if "stdlib" in inputs else None])
     digest = hashlib.blake2b(facts.encode(), digest_size=6).hexdigest()

@@ -1,4 +1,4 @@
-"""The documents of text and JSONL files: read once, hashed, and kept as plain text in one file."""
+"""The documents of text and JSONL files: read once, hashed, and stored as plain text in one file."""
 
 import gzip
 import hashlib
@@ -23,7 +23,7 @@ from etude.corpus.options import CorpusOptions
 from etude.corpus.sources import SourceFile
 
 HEAD_BYTES = 8192
-"""Where a zero byte shows that a file is not text."""
+"""Bytes that are searched for a zero byte, which shows that a file is not text."""
 
 LOCATION = np.dtype([*((name, "<u8") for name in ("high", "low", "raw")), ("offset", "<i8"), ("size", "<i8")])
 """A document: its digest (of the normalised content, high and low), a digest of its very bytes, and where these lie:
@@ -33,13 +33,13 @@ Locations = NDArray[Any]
 
 
 class Skip(Exception):
-    """A file that is passed over; says why."""
+    """A file that is skipped, with the reason."""
 
 
 def scan(
     sources: Sequence[SourceFile], options: CorpusOptions, texts: Path, progress: Callable[[int], None]
 ) -> tuple[Locations, Counter[str]]:
-    """Write the documents of all files to one, `texts`; return where each lies, and how many were passed over."""
+    """Write the documents of all files to one, `texts`; return their locations, and how many were skipped."""
     rows, skipped, num_bytes = array("Q"), Counter[str](), 0
     with replacing(texts) as file:
         for source in sources:
@@ -62,10 +62,10 @@ def scan(
 
 
 def read_texts(texts: Path, rows: Locations) -> list[str]:
-    """Return documents that were scanned, in the order of their locations."""
+    """Return scanned documents in the order of their locations."""
     found = [""] * len(rows)
     with texts.open("rb") as file:
-        for place in np.argsort(rows["offset"]).tolist():  # as they lie on the disk
+        for place in np.argsort(rows["offset"]).tolist():  # in disk order
             file.seek(rows["offset"][place])
             found[place] = file.read(rows["size"][place]).decode()
     return found
@@ -74,7 +74,7 @@ def read_texts(texts: Path, rows: Locations) -> list[str]:
 def _unwanted(text: str, options: CorpusOptions) -> str:
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+    except UnicodeEncodeError:  # an unpaired surrogate, which JSON can encode
         return "not valid Unicode"
     if not text or text.isspace():
         return "empty"
@@ -84,10 +84,10 @@ def _unwanted(text: str, options: CorpusOptions) -> str:
 
 
 def digests(text: str, raw: bytes, salt: str) -> tuple[int, int, int]:
-    """Return 128 bits of the normalised content, which decide split and order, and 64 bits of the exact content.
+    """Return 128 bits of the normalised content, which determine split and order, and 64 bits of the exact content.
 
     Normalised means: one kind of line end, no white space at line ends or around the text, composed characters. So
-    copies that differ in nothing a reader would see have one digest.
+    copies that look the same have the same digest.
     """
     lines = "\n".join(map(str.rstrip, unicodedata.normalize("NFC", text).splitlines())).strip()
     key = hashlib.blake2b(salt.encode(), digest_size=32).digest()
@@ -96,7 +96,7 @@ def digests(text: str, raw: bytes, salt: str) -> tuple[int, int, int]:
 
 
 def documents(source: SourceFile, options: CorpusOptions) -> Iterator[str]:
-    """Yield the documents of a file: the whole text or pieces of it, or those of every line of JSON."""
+    """Yield the documents of a file: the whole text, parts of it, or one per line of JSON."""
     is_json = source.kind == "json"
     try:
         with _open(source) as file:
@@ -128,7 +128,7 @@ def _decoded(file: IO[bytes]) -> IO[str]:
 
 
 def cut_at_lines(file: IO[str], max_chars: int) -> Iterator[str]:
-    """Cut a text at line ends into pieces of at most `max_chars`; a longer line is cut where it must be.
+    """Split a text at line ends into parts of at most `max_chars`; a longer line is split inside.
 
     >>> list(cut_at_lines(io.StringIO("one\\ntwo\\nthree\\nabcdefghijkl"), 10))
     ['one\\ntwo\\n', 'three\\n', 'abcdefghij', 'kl']
@@ -156,7 +156,7 @@ def _json_texts(file: IO[bytes], source: SourceFile, key: str) -> Iterator[IO[st
 
 
 def _json_text(line: bytes, key: str) -> str:
-    """Return the text of one line of JSONL; null counts as an empty text."""
+    """Return the text of one line of JSONL; null counts as an empty string."""
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -165,7 +165,7 @@ def _json_text(line: bytes, key: str) -> str:
         raise ValueError(f"expected an object with key '{key}', got {shorten(repr(record))}")
     if key not in record:
         keys = ", ".join(list(map(str, record))[:8]) or "none"
-        raise ValueError(f"no key '{key}' (keys: {keys}); name it with --text-key")
+        raise ValueError(f"no key '{key}' (keys: {keys}); set it with --text-key")
     text = record[key]
     if not isinstance(text, str | None):
         raise ValueError(f"'{key}' must be a string, got {shorten(repr(text))}")

@@ -1,4 +1,4 @@
-"""The index of a corpus: every document once, in the order of its digest, cut into splits and parts."""
+"""The index of a corpus: unique documents in digest order, divided into splits and chunks."""
 
 import hashlib
 import json
@@ -13,20 +13,20 @@ from etude.corpus.documents import Locations
 from etude.corpus.options import CorpusOptions
 
 PART_BYTES = (1 << 19, 4 << 20)
-"""How much text is encoded at a time, in small and in large corpora: little memory, and little lost when killed."""
+"""Text encoded at a time, in small and large corpora: limits memory, and the work lost when killed."""
 
 SPLITS = ("train", "validation", "test")
 
 
 class Index:
-    """Documents sorted by digest. Test is its first stretch and validation its last, so either share can be changed
-    without moving documents between the other and the rest, and more documents never move those that are there."""
+    """Documents sorted by digest. Test is the beginning and validation the end, so either share can be changed"""
 
     def __init__(self, rows: Locations, options: CorpusOptions) -> None:
         rows = rows[np.lexsort((rows["raw"], rows["low"], rows["high"]))]
         self.num_duplicates = 0
         if not options.keep_duplicates and len(rows):
-            # Of documents with one digest the one whose bytes hash lowest stays, whatever the order of the files.
+            # Of documents with one digest, keep the one with the lowest hash of its bytes, whatever the order of
+            # files.
             same = (rows["high"][1:] == rows["high"][:-1]) & (rows["low"][1:] == rows["low"][:-1])
             rows = rows[np.concatenate([[True], ~same])]
             self.num_duplicates = int(same.sum())
@@ -41,17 +41,17 @@ class Index:
             self.splits["test"] = rows[:test]
 
     def check(self, options: CorpusOptions) -> None:
-        """Raise DataError if a split that was asked for has no documents."""
+        """Raise DataError if a requested split has no documents."""
         for split, rows in self.splits.items():
             if not len(rows):
                 share = f"the {split} share of {getattr(options, split)}" if split != "train" else "training"
                 raise DataError(
-                    f"of {len(self.rows):,} documents none is left for {share}; give more documents, other shares, "
-                    f"another --salt, or cut long documents into more with --cut-chars 20000"
+                    f"of {len(self.rows):,} documents none is left for {share}; add documents, change the shares or "
+                    "--salt, or split long documents with --cut-chars 20000"
                 )
 
     def parts(self, split: str) -> Iterator[Locations]:
-        """Cut a split into parts of about one size: some hundreds of them in all, within PART_BYTES."""
+        """Divide a split into chunks of similar size: a few hundred in total, within PART_BYTES."""
         rows, size = self.splits[split], int(np.clip(self.rows["size"].sum() // 256, *PART_BYTES))
         before = np.concatenate([[0], np.cumsum(rows["size"])])
         edges = np.unique([0, *(np.flatnonzero(np.diff(before // size)) + 1), len(rows)]).tolist()
@@ -59,12 +59,12 @@ class Index:
             yield rows[start:stop]
 
     def training_sample(self, max_bytes: int) -> Locations:
-        """Return the first documents of the training split that together have at most `max_bytes`, at least one."""
+        """Return the first documents of the training split with at most `max_bytes` together, at least one."""
         total = np.cumsum(self.splits["train"]["size"])
         return self.splits["train"][: max(1, int(np.searchsorted(total, max_bytes, side="right")))]
 
     def fingerprint(self, facts: dict[str, Any]) -> str:
-        """Return a hash of all that decides the output: the content of the documents, and `facts`."""
+        """Return a hash of everything that determines the output: the content of the documents, and `facts`."""
         found = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
         for column in ("high", "low", "raw"):
             found.update(np.ascontiguousarray(self.rows[column]).data)

@@ -1,6 +1,6 @@
-"""One corpus in the making: documents are read, a tokenizer is trained, parts are encoded, token files written.
+"""Building one corpus: read documents, train a tokenizer, encode chunks, write token files.
 
-What is done is kept in a folder of its own, so that a killed run goes on where it was.
+Finished work is kept in a separate folder, so that a killed run continues where it stopped.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ from etude.data.tokens.writer import TokenWriter
 logger = logging.getLogger("etude")
 
 Progress = Callable[[str, int, int], None]
-"""Called with every bit of progress: the step, how much of it is done, and how much there is (0: not known)."""
+"""Called on progress with the stage, the amount done, and the total (0: unknown)."""
 
 WORK, TRASH = ".partial-", ".trash-"
 VERSION = 3
@@ -49,7 +49,7 @@ VERSION = 3
 
 @dataclass
 class Job:
-    """One corpus in the making."""
+    """One corpus being built."""
 
     inputs: list[str]
     out: Path
@@ -60,22 +60,24 @@ class Job:
 
     @cached_property
     def stamp(self) -> str:
-        """A hash of all that decides the output as this machine sees it, without reading the files."""
+        """A hash of everything that determines the output on this machine, without reading the files."""
         files = [[str(Path(source.path).absolute()), source.size, source.modified_ns] for source in self.found.files]
         return hashlib.sha256(json.dumps([VERSION, version("tokenizers"), self.facts, files]).encode()).hexdigest()
 
     @property
     def work(self) -> Path:
-        """The folder of what was done so far."""
+        """The folder of finished work."""
         return self.out / f"{WORK}{self.stamp[:16]}"
 
     def reuse(self) -> CorpusReport | None:
-        """Return the corpus that is there if it is this one. Raises DataError if other files are in the way."""
+        """Return the existing corpus if it is this one. Raises DataError if other files are in the way."""
         if not (self.out / FACTS).exists():
             names = [f"{split}.bin" for split in SPLITS] + ["tokenizer.json"]
             there = [name for name in names if (self.out / name).exists()]
             if there and not any(self.out.glob(f"{WORK}*")):
-                raise DataError(f"{self.out} already has {', '.join(there)}; give another --out, or --overwrite")
+                raise DataError(
+                    f"{self.out} already has {', '.join(there)}; choose another --out, or use --overwrite"
+                )
             return None
         report = read_report(self.out)
         report.check(self.facts)
@@ -86,9 +88,9 @@ class Job:
         return replace(report, skipped=known["skipped"], num_duplicates=known["num_duplicates"])
 
     def make(self, overwrite: bool) -> CorpusReport:
-        """Do what is left to do."""
+        """Do the remaining work."""
         if not self.work.exists() and any(self.out.glob(f"{WORK}*")):
-            logger.warning("inputs or options are not those of the run that was stopped; starting over")
+            logger.warning("inputs or options differ from those of the interrupted run; starting over")
             self._clean()
         self.work.mkdir(exist_ok=True)
         try:
@@ -107,7 +109,7 @@ class Job:
             if report.fingerprint != fingerprint:
                 raise DataError(
                     f"{self.out} holds a corpus of other documents; "
-                    f"add --overwrite to replace it, or give another --out"
+                    f"add --overwrite to replace it, or choose another --out"
                 )
         else:
             index.check(self.options)
@@ -116,12 +118,12 @@ class Job:
             report = self._write(index, self._encode(index, vocabulary), vocabulary, fingerprint)
         found: dict[str, Any] = {"skipped": skipped, "num_duplicates": index.num_duplicates}
         write_json(self.out / INPUTS, {"stamp": self.stamp, "inputs": absolute(self.inputs), **found})
-        write_json(self.out / FACTS, report.facts())  # the last: it says that all is there
+        write_json(self.out / FACTS, report.facts())  # written last: it marks the corpus as complete
         self._clean()
         return replace(report, **found)
 
     def _scan(self) -> tuple[Locations, dict[str, int]]:
-        """Find all documents; return where they lie, and how many were passed over, by reason."""
+        """Find all documents; return their locations, and how many were skipped, by reason."""
         result, files = self.work / "documents.npz", self.found.files
         if not result.exists():
             total = sum(source.size for source in files)
@@ -142,7 +144,7 @@ class Job:
         return self.work / "texts"
 
     def _tokenizer(self, sample: Locations) -> None:
-        """Train a tokenizer on some documents, or copy the one that is given."""
+        """Train a tokenizer on some documents, or copy the given one."""
         result = self.work / "tokenizer.json"
         if self.options.tokenizer is not None:
             given = tokenizer_file(self.options.tokenizer)
@@ -163,7 +165,7 @@ class Job:
             )
 
     def _encode(self, index: Index, vocabulary: Vocabulary) -> dict[str, list[Path]]:
-        """Encode the documents of all splits, part by part; return the files that hold their ids and lengths."""
+        """Encode the documents of all splits in chunks; return the files with their ids and lengths."""
         encoder, end = Encoder(self.work), np.array([vocabulary.end], np.uint32)
         done, total = 0, int(index.rows["size"].sum())
         parts: dict[str, list[Path]] = {}
@@ -184,7 +186,7 @@ class Job:
     def _write(
         self, index: Index, parts: dict[str, list[Path]], vocabulary: Vocabulary, fingerprint: str
     ) -> CorpusReport:
-        """Write the token files and the tokenizer into `out`; a corpus that was there is none from the start."""
+        """Write the token files and the tokenizer into `out`; an existing corpus is invalidated first."""
         shared: dict[str, Any] = {"vocab_size": vocabulary.vocab_size, "special_ids": vocabulary.special_ids()}
         shared |= {"tokenizer_sha256": checksum(self.work / "tokenizer.json"), "fingerprint": fingerprint}
         splits: dict[str, SplitCounts] = {}
@@ -227,7 +229,7 @@ class Job:
                 write_bytes(self.out / name, made.read_bytes())
 
     def _clean(self) -> None:
-        """Remove all that was kept to go on with; renamed first, so that nobody goes on with half of it."""
+        """Remove all intermediate files; renamed first, so that no run continues from half of them."""
         for path in self.out.glob(f"{WORK}*"):
             path.rename(beside(path, TRASH))
         for path in self.out.glob(f"{TRASH}*"):

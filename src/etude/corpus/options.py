@@ -1,4 +1,4 @@
-"""CorpusOptions: what decides the content of a prepared corpus, checked."""
+"""CorpusOptions: the validated options that determine the content of a prepared corpus."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from etude.core.errors import DataError
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|pad|>", "<|mask|>")
-"""Of a tokenizer trained here: the end of a document, padding, and the mask of masked language modelling."""
+"""Special tokens of a tokenizer trained here: end of document, padding, and mask."""
 
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 
@@ -16,29 +16,29 @@ class CorpusOptions:
     """How documents are chosen, split and encoded. The same documents and options give the same bytes."""
 
     vocab_size: int = 8192
-    """Of the tokenizer that is trained; not used with `tokenizer`."""
+    """Vocabulary size of the trained tokenizer; unused with `tokenizer`."""
     tokenizer: str | None = None
-    """A Hugging Face tokenizer.json, or a folder that has one; by default one is trained on the training split."""
+    """A Hugging Face tokenizer.json, or a folder with one; by default one is trained on the training split."""
     end_token: str | None = None
-    """The token that ends a document, if it cannot be found in a given tokenizer."""
+    """The token that ends a document, if the tokenizer does not define one."""
     validation: float = 0.05
     test: float = 0.05
     """Shares of the documents."""
     salt: str = ""
-    """Another salt, another split and another order."""
+    """Changing it gives another split and order."""
     text_key: str = "text"
-    """Where the lines of JSONL files hold their text."""
+    """Key of the text in JSONL files."""
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    """Which files of a folder are taken, by name or by path below the folder; by default text and source code."""
+    """Files of a folder to include, by name or by path below the folder; by default text and source code."""
     min_chars: int = 1
     max_chars: int | None = None
-    """Documents that are shorter or longer are left out."""
+    """Shorter or longer documents are dropped."""
     cut_chars: int | None = None
-    """Longer documents are cut at line ends into pieces of at most this size, each of them a document."""
+    """Longer documents are split at line ends into documents of at most this size."""
     keep_duplicates: bool = False
     tokenizer_bytes: int = 100_000_000
-    """How much text the tokenizer is trained on, at most: a random sample of the training split."""
+    """Maximum amount of text for training the tokenizer: a random sample of the training split."""
 
     def __post_init__(self) -> None:
         for name in ("validation", "test"):
@@ -65,7 +65,7 @@ class CorpusOptions:
             raise DataError(f"max_chars {self.max_chars} is below min_chars {self.min_chars}: no document is left")
 
     def facts(self) -> dict[str, Any]:
-        """Return what decides the content as plain values, without paths of this machine."""
+        """Return the options that determine the content as plain values, without paths of this machine."""
         values = asdict(self) | {"include": list(self.include), "exclude": list(self.exclude)}
         if values.pop("tokenizer") is None:
             del values["end_token"]

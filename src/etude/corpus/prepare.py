@@ -1,4 +1,4 @@
-"""The doors: `prepare_corpus` makes a corpus of files, `ensure_corpus` makes it only if it is not there."""
+"""`prepare_corpus` builds a corpus from files, `ensure_corpus` builds it only if it does not exist."""
 
 import os
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ def prepare_corpus(
     progress: Progress = lambda *_: None,
     **options: Any,
 ) -> CorpusReport:
-    """Make train.bin, validation.bin, test.bin, tokenizer.json and dataset.json of text, code or JSONL.
+    """Create train.bin, validation.bin, test.bin, tokenizer.json and dataset.json from text, code or JSONL.
 
-    `inputs` are files, folders, patterns or "stdlib" (also meant by none): the source of Python's standard library.
-    The options are those of `CorpusOptions`. The files depend on the content of the documents and on the options
-    alone: not on names, their order or the number of cores. Killed and called again, it goes on where it was; a
-    corpus that is there already is returned at once. Raises DataError, also if the folder holds another corpus and
-    `overwrite` is not set, or if another process writes into it and `wait` is not set.
+    `inputs` are files, folders, patterns or "stdlib" (the default): the source of Python's standard library. The
+    options are those of `CorpusOptions`. The files depend only on the content of the documents and the options, not
+    on file names, their order or the number of cores. If killed and called again, it continues where it stopped; an
+    existing corpus is returned at once. Raises DataError, also if the folder holds another corpus and `overwrite` is
+    not set, or if another process writes into it and `wait` is not set.
     """
     require_tokenizers()
     names, folder, chosen = _names(inputs), Path(out), CorpusOptions(**options)
@@ -43,7 +43,7 @@ def prepare_corpus(
         where = f" ({error.filename})" if error.filename and Path(os.fsdecode(error.filename)) != folder else ""
         raise DataError(f"{folder} cannot be written: {error.strerror or error}{where}") from error
     except KeyboardInterrupt as stop:
-        stop.add_note("run the same command again to go on")
+        stop.add_note("run the same command again to continue")
         raise
 
 
@@ -54,9 +54,9 @@ def ensure_corpus(
     progress: Progress = lambda *_: None,
     **options: Any,
 ) -> Path:
-    """Return the folder of a corpus, made first if it is not there; several processes may call this at once.
+    """Return the folder of a corpus, building it if needed; several processes may call this at once.
 
-    A corpus that is there is not compared with the files it was made of, which may be gone, only with the options.
+    An existing corpus is compared only with the options, not with its source files, which may be gone.
     """
     names, folder, chosen = _names(inputs), Path(out), CorpusOptions(**options)
     if not (folder / FACTS).exists():
@@ -65,12 +65,14 @@ def ensure_corpus(
     read_report(folder).check(_facts(chosen))
     made_of, wanted = read_inputs(folder).get("inputs", absolute(names)), absolute(names)
     if made_of != wanted:
-        raise DataError(f"{folder} was made of {', '.join(made_of)}, not of {', '.join(wanted)}; give another folder")
+        raise DataError(
+            f"{folder} was made of {', '.join(made_of)}, not of {', '.join(wanted)}; choose another folder"
+        )
     return folder
 
 
 def _facts(options: CorpusOptions) -> dict[str, Any]:
-    """Return what decides the output besides the documents: the options, and the tokenizer if one is given."""
+    """Return what determines the output besides the documents: the options, and the tokenizer if given."""
     facts = options.facts()
     if options.tokenizer is not None:
         facts["end_id"] = read_vocabulary(options.tokenizer, options.end_token).end

@@ -1,4 +1,4 @@
-"""What a corpus folder holds: dataset.json with counts by split and entropies, and which files it was made of."""
+"""The description of a corpus folder: dataset.json with counts by split and entropies, and its source files."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,12 +15,12 @@ from etude.core.files import FolderLock, LockHeld, write_text
 
 FACTS = "dataset.json"
 INPUTS = ".inputs.json"
-"""Which files the corpus was made of, as this machine sees them; lets a second run say at once that all is done."""
+"""The source files of the corpus on this machine; a second run uses it to detect that nothing is left to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitCounts:
-    """How much there is in one split; tokens include the end of every document."""
+    """Counts of one split; tokens include the end of every document."""
 
     documents: int
     tokens: int
@@ -28,7 +28,7 @@ class SplitCounts:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text for each token."""
+        """Bytes of text per token."""
         return self.bytes / self.tokens
 
 
@@ -40,25 +40,25 @@ class CorpusReport:
     vocab_size: int
     dtype: str
     special_ids: Mapping[str, int | None]
-    """Ids of `end`, `pad` and `mask`; None where the tokenizer has no such token."""
+    """Ids of `end`, `pad` and `mask`; None if the tokenizer has no such token."""
     splits: Mapping[str, SplitCounts]
     unigram_entropy: float
-    """Entropy of the tokens of the training split, in nats: the loss of a model that knows only how common they are."""
+    """Unigram entropy of the training split in nats: the loss of a model that knows only token frequencies."""
     validation_unigram_loss: float | None
-    """Loss of that model, with one added to each count, on the validation split: what a language model must beat."""
+    """Loss of that model on the validation split, with add-one smoothing: a baseline for language models."""
     tokenizer_sha256: str
     options: Mapping[str, Any]
     fingerprint: str
-    """A hash of all that decides the content of the files."""
+    """A hash of everything that determines the content of the files."""
     num_duplicates: int = 0
-    """Documents left out as copies of others."""
+    """Documents dropped as duplicates."""
     skipped: Mapping[str, int] = field(default_factory=dict)
-    """Files and documents passed over, by reason."""
+    """Files and documents skipped, by reason."""
     reused: bool = False
-    """Whether the corpus was there already."""
+    """Whether the corpus existed already."""
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Raise DataError if it was made with other options, or a file of it is gone."""
+        """Raise DataError if it was made with other options, or one of its files is missing."""
         if other := [key for key in {**self.options, **options} if self.options.get(key) != options.get(key)]:
             was = ", ".join(f"{key} {self.options.get(key, 'unset')!r}" for key in other[:3])
             now = ", ".join(f"{options.get(key, 'unset')!r}" for key in other[:3])
@@ -68,10 +68,10 @@ class CorpusReport:
             )
         for name in ("tokenizer.json", *(f"{split}.bin" for split in self.splits)):
             if not (self.folder / name).is_file():
-                raise DataError(f"{self.folder} has a {FACTS} but no {name}; make it again with --overwrite")
+                raise DataError(f"{self.folder} has a {FACTS} but no {name}; rebuild it with --overwrite")
 
     def facts(self) -> dict[str, Any]:
-        """Return the content of dataset.json, which depends on the documents and options only."""
+        """Return the content of dataset.json, which depends only on the documents and options."""
         facts = {"format": 1} | asdict(self)
         for name in ("folder", "num_duplicates", "skipped", "reused"):
             del facts[name]
@@ -94,13 +94,13 @@ def read_report(folder: str | Path) -> CorpusReport:
         }
         return CorpusReport(folder=Path(folder), reused=True, **known)
     except FileNotFoundError:
-        raise DataError(f"{folder} has no {FACTS}; make it with: etude tokenize INPUTS --out {folder}") from None
+        raise DataError(f"{folder} has no {FACTS}; create it with: etude tokenize INPUTS --out {folder}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged ({error!r}); remove it and run etude tokenize again") from error
 
 
 def read_inputs(folder: Path) -> dict[str, Any]:
-    """Return what is known of the files that a corpus was made of; nothing if it came from elsewhere."""
+    """Return what is known about the source files of a corpus; empty if it was copied from elsewhere."""
     try:
         known: dict[str, Any] = json.loads((folder / INPUTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -109,13 +109,13 @@ def read_inputs(folder: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file that is there as a whole or not at all."""
+    """Write a JSON file atomically."""
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 @contextmanager
 def folder_lock(folder: Path, *, wait: bool) -> Iterator[None]:
-    """Hold the lock of a folder. If another process holds it: wait until it ends, or raise DataError."""
+    """Hold the lock of a folder. If another process holds it, wait or raise DataError."""
     with ExitStack() as stack:
         try:
             stack.enter_context(FolderLock(folder / ".lock", wait=wait, keep=False))
@@ -127,7 +127,7 @@ def folder_lock(folder: Path, *, wait: bool) -> Iterator[None]:
 
 
 def entropy(counts: NDArray[np.int64]) -> float:
-    """Return the entropy in nats of tokens that occur this often.
+    """Return the entropy in nats of tokens with these counts.
 
     >>> round(entropy(np.array([5, 5, 0])), 4)
     0.6931
@@ -137,7 +137,7 @@ def entropy(counts: NDArray[np.int64]) -> float:
 
 
 def unigram_loss(train: NDArray[np.int64], other: NDArray[np.int64]) -> float:
-    """Return the cross entropy in nats of tokens under the shares of others, with one added to each count.
+    """Return the cross entropy in nats of tokens under the add-one-smoothed frequencies of others.
 
     >>> round(unigram_loss(np.array([7, 0, 0]), np.array([0, 4, 0])), 4)  # -log(1 / 10)
     2.3026

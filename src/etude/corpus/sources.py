@@ -1,4 +1,4 @@
-"""Which files a corpus is made of: inputs named by the user, folders walked, everything else counted with a reason."""
+"""The source files of a corpus: user inputs and files in folders; skipped files are counted by reason."""
 
 import fnmatch
 import glob
@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from etude.core.errors import DataError
 
 STDLIB = "stdlib"
-"""The input that means the source of the Python standard library of this interpreter."""
+"""The input that means the source of this interpreter's standard library."""
 
 _ENDINGS = """
 adoc asm bash bat c cc cfg clj cmake cpp cs css cu cuh cxx dart el erl ex exs f90 fish fs go gradle graphql groovy h hh
@@ -22,7 +22,7 @@ pyi pyx r rb rs rst s sass scala scm scss sh sol sql svelte sv swift tcl tex tex
 xml yaml yml zig zsh
 """
 TEXT_KINDS = frozenset(f".{ending}" for ending in _ENDINGS.split())
-"""Endings of the files of a folder that are taken by default, besides .jsonl, and either of them with .gz."""
+"""Extensions of files that are included by default, besides .jsonl; each also with .gz."""
 
 NAMED_TEXT = frozenset({"Makefile", "Dockerfile", "README", "LICENSE", "CMakeLists.txt"})
 LEFT_OUT_FOLDERS = ("__pycache__", "node_modules", "site-packages", "dist-packages")
@@ -44,7 +44,7 @@ class SourceFile:
 
 @dataclass
 class Found:
-    """The files of a corpus, and how many others were passed over, by reason."""
+    """The files of a corpus, and how many others were skipped, by reason."""
 
     files: list[SourceFile] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
@@ -53,7 +53,7 @@ class Found:
 def find_sources(
     inputs: Sequence[str | Path], *, include: Sequence[str] = (), exclude: Sequence[str] = (), out: Path | None = None
 ) -> Found:
-    """Find the files of files, folders, globs and the word `stdlib`; each file once, in the order of their paths."""
+    """Expand files, folders, globs and the word `stdlib` to files; each file once, in path order."""
     found, seen = Found(), set[str]()
     for name in inputs or [STDLIB]:
         for path, wanted in _files(str(name), include, exclude, out):
@@ -70,17 +70,17 @@ def find_sources(
     if not found.files:
         where = ", ".join(map(str, inputs)) or STDLIB
         why = "".join(f"; {count:,} {reason}" for reason, count in found.skipped.items())
-        raise DataError(f"no text or code was found in {where}{why}; name the kinds of file to take with --include")
+        raise DataError(f"no text or code was found in {where}{why}; set the kinds of file with --include")
     return found
 
 
 def absolute(inputs: Sequence[str]) -> list[str]:
-    """Return inputs as they read from any folder."""
+    """Return inputs as absolute paths."""
     return [name if name == STDLIB else str(Path(name).expanduser().absolute()) for name in inputs]
 
 
 def _source(path: Path) -> SourceFile | None:
-    """Return a file as a source; None if it cannot be read twice, as a pipe or a dangling link."""
+    """Return a file as a source; None if it cannot be read twice, such as a pipe or a dangling link."""
     try:
         status = path.stat()
     except OSError:
@@ -95,7 +95,7 @@ def _source(path: Path) -> SourceFile | None:
 def _files(
     name: str, include: Sequence[str], exclude: Sequence[str], out: Path | None
 ) -> Iterator[tuple[Path, bool]]:
-    """Yield the files that one input stands for, and whether they are wanted."""
+    """Yield the files of one input, and whether they are included."""
     path = Path(name).expanduser()
     if name == STDLIB and not path.exists():
         yield from _standard_library(include, exclude)
@@ -106,12 +106,12 @@ def _files(
     elif glob.has_magic(name):
         matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 -- of absolute patterns too
         if not matches:
-            raise DataError(f"nothing matches {name!r}; quote a pattern so that the shell leaves it alone")
+            raise DataError(f"nothing matches {name!r}; quote a pattern so that the shell does not expand it")
         for match in map(Path, matches):
             if not match.is_dir():
                 yield match, True
     else:
-        raise DataError(f"input {name!r} does not exist; give a file, a folder, a pattern or the word {STDLIB}")
+        raise DataError(f"input {name!r} does not exist; pass a file, a folder, a pattern or the word {STDLIB}")
 
 
 def _walk(
@@ -138,7 +138,7 @@ def _walk(
 
 
 def matches(path: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern fits a path below the folder, one of the folders on the way, or one of their names.
+    """Whether a pattern matches a path below the folder, one of its parent folders, or one of their names.
 
     >>> [matches("lib/tests/data.py", [pattern]) for pattern in ("*.py", "tests", "lib/tests", "lib/*", "data", "t")]
     [True, True, True, True, False, False]
@@ -149,7 +149,7 @@ def matches(path: str, patterns: Sequence[str]) -> bool:
 
 
 def is_text_name(name: str) -> bool:
-    """Whether a file of this name is taken from a folder by default.
+    """Whether a file of this name is included by default.
 
     >>> [is_text_name(name) for name in ("a.py", "b.TXT.gz", "c.jsonl", "d.png", "Makefile")]
     [True, True, True, False, True]
@@ -161,7 +161,7 @@ def is_text_name(name: str) -> bool:
 def _standard_library(include: Sequence[str], exclude: Sequence[str]) -> Iterator[tuple[Path, bool]]:
     root = Path(sysconfig.get_path("stdlib"))
     if not root.is_dir():
-        raise DataError(f"this Python has no standard library in {root}; give a folder instead")
+        raise DataError(f"this Python has no standard library in {root}; pass a folder instead")
     for path, wanted in _walk(root, include or ("*.py",), (*STDLIB_LEFT_OUT, *exclude), None):
-        if wanted:  # the rest is no loss to speak of
+        if wanted:  # unreadable folders are ignored
             yield path, True

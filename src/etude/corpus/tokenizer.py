@@ -1,4 +1,4 @@
-"""Tokenizers: training one, loading a tokenizer.json, finding its special tokens, and encoding texts."""
+"""Tokenizers: training, loading a tokenizer.json, finding special tokens, and encoding texts."""
 
 import hashlib
 import importlib.util
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 PATTERN = "|".join(
     [
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",  # a word, with the one sign or space before it: " of", "_name", ".join"
-        r"\p{N}",  # digits one by one
-        r" ?[^\s\p{L}\p{N}]+",  # signs
-        r"[\r\n]+[ \t]*(?=\S)",  # line ends with the indentation of the next line: the shape of code
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",  # a word with one preceding sign or space: " of", "_name", ".join"
+        r"\p{N}",  # single digits
+        r" ?[^\s\p{L}\p{N}]+",  # punctuation
+        r"[\r\n]+[ \t]*(?=\S)",  # line ends with the indentation of the next line: typical of code
         r"\s*[\r\n]+",
         r"\s+(?!\S)",
         r"\s+",
     ]
 )
-"""How text is cut into words before byte pairs are joined. A line end is never joined to a letter or sign before it."""
+"""Pre-tokenization: how text is split into words before BPE merges. A line end never merges with preceding text."""
 
 _KNOWN = {
     "end": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]", "[SEP]"),
@@ -40,14 +40,14 @@ _CONFIG_KEYS = {"end": "eos_token", "pad": "pad_token", "mask": "mask_token"}
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What the rest needs to know of a tokenizer."""
+    """The properties of a tokenizer that other code needs."""
 
     vocab_size: int
-    """The highest id and one: what an embedding must hold."""
+    """The highest id plus one: the size of an embedding."""
     end: int
     pad: int | None
     mask: int | None
-    """Ids of the end of a document, of padding and of the mask, if there are such tokens."""
+    """Ids of the end of a document, padding and mask, if these tokens exist."""
 
     def special_ids(self) -> dict[str, int | None]:
         """Return the ids by name."""
@@ -57,35 +57,35 @@ class Vocabulary:
 
     @property
     def dtype(self) -> str:
-        """The smallest type of token files that holds every id."""
+        """The smallest dtype of token files that holds every id."""
         return "uint16" if self.vocab_size <= 2**16 else "uint32"
 
 
 def require_tokenizers() -> None:
-    """Raise DataError if the library that encodes is not installed."""
+    """Raise DataError if the tokenizers library is not installed."""
     if importlib.util.find_spec("tokenizers") is None:
         raise DataError("tokenizing needs the tokenizers library; install it with: pip install 'etude[text]'")
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """Return the tokenizer.json that a file or folder stands for."""
+    """Return the tokenizer.json of a file or folder path."""
     path = Path(path).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         where = f"{path} has no tokenizer.json" if path.is_dir() else f"tokenizer {path} does not exist"
-        raise DataError(f"{where}; give a tokenizer.json, or a folder that has one")
+        raise DataError(f"{where}; pass a tokenizer.json, or a folder with one")
     return file
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
-    """Load a tokenizer.json, or the one in a folder; nothing is truncated or padded. Raises DataError."""
+    """Load a tokenizer.json, or the one in a folder; truncation and padding are disabled. Raises DataError."""
     require_tokenizers()
     from tokenizers import Tokenizer
 
     file = tokenizer_file(path)
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises no narrower class
+    except Exception as error:  # the library raises only Exception
         reason = " ".join(str(error).split())[:120]
         raise DataError(f"{file} is not a tokenizer.json of the tokenizers library ({reason})") from error
     tokenizer.no_truncation()
@@ -99,7 +99,7 @@ def checksum(path: Path) -> str:
 
 
 def read_vocabulary(path: str | Path, end_token: str | None = None) -> Vocabulary:
-    """Find the size of the vocabulary and the special tokens of a tokenizer, by its config or by usual names."""
+    """Find the vocabulary size and the special tokens of a tokenizer, from its config or by usual names."""
     tokenizer, file = load_tokenizer(path), tokenizer_file(path)
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     if not vocabulary:
@@ -117,7 +117,7 @@ def read_vocabulary(path: str | Path, end_token: str | None = None) -> Vocabular
 
 
 def _named_tokens(folder: Path) -> dict[str, str]:
-    """Return the special tokens that a tokenizer_config.json beside the tokenizer names."""
+    """Return the special tokens named in the tokenizer_config.json beside the tokenizer."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -128,7 +128,7 @@ def _named_tokens(folder: Path) -> dict[str, str]:
 
 
 def train_tokenizer(documents: Iterator[list[str]], vocab_size: int, special_tokens: Sequence[str]) -> Any:
-    """Train a byte-level BPE tokenizer on groups of documents; the special tokens have the first ids."""
+    """Train a byte-level BPE tokenizer on groups of documents; special tokens have the first ids."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -147,10 +147,10 @@ def train_tokenizer(documents: Iterator[list[str]], vocab_size: int, special_tok
 
 
 class Encoder:
-    """Encodes texts as they are: special tokens that are spelled in a text are text, nothing is added or cut off."""
+    """Encodes texts literally: special tokens spelled in a text are text, and nothing is added or truncated."""
 
     def __init__(self, path: str | Path) -> None:
-        # Said aloud, so that the library does not warn when workers of a data loader are forked later.
+        # Set explicitly, so that the library does not warn when data loader workers are forked later.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         self.tokenizer = load_tokenizer(path)
         self.tokenizer.encode_special_tokens = True

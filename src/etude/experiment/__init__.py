@@ -1,4 +1,4 @@
-"""Experiments: the sections of a config file, building them into a Trainer, and whole runs in a run folder."""
+"""Experiments: the sections of a config file, building a Trainer from them, and whole runs in a run folder."""
 
 from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any
@@ -44,13 +44,13 @@ __all__ = [
 ]
 
 TOOL_ROOM = {"compare_tasks": "etude.multitask.compare", "compare_weightings": "etude.multitask.compare"}
-"""Tool → module of a feature's room. It is a name of this package too, where its runner is given."""
+"""Tool → module of an optional package. The tool is also a name of this package, with its runner bound."""
 
 _load = load_late(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of this package, or a tool with its runner given; a tool of a room that is absent is unknown."""
+    """Return a name of this package, or a tool with its runner bound; tools of missing packages are unknown."""
     room = import_room(TOOL_ROOM[name]) if name in TOOL_ROOM else None
     if room is None:
         return _load(name)

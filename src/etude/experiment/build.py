@@ -1,4 +1,4 @@
-"""From a validated config to a `Trainer`: data, model, loss, optimizer, schedule and callbacks, in that order."""
+"""Building a `Trainer` from a validated config: data, model, loss, optimizer, schedule, then callbacks."""
 
 import inspect
 import json
@@ -34,9 +34,9 @@ class Data:
     device: torch.device
     world: World
     place: str
-    """Where the config speaks of the data, for messages."""
+    """Location of the data section, for messages."""
     features: tuple[Feature, ...] = ()
-    """Those that the config needs, and those that the data brings."""
+    """Streams required by the config, and streams of the data."""
 
     @property
     def names(self) -> list[SplitName]:
@@ -58,7 +58,7 @@ class Data:
 
 
 def build_data(config: ExperimentConfig, world: World) -> Data:
-    """Build the `data` section and the data of features; one process of a machine fetches it, the others wait."""
+    """Build the `data` section and the data of features; one process per machine downloads it, the others wait."""
     where = data_key(config)
     first = world.local_rank == 0
     fetched = world.attempt(lambda: _load(config, where), here=first)
@@ -71,7 +71,7 @@ def build_data(config: ExperimentConfig, world: World) -> Data:
 
 
 def data_key(config: ExperimentConfig) -> str:
-    """Return the section that says what the data is; raise ConfigError if there is none."""
+    """Return the section that defines the data; raise ConfigError if there is none."""
     own = [path for feature in config.features for path, _ in feature.data_sets(config.sections).values()]
     if config.selection("data") is None and own:
         return own[0].partition(".")[0]
@@ -109,9 +109,9 @@ def build_trainer(
     world: World | None = None,
     progress: bool = True,
 ) -> Trainer:
-    """Build everything (the data only if it is not given) and return the trainer.
+    """Build everything (the data only if not given) and return the trainer.
 
-    The seed is set first, so that the weights are always the same.
+    The seed is set first, so that initial weights are reproducible.
     """
     training: TrainerConfig = config.sections["training"]
     if folder is None:  # nothing is written
@@ -171,7 +171,7 @@ def build_trainer(
 
 
 class DataFacts(Callback):
-    """Keeps the facts about the data in every checkpoint, and refuses to go on with other data."""
+    """Stores facts about the data in every checkpoint, and refuses to resume with other data."""
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self._facts = dict(facts)
@@ -181,9 +181,9 @@ class DataFacts(Callback):
         return {"data": self._facts}
 
     def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
-        """Raise CheckpointError if a fingerprint is another one now.
+        """Raise CheckpointError if a fingerprint differs.
 
-        Other facts only explain it: a mean may be another one in its last digits on another machine.
+        Other facts only explain the difference: a mean may differ in its last digits on another machine.
         """
         before, now = _flat(saved.get("data")), _flat(json.loads(json.dumps(self._facts)))
         different = [key for key in {**before, **now} if before.get(key) != now.get(key)]
@@ -198,7 +198,7 @@ class DataFacts(Callback):
 
 
 def _flat(facts: Any, path: str = "") -> dict[str, Any]:
-    """Return facts, those of several streams too, by dotted path."""
+    """Return facts, also those of several streams, by dotted path."""
     if not isinstance(facts, Mapping):
         return {path: facts} if path else {}
     found: dict[str, Any] = {}
@@ -208,20 +208,20 @@ def _flat(facts: Any, path: str = "") -> dict[str, Any]:
 
 
 def _check_sizes(config: ExperimentConfig, model: Selection, sizes: Mapping[str, Any]) -> None:
-    """Refuse a model without a size that it needs, or with a vocabulary smaller than its data's."""
+    """Refuse a model that lacks a required size, or whose vocabulary is smaller than that of the data."""
     parameters = inspect.signature(model.component.factory).parameters
     for name in MODEL_SIZES:
         needed = name in parameters and parameters[name].default is inspect.Parameter.empty
         if needed and model.arguments.get(name) is None and name not in sizes:
             raise ConfigError(
-                f"{config.document.place('model')}: {model.component.name} needs {name}, and the data does not tell "
-                f"it; set model.{name}"
+                f"{config.document.place('model')}: {model.component.name} needs {name}, which the data does not "
+                f"define; set model.{name}"
             )
     given, vocab_size = model.arguments.get("vocab_size"), sizes.get("vocab_size")
     if vocab_size is not None and isinstance(given, int) and given < vocab_size:
         raise ConfigError(
-            f"{config.document.place('model.vocab_size')}: the data has {vocab_size} tokens, the model only {given}; "
-            f"raise model.vocab_size, or leave it out to take that of the data"
+            f"{config.document.place('model.vocab_size')}: the data has {vocab_size} tokens, the model only "
+            f"{given}; increase model.vocab_size, or remove it to use that of the data"
         )
 
 

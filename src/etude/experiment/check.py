@@ -1,4 +1,4 @@
-"""Checking a config as far as that goes without its data: everything is built but the data, and small or not at all."""
+"""Checking a config without its data: everything but the data is built, with small or no weights."""
 
 import inspect
 from collections.abc import Callable
@@ -28,12 +28,12 @@ _ANY: dict[str, Any] = {
     "in_features": 3 * 64 * 64,
     "steps_per_epoch": 10**6,
 }
-"""Stand for what the data tells: no mistake of a config depends on them."""
+"""Placeholders for sizes known from the data: no mistake of a config depends on them."""
 _MANY_STEPS = 10**12
 
 
 def check_experiment(config: ExperimentConfig) -> None:
-    """Raise ConfigError or DataError for what `train` would refuse before its first step, if no data is needed for it.
+    """Raise ConfigError or DataError for anything that `train` would refuse before its first step without data.
 
     Nothing is downloaded or written. The model is built without memory for its weights.
     """
@@ -44,13 +44,13 @@ def check_experiment(config: ExperimentConfig) -> None:
     draft = RunDraft(config.sections, config.document, vocab_size=vocab_size)
     draft.model = _on_meta(lambda: _build(config, "model", selection))
     if not isinstance(draft.model, nn.Module):
-        raise ConfigError(f"{config.document.place('model')}: {selection.component.name} made no nn.Module")
+        raise ConfigError(f"{config.document.place('model')}: {selection.component.name} did not return an nn.Module")
     sections: list[Selection] = config.sections.get("callbacks") or []
     callbacks = [_build(config, f"callbacks.{place}", one) for place, one in enumerate(sections)]
     for feature in config.features:
         _on_meta(partial(feature.after_model, draft))
     loss, strategy = config.selection("loss"), None
-    if loss is not None and not loss.component.provided:  # else it needs what only the data has
+    if loss is not None and not loss.component.provided:  # otherwise it needs values known only from the data
         strategy = _build(config, "loss", loss)
     model = draft.model
     task = draft.trainer.get("task") or SupervisedTask(strategy)
@@ -59,12 +59,12 @@ def check_experiment(config: ExperimentConfig) -> None:
         recompute_activations(model, **blocks)
     _check_optimizer(config, model)
     if (scheduler := config.selection("scheduler")) is not None:
-        # A run has at most `max_steps`; how many it has otherwise, only the data tells.
+        # A run has at most `max_steps`; otherwise its length depends on the data.
         _build(config, "scheduler", scheduler, total_steps=config.training.max_steps or _MANY_STEPS)
 
 
 def _check_optimizer(config: ExperimentConfig, model: nn.Module) -> None:
-    """Build the optimizer on small weights, of as many dimensions as the model's."""
+    """Build the optimizer on small weights with the same number of dimensions as the model's."""
     selection = config.selection("optimizer")
     small = nn.ParameterList([_weight_like(one) for one in model.parameters() if one.requires_grad])
 
@@ -80,16 +80,16 @@ def _weight_like(weight: nn.Parameter) -> nn.Parameter:
 
 
 def _on_meta(make: Callable[[], Any]) -> Any:
-    """Build without memory for weights; what cannot be built so is built as it is, and what fails then is a mistake."""
+    """Build without memory for weights; if that fails, build normally, and errors of that are mistakes."""
     try:
         with torch.device("meta"):
             return make()
-    except Exception:  # code of any kind, which may read its weights
+    except Exception:  # user code may read its weights
         return make()
 
 
 def _build(config: ExperimentConfig, path: str, selection: Selection, **provided: Any) -> Any:
-    """Build a component; of what the data would tell, it is given what it cannot do without."""
+    """Build a component; values known from the data are supplied only where required."""
     parameters = inspect.signature(selection.component.factory).parameters
     needed = {name for name, one in parameters.items() if one.default is one.empty}
     stand_ins = {name: value for name, value in _ANY.items() if name in needed or name == "steps_per_epoch"}

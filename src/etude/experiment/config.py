@@ -1,4 +1,4 @@
-"""The root schema: which sections an experiment file has, and how a file becomes a validated `ExperimentConfig`."""
+"""The root schema: the sections of an experiment file, and validation into an `ExperimentConfig`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,9 +27,11 @@ from etude.experiment.settle import DEFAULT_NAMES, LEGACY_KEYS, move_legacy_keys
 from etude.trainer import TrainerConfig
 
 MODEL_SIZES = ("vocab_size", "n_types", "num_classes", "input_shape", "in_features", "out_features")
-"""What the data tells a model that leaves it out."""
+"""Model sizes that the data provides by default."""
 _SECTIONS: dict[str, SectionSpec | None] = {
-    "name": SectionSpec(model=str, description="Name of the experiment; found from the file's place if left out."),
+    "name": SectionSpec(
+        model=str, description="Name of the experiment; by default derived from the path of the file."
+    ),
     "description": SectionSpec(model=str, description="What the experiment is about, in a sentence."),
     "imports": SectionSpec(model=list[str], description="Modules or files that register your own components."),
     "model": SectionSpec(
@@ -37,7 +39,7 @@ _SECTIONS: dict[str, SectionSpec | None] = {
     ),
     "data": SectionSpec(kind="data", description="The data set and its arguments."),
     "vocab": None,
-    "loss": SectionSpec(kind="loss", description="The loss; found from the shapes of the first batch if left out."),
+    "loss": SectionSpec(kind="loss", description="The loss; by default chosen from the shapes of the first batch."),
     "optimizer": SectionSpec(kind="optimizer", provided=("params",), description="The optimizer; adamw by default."),
     "scheduler": SectionSpec(
         kind="scheduler", provided=("total_steps", "steps_per_epoch"), description="The learning-rate schedule."
@@ -45,31 +47,34 @@ _SECTIONS: dict[str, SectionSpec | None] = {
     "tasks": None,
     "weighting": None,
     "curriculum": None,
-    "training": SectionSpec(model=TrainerConfig, description="How long to train and what to do on the way."),
+    "training": SectionSpec(
+        model=TrainerConfig, description="How long to train, and when to log, validate and save."
+    ),
     "callbacks": SectionSpec(
         kind="callback", many=True, provided=("tokenizer",), description="Callbacks, called in this order."
     ),
 }
-"""The keys of a file in the order in which they are shown; None stands for a feature's own."""
+"""The keys of a file in display order; None marks those of features."""
 
 
 @dataclass(slots=True)
 class ExperimentConfig:
-    """A validated experiment: every section as it will be built, and the document for messages about it."""
+    """A validated experiment: every section as it will be built, and the document for messages."""
 
     name: str
     path: Path | None
     document: Document
     sections: dict[str, Any]
     features: tuple[Feature, ...] = ()
-    """The features that the file needs."""
+    """The features that the file uses."""
 
     @property
     def training(self) -> TrainerConfig:
-        """The `training` section, as a `Trainer` in Python takes it.
+        """The `training` section as a `Trainer` in Python takes it.
 
-        Learning rate, weight decay and warm-up are filled in from their sections where the optimizer is AdamW and the
-        schedule `warmup_cosine`, which a `Trainer` makes of them; others are for you to build and to give.
+        Learning rate, weight decay and warm-up are filled in from their sections if the optimizer is AdamW and the
+        schedule is `warmup_cosine`, the defaults of a `Trainer`. Build and pass other optimizers and schedules
+        yourself.
         """
         return _for_python(self, any_optimizer=False)
 
@@ -92,7 +97,7 @@ class ExperimentConfig:
         return selection
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the whole config as plain data, defaults included: it loads again to the same experiment."""
+        """Return the complete config as plain data, defaults included; loading it gives the same experiment."""
         result: dict[str, Any] = {"name": self.name}
         served = {key for feature in self.features for key in feature.sections}
         for key, value in self.sections.items():
@@ -140,7 +145,7 @@ def validate_experiment(
 ) -> ExperimentConfig:
     """Validate a document: import the user's modules, apply overrides, move legacy keys, fill in companions.
 
-    With `announce`, a line names the code of every module under `imports:` before it is run.
+    With `announce`, every module under `imports:` is logged before it is run.
     """
     document = apply_overrides(document, overrides)
     base = document.path.parent if document.path else Path.cwd()
@@ -161,19 +166,20 @@ def validate_experiment(
 
 
 def create_trainer_config(config: ExperimentConfig) -> TrainerConfig:
-    """Return the `training` section with the numbers of all other sections that have a key in it.
+    """Return the `training` section with the values of all other sections that have a key in it.
 
-    Learning rate, weight decay, schedule and the settings of the meaningful loss are filled in, whichever optimizer
-    they are for: build that and give it to the `Trainer`, and a schedule with other settings than `warmup_steps` too.
+    Learning rate, weight decay, schedule and the settings of the meaningful loss are filled in for any optimizer.
+    Build that optimizer and pass it to the `Trainer`, also a schedule with settings other than `warmup_steps`.
     """
     return _for_python(config, any_optimizer=True)
 
 
 def _for_python(config: ExperimentConfig, *, any_optimizer: bool) -> TrainerConfig:
-    """Return the `training` section with what a `Trainer` in Python needs of the other sections.
+    """Return the `training` section with the values that a `Trainer` in Python needs from other sections.
 
-    It makes AdamW of learning rate and weight decay: those of another optimizer would mislead it, unless the caller
-    asks for them. A schedule with other settings than `warmup_steps` has no keys here: its name alone would mislead.
+    A `Trainer` builds AdamW from learning rate and weight decay, so those of another optimizer are omitted unless the
+    caller asks for them. A schedule with settings other than `warmup_steps` is omitted too: its name alone would be
+    wrong.
     """
     optimizer, scheduler = config.selection("optimizer"), config.selection("scheduler")
     found: dict[str, Any] = {"use_scheduler": False} if scheduler is None else {}
@@ -190,7 +196,7 @@ def _for_python(config: ExperimentConfig, *, any_optimizer: bool) -> TrainerConf
 
 
 def _changed(selection: Selection) -> set[str]:
-    """Return the arguments that a section gives and that are not the default."""
+    """Return the arguments of a section that differ from the default."""
     known = parameters_of(selection.component.factory)[0]
     return {key for key, value in selection.arguments.items() if key not in known or known[key][1] != value}
 
@@ -221,15 +227,15 @@ def _add_companions(document: Document) -> None:
     try:
         companions = lookup("model", name).companions
     except ConfigError:
-        return  # validation tells, with its place
+        return  # validation reports it with its location
     for section, value in companions.items():
         given = document.data.get(section, {})
-        if isinstance(given, dict) and "name" not in given:  # left out, or only some of its arguments given
+        if isinstance(given, dict) and "name" not in given:  # omitted, or only some of its arguments given
             document.data[section] = {**value, **given}
 
 
 def _validate(document: Document) -> dict[str, Any]:
-    """Validate with the features whose keys the file has; with all of them to explain a mistake."""
+    """Validate with the features whose keys the file has; with all features to explain a mistake."""
     for key in document.data:
         if key in ROOM_OF and not features_for([key]):
             raise ConfigError(f"{document.place(key)}: needs {ROOM_OF[key]}, which is not installed")

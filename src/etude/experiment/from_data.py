@@ -1,4 +1,4 @@
-"""A config for data that is there: look at a file or folder, and choose data set, model and loss that fit it."""
+"""A config for existing data: inspect a file or folder, and choose a suitable data set, model and loss."""
 
 import json
 import re
@@ -22,9 +22,9 @@ from etude.data.catalog.table_files import TableFormat
 
 TARGETS = ("target", "label", "class", "y", "output", "outcome", "species", "category")
 TEXTS = ("text", "sentence", "content", "review", "body", "comment", "question", "title")
-"""Names by which the column to predict, and that of texts, are recognised."""
+"""Usual names of the target column and of the text column."""
 MAX_CLASSES = 20
-"""Whole numbers with up to so many values are taken for classes."""
+"""Integers with up to this many distinct values are treated as classes."""
 SURVEYED_LINES = 2000
 TABLE_MODEL = {"name": "mlp", "hidden": [128, 64], "dropout": 0.1}
 TEXT_MODEL = {"name": "text_classifier", "d_model": 128, "n_layers": 2, "n_heads": 4}
@@ -33,20 +33,20 @@ _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 
 @dataclass(slots=True)
 class Finding:
-    """Sections of a config, and what was found, in words."""
+    """Sections of a config, and messages about what was found."""
 
     data: dict[str, Any]
     model: dict[str, Any]
     words: list[str] = field(default_factory=list)
     splits: DataSplits | None = None
     fallback: dict[str, Any] = field(default_factory=dict)
-    """Settings of the data with which it loads if it does not without."""
+    """Settings with which the data loads if it does not load without them."""
 
 
 def look_at(path: Path, target: str | None = None) -> Finding:
-    """Return sections for a file or folder that load as they are. Raises DataError for what is no data."""
+    """Return working sections for a file or folder. Raises DataError if it is not data."""
     if not path.exists():
-        raise DataError(f"{path} does not exist")
+        raise DataError(f"{path} does not exist; check the path")
     finding = _survey(path)(path, target)
     try:
         finding.splits = _load(finding.data)
@@ -55,13 +55,13 @@ def look_at(path: Path, target: str | None = None) -> Finding:
             raise
         finding.data |= finding.fallback
         finding.splits = _load(finding.data)
-        finding.words.append(f"  with {', '.join(finding.fallback)}, as {str(error).partition(';')[0]}")
+        finding.words.append(f"  with {', '.join(finding.fallback)}, because {str(error).partition(';')[0]}")
     rows = finding.splits.facts["rows"]
     finding.words.insert(0, f"{path}: " + ", ".join(f"{count:,} for {part}" for part, count in rows.items()))
     for name, reason in finding.splits.facts.get("left_out", {}).items():
         finding.data.setdefault("exclude", []).append(name)
         finding.words = [line for line in finding.words if not line.startswith(f"  {name}: ")]
-        finding.words.append(f"  left out: {name}: {reason}")
+        finding.words.append(f"  not used: {name}: {reason}")
     classes = finding.splits.facts.get("classes")
     if classes:
         finding.words.append(f"  {len(classes)} classes: {shorten(', '.join(classes), 100)}")
@@ -69,7 +69,7 @@ def look_at(path: Path, target: str | None = None) -> Finding:
 
 
 def _survey(path: Path) -> Callable[[Path, str | None], Finding]:
-    """Return the function that looks at data of this kind."""
+    """Return the function that inspects data of this kind."""
     if path.is_dir():
         if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
             return _dataset
@@ -81,7 +81,7 @@ def _survey(path: Path) -> Callable[[Path, str | None], Finding]:
         ".parquet": _parquet,
     }
     if path.suffix.lower() not in kinds:
-        raise DataError(f"{path}: files of this kind are not known (known are: {listed(kinds)}, and folders)")
+        raise DataError(f"{path}: unknown kind of file; use one of {listed(kinds)}, or a folder")
     return kinds[path.suffix.lower()]
 
 
@@ -117,22 +117,22 @@ def config_text(name: str, finding: Finding) -> str:
 
 @dataclass(slots=True)
 class Column:
-    """What a column holds."""
+    """The content of a column."""
 
     name: str
     numbers: bool = True
     values: dict[str, None] = field(default_factory=dict)
-    """Different texts, a few more than categories may have."""
+    """Distinct strings, up to slightly more than the maximum number of categories."""
     missing: bool = False
 
     @property
     def is_classes(self) -> bool:
-        """Whether it may be a class: text, or few whole numbers."""
+        """Whether it may be a class: text, or few distinct integers."""
         few = len(self.values) <= MAX_CLASSES
         return not self.numbers or (few and all(re.fullmatch(r"-?\d+", value) for value in self.values))
 
     def words(self) -> str:
-        """Return a line about it."""
+        """Return a one-line description."""
         several = len(self.values) > MAX_CATEGORIES
         few = ", ".join(list(self.values)[:3] if several else in_order([one for one in self.values if one])[:4])
         kind = "numbers" if self.numbers else f"{'many' if several else len(self.values)} texts"
@@ -183,7 +183,7 @@ def _of_columns(
     if any(column.missing or "" in column.values for column in kept):
         data["missing"] = "indicator"
     words = [f"  {column.name}: {column.words()}" for column in kept]
-    words += [f"  left out: {column.name}: {column.words()}" for column in others if column.name in left_out]
+    words += [f"  not used: {column.name}: {column.words()}" for column in others if column.name in left_out]
     words.append(f"  to predict: {chosen}, {'a class' if goal.is_classes else 'a number'}")
     return Finding({**data, **options}, dict(TABLE_MODEL), words)
 
@@ -255,7 +255,7 @@ def _lines(path: Path, target: str | None) -> Finding:
             try:
                 entries.append(json.loads(line.decode("utf-8-sig")))
             except ValueError:
-                continue  # loading it says where
+                continue  # loading the file reports the location
     objects = [entry for entry in entries if isinstance(entry, dict)]
     if not objects:
         raise DataError(f"{path} has no JSON objects, one in each line")
@@ -273,7 +273,7 @@ def _text_key(objects: Iterable[dict[str, Any]], label: str, path: Path) -> str:
             if isinstance(value, str) and key != label:
                 lengths[key] = lengths.get(key, 0) + len(value)
     if not lengths:
-        raise DataError(f"{path} has no texts besides {label!r}; name the label with --target")
+        raise DataError(f"{path} has no texts besides {label!r}; set the label with --target")
     return next((name for name in TEXTS if name in lengths), max(lengths, key=lambda key: lengths[key]))
 
 

@@ -44,9 +44,9 @@ class RunOutcome:
     reason: str = ""
     is_main: bool = True
     resume_command: str = ""
-    """What to type to go on."""
+    """The command to continue."""
     samples: str = ""
-    """What a language model wrote at the end, if a callback asked it to."""
+    """Texts sampled from a language model at the end, if a callback did so."""
 
 
 def train_experiment(
@@ -57,7 +57,7 @@ def train_experiment(
     overwrite: bool = False,
     progress: bool = True,
 ) -> RunOutcome:
-    """Train an experiment in a new run folder and return how it ended."""
+    """Train an experiment in a new run folder and return the outcome."""
     with before_joining():
         config = (
             experiment
@@ -83,7 +83,7 @@ def train_experiment(
 
 
 def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: bool = True) -> RunOutcome:
-    """Go on with a run from its newest intact checkpoint, or from the start if it has none yet.
+    """Continue a run from its newest intact checkpoint, or from the start if it has none yet.
 
     Raises RunFolderError if the run is finished and the overrides do not make it longer.
     """
@@ -104,14 +104,14 @@ def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: 
         end = folder.read_result().get("step", 0) if not overrides else trainer.total_steps
         if folder.is_finished and (end is None or clock.step >= end):
             raise RunFolderError(
-                f"run {folder.path} is finished ({clock.epoch} epochs, {clock.step} steps); to train longer, give a "
-                f"new end: `etude resume {quote(str(folder.path))} training.epochs={clock.epoch + 5}`"
+                f"run {folder.path} is finished ({clock.epoch} epochs, {clock.step} steps); to train longer, use "
+                f"`etude resume {quote(str(folder.path))} training.epochs={clock.epoch + 5}`"
             )
         return _run(trainer, folder)
 
 
 def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best") -> tuple[Path, dict[str, float]]:
-    """Evaluate a checkpoint of a run (`best`, `last` or a step number) on a split; return its path and the numbers."""
+    """Evaluate a checkpoint of a run (`best`, `last` or a step number) on a split; return path and metrics."""
     with before_joining():
         folder = RunFolder.open(run_dir)
         folder.check_rebuildable()
@@ -147,8 +147,9 @@ def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:
 
 
 def _samples(trainer: Trainer, folder: RunFolder) -> str:
-    """Return the texts that a run has sampled; empty if the file is somebody else's."""
-    from etude.callbacks import TextSamples  # here: it brings models and tokenizers that other runs do not need
+    """Return the texts that a run has sampled; empty if the file belongs to something else."""
+    # imported here: it loads models and tokenizers that other runs do not need
+    from etude.callbacks import TextSamples
 
     sampled = any(isinstance(one, TextSamples) for one in trainer.callbacks)
     return folder.samples_path.read_text(encoding="utf-8") if sampled else ""
@@ -172,30 +173,30 @@ def _new_folder(config: ExperimentConfig, run_dir: str | Path | None, overwrite:
 
 
 def _take_checkpoints(folder: RunFolder, before: Path) -> None:
-    """See that the checkpoints are where the config says now, and no other run's."""
+    """Check that the checkpoints are where the config says, and belong to no other run."""
     if not find_checkpoints(folder.checkpoints_path) and find_checkpoints(before):
         raise RunFolderError(
-            f"{folder.checkpoints_path} holds no checkpoint, those of the run are in {before}; "
-            f"move them there to go on with another training.checkpoint_dir"
+            f"{folder.checkpoints_path} holds no checkpoint, those of the run are in {before}; move them to "
+            "continue with another training.checkpoint_dir"
         )
     folder.claim_checkpoints(new=False)
 
 
 def _made_by_main(world: World, make: Callable[[], RunFolder]) -> RunFolder:
-    """Make the folder on one process and tell the others its path, or its error."""
+    """Create the folder on one process and broadcast its path or the error."""
     folder = world.attempt(make, here=world.is_main)
     return RunFolder(world.share_text("" if folder is None else str(folder.path)))
 
 
 @contextlib.contextmanager
 def _held(folder: RunFolder, world: World) -> Iterator[None]:
-    """Hold the folder's lock on the process that writes; the others fail with it if it is taken."""
+    """Hold the folder's lock on the process that writes; if it is already held, all processes fail."""
     with contextlib.ExitStack() as stack:
         world.attempt(lambda: stack.enter_context(folder.lock()), here=world.is_main)
         try:
             yield
         except KeyboardInterrupt as stop:
-            stop.add_note(f"what was saved before is intact, go on with: {_resume_command(folder, world)}")
+            stop.add_note(f"earlier checkpoints are intact; continue with: {_resume_command(folder, world)}")
             raise
 
 
@@ -204,7 +205,7 @@ def _resume_command(folder: RunFolder, world: World) -> str:
 
 
 def _folder_of_command() -> str:
-    """Return what to type before `etude` so that it is found, as from a virtual environment that is not active."""
+    """Return the prefix with which a shell finds `etude`, for example in an inactive virtual environment."""
     command = Path(sys.argv[0])
     if command.name != "etude" or command.parent == Path() or shutil.which("etude"):
         return ""
@@ -212,10 +213,10 @@ def _folder_of_command() -> str:
 
 
 def _undo(folder: RunFolder, there: Collection[str], *, own: bool) -> None:
-    """Take back the beginning of a run that failed before it recorded a step.
+    """Undo the start of a run that failed before it recorded a step.
 
-    The same command then works once the mistake is fixed, and nothing looks like a run that could be resumed. What was
-    `there` before stays. `own` says that the folder itself was made for this run.
+    The same command then works once the mistake is fixed, and nothing looks like a resumable run. Files that were
+    `there` before stay. With `own` the folder itself was created for this run.
     """
     written = (folder.config_path, folder.environment_path, folder.events_path)
     for path in (*written, folder.metrics_path):
@@ -233,12 +234,12 @@ def _newest_checkpoint(folder: RunFolder) -> Path | None:
         return None
     path, warnings = newest_intact(folder.checkpoints_path)
     for warning in warnings:
-        logger.warning("%s; going on from %s", warning, path.name)
+        logger.warning("%s; continuing from %s", warning, path.name)
     return path
 
 
 def _read_checkpoint(folder: RunFolder, which: str) -> Checkpoint:
-    """Read the best, the last, or that of a step; instead of a best or last that is damaged, the next one."""
+    """Read the best, the last, or that of a step; a damaged best or last is replaced by the next intact one."""
     manager = CheckpointManager(folder.checkpoints_path)
     if which in ("best", "last"):
         return manager.load(which if manager.best() is not None else "last")
@@ -246,7 +247,5 @@ def _read_checkpoint(folder: RunFolder, which: str) -> Checkpoint:
     step = steps.get(which.lstrip("0") or "0")
     if step is None:
         there = ", ".join(steps) or "none"
-        raise CheckpointError(
-            f"{folder.path} has no checkpoint {shorten(which)!r} (steps there are: {there}; or best, last)"
-        )
+        raise CheckpointError(f"{folder.path} has no checkpoint {shorten(which)!r} (available: {there}, best, last)")
     return manager.load(folder_name(step))

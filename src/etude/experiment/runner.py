@@ -1,4 +1,4 @@
-"""Whole experiments for tools that train and evaluate many of them, such as comparisons."""
+"""Running whole experiments, for tools such as comparisons that train and evaluate many of them."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from etude.monitor import RunFolder
 
 
 class ExperimentRunner:
-    """Loads, trains and evaluates experiments in one process. Tools of features are given one."""
+    """Loads, trains and evaluates experiments in one process; passed to the tools of features."""
 
     def load(self, experiment: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
         """Return the config of an experiment; raise ConfigError with one line for every mistake."""
@@ -29,7 +29,7 @@ class ExperimentRunner:
         return build_data(config, World())
 
     def train(self, config: ExperimentConfig, path: Path, *, progress: bool) -> RunFolder:
-        """Return the folder of the finished run: train it, go on with it, or find it there.
+        """Return the folder of the finished run: train it, continue it, or use the existing one.
 
         Raises RunFolderError if the folder holds a run of another config, KeyboardInterrupt if the run is interrupted.
         """
@@ -48,15 +48,15 @@ class ExperimentRunner:
             outcome = resume_run(path, progress=progress)
         if outcome.status != "finished":
             stop = KeyboardInterrupt()
-            stop.add_note("what was trained is kept; run the same command again to go on")
+            stop.add_note("trained runs are kept; run the same command again to continue")
             raise stop
         return folder
 
     def evaluate(self, config: ExperimentConfig, folder: RunFolder, data: Data) -> dict[str, Any]:
         """Return `step`, `parameters` and `splits` of the last checkpoint of a finished run.
 
-        `splits` has the numbers on validation and test that are not NaN. They are kept in `evaluation.json` of the
-        folder, and computed again only if the run went on.
+        `splits` has the metrics on validation and test that are not NaN. They are stored in `evaluation.json` of the
+        folder, and recomputed only if the run was continued.
         """
         step, path = folder.read_result()["step"], folder.path / "evaluation.json"
         saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

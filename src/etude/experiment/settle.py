@@ -1,6 +1,6 @@
-"""What is settled around the validation of a file: old keys move before it, data and outputs are checked after it.
+"""Steps around the validation of a file: old keys are moved before it, data and outputs are checked after it.
 
-Keys that some files keep under `training` move to the sections they belong to, one way.
+Keys that older files have under `training` are moved to their sections.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -26,22 +26,22 @@ _MOVES = {
     "warmup_steps": ("scheduler", "warmup_steps", ("warmup_steps",)),
     "scheduler_type": ("scheduler", "name", ("name",)),
 }
-"""Key under `training` → section, key there, and the spellings under which that section may already have it."""
+"""Key under `training` → section, key there, and its aliases in that section."""
 _MOVED_BY = {"meaningful_loss": "etude.multimodal"}
-"""Key under `training` → the room whose feature moves it."""
+"""Key under `training` → the package whose feature moves it."""
 LEGACY_KEYS = (*_MOVES, "use_scheduler", "use_mixed_precision", "precision_dtype", *_MOVED_BY)
-"""Keys of `training` that the other sections, and `precision`, say better: shown only where they say something."""
+"""Keys of `training` that other sections or `precision` replace: shown only if set."""
 DEFAULT_NAMES = {"optimizer": "adamw", "scheduler": DEFAULT_SCHEDULE}
-"""The component of an optimizer section without a name, or of one that only a key of `training` speaks of."""
+"""The default optimizer, for a section without a name or settings under `training`."""
 _RUN_FOLDER = Path("a-run-folder")
-"""Stands for the folder to be: relative names are the same in all of them."""
+"""Placeholder for the future run folder: relative names are resolved against it."""
 
 
 def move_legacy_keys(document: Document) -> None:
-    """Give every setting its one place, in the document itself; messages keep showing what was written.
+    """Move every setting to its section, in the document itself; messages still show what was written.
 
-    Raises ConfigError if one file gives the same setting in both places. Between files, and from the command line,
-    the later one wins.
+    Raises ConfigError if one file has the same setting in both places. Between files, and from the command line, the
+    later one takes precedence.
     """
     data = document.data
     optimizer = data.get("optimizer")
@@ -51,7 +51,7 @@ def move_legacy_keys(document: Document) -> None:
     if not isinstance(training, dict):
         return
     training = data["training"] = canonical_keys(training, TRAINING_ALIASES, "training", document)
-    if isinstance(training.get("use_scheduler"), bool | None):  # else validation says what it must be
+    if isinstance(training.get("use_scheduler"), bool | None):  # otherwise validation reports the type
         _switch_scheduler(document, training, training.pop("use_scheduler", None))
     for key, (section, name, spellings) in _MOVES.items():
         if training.get(key) is not None:
@@ -89,25 +89,23 @@ def _move(
     if isinstance(target, str):
         target = document.data[section] = {"name": target}
     if target is not None and not isinstance(target, dict):
-        return  # not a section at all: validation says so
+        return  # not a section: validation reports it
     value = training.pop(key)
     if target is None:
         target = document.data[section] = {"name": DEFAULT_NAMES[section]}
     if name == "name" and f"{section}.name" not in document.locations:
-        spellings = ()  # filled in above, and said by no one
+        spellings = ()  # filled in above, not given by the user
     put_setting(document, target, value, here=here, section=section, spellings=spellings, name=name)
 
 
 def settle_data(sections: Mapping[str, Any], document: Document, features: Collection[Feature] = ()) -> None:
-    """Raise ConfigError for streams and weights that cannot be, and for settings that streams do not have."""
+    """Raise ConfigError for invalid streams and weights, and for settings that streams do not support."""
     found: list[tuple[str, Selection]] = [("data", data)] if (data := sections.get("data")) is not None else []
     found += [one for feature in features for one in feature.data_sets(sections).values()]
     problems = [problem for path, selection in found for problem in _selection(path, selection)]
     has_streams = any(path != "data" or one.component.name == "streams" for path, one in found)
     if has_streams and (workers := sections["training"].num_workers):
-        text = (
-            f"is {workers}, but streams are read in the process that trains; set it to 0, and prefetch to read ahead"
-        )
+        text = f"is {workers}, but streams are read in the training process; set it to 0, and use prefetch"
         problems.append(Problem("training.num_workers", text))
     if problems:
         raise config_error(problems, document)
@@ -124,10 +122,11 @@ def _selection(path: str, data: Selection) -> Iterator[Problem]:
                 yield Problem(f"{path}.weights", str(error))
     elif data.component.name == "token_mixture" and isinstance(roots := data.arguments.get("roots"), Mapping):
         if not roots:
-            yield Problem(f"{path}.roots", "a mixture needs at least one source")
+            yield Problem(f"{path}.roots", "a mixture needs at least one source; add one")
         elif isinstance(weights, Mapping) and set(weights) != set(roots):
             text = (
-                f"there are weights for {listed(weights)}, but the sources are {listed(roots)}; give each one weight"
+                f"there are weights for {listed(weights)}, but the sources are {listed(roots)}; set one weight for "
+                "each source"
             )
             yield Problem(f"{path}.weights", text)
 
@@ -141,11 +140,11 @@ def _streams(path: str, streams: Mapping[str, Any]) -> Iterator[Problem]:
         except DataError as error:
             yield Problem(f"{path}.streams.{name}", str(error))
         if isinstance(one, Selection) and one.component.name == "streams":
-            yield Problem(f"{path}.streams.{name}", "is made of streams itself; list them side by side")
+            yield Problem(f"{path}.streams.{name}", "consists of streams itself; list its streams directly")
 
 
 def settle_outputs(sections: Mapping[str, Any], document: Document) -> None:
-    """Raise ConfigError if checkpoints or a callback would write over a file of the run, or of another callback."""
+    """Raise ConfigError if checkpoints or a callback would overwrite a file of the run or of another callback."""
     selections: list[Selection] = sections.get("callbacks") or []
     outputs = []
     problems: list[Problem] = []
@@ -162,6 +161,6 @@ def settle_outputs(sections: Mapping[str, Any], document: Document) -> None:
             except ConfigError as error:
                 problems.append(Problem(f"callbacks.{count}", str(error)))
     for place, problem in output_problems(outputs, _RUN_FOLDER):
-        problems.append(Problem(place, f"{problem}; give it another file name"))
+        problems.append(Problem(place, f"{problem}; choose another file name"))
     if problems:
         raise config_error(problems, document)

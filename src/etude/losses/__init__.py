@@ -1,4 +1,4 @@
-"""Losses as sums and counts, and the strategies that read model outputs."""
+"""Losses as sums and counts, and the strategies that apply them to model outputs."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
 """Binary and multi-label cross entropy on logits, as sums and counts.
 
-A label that is missing does not count and is never guessed: it is NaN, `ignore_index`, or has a mask of 0.
+A missing label (NaN, `ignore_index`, or a mask of 0) does not count.
 """
 
 from collections.abc import Mapping
@@ -32,11 +32,11 @@ def binary_cross_entropy_term(
     """Return the sum of −log p(target), p = sigmoid(logits), and the number of labels that count.
 
     `targets` are 0 and 1 or probabilities, shaped like `logits`; logits (…, 1) also fit targets (…). `mask` is shaped
-    like the targets: labels where it is 0 do not count, a floating mask also weighs the others, in the sum and in the
-    count. `pos_weight` multiplies the loss of positive labels and, as in torch, leaves the count alone. With
-    `ignore_index=None` no label may be missing, and without a mask the count is a plain number. Half-precision logits
-    are computed in float32. Raises TrainingError for shapes that do not fit and DataError for labels outside of 0 … 1
-    (not on a GPU, where looking at them would make the host wait).
+    like the targets: labels where it is 0 do not count, and a floating-point mask weights the others in the sum and
+    in the count. `pos_weight` multiplies the loss of positive labels and, as in torch, does not change the count.
+    With `ignore_index=None` no label may be missing, and without a mask the count is a plain number. Half-precision
+    logits are computed in float32. Raises TrainingError for shapes that do not fit and DataError for labels outside 0
+    … 1 (not on a GPU, where the check would synchronise).
 
     >>> round(binary_cross_entropy(torch.tensor([2.0, -1.0, 5.0]), torch.tensor([1, 0, -100])).item(), 4)
     0.2201
@@ -57,10 +57,10 @@ def multi_label_bce_term(
 ) -> LossTerm:
     """Return the weighted sum of the losses of all labels, and the sum of the weights.
 
-    `logits` and `targets` are (…, K) for K labels, `label_weights` is (K,). The count is weighted like the sum, as
-    that of cross entropy with class weights: weights say how labels compare, not how large the loss is, and a label
-    that is missing in some samples takes its weight out with it. `mask` is (…, K), or (…) for whole samples. All else
-    is as in `binary_cross_entropy_term`; `pos_weight` may be (K,).
+    `logits` and `targets` are (…, K) for K labels, `label_weights` is (K,). The count is weighted like the sum, as in
+    cross entropy with class weights: the weights are relative and do not scale the loss, and the weight of a missing
+    label does not count. `mask` is (…, K), or (…) for whole samples. Everything else is as in
+    `binary_cross_entropy_term`; `pos_weight` may be (K,).
 
     >>> logits, targets = torch.tensor([[2.0, -1.0, 0.0]]), torch.tensor([[1.0, 0.0, 1.0]])
     >>> round(multi_label_bce(logits, targets).item(), 4)
@@ -73,7 +73,7 @@ def multi_label_bce_term(
         hint = "; class indices need cross entropy" if targets.shape == logits.shape[:-1] else ""
         raise TrainingError(
             f"binary labels of shape {tuple(targets.shape)} do not fit the model's output of shape "
-            f"{tuple(logits.shape)}: every logit needs a label of its own{hint}"
+            f"{tuple(logits.shape)}: every logit needs its own label{hint}"
         )
     if logits.dtype is torch.bfloat16 or logits.dtype is torch.float16:
         logits = logits.float()
@@ -84,7 +84,7 @@ def multi_label_bce_term(
     labels = labels.to(logits.dtype)
     if weights is None:
         return LossTerm(_losses(logits, labels, pos_weight).sum(), targets.numel())
-    # What does not count must not reach the sum or a gradient even if it is not finite: 0 · inf is NaN.
+    # Ignored elements must not reach the sum or a gradient even if they are not finite: 0 · inf is NaN.
     losses = _losses(logits.masked_fill(weights == 0, 0.0), labels, pos_weight)
     return LossTerm((losses * weights).sum(), _count(targets, weights))
 
@@ -100,7 +100,7 @@ class BinaryLoss(LossStrategy):
     def __init__(
         self, pos_weight: Annotated[float, Gt(0)] | None = None, ignore_index: int | None = IGNORE_INDEX
     ) -> None:
-        """Labels that are NaN or `ignore_index` do not count; `pos_weight` makes positives count for more."""
+        """Labels that are NaN or `ignore_index` do not count; `pos_weight` weights positive labels."""
         self.ignore_index = ignore_index
         self._pos_weight: Tensor | float | None = pos_weight
         self._label_weights: Tensor | None = None
@@ -113,7 +113,7 @@ class BinaryLoss(LossStrategy):
         self._place(logits.device)
         weights, skip = self._label_weights, self.ignore_index
         _check_weights("pos_weight", self._pos_weight, logits)
-        if not self._checked:  # of a GPU, the first batch alone is looked at
+        if not self._checked:  # on a GPU, only the first batch is checked
             check_labels(_filled(labels, present_labels(labels, None, skip)))
             self._checked = True
         terms = {"loss": multi_label_bce_term(logits, labels, weights, None, self._pos_weight, skip)}
@@ -122,13 +122,13 @@ class BinaryLoss(LossStrategy):
         return terms
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
-        """Return the number of labels that are there, or the sum of their weights."""
+        """Return the number of labels present, or the sum of their weights."""
         labels = required_labels(batch, type(self).__name__)
         self._place(labels.device)
         return {"loss": _count(labels, element_weights(labels, None, self._label_weights, self.ignore_index))}
 
     def _place(self, device: torch.device) -> None:
-        """Keep the weights where the model is, so that they are copied there once."""
+        """Move the weights to the model's device once and keep them there."""
         if self._label_weights is not None and self._label_weights.device != device:
             self._label_weights = self._label_weights.to(device)
         if isinstance(self._pos_weight, Tensor) and self._pos_weight.device != device:
@@ -137,7 +137,7 @@ class BinaryLoss(LossStrategy):
 
 @register("loss", "multi_label")
 class MultiLabelLoss(BinaryLoss):
-    """Binary cross entropy of logits (B, …, K) with K labels of their own, (B, …, K), of which any may be missing."""
+    """Binary cross entropy of logits (B, …, K) with K separate labels (B, …, K), any of which may be missing."""
 
     @checked
     def __init__(
@@ -146,14 +146,14 @@ class MultiLabelLoss(BinaryLoss):
         pos_weight: Annotated[float, Gt(0)] | list[Weight] | None = None,
         ignore_index: int | None = IGNORE_INDEX,
     ) -> None:
-        """`label_weights` are one per label and count in the mean; `pos_weight` is one for all labels or one each."""
+        """`label_weights` has one weight per label, included in the mean; `pos_weight` is one value or one each."""
         super().__init__(None, ignore_index)
         self._pos_weight = torch.tensor(pos_weight) if isinstance(pos_weight, list) else pos_weight
         self._label_weights = None if label_weights is None else torch.as_tensor(label_weights, dtype=torch.float32)
 
 
 def binary_accuracy_term(logits: Tensor, targets: Tensor, ignore_index: int | None = IGNORE_INDEX) -> LossTerm:
-    """Return how many of the labels that are there have a logit on their side of 0: a metric, without gradient.
+    """Return how many of the present labels are on the same side of 0 as their logit: a metric, without gradient.
 
     A NaN is on neither side.
 
@@ -166,7 +166,7 @@ def binary_accuracy_term(logits: Tensor, targets: Tensor, ignore_index: int | No
 
 
 def present_labels(targets: Tensor, mask: Tensor | None, ignore_index: int | None) -> Tensor | None:
-    """Return where labels are there (bool) or how much each counts (a floating mask); None if all simply count."""
+    """Return which labels are present (bool) or their weights (a floating-point mask); None if all count equally."""
     present: Tensor | None = None
     if ignore_index is not None and targets.dtype is not torch.bool:
         present = targets.ne(ignore_index)
@@ -178,7 +178,8 @@ def present_labels(targets: Tensor, mask: Tensor | None, ignore_index: int | Non
         mask = mask.unsqueeze(-1).expand(targets.shape)
     if mask.shape != targets.shape:
         raise TrainingError(
-            f"a mask of shape {tuple(mask.shape)} does not fit labels of shape {tuple(targets.shape)}"
+            f"a mask of shape {tuple(mask.shape)} does not fit labels of shape {tuple(targets.shape)}; give both "
+            "the same shape"
         )
     if not mask.is_floating_point():
         mask = mask.ne(0)
@@ -188,7 +189,7 @@ def present_labels(targets: Tensor, mask: Tensor | None, ignore_index: int | Non
 def element_weights(
     targets: Tensor, mask: Tensor | None, label_weights: Tensor | None, ignore_index: int | None
 ) -> Tensor | None:
-    """Return how much every label counts; None if all simply count."""
+    """Return the weight of every label; None if all count equally."""
     present = present_labels(targets, mask, ignore_index)
     if label_weights is None:
         return present
@@ -197,7 +198,7 @@ def element_weights(
 
 
 def check_labels(targets: Tensor) -> None:
-    """Raise DataError if a label lies outside of 0 … 1. Reads the device."""
+    """Raise DataError if a label is outside 0 … 1. Synchronises with the device."""
     if targets.dtype is torch.bool or not targets.numel():
         return
     low, high = (bound.item() for bound in torch.aminmax(targets))
@@ -213,8 +214,8 @@ def check_labels(targets: Tensor) -> None:
 def _losses(logits: Tensor, labels: Tensor, pos_weight: Tensor | float | None) -> Tensor:
     """Return −y·log p − (1−y)·log(1−p) of every label.
 
-    Torch's own kernel computes x − log p for y = 0, which loses the digits of a small loss, and its gradient p − y is 0
-    as soon as p rounds to 1. Two logarithms of sigmoids keep both to the last digits.
+    Torch's own kernel computes x − log p for y = 0, which loses the digits of a small loss, and its gradient p − y is
+    0 as soon as p rounds to 1. Two log-sigmoids keep both accurate to the last digits.
     """
     positives = labels * F.logsigmoid(logits)
     if pos_weight is not None:
@@ -226,12 +227,12 @@ def _check_weights(name: str, weights: Tensor | float | None, logits: Tensor) ->
     if isinstance(weights, Tensor) and weights.dim() and weights.shape != logits.shape[-1:]:
         raise TrainingError(
             f"there are {weights.numel()} {name}, but the model's output of shape {tuple(logits.shape)} has "
-            f"{logits.shape[-1] if logits.dim() else 1} labels; give one per label"
+            f"{logits.shape[-1] if logits.dim() else 1} labels; pass one per label"
         )
 
 
 def _without_last(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the logits of a head with one output without its last dimension, if the targets lack it."""
+    """Drop the last dimension of size 1 of the logits, if the targets lack it."""
     return logits.squeeze(-1) if logits.shape == (*targets.shape, 1) else logits
 
 

@@ -1,7 +1,7 @@
-"""Cross entropy of a linear layer over chunks of rows: values and gradients in one pass, few logits at a time.
+"""Cross entropy of a linear layer over chunks of rows: values and gradients in one pass, without all logits.
 
-The loss is a sum, so what flows back into it is one number. The gradients of hidden states and weights are therefore
-known up to that factor while a chunk's logits are at hand, and the logits need not be kept or computed again.
+The loss is a sum, so its incoming gradient is one number. The gradients of hidden states and weights are known up to
+that factor while a chunk's logits are in memory, so the logits need not be kept or recomputed.
 """
 
 from dataclasses import dataclass, replace
@@ -13,24 +13,24 @@ from torch import Tensor
 from etude.losses.products import add_logit_gradients, chunk_rows_for, product
 
 LOGITS_BYTES = {"cuda": 256 << 20}
-"""Size of a chunk's logits, by device type. Large products keep a GPU busy."""
+"""Size of a chunk's logits, by device type. A GPU needs large products."""
 DEFAULT_LOGITS_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LinearProblem:
-    """A linear layer and what its outputs are compared with. All products are computed in the type of `hidden`."""
+    """A linear layer and the targets of its outputs. All products are computed in the dtype of `hidden`."""
 
     hidden: Tensor
     """(N, d)"""
     weight: Tensor
-    """(V, d), of any type."""
+    """(V, d), of any dtype."""
     bias: Tensor | None
     """(V,)"""
     labels: Tensor
     """(N,) classes; any class where the row's weight is 0."""
     row_weights: Tensor
-    """(N,) factor of every row's loss, in the type of the results: float32, or float64 if `hidden` is."""
+    """(N,) factor of every row's loss, in the dtype of the results: float32, or float64 if `hidden` is."""
     label_smoothing: float
     softcap: float | None
     want_hidden: bool
@@ -40,12 +40,12 @@ class LinearProblem:
 
     @property
     def want_gradients(self) -> bool:
-        """Whether any gradient is asked for."""
+        """Whether any gradient is needed."""
         return self.want_hidden or self.want_weight or self.want_bias
 
 
 class LinearResult(NamedTuple):
-    """Losses of the rows without their weights, and gradients of Σ row_weight · loss where they were asked for."""
+    """Losses of the rows without their weights, and gradients of Σ row_weight · loss if needed."""
 
     losses: Tensor
     nlls: Tensor
@@ -53,15 +53,15 @@ class LinearResult(NamedTuple):
     predicted: Tensor
     """Index of the largest logit of every row, -1 if one of them is NaN."""
     grad_hidden: Tensor | None
-    """In the type of `hidden`."""
+    """In the dtype of `hidden`."""
     grad_weight: Tensor | None
-    """In the type of the results, like `grad_bias`."""
+    """In the dtype of the results, like `grad_bias`."""
     grad_bias: Tensor | None
 
 
 @torch.no_grad()
 def chunked(problem: LinearProblem) -> LinearResult:
-    """Solve the problem chunk by chunk; never more than two chunks of logits are held."""
+    """Solve the problem chunk by chunk; at most two chunks of logits are in memory."""
     hidden, weight, kind = problem.hidden, problem.weight.to(problem.hidden.dtype), problem.row_weights.dtype
     problem = replace(problem, weight=weight)
     (num_rows, width), num_classes = hidden.shape, weight.shape[0]
@@ -96,7 +96,7 @@ def _forward(p: LinearProblem, result: LinearResult, rows: slice, logits: Tensor
         logits.div_(p.softcap).tanh_().mul_(p.softcap)
     largest, predicted = logits.max(1, keepdim=True)
     torch.softmax(logits, 1, out=probs)
-    # The largest probability is at least 1/V, so its logarithm is exact where that of the label's may not be.
+    # The largest probability is at least 1/V, so its logarithm is exact, which may not hold for that of the label.
     log_total = largest - probs.gather(1, predicted).log_()
     nlls = log_total - logits.gather(1, p.labels[rows, None])
     result.predicted[rows] = predicted.masked_fill_(largest.isnan(), -1)[:, 0]

@@ -1,6 +1,6 @@
 """Cross entropy and accuracy as sums and counts.
 
-Nothing here waits for the device: a count that depends on the data stays a tensor.
+Nothing here synchronises: a count that depends on the data stays a tensor.
 """
 
 import functools
@@ -20,13 +20,13 @@ P = ParamSpec("P")
 IGNORE_INDEX = -100
 """The label that torch and most data sets use for positions without a label."""
 EXACT_IN_FLOAT32 = 2**24
-"""Up to here a sum of ones in float32 is exact."""
+"""Up to this value a sum of ones is exact in float32."""
 REDUCE_SUM = 2
-"""What ATen calls reduction="sum"."""
+"""ATen's code for reduction="sum"."""
 _LARGEST = math.log(1.7e308)
-"""The largest number whose exponential is one."""
+"""The largest number whose exponential is finite."""
 NO_LABEL = -(2**31)
-"""A label that never occurs: stands in where no label is to be ignored."""
+"""A label that never occurs: used if no label is ignored."""
 
 
 def cross_entropy_term(
@@ -41,8 +41,8 @@ def cross_entropy_term(
     """Return the sum of the cross entropy and the number of elements that count.
 
     `targets` are class indices shaped like `logits` without the class dimension, or class probabilities shaped like
-    `logits`. `mask` is shaped like the indices: elements where it is 0 do not count; a floating mask also weighs the
-    others. With `ignore_index=None` every label must be a class, and without a mask the count is a plain number.
+    `logits`. `mask` is shaped like the indices: elements where it is 0 do not count; a floating-point mask weights
+    the others. With `ignore_index=None` every label must be a class, and without a mask the count is a plain number.
     With `class_weights` the count of indices is the sum of their weights, as in torch. Half-precision logits are
     computed in float32. Raises DataError for labels out of range, TrainingError for shapes that do not fit.
     """
@@ -62,7 +62,7 @@ def cross_entropy_term(
             losses = F.cross_entropy(rows, labels, weights, None, skip, None, "none", label_smoothing)
             return _weighted_term(losses, targets, mask, skip, weights)
         if not all_count and label_smoothing == 0 and rows.dim() == 2 and labels.numel() <= EXACT_IN_FLOAT32:
-            # The kernel adds up the weights of the labels that count: taking its sum saves two more.
+            # The kernel also returns the total weight of the counted labels: using it saves two kernels.
             log_probs = torch.log_softmax(rows, 1)
             return LossTerm(*torch.ops.aten.nll_loss_forward.default(log_probs, labels, weights, REDUCE_SUM, skip))
         total = F.cross_entropy(rows, labels, weights, None, skip, None, "sum", label_smoothing)
@@ -75,7 +75,7 @@ def cross_entropy_term(
 
 
 def mean_of(term: LossTerm) -> Tensor:
-    """Return sum / count, and 0 where the count is 0.
+    """Return sum / count, or 0 if the count is 0.
 
     >>> mean_of(LossTerm(torch.tensor(0.0), torch.tensor(0)))
     tensor(0.)
@@ -86,7 +86,7 @@ def mean_of(term: LossTerm) -> Tensor:
 
 
 def averaged(term: Callable[P, LossTerm]) -> Callable[P, Tensor]:
-    """Return the function of the same arguments that returns the mean over what counts, a scalar; 0 if nothing does.
+    """Return a function with the same arguments that returns the mean over the counted elements, or 0.
 
     >>> logits = torch.tensor([[[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]]])
     >>> round(cross_entropy(logits, torch.tensor([[0, 1, 1]]), mask=torch.tensor([[1, 1, 0]])).item(), 4)
@@ -99,7 +99,7 @@ def averaged(term: Callable[P, LossTerm]) -> Callable[P, Tensor]:
     functools.update_wrapper(mean, term)
     mean.__signature__ = inspect.signature(term).replace(return_annotation=Tensor)  # type: ignore[attr-defined]
     mean.__name__ = mean.__qualname__ = term.__name__.removesuffix("_term")
-    mean.__doc__ = f"Return the mean over what counts, 0 if nothing does; arguments as for `{term.__name__}`."
+    mean.__doc__ = f"Return the mean over the counted elements, or 0; arguments as for `{term.__name__}`."
     return mean
 
 
@@ -113,7 +113,7 @@ def nll_term(
     class_weights: Tensor | None = None,
     class_dim: int = -1,
 ) -> LossTerm:
-    """Return the sum of −log_probs at the labels, and how many labels count (with weights: their sum)."""
+    """Return the sum of −log_probs at the labels, and the number of counted labels (with weights: their sum)."""
     check_shapes(log_probs, targets, class_dim)
     rows, labels, weights = _as_rows(log_probs, targets, class_weights, class_dim)
     try:
@@ -131,7 +131,7 @@ def accuracy_term(
     ignore_index: int | None = IGNORE_INDEX,
     class_dim: int = -1,
 ) -> LossTerm:
-    """Return how many of `count` labels the largest logit names: a metric, without gradient. NaN names no class.
+    """Return how many of `count` labels have the largest logit: a metric, without gradient. NaN predicts no class.
 
     >>> accuracy_term(torch.eye(3), torch.tensor([0, 1, 0]), 3).sum
     tensor(2)
@@ -141,14 +141,14 @@ def accuracy_term(
     largest, predicted = logits.detach().max(class_dim)
     correct = predicted.eq(targets).logical_and_(
         largest.eq(largest)
-    )  # NaN, the largest if it is there, equals nothing
-    if ignore_index is not None and ignore_index >= 0:  # a negative one is no class: no prediction equals it
+    )  # NaN is the largest if present, and equals nothing
+    if ignore_index is not None and ignore_index >= 0:  # a negative label is not a class: no prediction equals it
         correct = correct & targets.ne(ignore_index)
     return LossTerm(correct.count_nonzero(), count, 0.0)
 
 
 def perplexity(mean_loss: float) -> float:
-    """Return exp of a mean cross entropy in nats: between how many tokens, equally likely, a model chooses on average.
+    """Return exp of a mean cross entropy in nats: the effective number of equally likely tokens to choose from.
 
     >>> round(perplexity(math.log(50257))), perplexity(1e9), perplexity(math.nan)
     (50257, inf, nan)
@@ -168,7 +168,7 @@ def mask_labels(targets: Tensor, mask: Tensor, ignore_index: int) -> Tensor:
 def _as_rows(
     logits: Tensor, targets: Tensor, class_weights: Tensor | None, class_dim: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return logits, targets and weights as torch wants them: at least float32, int64, the classes in dimension 1."""
+    """Return logits, targets and weights as torch expects them: at least float32, int64, classes in dimension 1."""
     if logits.dtype is torch.bfloat16 or logits.dtype is torch.float16:
         logits = logits.float()
     soft = targets.is_floating_point()
@@ -185,7 +185,7 @@ def _as_rows(
 def _weighted_term(
     losses: Tensor, targets: Tensor, mask: Tensor, ignore_index: int, class_weights: Tensor | None
 ) -> LossTerm:
-    """Return the sum of losses where every element has a weight of its own, and the sum of the weights that count."""
+    """Return the sum of losses with a weight per element, and the sum of the counted weights."""
     counted = mask
     if not targets.is_floating_point():
         counted = mask * targets.ne(ignore_index)
@@ -195,14 +195,14 @@ def _weighted_term(
 
 
 def count_labels(targets: Tensor, ignore_index: int | None, class_weights: Tensor | None = None) -> Tensor | float:
-    """Return how many labels are not `ignore_index`; with weights of the classes, the sum of their weights."""
+    """Return how many labels are not `ignore_index`; with class weights, the sum of their weights."""
     if class_weights is not None:
         return label_weights(targets, class_weights, ignore_index).sum()
     return targets.numel() if ignore_index is None else targets.ne(ignore_index).sum()
 
 
 def label_weights(targets: Tensor, class_weights: Tensor, ignore_index: int | None) -> Tensor:
-    """Return the weight of every label, 0 for those that are ignored."""
+    """Return the weight of every label, 0 for ignored ones."""
     ignored = targets == (NO_LABEL if ignore_index is None else ignore_index)
     weights = class_weights.to(targets.device)[targets.masked_fill(ignored, 0).long()]
     return weights.masked_fill(ignored, 0.0)
@@ -211,17 +211,18 @@ def label_weights(targets: Tensor, class_weights: Tensor, ignore_index: int | No
 def raise_explained(
     error: Exception, logits: Tensor, targets: Tensor, ignore_index: int, weights: Tensor | None, class_dim: int
 ) -> None:
-    """Raise a clear error in place of torch's, if the cause is a label out of range or a shape that does not fit."""
+    """Raise a clear error instead of torch's, if a label is out of range or a shape does not fit."""
     check_shapes(logits, targets, class_dim)
     num_classes = logits.shape[class_dim]
     if weights is not None and weights.shape != (num_classes,):
         raise TrainingError(
-            f"there are {weights.numel()} class weights, but the model's output has {num_classes} classes"
+            f"there are {weights.numel()} class weights, but the model's output has {num_classes} classes; pass one "
+            "weight per class"
         ) from error
     if not isinstance(error, IndexError):
         return
     bad = targets[(targets != ignore_index) & ((targets < 0) | (targets >= num_classes))]
-    hint = f"; set ignore_index: {IGNORE_INDEX} to leave such elements out" if (bad == IGNORE_INDEX).any() else ""
+    hint = f"; set ignore_index: {IGNORE_INDEX} to ignore such elements" if (bad == IGNORE_INDEX).any() else ""
     raise DataError(
         f"labels out of range: found {int(bad[0])}, but the model's output has {num_classes} classes "
         f"(0 … {num_classes - 1}){hint}"
@@ -231,20 +232,21 @@ def raise_explained(
 def check_shapes(logits: Tensor, targets: Tensor, class_dim: int) -> None:
     """Raise TrainingError if the labels are neither class indices nor probabilities for these logits."""
     if logits.dim() == 0:
-        raise TrainingError("the model's output is a single number; cross entropy needs one value per class")
+        raise TrainingError("the model's output is a single number; return one logit per class for cross entropy")
     found = tuple(targets.shape)
     indices = list(logits.shape)
     num_classes = indices.pop(class_dim)
     if targets.is_floating_point():
         if targets.shape != logits.shape:
             raise TrainingError(
-                f"floating labels of shape {found} do not fit the model's output of shape {tuple(logits.shape)}: "
-                f"class probabilities have the same shape, class indices are integers of shape {tuple(indices)}"
+                f"floating-point labels of shape {found} do not fit the model's output of shape "
+                f"{tuple(logits.shape)}: class probabilities have the same shape, class indices are integers of "
+                f"shape {tuple(indices)}"
             )
     elif list(found) != indices:
         hint = "; drop the last dimension with labels.squeeze(-1)" if list(found) == [*indices, 1] else ""
         if found == tuple(logits.shape) and num_classes > 1:
-            hint = "; for class probabilities make them floating, for indices take labels.argmax"
+            hint = "; convert class probabilities to floating point, or use labels.argmax for indices"
         raise TrainingError(
             f"labels of shape {found} do not fit the model's output of shape {tuple(logits.shape)}: "
             f"expected {tuple(indices)}{hint}"

@@ -1,8 +1,8 @@
-"""Running any language model without its output layer, so that the loss can apply that layer chunk by chunk.
+"""Running any language model without its output layer, so that the loss can apply it chunk by chunk.
 
-While the model runs, the forward of its output layer returns its own input. What the model then calls logits are
-hidden states, and go to the loss with the layer's weights as a `HeadOutput`. This is right only for models that hand
-the layer's output out as it is, so the first batch is used to find out.
+While the model runs, its output layer returns its input. The model's logits are then hidden states, which go to the
+loss with the layer's weights as a `HeadOutput`. This is correct only for models that return the layer's output
+unchanged, which is checked on the first batch.
 """
 
 import math
@@ -22,14 +22,14 @@ from etude.core.model import HeadOutput, ModelCall, linked, unwrap
 from etude.losses.strategies import head_of, logits_of
 
 FEW_POSITIONS = 16
-"""How much of a batch's first sample is run to find out."""
+"""Number of positions of the first sample that are used for the check."""
 LARGE = 30_000.0
-"""Logits of this size show whether a model cuts them off."""
+"""Logits of this size show whether a model caps them."""
 
 
 @runtime_checkable
 class NamesItsHead(Protocol):
-    """A model that says which of its modules is the output layer, as those of Hugging Face do."""
+    """A model that tells which module is its output layer, like those of Hugging Face."""
 
     def get_output_embeddings(self) -> Any:
         """Return the output layer, or None."""
@@ -38,7 +38,7 @@ class NamesItsHead(Protocol):
 class FusedHead:
     """A model's output layer, and a way to run the model without it.
 
-    `name` is the layer's name in the model, `lm_head` for one; True asks the model's `get_output_embeddings`.
+    `name` is the layer's name in the model, such as `lm_head`; True uses the model's `get_output_embeddings`.
     """
 
     def __init__(self, model: nn.Module, name: str | bool = True) -> None:
@@ -48,9 +48,9 @@ class FusedHead:
         self._checked = False
 
     def run(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
-        """Return the output of `model`, with a `HeadOutput` for its logits.
+        """Return the output of `model`, with a `HeadOutput` instead of its logits.
 
-        Raises TrainingError if the model does something else with its logits than to hand them out.
+        Raises TrainingError if the model changes its logits before it returns them.
         """
         if not self._checked:
             self.check(call, batch)
@@ -60,13 +60,13 @@ class FusedHead:
         if head is None:
             hidden, weight = logits_of(output), self.head.weight
             if not torch.is_autocast_enabled(hidden.device.type):
-                hidden = hidden.to(weight.dtype)  # many models make float32 of what they take for logits
+                hidden = hidden.to(weight.dtype)  # many models convert their supposed logits to float32
             head = HeadOutput(hidden, weight, self.head.bias)
         return {**output, "logits": head} if isinstance(output, Mapping) else head
 
     @contextmanager
     def _forward(self, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Within this block the layer computes `function`. torch.compile sees that, and keeps a graph for each."""
+        """Within this block the layer computes `function`. torch.compile keeps a separate graph for each function."""
 
         def forward(_: nn.Module, hidden: Tensor) -> Tensor:
             return function(hidden)
@@ -81,11 +81,10 @@ class FusedHead:
                 self.head.forward = before  # type: ignore[method-assign]
 
     def check(self, call: ModelCall, batch: Batch) -> None:
-        """Raise TrainingError if the model does something else with its logits than to hand them out.
+        """Raise TrainingError if the model changes its logits before it returns them.
 
-        The first positions of a batch are run with an output layer that returns large numbers: they must come out as
-        they are: as many as there are classes in evaluation, as many as there are features in training. Waits for the
-        device, once.
+        The first positions of a batch are run with an output layer that returns large numbers, which must come out
+        unchanged: one per class in evaluation, one per feature in training. Synchronises with the device once.
         """
         few = few_positions(batch)
         given: list[Tensor] = []
@@ -104,7 +103,7 @@ class FusedHead:
             except Exception as error:
                 raise _unfit(f"without its output layer it fails with {type(error).__name__}: {error}") from error
             if head_of(output) is not None:
-                break  # the model leaves its output layer to the loss by itself
+                break  # the model itself already leaves its output layer to the loss
             if len(given) != 1:
                 raise _unfit(f"it runs its output layer {len(given)} times")
             found = logits_of(output)
@@ -117,23 +116,23 @@ class FusedHead:
 
 
 def find_head(model: nn.Module, name: str | bool) -> nn.Linear:
-    """Return the output layer by its name, or the one that the model itself names; raise TrainingError."""
+    """Return the output layer by name, or the one that the model itself reports; raise TrainingError."""
     if isinstance(name, str):
         head = dict(model.named_modules()).get(name)
         found = f"is a {type(head).__name__}" if head is not None else "does not exist"
         trouble = f"fused_head: the module {name!r} of {type(model).__name__} {found}"
     else:
         head = model.get_output_embeddings() if isinstance(model, NamesItsHead) else None
-        trouble = f"fused_head: {type(model).__name__} does not tell its output layer by get_output_embeddings()"
+        trouble = f"fused_head: {type(model).__name__} does not report its output layer by get_output_embeddings()"
     if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
         return head
     layers = [known for known, module in model.named_modules() if isinstance(module, nn.Linear)]
     choice = f"the last of its linear layers are {', '.join(layers[-3:])}" if layers else "it has no linear layers"
-    raise TrainingError(f"{trouble}; give the name of a linear layer ({choice}), or set fused_head: false")
+    raise TrainingError(f"{trouble}; set the name of a linear layer ({choice}), or set fused_head: false")
 
 
 def few_positions(batch: Batch) -> Batch:
-    """Return the first sample of a batch; the beginning of it, if all of the batch are sequences of one length.
+    """Return the first sample of a batch; only its beginning, if the batch has sequences of one length.
 
     >>> few_positions({"input_ids": torch.zeros(8, 512), "labels": torch.zeros(8, 512)})["labels"].shape
     torch.Size([1, 16])

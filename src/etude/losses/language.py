@@ -1,4 +1,4 @@
-"""Language modelling: cross entropy with the next token, or with the tokens that were masked."""
+"""Language modelling: cross entropy with the next token, or with masked tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,15 +21,15 @@ from etude.losses.strategies import LossStrategy, Smoothing, head_of, logits_of
 class LanguageModelingLoss(LossStrategy):
     """Cross entropy of logits (B, L, V) with the next token.
 
-    The labels are those of the batch, or its input ids where it has none. With `shift` position t predicts label
-    t + 1, as labels that repeat the inputs ask for (the habit of Hugging Face); without it labels line up with the
-    logits: next tokens prepared beforehand, masked tokens, classes of tokens. By default the first batch that can tell
-    decides: labels that repeat its inputs are shifted. A batch of `tokens` is set up already, and not shifted again.
-    Labels equal to `ignore_index`, and those where the attention mask of the batch is 0, do not count.
+    The labels are those of the batch, or its input ids if it has none. With `shift` position t predicts label t + 1,
+    for labels that equal the inputs (the Hugging Face convention). Without it labels are aligned with the logits:
+    already shifted tokens, masked tokens, token classes. By default the first conclusive batch decides: labels that
+    equal its inputs are shifted. A batch of `tokens` is already aligned. Labels equal to `ignore_index`, and those
+    where the attention mask of the batch is 0, do not count.
 
-    A model that returns a `HeadOutput` leaves its output layer to the loss, which never holds all logits at once. With
-    `fused_head` any model is run that way: True for those with `get_output_embeddings` (Hugging Face), else the name of
-    the output layer. A model that changes its logits after that layer raises TrainingError at the first batch.
+    A model that returns a `HeadOutput` leaves its output layer to the loss, which never materialises all logits. With
+    `fused_head` any model is run that way: True for those with `get_output_embeddings` (Hugging Face), else the name
+    of the output layer. A model that changes its logits after that layer raises TrainingError at the first batch.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class LanguageModelingLoss(LossStrategy):
         self._head: FusedHead | None = None
 
     def run(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
-        """Run the model, without its output layer if `fused_head` says so."""
+        """Run the model, without its output layer if `fused_head` is set."""
         if self.fused_head is False:
             return call(model, batch)
         if self._head is None or self._head.model is not unwrap(model):
@@ -56,7 +56,7 @@ class LanguageModelingLoss(LossStrategy):
 
     def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
         """Return "loss"; with `metrics` "accuracy", and with label smoothing "nll", the loss without it."""
-        # The mask of an encoder-decoder's batch belongs to the encoder, the labels to the decoder.
+        # The mask of an encoder-decoder batch belongs to the encoder, the labels to the decoder.
         targets, count = self._targets(batch, masked=not is_encoder_decoder(output))
         return self._token_terms(token_predictions(output, targets), targets, count, metrics)
 
@@ -95,7 +95,7 @@ class LanguageModelingLoss(LossStrategy):
         return terms
 
     def has_cheap_metrics(self, output: Any, batch: Batch) -> bool:  # noqa: ARG002
-        """Return whether the loss comes from hidden states: then the pass that makes it counts right tokens as well."""
+        """Return whether the loss is computed from hidden states: then accuracy comes from the same pass."""
         return head_of(output) is not None
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
@@ -104,51 +104,53 @@ class LanguageModelingLoss(LossStrategy):
         return {"loss": targets.ne(self.ignore_index).sum() if count is None else count}
 
     def decisions(self) -> dict[str, Any]:
-        """Return whether labels are shifted, if a batch has shown it."""
+        """Return whether labels are shifted, if a batch has decided it."""
         return {"shift": self.shift} if self._finds_shift and self.shift is not None else {}
 
     def decide(self, decisions: Mapping[str, Any]) -> None:
-        """Take over whether labels are shifted, unless that was given."""
+        """Restore whether labels are shifted, unless it is set explicitly."""
         if self._finds_shift:
             self.shift = shift_in(decisions)
 
     def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return all logits, and the tokens that they are to predict."""
+        """Return all logits, and the tokens that they should predict."""
         targets, _ = self._targets(batch, masked=not is_encoder_decoder(output))
         return logits_of(output), targets.masked_fill(targets == self.ignore_index, IGNORE_INDEX)
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the perplexity; nothing where only the loss with label smoothing is known."""
+        """Return the perplexity; empty if only the loss with label smoothing is known."""
         nats = self.cross_entropy(means)
         return {} if nats is None else {"perplexity": perplexity(nats)}
 
     def cross_entropy(self, means: Mapping[str, float]) -> float | None:
-        """Return the loss without label smoothing, where that is known."""
+        """Return the loss without label smoothing, if known."""
         return means.get("nll", None if self.label_smoothing else means.get("loss"))
 
     def _targets(self, batch: Batch, *, masked: bool) -> tuple[Tensor, int | None]:
-        """Return labels that line up with the logits, and how many count if that does not depend on their values."""
+        """Return labels aligned with the logits, and their count if it does not depend on their values."""
         labels, already_shifted = targets_of(batch)
         own = labels is None or already_shifted
         if labels is None:
             labels = inputs_of(batch)
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 2:
             found = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-            raise TrainingError(f"language modelling needs integer labels (batch, length), found {found}")
+            raise TrainingError(
+                f"language modelling needs integer labels (batch, length); pass such labels, found {found}"
+            )
         labels = labels.long()
         mask = padding_mask_of(batch) if masked else None
         if mask is not None:
             labels = mask_labels(labels, mask, self.ignore_index)
         count = labels.numel()
         if not already_shifted and (self._shifts(labels, batch) if not own else self.shift is not False):
-            # Move the labels, not the logits: a slice of the logits would have to be copied.
+            # Shift the labels, not the logits: a slice of the logits would have to be copied.
             labels = F.pad(labels[:, 1:], (0, 1), value=self.ignore_index)
             count -= labels.shape[0]
         all_count = own and mask is None and self.ignore_index < 0  # input ids are not negative
         return labels, count if all_count else None
 
     def _shifts(self, labels: Tensor, batch: Batch) -> bool:
-        """Whether labels are to be shifted: as given, or as the first batch that can tell does."""
+        """Whether labels are shifted: as set, or as the first conclusive batch decides."""
         if self.shift is None:
             self.shift = repeats_inputs(labels, batch, self.ignore_index)
         return bool(self.shift)
@@ -156,9 +158,9 @@ class LanguageModelingLoss(LossStrategy):
 
 @register("loss", "masked_language_modeling")
 class MaskedLanguageModelingLoss(LanguageModelingLoss):
-    """Cross entropy of logits (B, L, V) with the tokens that were masked: labels line up, the others are ignored.
+    """Cross entropy of logits (B, L, V) with masked tokens: labels are aligned, and other positions are ignored.
 
-    The options are those of `language_modeling`. Accuracy and loss count the masked positions alone.
+    The options are those of `language_modeling`. Accuracy and loss count only masked positions.
     """
 
     def __init__(
@@ -179,10 +181,10 @@ class MaskedLanguageModelingLoss(LanguageModelingLoss):
 
 
 def repeats_inputs(labels: Tensor, batch: Batch, ignore_index: int = IGNORE_INDEX) -> bool | None:
-    """Whether the labels are the inputs themselves, so that the loss has to shift them. Waits for the device.
+    """Whether the labels equal the inputs, so that the loss must shift them. Synchronises with the device.
 
-    None if this batch does not tell: it has no labels, or they are both the inputs and the next ones, as in a row of
-    equal tokens.
+    None if this batch is inconclusive: it has no labels, or they equal both the inputs and the next tokens, as in a
+    sequence of equal tokens.
 
     >>> import torch
     >>> ids = torch.tensor([[5, 6, 7]])
@@ -203,7 +205,7 @@ def repeats_inputs(labels: Tensor, batch: Batch, ignore_index: int = IGNORE_INDE
 
 
 def shift_in(decisions: Mapping[str, Any]) -> bool | None:
-    """Return what saved decisions say of the shift; raise CheckpointError if that is neither true nor false."""
+    """Return the saved decision about the shift; raise CheckpointError if it is neither true nor false."""
     shift = decisions.get("shift")
     if shift is not None and not isinstance(shift, bool):
         raise CheckpointError(f"shift: found {shift!r:.60}, expected true or false")
@@ -211,7 +213,7 @@ def shift_in(decisions: Mapping[str, Any]) -> bool | None:
 
 
 def token_predictions(output: Any, targets: Tensor) -> HeadOutput | Tensor:
-    """Return the logits, or what stands for them; raise TrainingError unless they line up with the targets."""
+    """Return the logits, or a `HeadOutput`; raise TrainingError unless they are aligned with the targets."""
     predictions = head_of(output) or logits_of(output)
     shape = predictions.shape
     if len(shape) != 3 or shape[:2] != targets.shape:

@@ -1,7 +1,7 @@
-"""A linear layer and its cross entropy in one: the logits of all positions are never held together.
+"""A fused linear layer and cross entropy: the logits of all positions are never in memory together.
 
-For 32,000 tokens and a vocabulary of 50,000 the logits alone take 6.5 GB in float32, and the plain formula holds
-three tensors of that size. Here they are computed a chunk of positions at a time, together with the gradients.
+For 32,000 tokens and a vocabulary of 50,000 the logits alone take 6.5 GB in float32, and the plain formula needs
+three tensors of that size. Here they are computed for one chunk of positions at a time, together with the gradients.
 """
 
 import functools
@@ -32,16 +32,16 @@ def linear_cross_entropy_terms(
     chunk_tokens: int | Literal["auto"] = "auto",
     metrics: bool = False,
 ) -> Terms:
-    """Return cross_entropy(hidden @ weight.T + bias, targets) as "loss": the sum, and the number of labels that count.
+    """Return cross_entropy(hidden @ weight.T + bias, targets) as "loss": the sum and the number of counted labels.
 
     With `metrics` also "accuracy", and with label smoothing "nll", the loss without it; they come from the same pass.
 
-    `hidden` is (…, d), `weight` (V, d), `targets` (…) class indices; `mask` is shaped like the targets: elements where
-    it is 0 do not count, and a floating mask also weighs the others. With `softcap` the logits are
-    softcap · tanh(logits / softcap). Products are computed in the type of `hidden`, or of autocast; everything else in
-    float32 at least. `chunk_tokens` is how many positions are computed at a time; by default a few dozen megabytes of
-    logits. Gradients come with the values, so the result can be differentiated once, not twice. Raises TrainingError
-    for shapes or types that do not fit, and on the CPU DataError for labels out of range.
+    `hidden` is (…, d), `weight` (V, d), `targets` (…) class indices; `mask` is shaped like the targets: elements
+    where it is 0 do not count, and a floating-point mask weights the others. With `softcap` the logits are softcap ·
+    tanh(logits / softcap). Products are computed in the dtype of `hidden`, or of autocast; everything else in at
+    least float32. `chunk_tokens` is the number of positions per chunk; by default a few dozen megabytes of logits.
+    Gradients are computed with the values, so there is no second derivative. Raises TrainingError for shapes or
+    dtypes that do not fit, and on the CPU DataError for labels out of range.
 
     >>> hidden, weight = torch.zeros(2, 3, 8), torch.zeros(5, 8)
     >>> linear_cross_entropy(hidden, weight, torch.tensor([[0, 4, -100], [1, 2, -100]]))
@@ -78,14 +78,14 @@ def linear_cross_entropy_terms(
 
 
 def _loss_of(terms: Callable[P, Terms]) -> Callable[P, LossTerm]:
-    """Return the function of the same arguments that returns the loss alone."""
+    """Return a function with the same arguments that returns only the loss."""
 
     def loss(*args: P.args, **kwargs: P.kwargs) -> LossTerm:
         return terms(*args, **kwargs)["loss"]
 
     functools.update_wrapper(loss, terms)
     loss.__name__ = loss.__qualname__ = terms.__name__.removesuffix("_terms")
-    loss.__doc__ = f"Return the loss alone; arguments as for `{terms.__name__}`."
+    loss.__doc__ = f"Return only the loss; arguments as for `{terms.__name__}`."
     return loss
 
 
@@ -93,21 +93,21 @@ linear_cross_entropy = _loss_of(linear_cross_entropy_terms)
 
 
 def product_type(hidden: Tensor) -> torch.dtype:
-    """Return the type in which products are computed: that of autocast, or of `hidden`."""
+    """Return the dtype of products: that of autocast, or of `hidden`."""
     kind, device = hidden.dtype, hidden.device.type
     if kind is not torch.float64 and torch.is_autocast_enabled(device):
         kind = torch.get_autocast_dtype(device)
-    # Elsewhere float16 has no products that add up in float32.
+    # Other devices have no float16 products with float32 accumulation.
     return torch.float32 if kind is torch.float16 and device != "cuda" else kind
 
 
 def result_type(hidden: Tensor) -> torch.dtype:
-    """Return the type of everything but products: float32, or float64 for hidden states in float64."""
+    """Return the dtype of everything but products: float32, or float64 for float64 hidden states."""
     return torch.float64 if hidden.dtype is torch.float64 else torch.float32
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    """Raise TrainingError if shapes or types do not fit."""
+    """Raise TrainingError if shapes or dtypes do not fit."""
     if weight.dim() != 2 or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
         raise TrainingError(
             f"hidden states of shape {tuple(hidden.shape)} do not fit weights of shape {tuple(weight.shape)}: "

@@ -1,6 +1,6 @@
-"""Sums of the losses of a linear layer with their gradients, by the kernel of the device.
+"""Autograd function of a fused linear layer and cross entropy, using the kernel of the device.
 
-The gradients are computed together with the values and saved. The backward pass multiplies them with one number.
+The gradients are computed together with the values and saved. The backward pass multiplies them by one number.
 """
 
 import warnings
@@ -19,7 +19,7 @@ Sums = tuple[Tensor, Tensor, Tensor]
 
 
 def _with_triton(problem: LinearProblem) -> LinearResult:
-    """Solve the problem with the Triton kernel, or with `chunked` where it cannot be used."""
+    """Solve the problem with the Triton kernel, or with `chunked` if it is unavailable."""
     try:
         from etude.losses import linear_gpu
     except ImportError:
@@ -41,10 +41,10 @@ def _with_triton(problem: LinearProblem) -> LinearResult:
 
 
 KERNELS: dict[str, LinearKernel] = {"cuda": _with_triton}
-"""Kernels by device type that are used in place of `chunked`."""
+"""Kernels by device type that replace `chunked`."""
 
 DROP_BELOW = 0.9
-"""On the CPU, rows that do not count are left out if at most this share of the rows does."""
+"""On the CPU, rows that do not count are dropped if at most this share of the rows counts."""
 
 
 def loss_sums(
@@ -58,15 +58,16 @@ def loss_sums(
     chunk_rows: int | Literal["auto"],
     product_type: torch.dtype,
 ) -> Sums:
-    """Return Σ row_weight · loss, which can be differentiated once, the same without smoothing and for correct ones.
+    """Return Σ row_weight · loss (differentiable once), the same without smoothing, and the correct predictions.
 
-    The arguments are those of a `LinearProblem`. Products are computed in `product_type`. Raises DataError on the CPU
-    for labels out of range.
+    The arguments are those of a `LinearProblem`. Products are computed in the dtype `product_type`. Raises DataError
+    on the CPU for labels out of range.
     """
     grads = torch.is_grad_enabled()
     wants = [grads and one is not None and one.requires_grad for one in (hidden, weight, bias)]
     options = (labels, row_weights, label_smoothing, softcap)
-    if torch.compiler.is_compiling():  # one operator, whose chunks are not unrolled; calling it costs 60 µs more
+    # one custom operator, so that chunks are not unrolled; calling it costs 60 µs more
+    if torch.compiler.is_compiling():
         rows = 0 if chunk_rows == "auto" else chunk_rows
         total, nll, correct = _operator(hidden, weight, bias, *options, wants, rows, product_type)[:3]
         return total, nll.detach(), correct.detach()
@@ -100,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "linear_cross_entropy has no second derivative: use cross_entropy(linear(hidden, weight), targets) "
                 "where create_graph=True is needed"
             )
-        # Nobody sees the saved gradients again, unless the graph is kept: then they must stay as they are.
+        # Scale the saved gradients in place, unless the graph is kept: then they must not change.
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         found: list[Tensor | None] = []
         for saved, kind in zip(ctx.saved_tensors, ctx.types, strict=True):
@@ -122,7 +123,7 @@ def _operator(
     chunk_rows: int,
     product_type: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the three sums, and the gradients of the first: empty where they are not wanted."""
+    """Return the three sums, and the gradients of the first; empty if not needed."""
     options = (labels, row_weights, label_smoothing, softcap)
     problem = LinearProblem(hidden, weight, bias, *options, wants[0], wants[1], wants[2], chunk_rows or "auto")
     sums, result = _solve(problem, product_type)
@@ -169,7 +170,7 @@ _operator.register_autograd(_multiply, setup_context=_keep)
 
 
 def _solve(problem: LinearProblem, product_type: torch.dtype) -> tuple[Sums, LinearResult]:
-    """Run the kernel, and add up what it found."""
+    """Run the kernel, and sum its results."""
     labels, row_weights = problem.labels, problem.row_weights
     with torch.autocast(problem.hidden.device.type, enabled=False):
         try:
@@ -186,7 +187,7 @@ def _solve(problem: LinearProblem, product_type: torch.dtype) -> tuple[Sums, Lin
 
 
 def _run(problem: LinearProblem, product_type: torch.dtype) -> LinearResult:
-    """Bring hidden states and bias into their types, leave out rows where that is cheap, and run the kernel."""
+    """Convert hidden states and bias, drop uncounted rows if that is cheap, and run the kernel."""
     kernel = KERNELS.get(problem.hidden.device.type, chunked)
     hidden, bias = problem.hidden.detach(), problem.bias
     problem = replace(
@@ -194,7 +195,7 @@ def _run(problem: LinearProblem, product_type: torch.dtype) -> LinearResult:
         weight=problem.weight.detach(),
         bias=None if bias is None else bias.detach().to(problem.row_weights.dtype),
     )
-    if hidden.is_cpu:  # on other devices the host would have to wait for the number of rows
+    if hidden.is_cpu:  # on other devices the number of rows would synchronise
         rows = problem.row_weights.nonzero().squeeze(1)
         if len(rows) <= DROP_BELOW * len(hidden):
             part = replace(
@@ -208,7 +209,7 @@ def _run(problem: LinearProblem, product_type: torch.dtype) -> LinearResult:
 
 
 def _put_back(part: LinearResult, rows: Tensor, num_rows: int) -> LinearResult:
-    """Return the result of some rows as that of all; the others are 0."""
+    """Expand the result of some rows to all rows; the others are 0."""
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(num_rows, *values.shape[1:]).index_copy_(0, rows, values)
@@ -222,9 +223,9 @@ def _put_back(part: LinearResult, rows: Tensor, num_rows: int) -> LinearResult:
 
 
 def _explain(error: Exception, labels: Tensor, num_classes: int) -> None:
-    """Raise DataError in place of torch's error if a label is out of range."""
+    """Raise DataError instead of torch's error if a label is out of range."""
     if not labels.is_cpu:
-        return  # after an error inside a kernel nothing can be read from a device
+        return  # after an error inside a kernel, nothing can be read from the device
     bad = labels[(labels < 0) | (labels >= num_classes)]
     if len(bad):
         raise DataError(

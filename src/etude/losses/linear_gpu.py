@@ -1,7 +1,7 @@
 """Cross entropy of a linear layer on a GPU: products by cuBLAS, everything between them in one Triton kernel.
 
-For a chunk of rows the logits are computed in the type of the products, and the kernel overwrites them with their
-gradients. Importing this file needs triton.
+The logits of a chunk of rows are computed in the dtype of the products, and the kernel overwrites them with their
+gradients. Importing this file requires triton.
 """
 
 from dataclasses import replace
@@ -14,34 +14,34 @@ from etude.losses.chunked import LinearProblem, LinearResult
 from etude.losses.products import ALIGNED, add_product, chunk_rows_for, product
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Types of hidden states that the kernel takes."""
+"""Dtypes of hidden states that the kernel supports."""
 LOGITS_BYTES = 300 << 20
-"""Size of a chunk's logits, or that of the weights if it is larger: every chunk is a pass over their gradient."""
+"""Size of a chunk's logits, or of the weights if larger: every chunk is a pass over the weights' gradient."""
 ROW_TILE = 128
-"""Chunks have a multiple of so many rows: the products compute tiles of this height."""
+"""Chunks have a multiple of this many rows: the tile height of the products."""
 BLOCK_BYTES = 16 << 10
 """Logits of a row that are read at a time."""
 NUM_WARPS = 16
 VECTOR = 16
-"""Rows of so many logits, or a multiple of it, are read in whole vectors; others are made longer."""
+"""Rows whose length is a multiple of this are read in full vectors; others are padded."""
 FLOAT16_LARGEST = 32768.0
-"""The largest gradient of a logit there can be becomes this in float16, so that small probabilities do not vanish."""
+"""In float16 the largest possible gradient of a logit is scaled to this, so that small ones do not underflow."""
 
 
 class LaunchError(Exception):
-    """The kernel could not be compiled or started."""
+    """The kernel could not be compiled or launched."""
 
 
 @torch.no_grad()
 def fused(problem: LinearProblem) -> LinearResult:
-    """Solve the problem chunk by chunk; one chunk of logits is held. Raises LaunchError if there is no kernel."""
-    # Triton starts kernels on the current device.
+    """Solve the problem with one chunk of logits in memory. Raises LaunchError if there is no kernel."""
+    # Triton launches kernels on the current device.
     with torch.cuda.device_of(problem.hidden):  # type: ignore[no-untyped-call]
         return _solve(_contiguous(problem))
 
 
 def _contiguous(problem: LinearProblem) -> LinearProblem:
-    """Return the problem with everything that the kernel reads in rows without gaps."""
+    """Return the problem with all kernel inputs contiguous."""
     return replace(
         problem,
         hidden=problem.hidden.contiguous(),
@@ -90,7 +90,7 @@ def _solve(problem: LinearProblem) -> LinearResult:
 
 
 def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weights in a type, with zeros for further classes if cuBLAS would be several times slower without."""
+    """Return the weights in a dtype, padded with zero classes if cuBLAS would be several times slower otherwise."""
     num_classes = len(weight)
     if num_classes % VECTOR == 0:
         return weight.to(dtype)
@@ -101,9 +101,9 @@ def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _row_scales(problem: LinearProblem) -> tuple[Tensor, Tensor | None]:
-    """Return by what gradients of the rows' losses are multiplied, and what undoes it: in float16 they are scaled.
+    """Return the factor of the gradients of the rows' losses, and its inverse: in float16 they are scaled.
 
-    No gradient of a logit is larger than the weight of its row, so the largest weight is enough to know.
+    No gradient of a logit is larger than the weight of its row, so the largest weight determines the factor.
     """
     scales = problem.row_weights
     if problem.hidden.dtype is not torch.float16:
@@ -113,7 +113,7 @@ def _row_scales(problem: LinearProblem) -> tuple[Tensor, Tensor | None]:
 
 
 def _chunk_rows(problem: LinearProblem, num_columns: int) -> int:
-    """Return how many rows of logits are computed at a time."""
+    """Return the number of rows of logits per chunk."""
     num_rows, width = problem.hidden.shape
     if problem.chunk_rows != "auto":
         return max(1, min(problem.chunk_rows, num_rows))
@@ -126,7 +126,7 @@ def _chunk_rows(problem: LinearProblem, num_columns: int) -> int:
 def _add_gradients(
     grads: Tensor, hidden: Tensor, weight: Tensor, undo: Tensor | None, rows: slice, result: LinearResult
 ) -> None:
-    """Take gradients of a chunk's logits back to its hidden states (written), weights and bias (added to)."""
+    """Backpropagate a chunk's logit gradients to its hidden states (written), weights and bias (accumulated)."""
     if result.grad_weight is not None:
         add = product if rows.start == 0 else add_product
         add(grads.t(), hidden, result.grad_weight)
@@ -180,5 +180,5 @@ def _launch(
         )
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a compiler or a driver may raise
+    except Exception as error:  # a compiler or driver may raise anything
         raise LaunchError(str(error)) from error

@@ -1,7 +1,7 @@
 """The Triton kernel of linear_cross_entropy: losses, predictions and gradients of rows of logits.
 
-A program has one row. It reads it twice, in blocks, the second time from the cache, and writes the gradients of the
-logits in their place. Nothing is added up across programs, so results do not depend on their order.
+Each program handles one row. It reads the row twice in blocks, the second time from the cache, and overwrites the
+logits with their gradients. There are no sums across programs, so results do not depend on their order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -36,9 +36,9 @@ def cross_entropy_rows(
 ):
     """Losses and prediction of one row of logits; with GRADIENTS the row becomes the gradients of its logits.
 
-    A block is read as groups of what one thread loads at once. Largest value and sum are kept for each group, so that
-    threads exchange nothing before the end of the row. Beyond the last class, logits must be -inf. With COPY, the
-    hidden states of rows that count are copied to `counted`; those of others are 0 there, whatever they were.
+    A block is read in groups that one thread loads at once. Maximum and sum are kept per group, so that threads
+    exchange nothing before the end of the row. Beyond the last class, logits must be -inf. With COPY, the hidden
+    states of counted rows are copied to `counted`; those of other rows are 0 there.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -69,19 +69,19 @@ def cross_entropy_rows(
         nll += smoothing * (uniform - nll)
     tl.store(losses + row, nll)
 
-    # Of the groups with the largest value the first, and in it the first place.
+    # The first of the groups with the largest value, and the first index in it.
     start = tl.min(tl.where(largest == top, place, stride), 0)
     within = tl.arange(0, GROUP)
     few = _read(logits, bias, start + within, num_classes, stride, softcap, HAS_BIAS, HAS_SOFTCAP, "")
     found = start + tl.min(tl.where(few == top, within, GROUP), 0) % GROUP  # all may be -inf: then it is the first
-    if sum_exp != sum_exp:  # something is NaN, or only infinite
+    if sum_exp != sum_exp:  # a value is NaN, or all are infinite
         found = tl.where(
             _any_nan(logits, bias, num_classes, stride, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK, GROUP), -1, found
         )
     tl.store(predicted + row, found)
 
     if GRADIENTS:
-        tl.debug_barrier()  # all threads have read what they need from places that belong to others
+        tl.debug_barrier()  # all threads have read the elements that belong to others
         even = smoothing / num_classes * scale
         _write_gradients(
             logits, bias, num_classes, stride, softcap, top, scale / sum_exp, even,
@@ -90,7 +90,7 @@ def cross_entropy_rows(
         grad = tl.exp(at_label - top) * (scale / sum_exp) - even - (1.0 - smoothing) * scale
         if HAS_SOFTCAP:
             grad *= 1.0 - (at_label / softcap) * (at_label / softcap)
-        tl.debug_barrier()  # the label's own gradient comes after that of its block
+        tl.debug_barrier()  # the label's own gradient is written after that of its block
         tl.store(logits + label, grad)
     if COPY:
         _copy(hidden, counted, width, BLOCK, GROUP)
@@ -137,10 +137,10 @@ def _scan(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Return for every group the largest logit, Σ exp(logit - largest), Σ logit and where the largest came first."""
+    """Return per group the largest logit, Σ exp(logit - largest), Σ logit and the first index of the largest."""
     columns = _columns(BLOCK, GROUP)
     groups = tl.arange(0, BLOCK // GROUP) * GROUP
-    largest = tl.full((BLOCK // GROUP,), -3.0e38, tl.float32)  # finite: differences of infinities are NaN
+    largest = tl.full((BLOCK // GROUP,), -3.0e38, tl.float32)  # finite, because differences of infinities are NaN
     total = tl.zeros((BLOCK // GROUP,), tl.float32)
     plain = tl.zeros((BLOCK // GROUP,), tl.float32)
     place = groups
@@ -197,7 +197,7 @@ def _write_gradients(
     columns = _columns(BLOCK, GROUP)
     num_blocks = tl.cdiv(stride, BLOCK)
     for step in range(num_blocks):
-        at = (num_blocks - 1 - step) * BLOCK + columns  # what was read last is the nearest
+        at = (num_blocks - 1 - step) * BLOCK + columns  # blocks read last are most likely still cached
         x = _read(logits, bias, at, num_classes, stride, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_first")
         grad = tl.exp(x - top) * factor - even
         if HAS_SOFTCAP:

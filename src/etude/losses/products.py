@@ -1,20 +1,20 @@
-"""Products of large matrices in chunks: how many rows at a time, and sums in float32 of products in half precision."""
+"""Chunked products of large matrices: rows per chunk, and float32 sums of half-precision products."""
 
 import torch
 from torch import Tensor
 
 FEWEST_ROWS = 64
-"""Below this many rows, adding to the weights' gradient would cost more than the products."""
+"""Below this many rows, adding to the weights' gradient costs more than the products."""
 FLOAT16_LARGEST = 1024.0
-"""Gradients of logits are brought to this size in float16: small probabilities do not vanish, large errors fit."""
+"""Gradients of logits are scaled to this size in float16, so that small ones do not underflow and large ones fit."""
 ALIGNED = 64
-"""Rows of gradients in half precision begin at multiples of so many elements."""
+"""Rows of half-precision gradients start at multiples of this many elements."""
 WEIGHT_BLOCK = 8192
-"""Rows of the weights' gradient that are computed at a time where a product cannot add to float32."""
+"""Rows of the weights' gradient that are computed at a time if a product cannot add to float32."""
 
 
 def chunk_rows_for(num_rows: int, num_classes: int, most_logits: int) -> int:
-    """Return how many rows of logits to hold at a time: chunks of equal size, of about `most_logits` at most.
+    """Return the rows of logits per chunk: chunks of equal size, with about `most_logits` at most.
 
     >>> chunk_rows_for(8192, 50_257, 2**24), chunk_rows_for(10, 7, 2**24)
     (328, 10)
@@ -33,10 +33,10 @@ def add_logit_gradients(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> None:
-    """Take gradients of a chunk's logits back to its hidden states (written), weights and bias (added to).
+    """Backpropagate a chunk's logit gradients to its hidden states (written), weights and bias (accumulated).
 
-    `logit_grads` are in the type of the results; products are computed in the type of `hidden`. `spare`, a matrix of
-    the same size and type as `logit_grads`, is overwritten if the two differ.
+    `logit_grads` are in the dtype of the results; products are computed in the dtype of `hidden`. `spare`, a matrix
+    of the size and dtype of `logit_grads`, is overwritten if the two differ.
     """
     kind, undo = logit_grads.dtype, None
     if grad_bias is not None:
@@ -60,7 +60,7 @@ def add_logit_gradients(
 
 
 def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """Compute a @ b into `out`, of the same type or a wider one."""
+    """Compute a @ b into `out`, of the same or a wider dtype."""
     if a.dtype == out.dtype:
         return torch.mm(a, b, out=out)
     if a.is_cuda:
@@ -69,7 +69,7 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 
 def add_product(a: Tensor, b: Tensor, total: Tensor, factor: Tensor | None = None) -> None:
-    """Add factor · a @ b to `total`, of the same type or a wider one."""
+    """Add factor · a @ b to `total`, of the same or a wider dtype."""
     if factor is not None:
         for part, rows in zip(torch.split(total, WEIGHT_BLOCK), torch.split(a, WEIGHT_BLOCK), strict=True):
             part.addcmul_(product(rows, b, torch.empty_like(part)), factor)
@@ -83,9 +83,9 @@ def add_product(a: Tensor, b: Tensor, total: Tensor, factor: Tensor | None = Non
 
 
 def _narrow(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a matrix of a type half as wide in the memory of logits that are no longer needed.
+    """Return a matrix of a half as wide dtype in the memory of logits that are no longer needed.
 
-    Its rows are aligned if there is room for that: products of an odd number of classes are slow on GPUs otherwise.
+    Its rows are aligned if there is space: otherwise products with an odd number of classes are slow on GPUs.
     """
     num_rows, num_classes = logits.shape
     stride = min(-(-num_classes // ALIGNED) * ALIGNED, 2 * num_classes)

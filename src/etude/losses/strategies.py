@@ -20,11 +20,11 @@ from etude.losses.functional import IGNORE_INDEX, accuracy_term, count_labels, c
 
 Smoothing = Annotated[float, Ge(0), Le(1)]
 LOGITS_KEYS = ("logits", "output", "out", "prediction", "predictions")
-"""Keys under which a mapping holds its logits; the first one present is taken."""
+"""Keys that may hold the logits of a mapping; the first one present is used."""
 
 
 class LossStrategy(ABC):
-    """Computes the terms of one kind of task. Subclass it for a task of your own."""
+    """Computes the terms of one kind of task. Subclass it for your own task."""
 
     @abstractmethod
     def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
@@ -35,27 +35,27 @@ class LossStrategy(ABC):
         return call(model, batch)
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:  # noqa: ARG002
-        """Return the count of every weighted term from the batch alone, or None if only the model's output tells."""
+        """Return the count of every weighted term from the batch alone, or None if it depends on the output."""
         return None
 
     def has_cheap_metrics(self, output: Any, batch: Batch) -> bool:  # noqa: ARG002
-        """Return whether the terms of weight 0 cost so little that they are computed in training too."""
+        """Return whether the terms of weight 0 are cheap enough to be computed in training too."""
         return True
 
     def constants(self) -> Hashable:
-        """Return the numbers of the host that the terms are made with: a recorded step has them."""
+        """Return the host-side values the terms depend on: they are constants of a recorded step."""
         return settings_of(self)
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:  # noqa: ARG002
-        """Return numbers that follow from the averages of the terms; they are reported beside these."""
+        """Return metrics derived from the averages of the terms; they are reported beside these."""
         return {}
 
     def cross_entropy(self, means: Mapping[str, float]) -> float | None:  # noqa: ARG002
-        """Return the mean cross entropy in nats per label, from the averages; None if they do not tell it."""
+        """Return the mean cross entropy in nats per label from the averages; None if they do not contain it."""
         return None
 
     def decisions(self) -> dict[str, Any]:
-        """Return what the first batches have decided, as plain data; a resumed run takes it over by `decide`."""
+        """Return decisions of the first batches as plain data; a resumed run restores them with `decide`."""
         return {}
 
     def decide(self, decisions: Mapping[str, Any]) -> None:  # noqa: B027
@@ -66,15 +66,15 @@ class LossStrategy(ABC):
         return {}
 
     def check_facts(self, saved: Mapping[str, Any], place: object) -> None:  # noqa: B027
-        """Raise CheckpointError if the facts of the checkpoint at `place` contradict those of this loss."""
+        """Raise CheckpointError if the stored data of the checkpoint at `place` contradicts this loss."""
 
     def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return predictions and the labels that line up with them, -100 where there is none: what metrics compare."""
+        """Return predictions and aligned labels, -100 where there is none, as input of metrics."""
         logits, labels = logits_of(output), required_labels(batch, "a metric")
         return logits.squeeze(-1) if logits.shape == (*labels.shape, 1) else logits, labels
 
     def compute_loss(self, output: Any, batch: Batch) -> Tensor:
-        """Return the loss of this batch alone, a scalar: Σ weight·sum/count.
+        """Return the loss of only this batch, a scalar: Σ weight·sum/count.
 
         >>> loss = ClassificationLoss().compute_loss(torch.eye(3), (torch.zeros(3, 1), torch.arange(3)))
         >>> round(loss.item(), 4)
@@ -96,7 +96,7 @@ class ClassificationLoss(LossStrategy):
         ignore_index: int | None = None,
         class_weights: list[float] | None = None,
     ) -> None:
-        """Every label must be a class, unless `ignore_index` names the one that marks elements without a label."""
+        """Every label must be a class, unless it is `ignore_index`, which marks elements without a label."""
         self.label_smoothing = label_smoothing
         self.ignore_index = ignore_index
         self.class_weights = None if class_weights is None else torch.as_tensor(class_weights, dtype=torch.float32)
@@ -107,7 +107,7 @@ class ClassificationLoss(LossStrategy):
         logits, labels = logits_of(output), self._labels(batch)
         weights, skip, class_dim = self.class_weights, self.ignore_index, self._class_dim
         if weights is not None and weights.device != logits.device:
-            weights = self.class_weights = weights.to(logits.device)  # once
+            weights = self.class_weights = weights.to(logits.device)  # only the first batch is checked
         terms = {"loss": cross_entropy_term(logits, labels, None, self.label_smoothing, skip, weights, class_dim)}
         if metrics:
             add_accuracy(terms, logits, labels, skip, class_dim, weighted=weights is not None)
@@ -121,14 +121,14 @@ class ClassificationLoss(LossStrategy):
         return {"loss": count_labels(labels, self.ignore_index, self.class_weights)}
 
     def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return logits and labels; those that the loss ignores are -100."""
+        """Return logits and labels; ignored labels are -100."""
         logits, labels = super().judged(output, batch)
         if self.ignore_index in (None, IGNORE_INDEX) or labels.is_floating_point():
             return logits, labels
         return logits, labels.masked_fill(labels == self.ignore_index, IGNORE_INDEX)
 
     def cross_entropy(self, means: Mapping[str, float]) -> float | None:
-        """Return the loss, unless smoothing or class weights make it another number."""
+        """Return the loss, unless label smoothing or class weights change it."""
         return None if self.label_smoothing or self.class_weights is not None else means.get("loss")
 
     def _labels(self, batch: Batch) -> Tensor:
@@ -158,7 +158,7 @@ def logits_of(output: Any) -> Tensor:
 
     Accepts a tensor, a tuple such as `(logits,)`, `(logits, loss, …)` or `(loss, logits, …)`, a mapping with `logits`
     (a Hugging Face `ModelOutput` is one), and any object with an attribute `logits`. Raises TrainingError otherwise.
-    Where a `HeadOutput` stands for the logits, they are computed.
+    The logits of a `HeadOutput` are computed.
 
     >>> import torch
     >>> logits_of((torch.ones(2, 3), torch.tensor(0.5))).shape
@@ -175,31 +175,31 @@ def logits_of(output: Any) -> Tensor:
         what = f"a {type(output).__name__}"
     raise TrainingError(
         f"no logits in the model's output, {what}: return a tensor, (logits, …), a mapping with 'logits' "
-        f"or an object with .logits, or give a LossStrategy that reads this output"
+        f"or an object with .logits, or pass a LossStrategy that reads this output"
     )
 
 
 def head_of(output: Any) -> HeadOutput | None:
-    """Return the `HeadOutput` that stands for the logits in a model's output, or None if there is none."""
+    """Return the `HeadOutput` in place of the logits in a model's output, or None if there is none."""
     found = _find(output)
     return found if isinstance(found, HeadOutput) else None
 
 
 def shape_of(output: Any) -> torch.Size:
-    """Return the shape of the logits, without computing those of a `HeadOutput`; raise TrainingError as `logits_of`."""
+    """Return the shape of the logits without computing those of a `HeadOutput`; raises like `logits_of`."""
     head = head_of(output)
     return head.shape if head is not None else logits_of(output).shape
 
 
 def _find(output: Any) -> Any:
-    """Return what stands in the place of the logits, None if nothing does."""
+    """Return the object in place of the logits, or None."""
     if isinstance(output, (Tensor, HeadOutput)):
         return output
     if isinstance(output, Mapping):
         return next((output[key] for key in LOGITS_KEYS if key in output), None)
     found = getattr(output, "logits", None)
     if found is None and isinstance(output, (tuple, list)):
-        # A number among the outputs is a loss the model computed itself.
+        # A scalar among the outputs is a loss that the model computed itself.
         several = (Tensor, HeadOutput)
         found = next((item for item in output if isinstance(item, several) and len(item.shape) > 0), None)
     return found
@@ -208,7 +208,7 @@ def _find(output: Any) -> Any:
 def add_accuracy(
     terms: Terms, logits: Tensor, labels: Tensor, ignore_index: int | None, class_dim: int, *, weighted: bool
 ) -> None:
-    """Add the metric "accuracy"; it counts what the loss counts, but without the weights of classes."""
+    """Add the metric "accuracy"; it counts the same elements as the loss, without class weights."""
     count = count_labels(labels, ignore_index) if weighted and not labels.is_floating_point() else terms["loss"].count
     terms["accuracy"] = accuracy_term(logits, labels, count, ignore_index, class_dim)
 
@@ -219,10 +219,10 @@ def required_labels(batch: Batch, who: str) -> Tensor:
     if isinstance(labels, Tensor):
         if labels.dtype is torch.int64 or labels.is_floating_point():
             return labels
-        return labels.long()  # small integers cannot even be compared with -100
+        return labels.long()  # small integer dtypes cannot represent -100
     found = "none" if labels is None else f"a {type(labels).__name__}"
     raise TrainingError(
-        f"{who} needs a tensor of labels, the batch has {found} (it is a {type(batch).__name__}): give (input, "
-        f"labels), a mapping with 'labels', an object with .y or .labels, or a loss function of (output, batch), with "
-        f"`batch` for the name of its second argument"
+        f"{who} needs a tensor of labels, the batch has {found} (it is a {type(batch).__name__}); pass (input, "
+        "labels), a mapping with 'labels', an object with .y or .labels, or a loss function of (output, batch) "
+        "whose second argument is named `batch`"
     )

@@ -1,4 +1,4 @@
-"""The supervised task: a model, a batch of any form and whatever is given as the loss; by default chosen by shapes."""
+"""The supervised task: a model, a batch of any form and a loss, which is chosen by shapes by default."""
 
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ KINDS: Mapping[str, Callable[[int | None], LossStrategy]] = {
     "segmentation": lambda _: SegmentationLoss(),
     "mse": lambda _: mean_squared_error(),
 }
-"""What can be chosen, by the names under which checkpoints keep it."""
+"""The strategies that can be chosen, by their names in checkpoints."""
 
 
 class InferredLoss(LossStrategy):
@@ -33,7 +33,7 @@ class InferredLoss(LossStrategy):
     """
 
     def __init__(self, ignore_index: int | None = None) -> None:
-        """`ignore_index` is the class label that marks samples without a label, if there may be such."""
+        """`ignore_index` is the class label of samples without a label, if there are any."""
         self.chosen: LossStrategy | None = None
         self._ignore_index = ignore_index
 
@@ -42,11 +42,11 @@ class InferredLoss(LossStrategy):
         return self._choose(output, batch).terms(output, batch, metrics=metrics)
 
     def has_cheap_metrics(self, output: Any, batch: Batch) -> bool:
-        """Return what the chosen strategy says."""
+        """Return the value of the chosen strategy."""
         return self._choose(output, batch).has_cheap_metrics(output, batch)
 
     def constants(self) -> Hashable:
-        """Return what the chosen strategy says."""
+        """Return the value of the chosen strategy."""
         return () if self.chosen is None else self.chosen.constants()
 
     def _choose(self, output: Any, batch: Batch) -> LossStrategy:
@@ -55,7 +55,7 @@ class InferredLoss(LossStrategy):
         return self.chosen
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
-        """Return the counts of the chosen strategy; None before there is one."""
+        """Return the counts of the chosen strategy; None before the choice."""
         return None if self.chosen is None else self.chosen.counts(batch)
 
     def decisions(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class InferredLoss(LossStrategy):
         return {"kind": kind, **shift}
 
     def decide(self, decisions: Mapping[str, Any]) -> None:
-        """Choose as saved decisions say; not yet, if they do not."""
+        """Restore the saved choice, if there is one."""
         kind = decisions.get("kind")
         if kind is not None and kind not in KINDS:
             raise CheckpointError(f"kind: found {kind!r:.60}, expected one of {', '.join(KINDS)}")
@@ -76,15 +76,15 @@ class InferredLoss(LossStrategy):
             self.chosen.shift = shift_in(decisions)
 
     def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return what metrics compare, as the chosen strategy sees it."""
+        """Return the metric inputs of the chosen strategy."""
         return super().judged(output, batch) if self.chosen is None else self.chosen.judged(output, batch)
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the numbers that the chosen strategy derives."""
+        """Return the metrics that the chosen strategy derives."""
         return {} if self.chosen is None else self.chosen.derived(means)
 
     def cross_entropy(self, means: Mapping[str, float]) -> float | None:
-        """Return what the chosen strategy says."""
+        """Return the value of the chosen strategy."""
         return None if self.chosen is None else self.chosen.cross_entropy(means)
 
 
@@ -100,7 +100,7 @@ def as_strategy(loss: LossStrategy | LossFunction | None) -> LossStrategy:
 
 
 def infer_strategy(output: Any, batch: Batch, ignore_index: int | None = None) -> LossStrategy:
-    """Return the strategy that fits the output and the labels, or raise TrainingError with the choices there are."""
+    """Return the strategy that fits the output and the labels, or raise TrainingError with the available ones."""
     size = shape_of(output)
     labels, already_shifted = targets_of(batch)
     if len(size) == 3 and (already_shifted or labels is None) and _is_integer(inputs_of(batch)):
@@ -118,10 +118,10 @@ def infer_strategy(output: Any, batch: Batch, ignore_index: int | None = None) -
             return SegmentationLoss()
     found = f"{labels.dtype} labels {tuple(labels.shape)}" if isinstance(labels, Tensor) else "no labels"
     raise TrainingError(
-        f"no loss fits an output of shape {tuple(size)} with {found}; the shapes known are: "
-        f"classification, (B, C) with integers (B,); language modelling, (B, L, V) with integers (B, L) or integer "
-        f"inputs; segmentation, (B, C, H, W) with integers (B, H, W); regression, floating labels of the output's "
-        f"shape; for anything else name the loss"
+        f"no loss fits an output of shape {tuple(size)} with {found}; supported are: classification, (B, C) with "
+        "integers (B,); language modelling, (B, L, V) with integers (B, L) or integer inputs; segmentation, (B, C, "
+        "H, W) with integers (B, H, W); regression, floating-point labels of the output's shape; otherwise set the "
+        "loss"
     )
 
 
@@ -132,7 +132,7 @@ def _is_integer(value: Any) -> bool:
 class SupervisedTask(Task):
     """Turns a model and a batch of any form into the terms of a loss strategy.
 
-    `loss` is anything `as_strategy` takes: a strategy, a torch loss, a function, or None to choose by shapes.
+    `loss` is anything `as_strategy` accepts: a strategy, a torch loss, a function, or None to choose by shapes.
 
     >>> import torch
     >>> task = SupervisedTask(nn.CrossEntropyLoss())
@@ -149,7 +149,7 @@ class SupervisedTask(Task):
         self._call: ModelCall | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
-        """Run the model on the batch and return its terms; raise DataError for ids that it has no embedding for."""
+        """Run the model on the batch and return its terms; raise DataError for ids beyond an embedding."""
         if self._call is None or model is not self._model:
             self._model, self._call = model, ModelCall(model)
         try:
@@ -163,27 +163,27 @@ class SupervisedTask(Task):
         return self.strategy.terms(output, batch, metrics=metrics)
 
     def constants(self) -> Hashable:
-        """Return the numbers that the loss is made with."""
+        """Return the host-side values of the loss."""
         return self.strategy.constants()
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the numbers that the strategy derives from averages."""
+        """Return the metrics that the strategy derives from averages."""
         return self.strategy.derived(means)
 
     def decisions(self) -> dict[str, Any]:
-        """Return what the strategy has decided by its first batches."""
+        """Return the decisions of the strategy."""
         return self.strategy.decisions()
 
     def decide(self, decisions: Mapping[str, Any]) -> None:
-        """Give the strategy these decisions."""
+        """Restore the decisions of the strategy."""
         self.strategy.decide(decisions)
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what checkpoints keep of the strategy."""
+        """Return the strategy's data for checkpoints."""
         return self.strategy.facts()
 
     def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
-        """Raise CheckpointError if the facts of the checkpoint at `place` contradict those of the strategy."""
+        """Raise CheckpointError if the stored data of the checkpoint at `place` contradicts the strategy."""
         self.strategy.check_facts(saved, place)
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:

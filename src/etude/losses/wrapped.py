@@ -1,7 +1,7 @@
 """Plain loss functions and torch's loss modules as loss strategies.
 
-A function that returns a mean hides what it divided by. Torch's own losses are known here, and are computed as sums
-with their exact counts; of any other function the mean is taken to run over the samples of the batch.
+A function that returns a mean does not tell its divisor. Torch's own losses are computed as sums with exact counts;
+any other function is assumed to return the mean over the samples of the batch.
 """
 
 import functools
@@ -40,14 +40,14 @@ TORCH_FUNCTIONS = dict(TORCH_MODULES.values())
 
 
 class FunctionLoss(LossStrategy):
-    """Makes a strategy of `function(predictions, labels)`, where predictions are the logits of the model's output.
+    """A strategy from `function(predictions, labels)`, where predictions are the logits of the model's output.
 
     - Torch's losses, as modules or functions (also in a `functools.partial`), become exact sums and counts: over
       elements for `mse_loss` and its like, over labels for `cross_entropy`, with its weights and `ignore_index`.
-      reduction="none" leaves the mean to the step, which is the same; reduction="sum" is refused.
-    - Any other function that returns a scalar is taken as a mean over the samples of the batch.
-    - A function whose second argument is called `batch` is given the whole batch, and the model's output as it is.
-    - One that returns more than one value is averaged over these.
+      reduction="none" gives the same result as "mean"; reduction="sum" is refused.
+    - Any other function that returns a scalar is treated as a mean over the samples of the batch.
+    - A function whose second argument is named `batch` receives the whole batch and the unchanged model output.
+    - The values of a function that returns several are averaged.
 
     >>> batch = (torch.zeros(2, 3), torch.tensor([[1.0], [3.0]]))
     >>> FunctionLoss(nn.MSELoss()).terms(torch.zeros(2, 1), batch, metrics=False)["loss"]
@@ -55,16 +55,16 @@ class FunctionLoss(LossStrategy):
     """
 
     def __init__(self, function: LossFunction) -> None:
-        """Wrap a function, a module or a partial of one; raise ConfigError if it cannot be called or asks for a sum."""
+        """Wrap a function, a module or a partial of one; raise ConfigError if it is not callable or uses a sum."""
         if not callable(function):
             raise ConfigError(f"a loss is a function of (predictions, labels), found a {type(function).__name__}")
         check_loss_arguments(function)
         self.function = function
         if _reduction(function) == "sum":
             raise ConfigError(
-                f'{self.name}: reduction="sum" is not supported, because a loss is divided once by what it counts over '
-                f'all micro-batches and processes; take reduction="mean", and for steps of the sum\'s size multiply '
-                f"the learning rate by the labels of a batch"
+                f'{self.name}: reduction="sum" is not supported, because a loss is divided by its count over all '
+                f'micro-batches and processes; use reduction="mean", and multiply the learning rate by the labels per '
+                f"batch to get the same steps"
             )
         self._torch_function, self._options = _recognise(function)
         signature = _signature(function)
@@ -83,7 +83,7 @@ class FunctionLoss(LossStrategy):
         options = self._options
         for name, value in options.items():
             if isinstance(value, Tensor) and value.device != predictions.device:
-                options[name] = value.to(predictions.device)  # once: weights stay where the model is
+                options[name] = value.to(predictions.device)  # once: weights stay on the model's device
         if self._torch_function in (F.cross_entropy, F.nll_loss):
             return self._classification_terms(predictions, labels, metrics)
         if self._torch_function is not None:
@@ -91,7 +91,7 @@ class FunctionLoss(LossStrategy):
         return {"loss": self._mean_term(predictions, labels)}
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
-        """Return the number of labels or elements that count for a loss of torch's; None for any other function."""
+        """Return the number of counted labels or elements for a torch loss; None for any other function."""
         if self._torch_function is None:
             return None
         labels = required_labels(batch, "the loss function")
@@ -103,7 +103,7 @@ class FunctionLoss(LossStrategy):
         return {"loss": count_labels(labels, skip, weight)}
 
     def constants(self) -> Hashable:
-        """Return the settings of the function, where it is an object, and those of torch's losses."""
+        """Return the settings of a function object or of a torch loss."""
         return settings_of(self, self.function), *self._options.items()
 
     def cross_entropy(self, means: Mapping[str, float]) -> float | None:
@@ -170,7 +170,7 @@ def _name(function: Callable[..., Any]) -> str:
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
-    except (TypeError, ValueError):  # built in, and silent about its arguments
+    except (TypeError, ValueError):  # a builtin without a signature
         return None
 
 
@@ -188,12 +188,12 @@ def mean_absolute_error() -> FunctionLoss:
 
 @register("loss", "huber")
 def huber(delta: Annotated[float, Gt(0)] = 1.0) -> FunctionLoss:
-    """Half the squared difference up to `delta`, linear beyond: a regression that outliers do not rule."""
+    """Half the squared difference up to `delta`, linear beyond: regression that is robust to outliers."""
     return FunctionLoss(nn.HuberLoss(delta=delta))
 
 
 def _reduction(function: LossFunction) -> str | None:
-    """Return the reduction that a partial or a loss module of torch's asks for."""
+    """Return the `reduction` of a partial or a torch loss module."""
     if isinstance(function, functools.partial):
         return function.keywords.get("reduction", _reduction(function.func))
     return function.reduction if isinstance(function, _Loss) else None
@@ -215,7 +215,7 @@ def _recognise(function: LossFunction) -> tuple[Callable[..., Tensor] | None, di
 
 
 def _class_dim(logits: Tensor, labels: Tensor) -> int:
-    """Return 1, where torch has the classes, unless only the last dimension fits the labels."""
+    """Return 1, torch's class dimension, unless only the last dimension fits the labels."""
     if logits.dim() < 2:
         return 0
     torch_style = logits.shape[:1] + logits.shape[2:]

@@ -1,4 +1,4 @@
-"""What heads are given: the hidden states of a model that several tasks share, the trunk."""
+"""Inputs of heads: the hidden states of the trunk, a model that several tasks share."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -10,23 +10,23 @@ from etude.models.huggingface_trunk import HuggingFaceModel
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Features:
-    """Hidden states of a batch, and what a head may want to know about them."""
+    """Hidden states of a batch, and further information for heads."""
 
     hidden: Tensor
-    """(B, L, D), or (B, D) where a sample has one vector."""
+    """(B, L, D), or (B, D) if a sample has one vector."""
     mask: Tensor | None = None
-    """(B, L): not 0 at real positions, 0 at padding; None if all are real."""
+    """(B, L): nonzero at real positions, 0 at padding; None if all are real."""
     document_ids: Tensor | None = None
-    """(B, L): which of the documents packed into a row a position belongs to, -1 for padding."""
+    """(B, L): index of the packed document that a position belongs to, -1 for padding."""
     output: nn.Module | None = None
     """The trunk's own output layer, if it has one."""
     softcap: float | None = None
-    """Where given, the trunk's logits are softcap · tanh(logits / softcap)."""
+    """If set, the trunk's logits are softcap · tanh(logits / softcap)."""
 
 
 @runtime_checkable
 class Trunk(Protocol):
-    """A model that gives its features: what its output layer would make predictions of."""
+    """A model that returns its features: the input of its output layer."""
 
     @property
     def feature_dim(self) -> int:
@@ -38,7 +38,7 @@ class Trunk(Protocol):
 
 
 def feature_dim(trunk: nn.Module) -> int | None:
-    """Return the last dimension of a model's features, None if it does not tell.
+    """Return the last dimension of a model's features, or None if it is unknown.
 
     >>> from etude.models import LeNet5
     >>> feature_dim(LeNet5()), feature_dim(nn.Linear(3, 2))

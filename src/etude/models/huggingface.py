@@ -1,4 +1,4 @@
-"""Causal language models of Hugging Face, by the name of their architecture or from a folder."""
+"""Hugging Face causal language models, by architecture name or from a folder."""
 
 from typing import Annotated, Any
 
@@ -18,16 +18,15 @@ def huggingface_causal_lm(
     vocab_size: Annotated[int, Ge(1)] | None = None,
     settings: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """A causal language model of Hugging Face's transformers, which trains as it is.
+    """A causal language model of Hugging Face's transformers.
 
-    architecture: a model type such as `gpt2` or `llama`, with new weights.
-    pretrained: instead, a folder (or a name in the local cache) whose config and weights are loaded.
-    vocab_size: taken from the data if left out.
-    settings: keys of the model's own config, such as {n_layer: 4, n_embd: 128} for gpt2.
+    architecture: a model type such as `gpt2` or `llama`, with new weights. pretrained: instead, a folder (or a name
+    in the local cache) whose config and weights are loaded. vocab_size: taken from the data by default. settings:
+    keys of the model's own config, such as {n_layer: 4, n_embd: 128} for gpt2.
     """
     transformers = _transformers()
     if (architecture is None) == (pretrained is None):
-        raise ConfigError("give either `architecture` (new weights) or `pretrained` (a folder with weights)")
+        raise ConfigError("set either `architecture` (new weights) or `pretrained` (a folder with weights)")
     chosen = {"use_cache": False, **(settings or {})}
     if pretrained is not None:
         return _loaded(transformers, pretrained, vocab_size, chosen)
@@ -36,13 +35,13 @@ def huggingface_causal_lm(
     model_types = transformers.AutoModelForCausalLM._model_mapping._model_mapping
     if architecture not in model_types:
         hint = did_you_mean(str(architecture), model_types) or ", such as gpt2 or llama"
-        raise ConfigError(f"architecture '{architecture}' is no causal language model of transformers{hint}")
+        raise ConfigError(f"architecture '{architecture}' is not a causal language model of transformers{hint}")
     config = transformers.AutoConfig.for_model(architecture)
     _check_settings(config, str(architecture), chosen)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         token = getattr(config, name, None)
         if isinstance(token, int) and vocab_size is not None and token >= vocab_size:
-            chosen.setdefault(name, None)  # ids of the vocabulary that the architecture was published with
+            chosen.setdefault(name, None)  # special token ids of the original vocabulary
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(architecture, **chosen)
     )
@@ -66,7 +65,7 @@ def _loaded(transformers: Any, place: str, vocab_size: int | None, settings: dic
 
 
 def _check_settings(config: Any, architecture: str, settings: dict[str, Any]) -> None:
-    """Refuse a key that the architecture's config does not have: transformers would keep it and never look at it."""
+    """Refuse a key that the architecture's config does not have: transformers would store and ignore it."""
     known = {*config.to_dict(), *config.attribute_map}
     for key in settings:
         if key not in known:

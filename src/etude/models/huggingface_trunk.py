@@ -1,6 +1,6 @@
-"""Models of Hugging Face without their heads: hidden states, and what their architecture does with them.
+"""Hugging Face models without their heads: hidden states, and what the architecture does with them.
 
-What differs from one architecture to the next is found out by running the model on four tokens, once.
+Differences between architectures are found by running the model once on four tokens.
 """
 
 from collections.abc import Mapping
@@ -17,16 +17,16 @@ from etude.core.model import MAIN_KEYS, OTHER_NAMES, Forward, ModelCall
 from etude.models.sampling import evaluating
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Differences that are rounding, relative to the largest value; `HALF_TOLERANCE` for smaller types."""
+"""Relative differences that count as rounding; `HALF_TOLERANCE` for half precision."""
 HALF_TOLERANCE = 3e-2
 
 
 @runtime_checkable
 class HuggingFaceModel(Protocol):
-    """What the models of transformers have in common."""
+    """The common interface of transformers models."""
 
     base_model: nn.Module
-    """The model without its head; itself if it has none."""
+    """The model without its head; the model itself if it has none."""
     config: Any
 
     def get_output_embeddings(self) -> Any:
@@ -34,17 +34,17 @@ class HuggingFaceModel(Protocol):
 
 
 class HuggingFaceTrunk:
-    """Runs a model of transformers without its head: the features are the base model's last hidden states."""
+    """Runs a transformers model without its head: the features are the base model's last hidden states."""
 
     def __init__(self, model: Any) -> None:
         if getattr(model.config, "is_encoder_decoder", False):
             raise ConfigError(
-                f"{type(model).__name__} cannot be shared by heads: it has two halves; take its encoder"
+                f"{type(model).__name__} is an encoder-decoder and cannot be shared by heads; use its encoder"
             )
         self.softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self._call = ModelCall(base_of(model))
         names = Forward.of(base_of(model)).names
-        # Keys and values kept for generation cost memory, and a block that is computed twice would add its own twice.
+        # A key-value cache costs memory, and a recomputed block would add its keys and values twice.
         self._always = {"use_cache": False} if "use_cache" in names else {}
         self._known = names | {key for name, key in OTHER_NAMES if name in names} | {*MAIN_KEYS, "document_ids"}
         reads_tokens = isinstance(model.get_input_embeddings(), nn.Embedding)
@@ -55,20 +55,20 @@ class HuggingFaceTrunk:
     def __call__(self, model: Any, batch: Batch) -> Any:
         """Return the hidden states (B, L, D) of a batch.
 
-        Of a mapping, only what the model names is passed: these models hand on anything else, labels of tasks for one,
-        to layers that ignore it or fail.
+        Only keys of a mapping that the model names are passed: other keys, such as labels, would reach layers that
+        ignore them or fail.
         """
         if isinstance(batch, Mapping):
             if batch.get("causal") is False and not self.sees_ahead:
                 raise TrainingError(
-                    f"{type(model).__name__} sees earlier positions only, and causal: false cannot be had from it; "
-                    f"take an encoder, or causal_transformer_lm"
+                    f"{type(model).__name__} is causal and does not support causal: false; use an encoder, or "
+                    "causal_transformer_lm"
                 )
             batch = {key: value for key, value in batch.items() if key in self._known}
         return self._call(partial(base_of(model), **self._always), batch).last_hidden_state
 
     def _find_out(self, model: Any) -> None:
-        """Run four tokens: is the output layer all that follows the features, and do positions see later ones?"""
+        """Run four tokens to find whether only the output layer follows the features, and if attention is causal."""
         device = next(model.parameters()).device
         ids = torch.arange(4, device=device)[None] % model.get_input_embeddings().num_embeddings
         other = ids.clone()
@@ -80,7 +80,7 @@ class HuggingFaceTrunk:
             self.sees_ahead = not _same(hidden[:, 0], self(model, _batch(other))[:, 0])
 
     def _is_linear(self, model: Any, ids: Tensor, hidden: Tensor) -> bool:
-        """Whether the logits are the output layer's product with the features, with nothing between or after."""
+        """Whether the logits are exactly the output layer applied to the features."""
         layer = model.get_output_embeddings()
         if not isinstance(layer, nn.Linear) or layer.in_features != hidden.shape[-1]:
             return False
@@ -92,7 +92,7 @@ class HuggingFaceTrunk:
 
 
 def base_of(model: Any) -> nn.Module:
-    """Return the model without its head, and without what adapters may have wrapped around it."""
+    """Return the model without its head and without adapter wrappers."""
     while model.base_model is not model:
         model = model.base_model
     return model  # type: ignore[no-any-return]

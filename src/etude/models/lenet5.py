@@ -17,9 +17,9 @@ Size = Annotated[int, Ge(1)]
 class LeNet5(nn.Module):
     """Two convolutions with pooling, then three linear layers: 61,706 parameters for MNIST.
 
-    Images of 28×28 are padded by 2 to the 32×32 of the paper; set `padding=0` for images of 32×32. The paper has
-    scaled tanh and averages in place of ReLU and maxima, `activation="tanh", pooling="average"`; the defaults
-    train faster and err less.
+    Images of 28×28 are padded by 2 to the 32×32 of the paper; set `padding=0` for images of 32×32. The paper uses
+    scaled tanh and average pooling instead of ReLU and max pooling (`activation="tanh", pooling="average"`); the
+    defaults train faster and are more accurate.
 
     >>> sum(parameter.numel() for parameter in LeNet5().parameters())
     61706
@@ -54,7 +54,7 @@ class LeNet5(nn.Module):
         self.pool = nn.MaxPool2d(2) if pooling == "max" else nn.AvgPool2d(2)
         self.activation = ACTIVATIONS[activation]()
         self.dropout = nn.Dropout(dropout)
-        # Channels last: the small convolutions take two thirds of the time on a CPU.
+        # Channels last: small convolutions take two thirds of the time on a CPU.
         self.to(getattr(torch, dtype)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     @property
@@ -72,8 +72,8 @@ class LeNet5(nn.Module):
         return logits
 
     def features(self, images: Tensor) -> Tensor:
-        """Return the activations (B, 84) that the output layer makes logits of."""
-        # Pooling comes before the activation: of maxima the result is the same, on a quarter of the values.
+        """Return the activations (B, 84) that are the input of the output layer."""
+        # Pool before the activation: with max pooling the result is the same, on a quarter of the values.
         x = images.to(self.conv1.weight.dtype)
         x = self.activation(self.pool(self.conv1(x)))
         x = self.activation(self.pool(self.conv2(x))).flatten(1)

@@ -51,7 +51,7 @@ class MLP(nn.Module):
         return self.get_output_embeddings().in_features
 
     def features(self, inputs: Tensor) -> Tensor:
-        """Return what the output layer is given, (B, feature_dim)."""
+        """Return the input of the output layer, (B, feature_dim)."""
         features: Tensor = self.layers[:-1](inputs)
         return features
 

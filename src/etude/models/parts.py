@@ -1,4 +1,4 @@
-"""What models share: activations, names of number types, and arguments as one mapping."""
+"""Shared by models: activations, dtype names, and arguments as one mapping."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ ACTIVATIONS: Mapping[Activation, type[nn.Module]] = {
 
 
 def takes_config(init: Callable[P, None]) -> Callable[P, None]:
-    """Let a model be made with a mapping of its arguments: `LeNet5(create_model_config(config))`."""
+    """Let a model be constructed with a mapping of its arguments: `LeNet5(create_model_config(config))`."""
 
     @functools.wraps(init)
     def unpacked(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -37,7 +37,7 @@ def takes_config(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Return GELU; compiled for a GPU in half precision by a formula that takes 0.75 times as long as torch's."""
+    """Return GELU; compiled for a GPU in half precision, a formula that takes 0.75 times as long as torch's."""
     if torch.compiler.is_compiling() and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         short: Tensor = ShortGelu.apply(x)  # type: ignore[no-untyped-call]
         return short
@@ -45,7 +45,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 class ShortGelu(torch.autograd.Function):
-    """GELU with few enough instructions that a GPU waits for its memory, not for them.
+    """GELU with few enough instructions that a GPU is limited by memory bandwidth.
 
     erfc by formula 7.1.26 of Abramowitz and Stegun: at most 4e-7 from the exact value (torch's erf: 1.2e-6).
     """
@@ -67,7 +67,7 @@ class ShortGelu(torch.autograd.Function):
 
 
 def _lower_tail(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the normal distribution's mass below -|y|, and exp(-y²/2)."""
+    """Return the normal CDF at -|y|, and exp(-y²/2)."""
     bell = torch.exp2(-0.7213475204 * (y * y))
     t = 1 / (1 + 0.2316419 * y.abs())
     mass = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits: temperature, the k likeliest, the likeliest p of the probability."""
+"""Choosing the next token from logits: temperature, top-k and top-p sampling."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ TopP = Annotated[float, Gt(0), Le(1)] | None
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within this block the model is in eval mode and keeps no gradients; afterwards every module is as it was."""
+    """Within this block the model is in eval mode and without gradients; afterwards all modes are restored."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -33,9 +33,9 @@ def next_tokens(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw one token per row of logits (B, V); temperature 0 takes the likeliest.
+    """Draw one token per row of logits (B, V); temperature 0 takes the most likely one.
 
-    Of the tokens, `top_k` keeps the k likeliest and `top_p` the fewest that together have that probability.
+    `top_k` keeps the k most likely tokens, and `top_p` the fewest that together have that probability.
 
     >>> next_tokens(torch.tensor([[0.0, 3.0, 1.0]]), temperature=0)
     tensor([1])
@@ -49,7 +49,8 @@ def next_tokens(
     if top_p is not None and top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
         probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # of the likelier ones: 0 for the first, which stays
+        # probability of more likely tokens: 0 for the first, which is always kept
+        before = probabilities.cumsum(-1) - probabilities
         ordered = ordered.masked_fill(before >= top_p, -torch.inf)
         logits = torch.full_like(logits, -torch.inf).scatter(-1, order, ordered)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)

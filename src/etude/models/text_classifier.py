@@ -1,4 +1,4 @@
-"""A transformer that sorts texts into classes."""
+"""A transformer text classifier."""
 
 from typing import Annotated
 
@@ -13,9 +13,9 @@ Size = Annotated[int, Ge(1)]
 
 @register("model", "text_classifier")
 class TextClassifier(nn.Module):
-    """The mean of a transformer's hidden states over the tokens of a text, and a linear layer on it.
+    """A linear layer on the mean of a transformer's hidden states over the tokens of a text.
 
-    Every position sees all others but padding.
+    Every position attends to all others except padding.
 
     >>> import torch
     >>> model = TextClassifier(vocab_size=257, num_classes=3, d_model=16, n_layers=1, n_heads=2)
@@ -34,7 +34,7 @@ class TextClassifier(nn.Module):
         max_len: Size = 2048,
     ) -> None:
         super().__init__()
-        # The output layer of the language model shares its weights with the embedding and is never called.
+        # The language model's output layer is tied to the embedding and never called.
         self.trunk = CausalTransformerLM(
             vocab_size, d_model=d_model, n_layers=n_layers, n_heads=n_heads, dropout=dropout, max_len=max_len
         )
@@ -53,12 +53,12 @@ class TextClassifier(nn.Module):
         return self.head
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the logits (B, num_classes) of tokens (B, L); where `attention_mask` is 0 there is padding."""
+        """Return the logits (B, num_classes) of tokens (B, L); `attention_mask` is 0 at padding."""
         logits: Tensor = self.head(self.features(input_ids, attention_mask))
         return logits
 
     def features(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the mean hidden state (B, d_model) of each text; 0 of one without tokens."""
+        """Return the mean hidden state (B, d_model) of each text; 0 for one without tokens."""
         hidden = self.trunk.features(input_ids, attn_mask=attention_mask, causal=False)
         if attention_mask is None:
             pooled = hidden.mean(1)

@@ -1,4 +1,4 @@
-"""A transformer over tokens, causal by default: pre-norm, rotary positions, attention by torch's fused kernels."""
+"""A transformer over tokens, causal by default: pre-norm, rotary positions, torch's fused attention."""
 
 import math
 from typing import Annotated
@@ -21,7 +21,7 @@ ROTARY_BASE = 10_000.0
 INIT_STD = 0.02
 
 Seen = Tensor | DocumentSpans | None
-"""Who sees whom: a mask (B, 1, L, L), documents one after the other, or what `causal` says."""
+"""Attention pattern: a mask (B, 1, L, L), concatenated documents, or only `causal`."""
 
 
 @register("model", "causal_transformer_lm")
@@ -29,9 +29,9 @@ Seen = Tensor | DocumentSpans | None
 class CausalTransformerLM(nn.Module):
     """Predicts the next token at every position.
 
-    A stack of pre-norm blocks without biases: attention with rotary positions, then two linear layers with GELU. The
-    output layer shares its weights with the embedding unless `tie_embeddings` is off. With `n_types` every token also
-    has a type (its modality, its role), whose embedding is added.
+    Pre-norm blocks without biases: attention with rotary positions, then two linear layers with GELU. The output
+    layer shares its weights with the embedding unless `tie_embeddings` is off. With `n_types` every token also has a
+    type (its modality, its role), whose embedding is added.
 
     >>> model = CausalTransformerLM(vocab_size=100, d_model=32, n_layers=2, n_heads=4, max_len=16)
     >>> model(torch.zeros(3, 16, dtype=torch.int64)).shape
@@ -53,7 +53,7 @@ class CausalTransformerLM(nn.Module):
         max_len: Size = 2048,
         tie_embeddings: bool = True,
     ) -> None:
-        """Build the model; `d_ff`, the width between the two linear layers of a block, is 4·d_model if not given."""
+        """Build the model; `d_ff`, the hidden width of a block's MLP, is 4·d_model by default."""
         super().__init__()
         if d_model % (2 * n_heads):
             raise ConfigError(
@@ -78,8 +78,8 @@ class CausalTransformerLM(nn.Module):
     def reset_parameters(self) -> None:
         """Draw all weights again.
 
-        As in GPT-2: all of them are small, and what is added to the residual stream starts smaller in deep models. The
-        first loss is then near that of guessing, log(vocab_size).
+        As in GPT-2, all weights are small, and projections into the residual stream start smaller in deep models. The
+        initial loss is then close to log(vocab_size).
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
@@ -115,11 +115,11 @@ class CausalTransformerLM(nn.Module):
     ) -> Tensor:
         """Return the logits (B, L, V) of tokens (B, L); all tensors but `document_starts` have that shape.
 
-        Positions where `attn_mask` is 0 are padding: no other position sees them. With `document_ids` a position sees
-        those of its own document only. `document_starts` (B, places) may say too where documents begin in their rows
-        (`PackedDocuments`): a GPU in half precision without dropout then needs no mask.
-        `position_ids` count from 0 if not given; only their differences matter. With `causal=False` a position also
-        sees what comes after it, as for predicting masked tokens.
+        Positions where `attn_mask` is 0 are padding: no other position attends to them. With `document_ids` a
+        position attends only to its own document. `document_starts` (B, starts) may also give the start of documents
+        in their rows (`PackedDocuments`): a GPU in half precision without dropout then needs no mask. `position_ids`
+        count from 0 by default; only their differences matter. With `causal=False` a position also attends to later
+        ones, as for predicting masked tokens.
         """
         hidden = self.features(
             tokens,
@@ -144,7 +144,7 @@ class CausalTransformerLM(nn.Module):
         document_starts: Tensor | None = None,
         causal: bool = True,
     ) -> Tensor:
-        """Return the hidden states (B, L, d_model) that the output layer makes logits of; arguments as of `forward`."""
+        """Return the hidden states (B, L, d_model) that the output layer receives; arguments as of `forward`."""
         self._check(tokens, types, attn_mask)
         mask: Seen = None
         if attn_mask is None and document_ids is not None and document_starts is not None:
@@ -166,17 +166,17 @@ class CausalTransformerLM(nn.Module):
         *,
         types: Tensor | None = None,
     ) -> Tensor:
-        """Return prompts (L,) or (B, L) with up to `max_new_tokens` tokens drawn after them.
+        """Return prompts (L,) or (B, L) followed by up to `max_new_tokens` sampled tokens.
 
-        Temperature 0 takes the likeliest token. A row that has drawn `stop_id` is filled up with it, and once all rows
-        have, the work ends. Where the text outgrows `max_len`, it goes on from its last max_len/2 tokens. New tokens
-        have the type of the last of `types`. Random numbers come from `generator`, else from torch's global one.
+        Temperature 0 takes the most likely token. A row that has drawn `stop_id` is padded with it, and generation
+        ends once all rows have. Beyond `max_len` the context is the last max_len/2 tokens. New tokens have the last
+        of `types`. Random numbers come from `generator`, else from torch's global one.
         """
         tokens = prompt_ids if prompt_ids.dim() == 2 else prompt_ids[None]
         types = None if types is None else types.reshape(tokens.shape)
         if tokens.shape[1] == 0:
             raise TrainingError(
-                "generate needs a prompt of at least one token; give the token that begins a document"
+                "generate needs a prompt of at least one token; pass the token that begins a document"
             )
         with evaluating(self):
             fresh, cache = tokens[:, -self.max_len :], self._new_cache(tokens)
@@ -190,7 +190,7 @@ class CausalTransformerLM(nn.Module):
                     stopped |= chosen == stop_id
                 tokens, fresh = torch.cat([tokens, chosen[:, None]], 1), chosen[:, None]
                 types = None if types is None else torch.cat([types, types[:, -1:]], 1)
-                if stop_id is not None and bool(stopped.all()):  # waits for the device
+                if stop_id is not None and bool(stopped.all()):  # synchronises
                     break
                 if cache[0].length == self.max_len:
                     fresh, cache = tokens[:, -max(1, self.max_len // 2) :], self._new_cache(tokens)
@@ -198,11 +198,11 @@ class CausalTransformerLM(nn.Module):
 
     def _check(self, tokens: Tensor, types: Tensor | None, attn_mask: Tensor | None) -> None:
         if tokens.dim() != 2:
-            raise TrainingError(f"tokens have the shape {tuple(tokens.shape)}; give (batch, length)")
+            raise TrainingError(f"tokens have the shape {tuple(tokens.shape)}; pass (batch, length)")
         if tokens.shape[1] > self.max_len:
             raise TrainingError(
                 f"sequences have {tokens.shape[1]} tokens, but the model's max_len is {self.max_len}; "
-                f"raise max_len or give shorter sequences"
+                f"increase max_len or use shorter sequences"
             )
         if (types is not None) != (self.n_types > 0):
             found = "no types were given" if types is None else "types were given"
@@ -211,12 +211,12 @@ class CausalTransformerLM(nn.Module):
             )
         if attn_mask is not None and attn_mask.shape != tokens.shape:
             raise TrainingError(
-                f"attn_mask has the shape {tuple(attn_mask.shape)}; give 1 for tokens and 0 for padding in the shape "
-                f"of the tokens, {tuple(tokens.shape)}"
+                f"attn_mask has the shape {tuple(attn_mask.shape)}; pass 1 for tokens and 0 for padding in the "
+                f"shape of the tokens, {tuple(tokens.shape)}"
             )
 
     def _packed(self, document_starts: Tensor, tokens: Tensor) -> DocumentSpans | None:
-        """Return the documents for attention without a mask, or None where that is not to be had or does not pay."""
+        """Return the documents for attention without a mask, or None if that is not possible or not worthwhile."""
         (rows, length), device = tokens.shape, tokens.device
         if (self.training and self.dropout.p > 0) or not few_places(document_starts, length):
             return None
@@ -242,7 +242,7 @@ class CausalTransformerLM(nn.Module):
         start = cache[0].length if cache else 0
         if position_ids is None:
             position_ids = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        # A compiler would compute the cosines again in every layer, unless it cannot look inside.
+        # A compiler would recompute the cosines in every layer, unless they are opaque to it.
         angles = _angles_at_once if torch.compiler.is_compiling() else rotary_angles
         rotary = angles(position_ids, self.head_dim)
         for place, block in enumerate(self.blocks):
@@ -251,7 +251,7 @@ class CausalTransformerLM(nn.Module):
         return normed
 
     def _next_logits(self, tokens: Tensor, types: Tensor | None, cache: "list[LayerCache]") -> Tensor:
-        """Return the logits (B, V) after `tokens`, which follow what the cache already holds."""
+        """Return the logits (B, V) after `tokens`, which follow the tokens in the cache."""
         self._check(tokens, types, None)
         logits: Tensor = self.head(self._hidden(tokens, types, None, None, cache)[:, -1])
         return logits
@@ -262,7 +262,7 @@ class CausalTransformerLM(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and two linear layers, each normed before and added to what came in."""
+    """Attention and an MLP, each with pre-norm and a residual connection."""
 
     def __init__(self, d_model: int, n_heads: int, d_ff: int, dropout: float) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class TransformerBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention of several heads, with rotary positions."""
+    """Multi-head self-attention with rotary positions."""
 
     def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
         super().__init__()
@@ -306,14 +306,14 @@ class Attention(nn.Module):
         cache: "LayerCache | None" = None,
         causal: bool = True,
     ) -> Tensor:
-        """Return what each position gathers from those it sees: of `mask`, else all, if `causal` the earlier ones."""
+        """Return attention outputs over the positions of `mask`, or all, or the earlier ones if `causal`."""
         batch, length, width = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.n_heads, -1)
-        turned, values = heads.split((2, 1), 2)  # their gradients are written side by side, not added
+        turned, values = heads.split((2, 1), 2)  # so that their gradients are concatenated, not added
         queries, keys = rotate(turned, rotary).permute(2, 0, 3, 1, 4).unbind()  # (B, H, L, E) each
         values = values.squeeze(2).transpose(1, 2)
         is_causal = causal and mask is None
-        if length == 1:  # a single new token sees all that the cache holds
+        if length == 1:  # a single new token attends to the whole cache
             is_causal = False
         if cache is not None:
             assert length == 1 or cache.length == 0, "the causal mask of the kernel begins at the first key"
@@ -345,14 +345,14 @@ class FeedForward(nn.Module):
 
 
 class LayerCache:
-    """Keys and values (B, H, max_len, E) of one layer, of which the first `length` positions are filled."""
+    """Keys and values (B, H, max_len, E) of one layer; the first `length` positions are filled."""
 
     def __init__(self, shape: tuple[int, int, int, int], like: Tensor) -> None:
         self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
         self.length = 0
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append positions; return all keys and values there are now."""
+        """Append positions; return all keys and values so far."""
         begin, self.length = self.length, self.length + keys.shape[2]
         self.keys[:, :, begin : self.length] = keys
         self.values[:, :, begin : self.length] = values
@@ -362,9 +362,9 @@ class LayerCache:
 def attention_mask(
     tokens: Tensor, attn_mask: Tensor | None, document_ids: Tensor | None, *, causal: bool = True
 ) -> Tensor | None:
-    """Return who sees whom, (B, 1, L, L); None where `causal` says it all: the earlier positions, or all of them.
+    """Return the attention mask (B, 1, L, L); None if `causal` alone describes it.
 
-    Every position sees itself, padding too: attention over nothing has no value.
+    Every position attends to itself, even padding: attention over no positions is NaN.
 
     >>> attention_mask(torch.zeros(1, 3), None, torch.tensor([[0, 0, 1]]))[0, 0].int()
     tensor([[1, 0, 0],
@@ -384,9 +384,9 @@ def attention_mask(
 
 
 def rotary_angles(position_ids: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return cosines and signed sines, (L, 1, 1, E) or (B, L, 1, 1, E), by which positions turn the halves of a head.
+    """Return cosines and signed sines, (L, 1, 1, E) or (B, L, 1, 1, E), that rotate the halves of a head.
 
-    Always computed in float32: in half precision, far positions would fall together.
+    Always computed in float32: in half precision, distant positions would coincide.
     """
     exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
     angles = position_ids[..., None, None, None].float() * ROTARY_BASE**-exponents
@@ -406,9 +406,10 @@ def _shapes_of_angles(position_ids: Tensor, head_dim: int) -> tuple[Tensor, Tens
 
 
 def rotate(heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + E/2) of features (…, L, N, H, E) by the angle of its position.
+    """Rotate each pair (i, i + E/2) of features (…, L, N, H, E) by the angle of its position.
 
-    Rolled it is three passes over memory, which cost a third of the formula on halves; compiled that is one.
+    With `roll` this takes three passes over memory, a third of the cost of the formula on halves; compiled it is one
+    pass.
     """
     cos, sin = (part.to(heads.dtype) for part in rotary)
     half = heads.shape[-1] // 2

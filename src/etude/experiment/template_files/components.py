@@ -1,4 +1,4 @@
-"""Code that only this experiment needs: its model, and any loss, data, optimizer or callback of its own.
+"""Code that only this experiment needs: its model, and any custom loss, data, optimizer or callback.
 
 The typed arguments of a registered class or function are the keys of its config section.
 """

@@ -1,4 +1,4 @@
-"""Trains this experiment in Python: what `etude train EXPERIMENT_NAME/baseline` does, with every part at hand.
+"""Trains this experiment in Python: what `etude train EXPERIMENT_NAME/baseline` does, step by step.
 
 python experiments/EXPERIMENT_NAME/examples/train.py [training.epochs=1 …]
 """
@@ -12,7 +12,7 @@ CONFIG = Path(__file__).parents[1] / "configs" / "baseline.yaml"
 
 
 def main(overrides: list[str]) -> None:
-    """Train, and print the last numbers."""
+    """Train, and print the last metrics."""
     config = load_experiment_config(CONFIG, overrides=overrides)
     outcome = train_experiment(config)
     print(outcome.status, outcome.metrics)
