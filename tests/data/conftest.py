@@ -1,4 +1,4 @@
-"""Small stand-ins for real data: idx files with valid headers, a dataset that draws random numbers; child processes."""
+"""Small stand-ins for real data: idx files, text files, a dataset that draws random numbers; child processes."""
 
 import gzip
 import hashlib
@@ -90,3 +90,15 @@ def in_child():
         return process.exitcode, result
 
     return run
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a file and return its path."""
+
+    def write(content, name="d.csv", encoding="utf-8"):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode(encoding))
+        return str(path)
+
+    return write

@@ -5,12 +5,17 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from etude.data.catalog.decimals import PADDING, Numbers, Places
-from etude.data.catalog.delimited import MISSING, PLAIN, Block, Layout, PlainLines
+from etude.data.catalog.decimals import Numbers, Places
+from etude.data.catalog.delimited import MISSING, PLAIN, Block, Layout, PlainLines, Unread
 
 MIN_BYTES = 2**25
 """Of a file: smaller ones are read before pyarrow is imported."""
+ARROW_BLOCKS = 4
+"""Blocks of our own reader that pyarrow reads in one call: it takes a while to begin."""
+CHUNK_BYTES = 2**20
+"""Of what pyarrow reads at a time: more would not stay in the cache. Longer lines are left to our own reader."""
 _NULLS = sorted({"".join(one) for word in MISSING for one in product(*((char, char.upper()) for char in word))})
 
 
@@ -35,23 +40,22 @@ class ArrowReader:
                 column_types=types, include_columns=list(types), null_values=_NULLS, check_utf8=False
             ),
         }
-        self._read_options = {"use_threads": False, "column_names": names}
+        self._read_options = csv.ReadOptions(use_threads=False, column_names=names, block_size=CHUNK_BYTES)
 
-    def read(self, lines: PlainLines) -> Block | None:
-        """Return the lines; None if they have to be read otherwise."""
-        size = lines.end - PADDING
-        text = memoryview(lines.buffer)[PADDING : lines.end]
-        if not self.is_sure or bytes(text[:3]) == b"\xef\xbb\xbf":
+    def read(self, group: Sequence[Unread]) -> Block | None:
+        """Return lines that follow each other; None if they have to be read otherwise."""
+        plain = [lines for lines in group if isinstance(lines, PlainLines)]
+        text = b"".join(part for lines in plain for part in lines.parts)
+        if not self.is_sure or len(plain) < len(group) or text.startswith(b"\xef\xbb\xbf"):
             return None
-        options = self._csv.ReadOptions(block_size=size + 1, **self._read_options)
         try:
-            table = self._csv.read_csv(self._pa.BufferReader(text), options, **self._options)
+            table = self._csv.read_csv(self._pa.BufferReader(text), self._read_options, **self._options)
         except self._pa.ArrowException:
             self.is_sure = False
             return None
-        if len(table) < lines.count:  # empty lines, which it passes over
+        if len(table) < sum(lines.count for lines in plain):  # empty lines, which it passes over
             return None
-        block = ArrowBlock(lines, self, table.combine_chunks())
+        block = ArrowBlock(plain[0].layout, plain[0].line, self, table)
         self.is_sure = self.is_sure and block.is_sure
         return block if block.is_sure else None
 
@@ -59,23 +63,35 @@ class ArrowReader:
 class ArrowBlock(Block):
     """Rows that pyarrow has read."""
 
-    def __init__(self, lines: PlainLines, reader: ArrowReader, table: Any) -> None:
-        super().__init__(lines.layout, lines.line + np.arange(len(table)), lines.end)
-        self._values = np.empty((len(table), len(reader.numbers)))
+    def __init__(self, layout: Layout, line: int, reader: ArrowReader, table: Any) -> None:
+        super().__init__(layout, line + np.arange(len(table)), table.nbytes)
+        self._values = np.empty((len(reader.numbers), len(table)))
+        self._texts = dict(zip(reader.texts, table.columns[len(reader.numbers) :], strict=True))
         self.is_sure = True
-        for place, column in enumerate(reader.numbers):
-            cells = table.column(str(column)).chunk(0)
-            values = cells.to_numpy(zero_copy_only=False)
+        for values, cells in zip(self._values, table.columns, strict=False):
+            filled = cells.fill_null(np.nan) if cells.null_count else cells
+            np.concatenate([_array(chunk, np.float64) for chunk in filled.chunks], out=values)
             # -nan and nan(1) are no missing values.
             self.is_sure = self.is_sure and np.count_nonzero(np.isnan(values)) == cells.null_count
-            self._values[:, place] = values
-        self._texts = {column: table.column(str(column)).chunk(0) for column in reader.texts}
 
     def numbers(self, columns: Sequence[int]) -> Numbers:  # noqa: ARG002
         """Return the reader's columns as numbers."""
-        return self._values
+        return self._values.T
 
     def categories(self, column: int) -> tuple[Places, list[str]]:
         """Return a column as places in a list of its texts."""
-        cells = self._texts[column]
-        return cells.indices.to_numpy(), [text.strip() for text in cells.dictionary.to_pylist()]
+        cells = self._texts[column].combine_chunks()
+        return _array(cells.indices, np.int32), [text.strip() for text in cells.dictionary.to_pylist()]
+
+
+def _array(cells: Any, dtype: Any) -> npt.NDArray[Any]:
+    """Return cells none of which is null; `to_numpy` would import pandas."""
+    return np.frombuffer(cells.buffers()[1], dtype, len(cells))
+
+
+def arrow_reader(layout: Layout, numbers: Sequence[int], texts: Sequence[int]) -> ArrowReader | None:
+    """Return what reads a large file faster, if it is installed."""
+    try:
+        return ArrowReader(layout, numbers, texts) if layout.path.stat().st_size >= MIN_BYTES else None
+    except (ImportError, OSError):  # it is not installed, or not for this machine
+        return None

@@ -219,7 +219,20 @@ def read_blocks(
         )
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"{path}:1: two columns are called {twice[0]!r}; rename one")
-    return names, _blocks(Layout(path, delimiter, form, len(names)), rest, pieces, count + 1)
+    return names, _errors_in_order(_blocks(Layout(path, delimiter, form, len(names)), rest, pieces, count + 1))
+
+
+def _errors_in_order(blocks: Iterator[Unread]) -> Iterator[Unread]:
+    """Make an error a block that raises it: whoever reads ahead finds those of earlier lines first."""
+    try:
+        yield from blocks
+    except DataError as error:
+        found = error
+
+        def fail() -> Block:
+            raise found
+
+        yield fail
 
 
 def _head(path: Path, pieces: Iterator[bytes]) -> bytes:
@@ -266,10 +279,8 @@ def _blocks(layout: Layout, rest: bytes, pieces: Iterator[bytes], line: int) -> 
         if following is None and (tail or piece) and not piece.endswith(b"\n"):
             piece += b"\n"
         if cut := piece.rfind(b"\n") + 1:
-            end = PADDING + len(tail) + cut
-            whole = b"".join((b"x" * PADDING, tail, memoryview(piece)[:cut], b"x" * (-end % 8)))
-            count = int(np.count_nonzero(np.frombuffer(whole, np.uint8) == ord("\n")))  # faster than bytes.count
-            yield PlainLines(layout, whole, end, line, count, parser)
+            count = int(np.count_nonzero(np.frombuffer(piece, np.uint8) == ord("\n")))  # faster than bytes.count
+            yield PlainLines(layout, (tail, memoryview(piece)[:cut]), line, count, parser)
             line += count
             tail = b""
         tail, piece = tail + piece[cut:], following
@@ -281,11 +292,10 @@ def _self(block: Block) -> Block:
 
 @dataclass(frozen=True, slots=True)
 class PlainLines:
-    """Lines without quotes: the bytes of a buffer from PADDING to `end`. Called in any thread, returns their rows."""
+    """Lines without quotes, in two parts. Called in any thread, returns their rows."""
 
     layout: Layout
-    buffer: bytes
-    end: int
+    parts: tuple[bytes, memoryview]
     line: int
     """The number of the first line in the file, from 1."""
     count: int
@@ -293,11 +303,13 @@ class PlainLines:
 
     def __call__(self) -> Block:
         """Read the lines: empty ones, and those that are too long or too short, are left to the csv module."""
-        cells = find_cells(self.layout, self.buffer)
-        if cells is None or (self.layout.columns == 1 and b"\n\n" in self.buffer):
-            lines = _lines(b"", iter([self.buffer[PADDING : self.end]]))
-            return next(_quoted(self.layout, lines, self.line, self.end), QuotedBlock(self.layout, [], []))
-        return PlainBlock(self.layout, self.buffer, self.line, cells, self.parser)
+        size = sum(map(len, self.parts))
+        buffer = b"".join((b"x" * PADDING, *self.parts, b"x" * (-size % 8)))
+        cells = find_cells(self.layout, buffer)
+        if cells is None or (self.layout.columns == 1 and b"\n\n" in buffer):
+            lines = _lines(b"", iter([b"".join(self.parts)]))
+            return next(_quoted(self.layout, lines, self.line, size), QuotedBlock(self.layout, [], []))
+        return PlainBlock(self.layout, buffer, self.line, cells, self.parser)
 
 
 def _lines(rest: bytes, pieces: Iterator[bytes]) -> Iterator[str]:

@@ -182,28 +182,33 @@ class Layout:
         """Return the features of a part (rows, features). Raises DataError for missing and unseen values."""
         matrix = np.empty((part.num_rows, len(self.features)), np.float32)
         places, targets = part.table.places(self.numbers), [self._places[name] for name in self.numbers]
-        shift, scale, filler = np.zeros((3, len(places)), np.float32)
+        runs = list(_runs(places, targets))
+        # Of all columns and of every row of a block: arrays of the same form are faster than rows of one form.
+        shift, scale = np.zeros((2, BLOCK_ROWS, part.table.numbers.shape[1]), np.float32)
+        scale[:] = 1.0
         if self._options.standardize:
-            shift[:], scale[:] = self.mean - part.table.reference[places], self.std
-        else:
-            scale[:], filler[:] = 1.0, self.mean
+            shift[:, places], scale[:, places] = self.mean - part.table.reference[places], self.std
+        filler = np.zeros(len(places)) if self._options.standardize else self.mean
         codes = {name: self._codes(part, name) for name in self.categories}
+        # The last two rows are those of codes -2 and -1: no category.
+        categories = {
+            name: np.eye(len(values) + 2, len(values), dtype=np.float32) for name, values in self.categories.items()
+        }
 
         def write(block: slice) -> None:
             values = part.numbers(block)
             gaps = self._gaps(part, block, values, places)
-            for run in _runs(places, targets):
-                features = matrix[block, targets[run.start] : targets[run.stop - 1] + 1]
-                np.subtract(values[:, places[run.start] : places[run.stop - 1] + 1], shift[run], out=features)
-                features /= scale[run]
+            values = np.subtract(values, shift[: len(values)])
+            values /= scale[: len(values)]
+            for source, target in runs:
+                matrix[block, target] = values[:, source]
             if gaps is not None:
                 for place in np.flatnonzero(gaps.any(0)):
                     matrix[block, targets[place]][gaps[:, place]] = filler[place]
             for name in self._indicators:
                 matrix[block, self._places[name] + 1] = 0 if gaps is None else gaps[:, self.numbers.index(name)]
-            for name, found in codes.items():
-                features = matrix[block, self._places[name] :][:, : len(self.categories[name])]
-                np.equal(found[block, None], np.arange(features.shape[1]), out=features, casting="unsafe")
+            for name, rows in categories.items():
+                matrix[block, self._places[name] : self._places[name] + rows.shape[1]] = rows[codes[name][block]]
 
         for _ in in_threads(write, part.blocks()):
             pass
@@ -266,10 +271,12 @@ def moments(part: Part, names: Sequence[str]) -> tuple[Numbers, Numbers, npt.NDA
     return mean, std, count
 
 
-def _runs(places: Sequence[int], targets: Sequence[int]) -> Iterator[slice]:
+def _runs(places: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[slice, slice]]:
     """Yield runs of columns that are neighbours before and after."""
     cuts = np.flatnonzero((np.diff(places) != 1) | (np.diff(targets) != 1)) + 1
-    yield from map(slice, [0, *cuts.tolist()], [*cuts.tolist(), len(places)]) if places else ()
+    for run in np.split(np.arange(len(places)), cuts) if places else ():
+        first, last = run[0], run[-1]
+        yield slice(places[first], places[last] + 1), slice(targets[first], targets[last] + 1)
 
 
 def in_order(values: Sequence[str]) -> list[str]:

@@ -31,14 +31,17 @@ def hold_out(keys: npt.NDArray[np.uint64], validation: float, test: float) -> di
             raise DataError(f"{part} is {share} of {total} samples, which is none; give a larger share, 0, or a file")
     if sum(sizes.values()) >= total:
         raise DataError(f"validation {validation} and test {test} leave none of {total} samples to train on")
-    held = sum(sizes.values())
-    smallest = np.flatnonzero(keys <= np.partition(keys, held)[held])  # sorting all of them would take long
-    order = smallest[np.argsort(keys[smallest], kind="stable")][:held]
-    is_rest = np.ones(total, np.bool_)
-    is_rest[order] = False
-    held_test, held_validation = np.split(order, [sizes["test"]])
-    found = {"train": np.flatnonzero(is_rest), "validation": np.sort(held_validation), "test": np.sort(held_test)}
-    return {part: rows for part, rows in found.items() if len(rows)}
+    is_held, is_test = _smallest(keys, sum(sizes.values())), _smallest(keys, sizes["test"])
+    masks = {"train": ~is_held, "validation": is_held & ~is_test, "test": is_test}
+    return {part: np.flatnonzero(mask) for part, mask in masks.items() if mask.any()}
+
+
+def _smallest(keys: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.bool_]:
+    """Return which keys are the smallest, as many as asked for; of equal ones, the first. Sorting would take longer."""
+    limit = np.partition(keys, count)[count]
+    found: npt.NDArray[np.bool_] = keys < limit
+    found[np.flatnonzero(keys == limit)[: count - np.count_nonzero(found)]] = True
+    return found
 
 
 def mix_keys(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -25,7 +25,7 @@ KEY_NAMES = re.compile(
 )
 """Names of columns whose whole numbers tell rows apart, if they do."""
 _REFERENCE_ROWS = 64
-"""The reference is the median of so many values: near the others, and the same whatever the blocks."""
+"""The reference is the median of so many values, of the first block that has any: near the others."""
 _HALF, _ONE = np.uint64(32), np.uint64(1)
 
 
@@ -102,10 +102,32 @@ class TableBuilder:
         }
         self._counts = np.arange(len(self.number_names))
         self._target = [place for place, name in enumerate(self.number_names) if name == target]
-        self._copies = np.setdiff1d(self._counts, self._target) if self._target else self._counts[:0]
+        self._copies = self._counts[self._counts != self._target] if self._target else self._counts[:0]
 
-    def add(self, numbers: Numbers, codes: Mapping[str, Codes], lines: npt.NDArray[np.int64] | None = None) -> None:
-        """Add rows: numbers (rows, columns), and codes of every column of texts."""
+    @property
+    def has_reference(self) -> bool:
+        """Whether all references are known: until then, what they are depends on the size of blocks."""
+        return not np.isnan(self._reference).any()
+
+    def number_keys(self, numbers: Numbers) -> Keys:
+        """Mix the bits of every row: a product for each column, its halves together, and a weighted sum."""
+        keys = np.zeros(len(numbers), np.uint64)
+        bits, half = np.empty_like(keys), np.empty_like(keys)
+        for column, factor in zip(numbers.T.view(np.uint64), self._number_factors, strict=True):
+            np.multiply(column, factor, out=bits)
+            bits ^= np.right_shift(bits, _HALF, out=half)
+            bits *= factor
+            keys += bits
+        return keys
+
+    def add(
+        self,
+        numbers: Numbers,
+        keys: Keys,
+        codes: Mapping[str, Codes],
+        lines: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Add rows: numbers (rows, columns) and the keys of these, and codes of every column of texts."""
         if not len(numbers):
             return
         begin, end = self._size, self._size + len(numbers)
@@ -114,26 +136,18 @@ class TableBuilder:
             larger[:begin] = self._matrix[:begin]
             self._matrix = larger
         self._look(numbers)
-        self._add_keys(numbers, codes)
         for place in np.flatnonzero(np.isnan(self._reference)):
             finite = numbers[np.isfinite(numbers[:, place]), place][:_REFERENCE_ROWS]
             self._reference[place] = np.median(finite) if len(finite) else np.nan
         with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and refused later
             np.subtract(numbers, np.nan_to_num(self._reference), out=self._matrix[begin:end], casting="same_kind")
         for name, found in codes.items():
+            keys += mix_keys(self.texts[name].keys(found)) * self._factors[name]
             self._codes[name].append(found)
             self._check_values(name, end)
+        self._keys.append(mix_keys(keys))
         self._lines += [] if lines is None else [lines]
         self._size = end
-
-    def _add_keys(self, numbers: Numbers, codes: Mapping[str, Codes]) -> None:
-        """Mix the bits of every row: a product for each column, its halves together, and a weighted sum."""
-        bits = numbers.view(np.uint64) * self._number_factors
-        bits ^= bits >> _HALF
-        keys: Keys = bits @ self._number_factors
-        for name, found in codes.items():
-            keys += mix_keys(self.texts[name].keys(found)) * self._factors[name]
-        self._keys.append(mix_keys(keys))
 
     def _look(self, numbers: Numbers) -> None:
         """Find columns that count rows or copy the target so far; keep the numbers of those with the name of a key."""

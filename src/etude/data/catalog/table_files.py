@@ -5,8 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,8 +14,16 @@ import torch
 
 from etude.core.errors import DataError
 from etude.core.spelling import did_you_mean, shorten
-from etude.data.catalog.arrow_lines import MIN_BYTES, ArrowReader
-from etude.data.catalog.delimited import PLAIN, Block, Layout, NotANumber, NumberForm, PlainLines, Unread, read_blocks
+from etude.data.catalog.arrow_lines import ARROW_BLOCKS, arrow_reader
+from etude.data.catalog.codes import Keys
+from etude.data.catalog.delimited import (
+    PLAIN,
+    Block,
+    NotANumber,
+    NumberForm,
+    Unread,
+    read_blocks,
+)
 from etude.data.catalog.table import Kind, Numbers, Table, TableBuilder
 
 ARROW_ROWS = 2**13
@@ -81,31 +88,29 @@ def read_delimited(
     builder = form.builder(path, found, int(1.1 * path.stat().st_size / first.size * len(first.lines)) + 1)
     number_places = [places[name] for name in builder.number_names]
     try:
-        arrow = _arrow(first.layout, number_places, [places[name] for name in builder.texts])
-        read = partial(_read, number_places, arrow)
-        for block, numbers in chain([read(lambda: first)], in_threads(read, blocks)):
+        arrow = arrow_reader(first.layout, number_places, [places[name] for name in builder.texts])
+
+        def read(group: Sequence[Unread]) -> list[tuple[Block, Numbers, Keys]]:
+            whole = arrow.read(group) if arrow is not None else None
+            found = []
+            for block in (unread() for unread in group) if whole is None else [whole]:
+                numbers = block.numbers(number_places)
+                found.append((block, numbers, builder.number_keys(numbers)))
+            return found
+
+        def groups() -> Iterator[list[Unread]]:
+            while group := list(islice(blocks, ARROW_BLOCKS if arrow is not None and builder.has_reference else 1)):
+                yield group
+
+        for block, numbers, keys in chain.from_iterable(chain([read([lambda: first])], in_threads(read, groups()))):
             codes = {name: texts.encode_column(block, places[name]) for name, texts in builder.texts.items()}
-            builder.add(numbers, codes, block.lines)
+            builder.add(numbers, keys, codes, block.lines)
     except NotANumber as wrong:
         raise DataError(
             f"{path}:{wrong.line}: column {there[wrong.column]!r} holds {shorten(wrong.text)!r}, "
             f"but numbers elsewhere; fix it, or list {there[wrong.column]!r} under categorical"
         ) from None
     return builder.table()
-
-
-def _arrow(layout: Layout, numbers: Sequence[int], texts: Sequence[int]) -> ArrowReader | None:
-    """Return what reads a large file faster, if it is installed."""
-    try:
-        return ArrowReader(layout, numbers, texts) if layout.path.stat().st_size >= MIN_BYTES else None
-    except (ImportError, OSError):  # it is not installed, or not for this machine
-        return None
-
-
-def _read(places: Sequence[int], arrow: ArrowReader | None, unread: Unread) -> tuple[Block, Numbers]:
-    block = arrow.read(unread) if arrow is not None and isinstance(unread, PlainLines) else None
-    block = unread() if block is None else block
-    return block, block.numbers(places)
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
@@ -175,7 +180,7 @@ def arrow_table(
             column = batch.column(name).cast(pa.string()).dictionary_encode()
             known = [texts.known.setdefault(text, len(texts.known)) for text in column.dictionary.to_pylist()]
             codes[name] = np.array([*known, -1], np.int32)[column.indices.fill_null(len(known)).to_numpy()]
-        builder.add(numbers, codes)
+        builder.add(numbers, builder.number_keys(numbers), codes)
     return builder.table()
 
 
