@@ -118,6 +118,16 @@ def test_first_layer_of_the_backward_pass_that_is_not_finite_is_named(value, wor
     assert "first of 2 such layers (of 4)" in finding.message
 
 
+def test_the_order_is_that_of_the_model_where_dtypes_are_mixed():
+    model = nn.Sequential(nn.Linear(2, 2).double(), nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2))
+    for place, layer in enumerate(model):
+        for param in layer.parameters():
+            param.grad = torch.full_like(param, 1.0 if place == 3 else math.nan)
+    health = GradientMonitor().check(model)
+    assert list(health.layers) == ["0", "1", "2", "3"]
+    assert health.findings[0].layers == ("2", "1", "0")
+
+
 def test_loss_that_is_not_finite_is_told_as_such():
     model = dense(8, 16, 4)
     x, y = data()

@@ -176,6 +176,16 @@ def test_hints_that_cannot_be_resolved_count_as_any() -> None:
         model.model_validate({"a": 1, "b": 1, "c": "3"})
 
 
+@pytest.mark.parametrize("given", [{"a": [{"lrr": 1}]}, {"b": ["x"]}, {"c": {"k": {"lrr": 1}}}])
+def test_names_in_text_are_resolved_inside_of_hints_too(given: Any) -> None:
+    def nested(a: "list['Data']" = [], b: list["int"] = [], c: dict[str, "Data"] = {}) -> None: ...  # noqa: B006
+
+    found: Any = schema_of(nested).model_validate({"a": [{"lr": 1}], "b": [2], "c": {"k": {"lr": 3}}})
+    assert (found.a[0].lr, found.b, found.c["k"].lr) == (1, [2], 3)
+    with pytest.raises(ValidationError):
+        schema_of(nested).model_validate(given)
+
+
 def test_a_default_of_none_allows_null() -> None:
     def sloppy(x: int = None, y: float | None = None) -> None: ...  # type: ignore[assignment]  # noqa: RUF013
 
@@ -224,7 +234,14 @@ class Inherited(Classy):
     pass
 
 
-@pytest.mark.parametrize("factory", [decorated, Callish(), Data, functools.partial(lambda *, lr, k: None, k=1)])
+@dataclass
+class Unhashable:
+    def __call__(self, lr: float) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "factory", [decorated, Callish(), Unhashable(), Data, functools.partial(lambda *, lr, k: None, k=1)]
+)
 def test_every_kind_of_callable_has_a_schema(factory: Callable[..., Any]) -> None:
     model = schema_of(factory)
     assert "lr" in model.model_fields

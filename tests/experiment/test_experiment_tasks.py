@@ -1,5 +1,8 @@
 """Tasks, weighting and curriculum in a config: what loads, and a line for every mistake."""
 
+import re
+import sys
+
 import pytest
 import yaml
 
@@ -167,6 +170,22 @@ TASK = EXPERIMENT["tasks"]["quality"]
             ),
         ),
         (
+            ["curriculum.1.start={metric: val_quality/f1, above: 0.5}"],
+            {},
+            (
+                "command line: curriculum.1.start.metric: 'val_quality/f1' will not be reported: "
+                "phase 'begin' does not train a task 'quality'"
+            ),
+        ),
+        (
+            ["curriculum.1.start={metric: val_anotation/f1, above: 0.5}"],
+            {},
+            (
+                "command line: curriculum.1.start.metric: 'val_anotation/f1' will not be reported: "
+                "phase 'begin' does not train a task 'anotation'; did you mean 'annotation'?"
+            ),
+        ),
+        (
             [],
             {"tasks": {**EXPERIMENT["tasks"], "val_writing": TASK}},
             "x.yaml:51: tasks.val_writing: task names must not start with 'val_'",
@@ -262,6 +281,24 @@ def test_mistake_that_only_the_data_tells(load, overrides, sections, words):
     with pytest.raises(EtudeError) as caught:
         build_trainer(config, progress=False)
     assert str(caught.value).splitlines()[0] == words
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "override"),
+    [
+        ("head", "tasks.quality.head", "tasks.quality.head={name: number}"),
+        ("metric", "tasks.quality.metrics.0", "tasks.quality.metrics=[number]"),
+        ("weighting", "weighting", "weighting=number"),
+    ],
+)
+def test_a_component_that_makes_something_else_is_named(load, tmp_path, kind, path, override):
+    (tmp_path / "number.py").write_text(
+        f"from etude.config import register\n@register({kind!r}, 'number')\ndef number(): return 3\n"
+    )
+    sys.modules.pop("number", None)
+    config = load(override, imports=[*EXPERIMENT.get("imports", []), "./number.py"])
+    with pytest.raises(ConfigError, match=rf"{re.escape(path)}: number is a int"):
+        build_trainer(config, progress=False)
 
 
 def test_the_layer_of_gradnorm_is_named_in_the_config(load):

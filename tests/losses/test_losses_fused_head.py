@@ -219,6 +219,13 @@ def test_hooks_that_change_the_head_are_noticed():
         SupervisedTask(LanguageModelingLoss(fused_head=True))(model, make_batch(), metrics=False)
 
 
+def test_a_head_with_another_forward_is_refused():
+    model = Model()
+    model.lm_head.forward = lambda hidden: 2 * F.linear(hidden, model.lm_head.weight)
+    with pytest.raises(TrainingError, match="fused_head"):
+        SupervisedTask(LanguageModelingLoss(fused_head="lm_head"))(model, make_batch(), metrics=False)
+
+
 @pytest.mark.parametrize(
     ("model", "name", "message"),
     [

@@ -24,7 +24,10 @@ class Look(NamedTuple):
 
     step: int
     is_scaled: bool
+    order: list[str]
+    """Names in the order of the model."""
     names: list[str]
+    """In the order of the norms."""
     has_gradient: list[bool]
     norms: Tensor
 
@@ -35,6 +38,7 @@ def measure(gradients: Gradients, divisor: Tensor | float, step: int) -> Look:
     wanted = {id(param) for param in gradients.params}
     named = [(clean_name(name), param) for name, param in unwrap(gradients.model).named_parameters()]
     named = [(name, one) for name, one in named if one.requires_grad and (not wanted or id(one) in wanted)]
+    order = [name for name, _ in named]
     # Foreach kernels need tensors of one device and dtype.
     kinds = dict.fromkeys((param.device, param.dtype) for _, param in named)
     named = [(name, one) for kind in kinds for name, one in named if (one.device, one.dtype) == kind]
@@ -42,7 +46,7 @@ def measure(gradients: Gradients, divisor: Tensor | float, step: int) -> Look:
     norms = torch.cat([part.to(parts[0]) for part in parts]) if parts else torch.zeros(0)
     divisor = divisor.to(norms) if isinstance(divisor, Tensor) else divisor
     names, has_gradient = [name for name, _ in named], [one.grad is not None for _, one in named]
-    return Look(step, gradients.is_scaled, names, has_gradient, norms / divisor)
+    return Look(step, gradients.is_scaled, order, names, has_gradient, norms / divisor)
 
 
 def _norms(params: list[nn.Parameter]) -> Tensor:
@@ -223,5 +227,6 @@ class GradientMonitor(Callback):
         for look, part in zip(pending, torch.split(whole, [len(look.names) for look in pending]), strict=True):
             known = zip(look.names, look.has_gradient, part.tolist(), strict=True)
             norms = {name: norm if has_gradient else None for name, has_gradient, norm in known}
-            found.append(self._judge.judge(look.step, norms, is_scaled=look.is_scaled))
+            ordered = {name: norms[name] for name in look.order}
+            found.append(self._judge.judge(look.step, ordered, is_scaled=look.is_scaled))
         return found

@@ -4,7 +4,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, ClassVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, create_model
@@ -111,7 +111,8 @@ def schema_of(
     >>> schema_of(sgd, provided=["params"]).model_validate({"lr": 1}).model_dump()
     {'lr': 1.0, 'momentum': 0.0}
     """
-    return _schema(factory, frozenset(provided), tuple((aliases or {}).items()), name or _name_of(factory))
+    make = _schema if isinstance(factory, Hashable) else _schema.__wrapped__
+    return make(factory, frozenset(provided), tuple((aliases or {}).items()), name or _name_of(factory))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -193,14 +194,14 @@ def parameters_of(factory: Callable[..., Any]) -> tuple[dict[str, Parameter], bo
 
 
 def _resolved(hint: Any, names: dict[str, Any]) -> Any:
-    """Return a hint, evaluated if it is a string; Any if it is missing or cannot be evaluated at run time."""
-    if isinstance(hint, str):
-        try:
-            alone = type("alone", (), {"__annotations__": {"hint": hint}})
-            hint = typing.get_type_hints(alone, names, include_extras=True)["hint"]
-        except Exception:  # evaluating a hint may raise anything
-            return Any
-    return Any if hint is inspect.Parameter.empty else hint
+    """Return a hint with its strings evaluated; Any if it is missing or cannot be evaluated at run time."""
+    if hint is inspect.Parameter.empty:
+        return Any
+    try:
+        alone = type("alone", (), {"__annotations__": {"hint": hint}})
+        return typing.get_type_hints(alone, names, include_extras=True)["hint"]
+    except Exception:  # evaluating a hint may raise anything
+        return Any
 
 
 def _annotated(factory: Callable[..., Any]) -> Any:

@@ -124,7 +124,7 @@ def find_head(model: nn.Module, name: str | bool) -> nn.Linear:
     else:
         head = model.get_output_embeddings() if isinstance(model, NamesItsHead) else None
         trouble = f"fused_head: {type(model).__name__} does not report its output layer by get_output_embeddings()"
-    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+    if isinstance(head, nn.Linear) and getattr(head.forward, "__func__", None) is nn.Linear.forward:
         return head
     layers = [known for known, module in model.named_modules() if isinstance(module, nn.Linear)]
     choice = f"the last of its linear layers are {', '.join(layers[-3:])}" if layers else "it has no linear layers"

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from etude.config import Document, Feature, Problem, RunDraft, SectionModel, SectionSpec, Selection, config_error
+from etude.config.selection import selections_in
 from etude.core import ConfigError, DataError
 from etude.data import DataSplits
 from etude.engine.callback import Callback
@@ -84,6 +85,10 @@ class Vocabularies(Feature):
         except DataError as error:
             raise config_error([Problem("data.root", str(error))], document) from error
         problems = [*_disagreement(said, of_data)]
+        for path, one in selections_in(sections).items():
+            if path != "loss" and one.component.factory is MeaningfulLoss:
+                words = "the meaningful loss has a number for each modality, and a task learns from one number"
+                problems.append(Problem(path, f"{words}; train it by itself, with `loss:` in place of `tasks:`"))
         if (loss := _meaningful(sections)) is not None:
             if (vocab := of_data or said) is not None:
                 problems += _loss_problems(loss, vocab)

@@ -14,6 +14,7 @@ from etude.data import DataSplits, Streams, combine_streams
 from etude.data.order.streams import stable_number
 from etude.engine.callback import Callback
 from etude.losses import BinaryLoss, LossStrategy, MultiLabelLoss
+from etude.metrics import Metric
 from etude.models import feature_dim
 from etude.multitask.checks import SHARED, refuse, stream_problems
 from etude.multitask.curriculum import Phase
@@ -21,6 +22,7 @@ from etude.multitask.model import MultiTaskModel
 from etude.multitask.sections import TaskSection, TaskVariant, all_variants, variants_of
 from etude.multitask.spec import TaskSpec
 from etude.multitask.task import MultiTask
+from etude.multitask.weighting import Weighting
 
 # ------------------------------------------------------------------------------------------------ data
 
@@ -75,7 +77,7 @@ def build_tasks(draft: RunDraft) -> tuple[MultiTaskModel, MultiTask]:
         specs[name] = replace(main, weight=section.weight, variants=by_name)
     weighting = None
     if (selection := draft.sections.get("weighting")) is not None:
-        weighting = _build(draft, "weighting", selection, tasks=tuple(tasks))
+        weighting = _build(draft, "weighting", selection, Weighting, tasks=tuple(tasks))
     model = MultiTaskModel(trunk, heads)
     if weighting is not None and weighting.layer is not None:
         try:
@@ -88,7 +90,7 @@ def build_tasks(draft: RunDraft) -> tuple[MultiTaskModel, MultiTask]:
 
 
 def _head(draft: RunDraft, variant: TaskVariant, supplied: Mapping[str, Any]) -> nn.Module:
-    head: nn.Module = _build(draft, variant.path("head"), variant.head, **supplied)
+    head: nn.Module = _build(draft, variant.path("head"), variant.head, nn.Module, **supplied)
     try:
         # A head may make layers when it is put on a model: now, by itself.
         MultiTaskModel(draft.model, {variant.head_name: head})
@@ -107,7 +109,7 @@ def _spec(draft: RunDraft, variant: TaskVariant) -> TaskSpec:
         name, same = selection.component.name, [one.component.name for one in variant.metrics[:place]]
         number = same.count(name) + 1
         metrics[name if number == 1 else f"{name}_{number}"] = _build(
-            draft, path, selection, **({} if said else classes)
+            draft, path, selection, Metric, **({} if said else classes)
         )
     return TaskSpec(
         head=variant.head_name,
@@ -132,8 +134,12 @@ def _classes(variant: TaskVariant, loss: LossStrategy, vocab_size: int | None) -
     return {} if number is None or number < 2 or isinstance(loss, BinaryLoss) else {"num_classes": number}
 
 
-def _build(draft: RunDraft, path: str, selection: Selection, **provided: Any) -> Any:
-    return build_selection(selection, path=path, document=draft.document, provided=provided)
+def _build(draft: RunDraft, path: str, selection: Selection, kind: type = object, **provided: Any) -> Any:
+    built = build_selection(selection, path=path, document=draft.document, provided=provided)
+    if not isinstance(built, kind):
+        name, found = selection.component.name, type(built).__name__
+        raise ConfigError(f"{draft.document.place(path)}: {name} is a {found}, not a {kind.__name__}")
+    return built
 
 
 # ------------------------------------------------------------------------------------------------ counting samples

@@ -1,12 +1,13 @@
 """Whether the sections about tasks agree with each other: every name means something, nothing is said twice."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from etude.config import Document, Problem, Selection, build_selection, config_error, names
 from etude.config.schema import select_component
 from etude.core import ConfigError
-from etude.core.spelling import listed, suggest
+from etude.core.spelling import did_you_mean, listed, suggest
 from etude.multitask.curriculum import ALL, DEFAULT_PHASES, Curriculum, Phase
 from etude.multitask.sections import TaskSection, TaskVariant, all_variants
 
@@ -30,7 +31,8 @@ def settle_tasks(sections: dict[str, Any], document: Document) -> None:
         sections["curriculum"] = list(DEFAULT_PHASES)
     phases: list[Phase] = sections.get("curriculum") or []
     make_curriculum(phases, tasks, document)
-    refuse([*_variants(phases, tasks), *_own_data(all_variants(tasks), sections)], document)
+    own = _own_data(all_variants(tasks), sections)
+    refuse([*_variants(phases, tasks), *_unreported(phases, tasks), *own], document)
     known = _streams_named(tasks, sections)
     if known is not None:
         refuse(stream_problems(tasks, phases, known), document)
@@ -118,6 +120,19 @@ def _variants(phases: Sequence[Phase], tasks: Mapping[str, TaskSection]) -> Iter
                 yield Problem(where, f"task '{name}' has no variant '{variant}'{suggest(variant, known)}")
             elif phase.tasks != ALL and name not in phase.tasks:
                 yield Problem(where, f"phase '{phase.name}' does not train '{name}'; name it in its tasks")
+
+
+def _unreported(phases: Sequence[Phase], tasks: Collection[str]) -> Iterator[Problem]:
+    """Yield the phases that wait for a metric of a task which the phase before does not train."""
+    for place, (before, phase) in enumerate(pairwise(phases), 1):
+        metric = phase.begins.metric or ""
+        task, slash, _ = metric.removeprefix("val_").rpartition("/")
+        about_a_task = slash and (task in tasks or metric.startswith("val_"))
+        trained = tasks if before.tasks == ALL else before.tasks
+        if about_a_task and task not in trained and before.begins.fixed:
+            hint = "" if task in tasks else did_you_mean(task, tasks)
+            words = f"'{metric}' will not be reported: phase '{before.name}' does not train a task '{task}'{hint}"
+            yield Problem(f"curriculum.{place}.start.metric", words)
 
 
 def _own_data(variants: Sequence[TaskVariant], sections: Mapping[str, Any]) -> Iterator[Problem]:

@@ -49,8 +49,8 @@ class TaskGradientWatcher(Callback):
         return True
 
     def wants_task_gradients(self, step: int) -> bool:
-        """Return whether it wants those of this step; asked before every step."""
-        return False
+        """Return whether it wants those of this step; asked before every step. By default it wants all."""
+        return True
 
     def on_task_gradients(self, gradients: TaskGradients) -> None:
         """Called in the steps in which they were wanted; reading the products waits for the device."""

@@ -23,6 +23,7 @@ from etude.trainer.arguments import (
     as_config,
     as_epochs,
     check_model,
+    expect,
     make_task,
 )
 from etude.trainer.loaders import Loaders
@@ -108,6 +109,9 @@ class Trainer:
                 `use_ce=False` omits its cross entropy.
         """
         self.model = check_model(model)
+        expect("name", name, isinstance(name, str), "text")
+        for argument, value in (("meta", meta), ("whole_config", whole_config)):
+            expect(argument, value, isinstance(value, Mapping | None), "a mapping")
         self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
         self.machine = Machine.from_config(self.config, world)
         self.task = make_task(loss, task, self.config, modalities, of=type(self))
