@@ -10,6 +10,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,19 +65,23 @@ def run(name, folder, peers=()):
     file = folder / f"{name}.json"
     done = run_python("-m", f"benchmarks.{name}", "--quick", "--json", file, cwd=ROOT, env=break_peers(folder))
     assert done.returncode == 0, done.stderr
+    return tables(name, file, done.stdout, peers)
+
+
+def tables(name, file, printed, peers=()):
     report = json.loads(file.read_text())
     assert report["benchmark"] == name
     assert report["environment"]["versions"]["torch"].startswith("2.")
     for one in report["tables"]:
-        assert one["title"] in done.stdout
-        assert all(next(iter(row.values())) in done.stdout for row in one["rows"])
+        assert one["title"] in printed
+        assert all(next(iter(row.values())) in printed for row in one["rows"])
     absent = {
         next(iter(row.values())): row for one in report["tables"] for row in one["rows"] if table.NOT_RUN in row
     }
     assert set(absent) == set(peers)
     for row in absent.values():
         assert any(error.partition("(")[0] in row[table.NOT_RUN] for error in BROKEN.values()), row
-        assert row[table.NOT_RUN] in done.stdout
+        assert row[table.NOT_RUN] in printed
     return [[row for row in one["rows"] if table.NOT_RUN not in row] for one in report["tables"]]
 
 
@@ -96,15 +101,35 @@ def test_resume(tmp_path):
     assert killed[0]["resume failed"] == killed[0]["other weights"] == 0
 
 
-def test_startup(tmp_path):
-    commands, seeking = run("startup", tmp_path, startup.PEERS)
+@pytest.fixture
+def run_in_forks(tmp_path, monkeypatch, capfd):
+    """Run a benchmark in this process, and the programs that it times as forks of one that has torch."""
+
+    def call(module, peers):
+        env, name = break_peers(tmp_path), module.__name__.rpartition(".")[2]
+
+        def forked(command, check=False, **_):
+            done = run_python(*(command[1:] if command[0] == sys.executable else command), env=env)
+            assert not check or done.returncode == 0, done.stderr
+            return done
+
+        monkeypatch.syspath_prepend(tmp_path / "broken")
+        monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=forked, DEVNULL=None))
+        module.main(["--quick", "--json", str(tmp_path / "out.json")])
+        return tables(name, tmp_path / "out.json", capfd.readouterr().out, peers)
+
+    return call
+
+
+def test_startup(run_in_forks):
+    commands, seeking = run_in_forks(startup, startup.PEERS)
     assert {row["command"] for row in commands} >= {"import torch", "import etude", "etude --help"}
     assert all(row["s"] > 0 for row in commands)
     assert seeking[0]["slowest ms"] >= seeking[0]["median ms"] > 0
 
 
-def test_csv_loading(tmp_path):
-    ((row,),) = run("csv_loading", tmp_path, set(csv_loading.READERS) - {csv_loading.WITHOUT})
+def test_csv_loading(run_in_forks):
+    ((row,),) = run_in_forks(csv_loading, set(csv_loading.READERS) - {csv_loading.WITHOUT})
     assert row["reader"] == csv_loading.WITHOUT
     assert row["s"] > 0
     assert row["CPU s"] > 0

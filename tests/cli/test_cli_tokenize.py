@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from etude.corpus import tokenizer
+from forked_python import run_python
 
 LINES = [
     f"document number {number}: the quick brown fox, {number % 7} jumps over {number * number % 11} lazy dogs\n" * 3
@@ -126,9 +125,7 @@ def test_ctrl_c_says_how_to_go_on(texts, tmp_path):
         "main.main()\n"
     )
     command = ["tokenize", "texts", *map(str, SMALL)]
-    stopped = subprocess.run(
-        [sys.executable, "-c", code, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    stopped = run_python("-c", code, *command, cwd=tmp_path)
     assert stopped.returncode == 130, stopped.stderr
     assert stopped.stderr == "etude: stopped at once; run the same command again to continue\n"
     assert not (tmp_path / "data/tokenized/dataset.json").exists()

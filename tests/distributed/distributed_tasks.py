@@ -104,10 +104,21 @@ TIMING = {"samples_per_s", "data_wait", "epoch_s", "tokens_per_s", "mfu"}
 
 
 def many_tasks() -> None:
+    """Compare every case of the test, one after the other in the same processes."""
+    for case in os.environ["TASKS_CASES"].split(";"):
+        kind, name, accumulate, rest = case.split(",")
+        try:
+            compare(kind, name, int(accumulate), rest)
+        except BaseException as error:
+            error.add_note(f"of the case {case}")
+            raise
+    leave_world()
+
+
+def compare(kind, name, accumulate, rest) -> None:
     """The model, the weighting's state, the numbers and the products of gradients do not depend on the processes."""
-    kind, name, accumulate, rest = os.environ["TASKS_CASE"].split(",")
-    alone, expected, looked = trained(kind, name, int(accumulate), rest, World())
-    model, numbers, found = trained(kind, name, int(accumulate), rest)
+    alone, expected, looked = trained(kind, name, accumulate, rest, World())
+    model, numbers, found = trained(kind, name, accumulate, rest)
     for (key, mine), theirs in zip(model.state_dict().items(), alone.state_dict().values(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}")
     assert numbers.keys() == expected.keys(), numbers.keys() ^ expected.keys()
@@ -117,4 +128,3 @@ def many_tasks() -> None:
     assert [tasks for tasks, _ in found] == [tasks for tasks, _ in looked]
     for (_, mine), (_, theirs) in zip(found, looked, strict=True):
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-4, atol=1e-6)
-    leave_world()

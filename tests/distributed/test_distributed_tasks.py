@@ -7,9 +7,9 @@ pytestmark = pytest.mark.distributed
 WEIGHTINGS = ["none", "uncertainty", "dwa", "gradnorm", "pcgrad", "famo"]
 
 
-def check(runs, size, *case):
-    log, env = runs.root / "logs", {"TASKS_CASE": ",".join(map(str, case))}
-    ended = runs.server.run(size, ["call", "many_tasks"], log, env=env)
+def check(runs, size, kind, names, accumulate=1, rest=""):
+    cases = ";".join(f"{kind},{name},{accumulate},{rest}" for name in names)
+    ended = runs.server.run(size, ["call", "many_tasks"], runs.root / "logs", env={"TASKS_CASES": cases})
     assert set(ended.codes) == {0}, ended
     # Torch says once that it found no unused parameters: with other tasks in other batches it will.
     # And some cases are made of tasks that do not meet, which is warned of.
@@ -17,36 +17,30 @@ def check(runs, size, *case):
     assert all(any(one in line for one in said) for text in ended.err for line in text.splitlines()), ended
 
 
-@pytest.mark.parametrize("name", WEIGHTINGS)
 @pytest.mark.parametrize("kind", ["labels", "alternate", "together"])
-def test_two_processes_equal_one(runs, kind, name):
-    check(runs, 2, kind, name, 1, "")
+def test_two_processes_equal_one(runs, kind):
+    check(runs, 2, kind, WEIGHTINGS)
 
 
-@pytest.mark.parametrize("name", WEIGHTINGS)
 @pytest.mark.parametrize("kind", ["labels", "alternate"])
-def test_two_processes_equal_one_with_accumulation(runs, kind, name):
+def test_two_processes_equal_one_with_accumulation(runs, kind):
     """With streams that alternate, the last micro-batch of a step is of one task, and ranks meet for all of them."""
-    check(runs, 2, kind, name, 3, "")
+    check(runs, 2, kind, WEIGHTINGS, accumulate=3)
 
 
-@pytest.mark.parametrize("name", ["none", "pcgrad", "famo"])
-def test_three_processes_equal_one(runs, name):
-    check(runs, 3, "labels", name, 1, "")
+def test_three_processes_equal_one(runs):
+    check(runs, 3, "labels", ["none", "pcgrad", "famo"])
 
 
-@pytest.mark.parametrize("name", WEIGHTINGS)
 @pytest.mark.parametrize("rest", ["rest", "watch"])
-def test_heads_of_tasks_that_rest_do_not_move_on_any_process(runs, name, rest):
+def test_heads_of_tasks_that_rest_do_not_move_on_any_process(runs, rest):
     """Nor does a task of weight 0, which is only watched, make ranks disagree about the terms there are."""
-    check(runs, 2, "labels", name, 1, rest)
+    check(runs, 2, "labels", WEIGHTINGS, rest=rest)
 
 
-@pytest.mark.parametrize("name", ["none", "gradnorm", "pcgrad"])
-def test_a_last_micro_batch_without_anything_to_learn_does_not_part_the_ranks(runs, name):
-    check(runs, 2, "alternate", name, 3, "watch")
+def test_a_last_micro_batch_without_anything_to_learn_does_not_part_the_ranks(runs):
+    check(runs, 2, "alternate", ["none", "gradnorm", "pcgrad"], accumulate=3, rest="watch")
 
 
-@pytest.mark.parametrize("name", ["none", "famo", "pcgrad"])
-def test_a_step_of_tasks_that_are_only_watched_does_not_part_the_ranks(runs, name):
-    check(runs, 2, "alternate", name, 1, "watch")
+def test_a_step_of_tasks_that_are_only_watched_does_not_part_the_ranks(runs):
+    check(runs, 2, "alternate", ["none", "famo", "pcgrad"], rest="watch")

@@ -104,13 +104,14 @@ def check(path: Path, text: str) -> bool:
     return True
 
 
+@pytest.mark.parametrize("times", [12, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_damaged_values(tmp_path, name):
-    draw = random.Random(name)
+def test_damaged_values(tmp_path, name, times):
+    draw = random.Random(f"{name} {times}")
     original = read_config(CONFIGS[name]).data
     original["imports"] = [str(CONFIGS[name].parent.parent / Path(one).name) for one in original.pop("imports", [])]
     assert check(tmp_path / "damaged.yaml", yaml.safe_dump(original, allow_unicode=True))
-    for _ in range(40):
+    for _ in range(times):
         data = copy.deepcopy(original)
         for _ in range(draw.choice([1, 1, 1, 2, 3])):
             damage(data, draw)

@@ -57,7 +57,7 @@ def kill_at_random(victim: Victim, seconds: float, seed: int, times: int) -> Non
         victim.kill(process)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_killed_at_a_random_moment(victim, reference, assert_same_run, seed):
     kill_at_random(victim, reference.seconds, seed, times=1 + seed % 2)
     victim.finish()
@@ -115,8 +115,8 @@ def killed_before_operations(victim: Victim, lives: list[int], assert_same_run) 
 
 
 def test_killed_before_some_operations_on_files(victim, assert_same_run, num_operations):
-    lives = random.Random(3).sample(range(num_operations), 6)
-    after_the_last_save = [num_operations - left for left in (1, 8, 13, 18, 23)]
+    lives = random.Random(3).sample(range(num_operations), 4)
+    after_the_last_save = [num_operations - left for left in (1, 8, 18)]
     killed_before_operations(victim, [*lives, *after_the_last_save], assert_same_run)
 
 

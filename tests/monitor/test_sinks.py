@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +9,7 @@ from hypothesis import given, strategies as st
 
 from etude.monitor import EventLog, JsonlSink
 from etude.monitor.sinks import encode
+from forked_python import run_python
 
 numbers = st.one_of(
     st.integers(-(2**53), 2**53), st.floats(), st.floats(width=32).map(np.float32), st.text(max_size=8)
@@ -87,9 +86,8 @@ print(json.dumps([problems, while_full]))
 
 def test_full_disk_leaves_whole_lines_and_loses_nothing_when_there_is_room_again(tmp_path):
     paths = [tmp_path / "metrics.jsonl"]
-    answer = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, *map(str, paths)], capture_output=True, text=True, check=True
-    )
+    answer = run_python("-c", FULL_DISK, *paths)
+    assert answer.returncode == 0, answer.stderr
     problems, while_full = json.loads(answer.stdout)
     assert len(problems) == 1
     assert all("File too large" in problem for problem in problems)

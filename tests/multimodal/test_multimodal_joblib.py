@@ -1,8 +1,6 @@
 """joblib files: what the real joblib wrote is read without executing anything, or refused with what can be done."""
 
 import pickle
-import subprocess
-import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ from hypothesis.extra import numpy as hnp
 from joblib_parts import CENTROIDS, COMPRESSIONS, PROTOCOLS, dumped, joblib, load_bytes, quick, refusal
 
 from etude.multimodal import load_codebook
+from forked_python import run_python
 
 
 @dataclass
@@ -245,5 +244,5 @@ def test_nothing_else_is_needed(tmp_path):
         "import sys; from etude.multimodal import load_codebook; "
         f"print(load_codebook({str(path)!r}).shape, {{'joblib', 'sklearn'}} & {{*sys.modules}})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "torch.Size([7, 3]) set()\n"
+    done = run_python("-c", code)
+    assert done.stdout == "torch.Size([7, 3]) set()\n", done.stderr

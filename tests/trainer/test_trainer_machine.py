@@ -1,9 +1,5 @@
 """Where a run computes: device, number format, threads, determinism, and remedies for what a device refuses."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -40,11 +36,8 @@ print(torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
 
 def test_threads_and_determinism_are_set_for_the_whole_process():
     """In a process of its own: both outlive the machine."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", SETTINGS], capture_output=True, text=True, timeout=120, check=True, env=environment
-    )
-    assert done.stdout.split() == ["3", "True"]
+    done = run_python("-c", SETTINGS)
+    assert done.stdout.split() == ["3", "True"], done.stderr
 
 
 def test_a_loop_of_ones_own_changes_nothing_of_the_process():
