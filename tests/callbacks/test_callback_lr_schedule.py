@@ -113,5 +113,5 @@ def test_mistakes_in_arguments():
             LRSchedule(plateau, **arguments)
     with pytest.raises(ConfigError, match="StepLR uses no metric; remove monitor"):
         LRSchedule(step, monitor="loss")
-    with pytest.raises(ConfigError, match="interval is 'epoch' or 'step', found 'batch'"):
+    with pytest.raises(ConfigError, match="interval must be 'epoch' or 'step', found 'batch'"):
         LRSchedule(step, interval="batch")

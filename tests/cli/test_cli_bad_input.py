@@ -354,4 +354,4 @@ def test_experiment_that_is_there_already(etude):
 
 def test_unwritable_experiments_folder(etude, tmp_path):
     (tmp_path / "file").write_text("")
-    assert "cannot make file/mine: " in etude("new", "mine", "--root", "file").error
+    assert "cannot create file/mine: " in etude("new", "mine", "--root", "file").error

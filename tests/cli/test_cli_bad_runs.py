@@ -93,7 +93,7 @@ def test_evaluate_on_an_unknown_split(etude, run):
 @pytest.mark.parametrize("which", ["7", "bset", "-1", "²", "", "5\n"])
 def test_evaluate_an_unknown_checkpoint(etude, run, which):
     line = etude("evaluate", run, "--checkpoint", which).error
-    assert f"has no checkpoint {which!r} (steps there are: 5, 10; or best, last)" in line
+    assert f"has no checkpoint {which!r} (available: 5, 10, best, last)" in line
 
 
 def test_evaluate_a_checkpoint_of_a_huge_step(etude, run):
@@ -129,7 +129,7 @@ def test_damaged_checkpoint_is_passed_over(etude, run, damage, file):
     assert line.startswith("etude: passed over: ")
     assert "step-00000010" in line
     assert file in line
-    assert line.endswith("; going on from step-00000005")
+    assert line.endswith("; continuing from step-00000005")
     assert (run / "checkpoints" / "last" / "model.safetensors").read_bytes() == weights
 
 

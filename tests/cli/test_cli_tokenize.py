@@ -69,7 +69,7 @@ def test_quiet_shows_no_progress(etude, texts):
         (["texts", "--tokenizer", "bad.json"], "bad.json is not a tokenizer.json of the tokenizers library"),
         (["texts", "--min-chars", 100_000], "no text in any of 60 files (60 too short)"),
         (["texts/0.txt"], "of 1 documents none is left"),
-        (["bad.jsonl"], "bad.jsonl:2: no key 'text' (keys: body); name it with --text-key"),
+        (["bad.jsonl"], "bad.jsonl:2: no key 'text' (keys: body); set it with --text-key"),
         (["broken.txt.gz"], "broken.txt.gz is not a readable gzip file"),
         (["texts", "--out", "bad.json"], "bad.json cannot be written: "),
         (["texts", "--out", "bad.json/x"], "bad.json/x cannot be written: Not a directory"),

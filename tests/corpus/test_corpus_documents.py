@@ -112,7 +112,7 @@ def test_every_line_of_a_jsonl_file_is_a_document(tmp_path_factory, lines):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b'{"body": "x"}', r":3: no key 'text' \(keys: body\); name it with --text-key"),
+        (b'{"body": "x"}', r":3: no key 'text' \(keys: body\); set it with --text-key"),
         (b"{", r":3: not a line of JSON"),
         (b"[1]", r":3: expected an object with key 'text', got \[1\]"),
         (b'{"text": 5}', r":3: 'text' must be a string, got 5"),

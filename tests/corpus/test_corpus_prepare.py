@@ -303,7 +303,7 @@ def test_other_documents_or_options_are_refused_then_replaced(tmp_path):
 
 def test_files_of_others_are_not_overwritten(folder, tmp_path):
     (tmp_path / "train.bin").write_bytes(b"mine")
-    with pytest.raises(DataError, match=r"already has train\.bin; give another --out, or --overwrite"):
+    with pytest.raises(DataError, match=r"already has train\.bin; choose another --out, or use --overwrite"):
         prepare_corpus([folder], tmp_path, **SMALL)
     assert (tmp_path / "train.bin").read_bytes() == b"mine"
 
@@ -311,7 +311,7 @@ def test_files_of_others_are_not_overwritten(folder, tmp_path):
 def test_missing_file_of_a_finished_corpus(folder, tmp_path):
     prepare_corpus([folder], tmp_path / "out", **SMALL)
     (tmp_path / "out" / "validation.bin").unlink()
-    with pytest.raises(DataError, match=r"no validation\.bin; make it again with --overwrite"):
+    with pytest.raises(DataError, match=r"no validation\.bin; rebuild it with --overwrite"):
         prepare_corpus([folder], tmp_path / "out", **SMALL)
     with pytest.raises(DataError, match=r"no validation\.bin"):
         ensure_corpus([folder], tmp_path / "out", **SMALL)
@@ -349,7 +349,7 @@ def test_nothing_is_left_behind(corpus):
         ({"vocab_size": 10**9}, "vocab_size must be at most"),
         ({"min_chars": 5, "max_chars": 3}, "no document is left"),
         ({"cut_chars": 2}, "cut_chars must be at least 16"),
-        ({"tokenizer": "nowhere"}, "tokenizer nowhere does not exist; give a tokenizer.json"),
+        ({"tokenizer": "nowhere"}, "tokenizer nowhere does not exist; pass a tokenizer.json"),
         ({"max_chars": 20}, r"no text in any of 60 files \(60 too long\)"),
     ],
 )

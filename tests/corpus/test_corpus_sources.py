@@ -80,10 +80,10 @@ def test_standard_library_is_the_default():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["nowhere"], "input 'nowhere' does not exist; give a file, a folder, a pattern or the word stdlib"),
+        (["nowhere"], "input 'nowhere' does not exist; pass a file, a folder, a pattern or the word stdlib"),
         (["no*.txt"], "nothing matches 'no\\*.txt'"),
-        (["empty"], "no text or code was found in empty; name"),
-        (["images"], "no text or code was found in images; 1 other kinds of file; name .* with --include"),
+        (["empty"], "no text or code was found in empty; set"),
+        (["images"], "no text or code was found in images; 1 other kinds of file; set .* with --include"),
     ],
 )
 def test_nothing_found(tmp_path, monkeypatch, given, words):

@@ -288,7 +288,7 @@ def test_positions_beyond_the_data_are_refused():
         (lambda: DataLoader("data/tokenized"), "data/tokenized: no such file"),
         (lambda: DataLoader(iter([1])), "data is a list_iterator"),
         (lambda: DataLoader([1, 2, 3], 2), "give the batch size by name: batch_size=2"),
-        (lambda: DataLoader([(1, 2), (3, 4)], torch.zeros(2)), "samples of a dataset carry their own"),
+        (lambda: DataLoader([(1, 2), (3, 4)], torch.zeros(2)), "in the samples of a dataset"),
         (lambda: DataLoader([]), "the data is empty"),
     ],
 )
@@ -323,7 +323,7 @@ def test_ahead_takes_items_before_they_are_wanted():
 
 @pytest.mark.parametrize("data", [torch.arange(4), {"x": torch.arange(4)}])
 def test_a_collate_fn_that_nothing_would_call_is_refused(data):
-    with pytest.raises(DataError, match=r"collate_fn .* makes whole batches; change them with transform"):
+    with pytest.raises(DataError, match=r"collate_fn .* returns whole batches; use transform"):
         DataLoader(data, collate_fn=list)
 
 

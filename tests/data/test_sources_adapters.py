@@ -339,7 +339,7 @@ def test_a_batch_sampler_and_the_source_are_told_the_epoch():
 def test_length():
     assert len(ForeignLoader(make_plain(0))) == 6
     assert len(ForeignLoader([torch.zeros(2)])) == 1
-    with pytest.raises(TypeError, match="does not tell how many batches"):
+    with pytest.raises(TypeError, match="does not define its number of batches"):
         len(ForeignLoader(lambda: iter([])))
 
 

@@ -138,7 +138,7 @@ def test_numbers_of_several_types_in_one_table():
             "complex256",
             marks=pytest.mark.skipif(np.dtype(np.clongdouble).itemsize != 32, reason="no such numbers here"),
         ),
-        ([[1.0, 2.0], [3.0]], "rows of one length"),
+        ([[1.0, 2.0], [3.0]], "rows of equal length"),
         (["a", "b"], "list"),
         (5, "int"),
         (np.array(5.0), "single number"),

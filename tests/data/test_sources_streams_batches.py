@@ -190,7 +190,7 @@ def test_mappings_and_single_tensors_become_named_dicts():
         ({}, "no streams"),
         ({"all": torch.arange(4)}, "called 'all'"),
         ({"a.b": torch.arange(4)}, "called 'a.b'"),
-        ({"a": Streams({"b": torch.arange(4)})}, "made of streams itself"),
+        ({"a": Streams({"b": torch.arange(4)})}, "consists of streams itself"),
     ],
 )
 def test_streams_that_cannot_be(data, message):

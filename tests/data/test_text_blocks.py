@@ -212,7 +212,7 @@ def test_labels_of_a_mixture_are_padded_to_the_longest():
     [
         ({"a": 1}, None, "one weight for each"),
         ({"a": 1, "b": -1}, None, "must be positive"),
-        (None, 5, "only if there are"),
+        (None, 5, "only with"),
     ],
 )
 def test_wrong_mixtures_are_explained(tmp_path, weights, size, words):
@@ -251,7 +251,7 @@ def test_parts_of_a_data_set_may_be_sources(tokens):
 
 
 def test_bucketing_needs_lengths(tokens):
-    with pytest.raises(DataError, match="does not tell how long"):
+    with pytest.raises(DataError, match="does not know the lengths"):
         DataLoader(TokenBlocks(tokens[0], 8), batch_size=4, bucket_batches=10)
-    with pytest.raises(DataError, match="none of them may be negative"):
+    with pytest.raises(DataError, match="must not be negative"):
         DataLoader(TokenBlocks(tokens[0], 8), batch_size=4, bucket_batches=-1)

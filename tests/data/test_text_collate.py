@@ -88,7 +88,7 @@ def test_it_is_the_collate_fn_of_a_loader(loader):
         ([([1],)], "all \\(ids, labels\\)"),
         ([{"input_ids": [1], "x": [1, 2]}, {"input_ids": [1], "x": [1]}], "x has different shapes"),
         ([{"input_ids": [None]}], "input_ids of a sample is list"),
-        ([torch.zeros(2, dtype=torch.bfloat16)], "cannot be made an array"),
+        ([torch.zeros(2, dtype=torch.bfloat16)], "cannot be converted to an array"),
     ],
 )
 def test_samples_that_do_not_fit_are_told(samples, message):

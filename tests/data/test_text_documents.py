@@ -159,7 +159,7 @@ def test_a_sample_that_is_not_there_is_an_error(index):
 def test_a_flat_file_without_documents_is_not_taken_for_one_long_document(tmp_path):
     path = tmp_path / "flat.bin"
     np.array([5, 6, 0, 7, 8, 9, 0], np.uint16).tofile(path)
-    with pytest.raises(DataError, match="nothing is known of the documents"):
+    with pytest.raises(DataError, match="the documents of"):
         TokenDocuments(open_tokens(path, dtype="uint16"), 4)
     assert len(TokenDocuments(open_tokens(path, dtype="uint16"), 4, long="split")) == 2
     documents = TokenDocuments(open_tokens(path, dtype="uint16", document_end=0))

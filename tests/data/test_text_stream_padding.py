@@ -35,5 +35,5 @@ def test_streams_are_padded_as_the_file_says(tmp_path, source):
 
 @pytest.mark.parametrize("padding", [7, {"roles": "no"}, {"roles": True}])
 def test_facts_that_are_no_padding_are_refused(tmp_path, padding):
-    with pytest.raises(DataError, match="maps names of streams to whole numbers"):
+    with pytest.raises(DataError, match="must map names of streams to integers"):
         TokenDocuments(write(tmp_path / "a.bin", padding=padding))

@@ -108,7 +108,7 @@ WRONG_HEADERS = [
     ("meta must be an object", right_header() | {"meta": [1]}),
     ("vocab_size", right_header() | {"meta": {"vocab_size": "10"}}),
     ("vocab_size", right_header() | {"meta": {"vocab_size": -1}}),
-    ("a section must have", {"sections": [5]}),
+    ("a section has", {"sections": [5]}),
     ("'tokens'", without("tokens")),
     ("'index'", without("index")),
     ("none twice", with_extra(name="roles", offset=512)),
@@ -122,19 +122,19 @@ WRONG_HEADERS = [
     ("has dtype '|O'", changed(of="roles", dtype="|O")),
     ("has dtype 5", changed(dtype=5)),
     ("has dtype 'uint32'", changed(of="index", dtype="uint32")),
-    ("whole numbers", changed(shape=5)),
+    ("integers", changed(shape=5)),
     ("has shape []", changed(shape=[])),
     ("has shape", changed(shape=[5, 1])),
     ("has shape", changed(of="score", shape=[2, 0], bytes=0)),
-    ("whole numbers", changed(shape=[-5])),
-    ("whole numbers", changed(shape=[True])),
-    ("whole numbers", changed(shape=[5.0])),
-    ("whole numbers", changed(shape=[None])),
-    ("whole numbers", changed(shape=[2**64])),
-    ("whole numbers", changed(offset=-64)),
-    ("whole numbers", changed(offset="64")),
-    ("whole numbers", changed(bytes=None)),
-    ("whole numbers", changed(crc32=1.5)),
+    ("integers", changed(shape=[-5])),
+    ("integers", changed(shape=[True])),
+    ("integers", changed(shape=[5.0])),
+    ("integers", changed(shape=[None])),
+    ("integers", changed(shape=[2**64])),
+    ("integers", changed(offset=-64)),
+    ("integers", changed(offset="64")),
+    ("integers", changed(bytes=None)),
+    ("integers", changed(crc32=1.5)),
     ("shape [6] does not take 10 bytes", changed(shape=[6])),
     ("does not take", changed(shape=[2**62])),
     ("beyond the file", changed(shape=[2**40], bytes=2**41)),
@@ -187,8 +187,8 @@ def test_a_header_that_is_not_json_is_refused(tmp_path, text):
         ("damaged", {"order": ">"}),
         ("is cut: .* bytes, expected 1,000,000", {"size": 1_000_000}),
         ("longer than it was written", {"size": 100}),
-        ("does not fit the file", {"place": 2**63}),
-        ("does not fit the file", {"place": 0}),
+        ("is outside the file", {"place": 2**63}),
+        ("is outside the file", {"place": 0}),
     ],
 )
 def test_a_wrong_preamble_is_refused(tmp_path, words, options):
@@ -251,5 +251,5 @@ def test_paths_that_are_no_files_are_named(tmp_path):
     for name in ("a\0b", "a" * 300):
         with pytest.raises(DataError, match="no such file"):
             open_tokens(name)
-    with pytest.raises(DataError, match="format of a token file is one of"):
+    with pytest.raises(DataError, match="format of a token file must be one of"):
         open_tokens(tmp_path, format="parquet")

@@ -99,10 +99,10 @@ def damage(path, offset, raw):
         ("one after the other", 46, struct.pack("<q", 4)),
         ("one after the other", 54, struct.pack("<q", 6)),
         ("one after the other", 54, struct.pack("<q", 2**62)),
-        ("do not hold all", 78, struct.pack("<q", 9)),
-        ("do not hold all", 78, struct.pack("<q", -1)),
-        ("do not hold all", 86, struct.pack("<q", 2)),
-        ("do not hold all", 70, struct.pack("<q", 1)),
+        ("do not contain all", 78, struct.pack("<q", 9)),
+        ("do not contain all", 78, struct.pack("<q", -1)),
+        ("do not contain all", 86, struct.pack("<q", 2)),
+        ("do not contain all", 70, struct.pack("<q", 1)),
     ],
 )
 def test_a_damaged_megatron_index_is_found(tmp_path, words, offset, raw):
@@ -186,7 +186,7 @@ def test_wrong_ids_of_document_ends(tmp_path):
     for options in ({"document_end": -1}, {"document_end": "x"}, {"document_end": True}, {"document_start": 2**40}):
         with pytest.raises(DataError, match="token ids"):
             open_tokens(tmp_path / "train.bin", **options)
-    with pytest.raises(DataError, match="one of the two"):
+    with pytest.raises(DataError, match="exclude each other"):
         open_tokens(tmp_path / "train.bin", document_end=1, document_start=2)
     with TokenWriter(tmp_path / "own.bin") as writer:
         writer.add([1])
@@ -221,7 +221,7 @@ def test_a_token_file_is_never_taken_for_headerless(tmp_path):
         with pytest.raises(DataError, match=r"x\.bin"):
             open_tokens(path)
     path.write_bytes(raw)
-    with pytest.raises(DataError, match="leave out format"):
+    with pytest.raises(DataError, match="remove format"):
         open_tokens(path, format="flat", dtype="uint16")
 
 

@@ -86,7 +86,7 @@ def test_remote_files_read_like_local_ones(url):
     assert np.array_equal(np.concatenate([sample.ids for sample in tokens]), IDS)
     assert check_tokens(url).checksums
     assert np.array_equal(next(read_dataset("recorded://data", "train")).ids, IDS[:100])
-    with pytest.raises(DataError, match="do not lie within"):
+    with pytest.raises(DataError, match="are not within"):
         tokens.rows([40_000], 1)
 
 

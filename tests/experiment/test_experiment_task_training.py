@@ -87,7 +87,7 @@ def test_evaluate_measures_the_tasks_of_the_checkpoints_phase_as_they_were(load,
         _, numbers = evaluate_run("run", split="validation", which="last")
     assert {f"val_{name}" for name in numbers} == {name for name in outcome.metrics if name.startswith("val_")}
     assert numbers["annotation/loss"] == pytest.approx(outcome.metrics["val_annotation/loss"])
-    assert "phase 1, which does not train writing, quality: not measured" in caplog.text
+    assert "phase 1, which does not train writing, quality: not evaluated" in caplog.text
 
 
 def test_weighting_does_not_decay_and_its_state_resumes(load):
@@ -196,5 +196,5 @@ def test_stream_that_no_task_reads_is_left_out(load, caplog):
     with caplog.at_level(logging.WARNING, logger="etude"):
         config = load(data={"name": "streams", "streams": streams, "weights": weights})
         trainer = build_trainer(config, progress=False)
-    assert "no task reads the stream 'spare': it is left out" in caplog.messages
+    assert "no task reads the stream 'spare', so it is skipped" in caplog.messages
     assert dict(trainer.loaders.train.mixture.shares) == {"code": 0.5, "functions": 0.5}

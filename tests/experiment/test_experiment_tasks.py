@@ -198,7 +198,7 @@ TASK = EXPERIMENT["tasks"]["quality"]
         (
             ["curriculum.1.lr_scale=-1"],
             {},
-            "x.yaml:60: curriculum.1: phase 'all': lr_scale is -1.0; give a finite number, 0 or more",
+            "x.yaml:60: curriculum.1: phase 'all': lr_scale is -1.0; it must be finite and at least 0",
         ),
         (
             ["weighting.regression=[qualit]"],
@@ -211,22 +211,22 @@ TASK = EXPERIMENT["tasks"]["quality"]
         (
             ["weighting.tasks=[quality]"],
             {},
-            "command line: weighting.tasks: its tasks are those of the section `tasks`; take this out",
+            "command line: weighting.tasks: its tasks are those of the section `tasks`; remove this",
         ),
         (
             ["loss=cross_entropy"],
             {},
-            "command line: loss: every task has a loss of its own; move it to `tasks`, or take it out",
+            "command line: loss: every task has its own loss; move it to `tasks`, or remove it",
         ),
         (
             [],
             {"tasks": None, "weighting": None},
-            "x.yaml:20: curriculum: needs tasks, and there is no `tasks:` section; add one, or take this one out",
+            "x.yaml:20: curriculum: needs tasks, and there is no `tasks:` section; add one, or remove this one",
         ),
         (
             [],
             {"tasks": None, "curriculum": None},
-            "x.yaml:20: weighting: needs tasks, and there is no `tasks:` section; add one, or take this one out",
+            "x.yaml:20: weighting: needs tasks, and there is no `tasks:` section; add one, or remove this one",
         ),
         (
             [],

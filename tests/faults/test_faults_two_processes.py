@@ -16,8 +16,8 @@ def test_second_process_is_refused(etude, experiment, assert_same_run, tmp_path,
     code, process = etude.run(*second)
     assert code == 2
     assert process.err == (
-        f"etude: run folder {folder} is in use by process {first.pid}; wait until it ends, stop it, or give another "
-        f"folder with --run-dir\n"
+        f"etude: run folder {folder} is in use by process {first.pid}; wait until it ends, stop it, or choose another "
+        f"--run-dir\n"
     )
     (gate / "open").touch()
     assert first.wait() == 0, first.err

@@ -229,7 +229,11 @@ def test_a_head_with_another_forward_is_refused():
 @pytest.mark.parametrize(
     ("model", "name", "message"),
     [
-        (nn.Sequential(nn.Embedding(V, D), nn.Linear(D, V)), True, "Sequential does not tell .* linear layers are 1"),
+        (
+            nn.Sequential(nn.Embedding(V, D), nn.Linear(D, V)),
+            True,
+            "Sequential does not report .* linear layers are 1",
+        ),
         (Model(), "head", "module 'head' of Model does not exist; .* are mix.0, lm_head"),
         (Model(), "embed", "module 'embed' of Model is a Embedding"),
         (nn.Embedding(V, V), True, "it has no linear layers"),

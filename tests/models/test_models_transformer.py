@@ -362,13 +362,13 @@ def test_mistakes_are_told_in_words():
         CausalTransformerLM(vocab_size=10, d_model=30, n_heads=4)
     with pytest.raises(TrainingError, match="sequences have 33 tokens, but the model's max_len is 32"):
         model(draw(1, 33))
-    with pytest.raises(TrainingError, match=r"tokens have the shape \(4,\); give \(batch, length\)"):
+    with pytest.raises(TrainingError, match=r"tokens have the shape \(4,\); pass \(batch, length\)"):
         model(draw(4))
     with pytest.raises(TrainingError, match="types were given, but the model has n_types 0"):
         model(draw(1, 4), draw(1, 4))
     with pytest.raises(TrainingError, match="no types were given, but the model has n_types 2"):
         make(n_types=2)(draw(1, 4))
-    with pytest.raises(TrainingError, match=r"attn_mask has the shape \(1, 1, 4, 4\); give 1 for tokens"):
+    with pytest.raises(TrainingError, match=r"attn_mask has the shape \(1, 1, 4, 4\); pass 1 for tokens"):
         model(draw(1, 4), attn_mask=torch.ones(1, 1, 4, 4))
     with pytest.raises(TrainingError, match="at least one token"):
         model.generate(draw(0), 3)

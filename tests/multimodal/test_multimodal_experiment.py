@@ -307,7 +307,7 @@ def test_the_later_one_holds(tmp_path, monkeypatch, text, override, loss, weight
             ["vocab.image=8"],
             (
                 "command line: vocab: differs from the vocabulary of the data: modality 'image' has 9 tokens from "
-                "id 6 in the data, 8 tokens from id 6 in this section; leave this section out to take that of the data"
+                "id 6 in the data, 8 tokens from id 6 in this section; remove this section to use that of the data"
             ),
         ),
         (

@@ -129,8 +129,8 @@ def test_large_vocabularies_have_room(tmp_path):
     [
         ([("image", [20])], "modality 'image'"),
         ([("image", [-2])], "modality 'image'"),
-        ([("image", [0.5])], "whole numbers"),
-        ([("image", torch.zeros(1))], "whole numbers"),
+        ([("image", [0.5])], "integers"),
+        ([("image", torch.zeros(1))], "integers"),
         ([("image", np.zeros((2, 2), int))], "one code or a row"),
         (["image"], "is a modality and needs codes"),
         (["STOP"], "is no special token"),
@@ -174,7 +174,9 @@ def test_sizes_that_differ_name_both_numbers(tmp_path, tokenizers):
 
 def test_a_tokenizer_of_no_modality_is_refused(folder, tokenizers):
     tokenizers["scalar"].save(folder / "tokenizers" / "flux.safetensors")
-    with pytest.raises(DataError, match=r"'flux', which is no modality of the vocabulary \(image, scalar, class\)"):
+    with pytest.raises(
+        DataError, match=r"'flux', which is not a modality of the vocabulary \(image, scalar, class\)"
+    ):
         load_tokens(str(folder))
 
 
@@ -404,7 +406,7 @@ def test_ids_of_streams_and_mixtures_mean_the_same(folder, tmp_path_factory, tok
         if how == "equal":
             assert set(load().token_schema.edges) == {"scalar"}
             continue
-        with pytest.raises(DataError, match=f"'stars' and 'galaxies'.*'{modality}'.*; make both") as caught:
+        with pytest.raises(DataError, match=f"'stars' and 'galaxies'.*'{modality}'.*; create both") as caught:
             load()
         assert "\n" not in str(caught.value)
 

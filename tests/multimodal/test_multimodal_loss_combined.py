@@ -238,21 +238,25 @@ def run(**options):
             DataError,
             "'image' does not fit: there are 3 values for its 7 tokens",
         ),
-        ({"image_codebook": torch.randn(7, 2, 2)}, DataError, r"'image' .* floating numbers .* \(7, 2, 2\)"),
-        ({"image_codebook": torch.zeros(7, 0)}, DataError, r"'image' .* floating numbers .* \(7, 0\)"),
-        ({"scalar_centers": torch.tensor(3.0)}, DataError, r"'scalar' .* floating numbers .* \(\)"),
+        ({"image_codebook": torch.randn(7, 2, 2)}, DataError, r"'image' .* floating-point numbers .* \(7, 2, 2\)"),
+        ({"image_codebook": torch.zeros(7, 0)}, DataError, r"'image' .* floating-point numbers .* \(7, 0\)"),
+        ({"scalar_centers": torch.tensor(3.0)}, DataError, r"'scalar' .* floating-point numbers .* \(\)"),
         (
             {"scalar_centers": torch.zeros(5, dtype=torch.complex64)},
             DataError,
-            r"'scalar' .* floating numbers .* torch.complex64 \(5,\)",
+            r"'scalar' .* floating-point numbers .* torch.complex64 \(5,\)",
         ),
-        ({"scalar_centers": np.arange(5, dtype=complex)}, DataError, "'scalar' .* floating numbers .*complex128"),
+        (
+            {"scalar_centers": np.arange(5, dtype=complex)},
+            DataError,
+            "'scalar' .* floating-point numbers .*complex128",
+        ),
         (
             {"scalar_centers": "values.npz"},
             DataError,
             "values.npz",
         ),
-        ({"codebooks": {"scalar": None}}, DataError, "'scalar' .* is needed, found a NoneType"),
+        ({"codebooks": {"scalar": None}}, DataError, "'scalar' .* found a NoneType"),
         (
             {"scalar_centers": SCALAR.clone().index_fill(0, torch.tensor([3]), float("nan"))},
             DataError,
@@ -321,13 +325,13 @@ def run(**options):
             TrainingError,
             "has 31 tokens, the model's output only 30",
         ),
-        ({"targets": torch.zeros(3, 11)}, TrainingError, "floating labels"),
+        ({"targets": torch.zeros(3, 11)}, TrainingError, "floating-point labels"),
         ({"targets": torch.zeros(3, 10, dtype=torch.int64)}, TrainingError, r"labels of shape \(3, 10\) do not fit"),
-        ({"codebooks": {}, "use_ce": False}, TrainingError, "nothing to learn from: use_ce is off"),
+        ({"codebooks": {}, "use_ce": False}, TrainingError, "nothing would be trained: use_ce is off"),
         (
             {"use_ce": False, "scalar_centers": SCALAR, "config": {"weight_scalar": 0}},
             TrainingError,
-            "nothing to learn",
+            "nothing would be trained",
         ),
     ],
 )
@@ -353,14 +357,14 @@ def test_a_modality_cannot_take_the_name_of_another_number(name):
 @pytest.mark.parametrize(
     ("edges", "message"),
     [
-        ([0.0, 1.0, 2.0], "3 bins have 4 edges, found (3,)"),
+        ([0.0, 1.0, 2.0], "3 bins need 4 edges, found (3,)"),
         ([0.0, 1.0, 1.0, 3.0], "bins in increasing order"),
-        ([0.0, 1.0, float("nan"), 3.0], "edges of bins must be finite"),
-        ([float("-inf"), 1.0, 2.0, float("inf")], "edges of bins must be finite"),
+        ([0.0, 1.0, float("nan"), 3.0], "bin edges must be finite"),
+        ([float("-inf"), 1.0, 2.0, float("inf")], "bin edges must be finite"),
         ([100.0, 101.0, 102.0, 103.0], "the value 0.5 lies outside its bin, 100 … 101"),
         ([0.0, 1.0, 2.0, 2.2], "the value 2.5 lies outside its bin, 2 … 2.2"),
         ([0.0, 1.0, 1.8, 3.0], None),
-        ("edges", "a tensor or an array of numbers is needed, found a str"),
+        ("edges", "expected a tensor or an array of numbers, found a str"),
     ],
 )
 def test_edges_that_do_not_belong_to_the_bins(edges, message):

@@ -214,7 +214,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again(dtype):
 def test_no_second_derivative_of_hidden_states_but_of_logits():
     problem = Problem("huber", num=5, width=2, shapes={"a": (4, 2), "b": (3,)}, seed=4)
     losses, _ = from_hidden(problem)
-    with pytest.raises(TrainingError, match="no second derivative: give it logits"):
+    with pytest.raises(TrainingError, match="no second derivative: pass logits"):
         torch.autograd.grad(total_of(losses), problem.inputs, create_graph=True)
     parts = problem.parts()
     logits = problem.head.logits.detach().requires_grad_()

@@ -12,12 +12,12 @@ from etude.core import ConfigError, DataError
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"image_codebook": torch.zeros(12, 3)}, "image_codebook= .*give vocab="),
-        ({"edges": {"scalar": torch.zeros(9)}}, "edges= .*give vocab="),
-        ({"use_ce": False}, "use_ce= .*give vocab="),
+        ({"image_codebook": torch.zeros(12, 3)}, "image_codebook= .*pass vocab="),
+        ({"edges": {"scalar": torch.zeros(9)}}, "edges= .*pass vocab="),
+        ({"use_ce": False}, "use_ce= .*pass vocab="),
         (
             {"config": {"meaningful_loss": {}}},
-            "config.meaningful_loss .*give vocab=",
+            "config.meaningful_loss .*pass vocab=",
         ),
         (
             {"config": {"meaningful_loss": {}}, "loss": F.cross_entropy},
@@ -41,7 +41,7 @@ def test_without_a_vocabulary(vocab, given, words):
         ),
         (
             {"codebooks": {"scaler": torch.zeros(8)}},
-            "'scaler', which the vocabulary does not have; did you mean 'scalar'",
+            "'scaler', which is not in the vocabulary; did you mean 'scalar'",
         ),
         ({"config": {"meaningful_loss": {"weights": {"imag": 1.0}}}}, "'imag', .*; did you mean 'image'"),
         ({"config": {"meaningful_loss": {"kind": {"imag": "mse"}}}}, "'imag', .*; did you mean 'image'"),
@@ -68,7 +68,7 @@ def test_mistakes_with_a_vocabulary(vocab, given, words):
 
 def test_codebook_of_a_modality_that_is_not_there():
     vocab = build_vocab_spec(v_scalar=4)
-    with pytest.raises(ConfigError, match="'image', which the vocabulary does not have"):
+    with pytest.raises(ConfigError, match="'image', which is not in the vocabulary"):
         Trainer(make_model(vocab), vocab=vocab, image_codebook=torch.zeros(3, 2))
 
 
@@ -85,7 +85,7 @@ def test_codebook_that_does_not_fit(vocab, values, words):
 
 
 def test_vocabulary_by_position_is_refused(vocab, codebooks):
-    with pytest.raises(ConfigError, match="give vocab="):
+    with pytest.raises(ConfigError, match="pass vocab="):
         Trainer(make_model(vocab), vocab, make_batches(vocab, 1), codebooks=codebooks)
     with pytest.raises(DataError, match=r"train_loader.*VocabSpec.*by name"):
         Trainer(make_model(vocab), vocab, make_batches(vocab, 1))

@@ -224,8 +224,8 @@ def test_nothing_to_encode():
     [
         ([1.0, 2.0], {}, "shape"),
         (np.zeros((3, 0)), {}, "shape"),
-        (np.zeros((0, 3)), {}, "no vectors of finite numbers"),
-        ([[math.nan, 1.0]], {}, "no vectors of finite numbers"),
+        (np.zeros((0, 3)), {}, "no finite vectors"),
+        ([[math.nan, 1.0]], {}, "no finite vectors"),
         ([[1.0]], {"size": 0}, "size is 0"),
         ([[1.0]], {"iterations": 0}, "iterations is 0"),
     ],
@@ -240,7 +240,7 @@ def test_what_cannot_be_fitted_is_refused(vectors, options, message):
     [
         ([1.0, 2.0], "shape"),
         ([[1.0], [math.nan]], "finite"),
-        ([[1.0], [2.0], [1.0]], "of 3, 2 are distinct"),
+        ([[1.0], [2.0], [1.0]], "distinct: of 3, 2 are"),
         (np.zeros((0, 2)), "shape"),
     ],
 )

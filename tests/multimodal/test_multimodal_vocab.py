@@ -123,13 +123,13 @@ def test_all_integers_of_codes_and_tokens(dtype):
 @pytest.mark.parametrize("bad", [[-2], [10], [0, 3, 11], [-1, -5], [10**9]])
 def test_codes_out_of_range(bad):
     vocab = build_vocab_spec(v_scalar=10)
-    with pytest.raises(DataError, match=r"the modality 'scalar' are 0 … 9, or -1") as error:
+    with pytest.raises(DataError, match=r"the modality 'scalar' must be 0 … 9, or -1") as error:
         vocab.encode("scalar", torch.tensor(bad))
     assert str(min(bad) if min(bad) < -1 else max(bad)) in str(error.value)
 
 
 def test_codes_are_whole_numbers():
-    with pytest.raises(DataError, match=r"whole numbers, found torch.float32"):
+    with pytest.raises(DataError, match=r"integers, found torch.float32"):
         build_vocab_spec(v_scalar=10).encode("scalar", torch.tensor([1.0, float("nan")]))
 
 
@@ -193,7 +193,7 @@ def test_ids_of_special_tokens_are_whole_numbers(token):
     ("first", "second"), [((2, 5), (6, 1)), ((2, 5), (2, 5)), ((2, 9), (4, 2)), ((4, 2), (2, 9)), ((6, 1), (2, 5))]
 )
 def test_ranges_that_overlap(first, second):
-    with pytest.raises(ConfigError, match="overlap; a token would mean two things") as error:
+    with pytest.raises(ConfigError, match="overlap") as error:
         VocabSpec(PLAIN, {"a": Modality("a", *first), "b": Modality("b", *second)})
     assert "'a'" in str(error.value)
     assert "'b'" in str(error.value)
@@ -223,9 +223,9 @@ def test_a_special_token_inside_a_range(base):
 @pytest.mark.parametrize(
     ("special", "message"),
     [
-        (("PAD",), "lack MISS; there are PAD"),
-        (("MISS", "X"), "lack PAD; there are MISS, X"),
-        ((), "lack PAD and MISS; there are none"),
+        (("PAD",), "include MISS; there are PAD"),
+        (("MISS", "X"), "include PAD; there are MISS, X"),
+        ((), "include PAD and MISS; there are none"),
         (("PAD", "MISS", "X", "X"), "special token 'X' is given twice"),
         (("PAD", "PAD", "MISS"), "special token 'PAD' is given twice"),
         (("PAD", "MISS", 3), "a special token is called 3"),
@@ -243,7 +243,7 @@ def test_two_special_tokens_of_one_id():
 
 @pytest.mark.parametrize("name", ["", "1st", "a b", "a.b", "a/b", "-", "-a", "_a", 3, None, "a\n", "loss,"])
 def test_names_of_modalities(name):
-    with pytest.raises(ConfigError, match=r"a modality is called .*names are made of letters"):
+    with pytest.raises(ConfigError, match=r"a modality is named .*use letters"):
         build_vocab_spec(modalities={name: 3})
 
 
@@ -315,21 +315,21 @@ GOOD = {"special": PLAIN, "modalities": {"a": {"base": 2, "size": 3}, "b": {"bas
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], "describes no vocabulary"),
-        (None, "describes no vocabulary"),
-        (7, "describes no vocabulary"),
-        ("special", "describes no vocabulary"),
-        ({}, "describes no vocabulary"),
-        ({"special": PLAIN}, "describes no vocabulary"),
-        ({"modalities": {}}, "describes no vocabulary"),
-        ({**GOOD, "special": 3}, "describes no vocabulary"),
-        ({**GOOD, "special": "PAD"}, "describes no vocabulary"),
-        ({**GOOD, "special": None}, "describes no vocabulary"),
-        ({**GOOD, "modalities": ["a"]}, "describes no vocabulary"),
-        ({**GOOD, "modalities": {"a": 3}}, "describes no vocabulary"),
-        ({**GOOD, "modalities": {"a": [2, 3]}}, "describes no vocabulary"),
-        ({**GOOD, "modalities": {"a": {"base": 2}}}, "describes no vocabulary"),
-        ({**GOOD, "special": {"PAD": 0}}, "lack MISS"),
+        ([], "is not a vocabulary"),
+        (None, "is not a vocabulary"),
+        (7, "is not a vocabulary"),
+        ("special", "is not a vocabulary"),
+        ({}, "is not a vocabulary"),
+        ({"special": PLAIN}, "is not a vocabulary"),
+        ({"modalities": {}}, "is not a vocabulary"),
+        ({**GOOD, "special": 3}, "is not a vocabulary"),
+        ({**GOOD, "special": "PAD"}, "is not a vocabulary"),
+        ({**GOOD, "special": None}, "is not a vocabulary"),
+        ({**GOOD, "modalities": ["a"]}, "is not a vocabulary"),
+        ({**GOOD, "modalities": {"a": 3}}, "is not a vocabulary"),
+        ({**GOOD, "modalities": {"a": [2, 3]}}, "is not a vocabulary"),
+        ({**GOOD, "modalities": {"a": {"base": 2}}}, "is not a vocabulary"),
+        ({**GOOD, "special": {"PAD": 0}}, "include MISS"),
         ({**GOOD, "special": {"PAD": 0, "MISS": "1"}}, "'MISS' is '1'"),
         ({**GOOD, "modalities": {**GOOD["modalities"], "c": {"base": "8", "size": 3}}}, "first id .* 'c' is '8'"),
         ({**GOOD, "modalities": {**GOOD["modalities"], "c": {"base": None, "size": 3}}}, "first id .* 'c' is None"),

@@ -220,7 +220,7 @@ def test_stopped_it_says_how_to_go_on(etude, experiment, tmp_path):
     path = experiment(callbacks=["stop_by_signal"])
     outcome = etude("compare", path, "--out", "out", "-q")
     assert outcome.code == 130
-    assert outcome.errors[-1].endswith("what was trained is kept; run the same command again to go on")
+    assert outcome.errors[-1].endswith("trained runs are kept; run the same command again to continue")
     assert not (tmp_path / "out/compare.json").exists()
     again = etude("compare", path, "--out", "out", "-q")
     assert again.code == 0, again.err
@@ -243,20 +243,20 @@ def test_in_python_the_arguments_are_those_of_the_command(etude, experiment, tmp
 @pytest.mark.parametrize(
     ("arguments", "sections", "words"),
     [
-        (["--budget", "hole"], {}, "budget 'hole' is not known; did you mean 'whole'? (there are: share, whole)"),
+        (["--budget", "hole"], {}, "unknown budget 'hole'; did you mean 'whole'? (there are: share, whole)"),
         (
             ["--seeds", "1,0,1"],
             {},
-            "--seeds 1,0,1: give whole numbers separated by commas, each once",
+            "--seeds 1,0,1: pass distinct integers separated by commas",
         ),
-        (["--seeds", "0,x"], {}, "--seeds 0,x: give whole numbers separated by commas"),
+        (["--seeds", "0,x"], {}, "--seeds 0,x: pass distinct integers separated by commas"),
         (
             ["training.epochs=1"],
             {"tasks": None, "curriculum": None, "weighting": None},
             "toy.yaml:19: tasks: there must be two tasks or more to compare a model of all with models of each",
         ),
-        (["--seeds", "0,²"], {}, "--seeds 0,²: give whole numbers separated by commas"),
-        (["--seeds", "9" * 5000], {}, "give whole numbers separated by commas"),
+        (["--seeds", "0,²"], {}, "--seeds 0,²: pass distinct integers separated by commas"),
+        (["--seeds", "9" * 5000], {}, "distinct integers separated by commas"),
         (
             ["training.save_checkpoints=false"],
             {},
@@ -265,7 +265,7 @@ def test_in_python_the_arguments_are_those_of_the_command(etude, experiment, tmp
         (
             ["data.streams.functions.validation=0"],
             {},
-            "tasks.quality: its data has neither a validation nor a test part, so there is nothing to compare",
+            "tasks.quality: its data has neither a validation nor a test split",
         ),
     ],
     ids=str,

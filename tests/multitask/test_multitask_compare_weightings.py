@@ -93,8 +93,8 @@ def _has_torchjd():
     ("arguments", "words"),
     [
         (["--weightings", "static,pcgard"], "unknown weighting 'pcgard'; did you mean 'pcgrad'?"),
-        (["--weightings", "static,static"], "weightings static, static: name each once"),
-        (["--weightings", ","], "weightings (none): name each once"),
+        (["--weightings", "static,static"], "weightings static, static: list each once"),
+        (["--weightings", ","], "weightings (none): list each once"),
         (["--weightings", "static,null"], "unknown weighting 'null'"),
         (["--weightings", "static", "--seeds", "0"], "--seeds 0"),
         (["--weightings", "static", "training.save_checkpoints=false"], "training.save_checkpoints"),
@@ -113,7 +113,7 @@ def test_stopped_it_says_how_to_go_on(etude, experiment, tmp_path):
     command = ["compare", experiment, "callbacks=[stop_by_signal]", "--weightings", "static", "--out", "out", "-q"]
     outcome = etude(*command)
     assert outcome.code == 130
-    assert outcome.errors[-1].endswith("run the same command again to go on")
+    assert outcome.errors[-1].endswith("run the same command again to continue")
     assert etude(*command).code == 0
     comparison = compare_weightings(
         experiment, ["static"], ["callbacks=[stop_by_signal]"], out=tmp_path / "out", progress=False

@@ -91,7 +91,7 @@ def test_phases_are_read_from_plain_data():
         ({"ramp": {"stops": 3}}, "0.ramp.stops\n.*Unexpected keyword"),
         ({"start": {"epoch": 0}}, "a phase begins at epoch 0, but the first epoch is 1"),
         ({"ramp": {"start": float("nan")}}, "start=nan"),
-        ({"lr_scale": -1}, "lr_scale is -1.0; give a finite number, 0 or more"),
+        ({"lr_scale": -1}, "lr_scale is -1.0; it must be finite and at least 0"),
         ({"mixture": {"s": float("nan")}}, "the mixture weight of 's' is nan"),
         ({"tasks": []}, "phase 'a' has no name or no tasks"),
     ],

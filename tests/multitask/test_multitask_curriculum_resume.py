@@ -101,7 +101,7 @@ def test_a_phase_without_validation_data_goes_on_and_says_so(caplog):
     ).train()  # fmt: skip
     assert seen == {0: set(), 1: {"val_loss", "val_first/loss", "val_first/accuracy"}}
     assert [record.message for record in caplog.records if "no data" in record.message] == [
-        "there is no data here for the tasks that are trained now, so nothing is measured"
+        "there is no data for the active tasks, so nothing is measured"
     ]
 
 

@@ -168,7 +168,7 @@ def test_default_weights_fit_all_tasks():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": -0.1}, "the weight of the task 'kind' is -0.1; .* 0 or more"),
+        ({"kind": -0.1}, "the weight of the task 'kind' is -0.1; .* at least 0"),
         ({"kind": NAN}, "the weight of the task 'kind' is nan"),
         ({"kind": math.inf}, "the weight of the task 'kind' is inf"),
         ({"kind": torch.tensor(NAN)}, "the weight of the task 'kind' is nan"),

@@ -331,12 +331,10 @@ def test_errors_are_one_line():
     with pytest.raises(TrainingError, match=r"no head 'qualty'; did you mean 'quality'\? \(there are: code, tags"):
         model(batch(), ["qualty"])
     for name in ("a.b", "", "type"):
-        with pytest.raises(ConfigError, match=f"a head cannot be called '{name}'"):
+        with pytest.raises(ConfigError, match=f"a head cannot be named '{name}'"):
             MultiTaskModel(transformer(), {name: LanguageModelHead()})
     recurrent = MultiTaskModel(nn.LSTM(5, 4), {"y": LinearHead(1, in_features=4)})
-    with pytest.raises(
-        TrainingError, match=r"heads need features .* LSTM returned tuple; give it a method `features`"
-    ):
+    with pytest.raises(TrainingError, match=r"heads need features .* LSTM returned tuple; add a method `features`"):
         recurrent(torch.rand(2, 3, 5), ["y"])
     with pytest.raises(ConfigError, match=r"a trunk without an output layer .* set vocab_size"):
         MultiTaskModel(nn.Linear(3, 4), {"words": LanguageModelHead()})

@@ -206,7 +206,7 @@ def test_a_model_must_tell_what_its_tasks_share():
 def test_batches_for_no_task_are_an_error_in_one_line():
     step = make_step(make_model(), make_task(streams=True))
     for parts in ([make_batch(3, 0, stream="other")], [make_batch(3, 0, stream="other")] * 2):
-        with pytest.raises(TrainingError, match="nothing to learn from"):
+        with pytest.raises(TrainingError, match="nothing would be trained"):
             step(parts)
 
 

@@ -349,8 +349,8 @@ def test_vectors_of_weights_are_kept_for_every_device():
 
 ONE_LINE = {
     "no tasks": (lambda: MultiTask({}), ConfigError, "at least one"),
-    "slash": (lambda: MultiTask({"a/b": TaskSpec("kind")}), ConfigError, "'a/b' cannot be the name of a task"),
-    "empty name": (lambda: MultiTask({"": TaskSpec("kind")}), ConfigError, "not empty"),
+    "slash": (lambda: MultiTask({"a/b": TaskSpec("kind")}), ConfigError, "'a/b' is not a valid task name"),
+    "empty name": (lambda: MultiTask({"": TaskSpec("kind")}), ConfigError, "non-empty"),
     "negative": (
         lambda: MultiTask({"a": TaskSpec("kind", weight=-1.0)}),
         ConfigError,

@@ -130,7 +130,7 @@ def _python_files(inputs: Sequence[str], out: Path | None) -> Iterator[tuple[str
         except DataError:
             if root.is_dir():
                 continue  # a folder without code; reported if all of them are
-            raise DataError(f"input {name!r} does not exist; give a file, a folder or the word {STDLIB}") from None
+            raise DataError(f"input {name!r} does not exist; pass a file, a folder or the word {STDLIB}") from None
         for source in sources:
             path = Path(source.path)
             below = path.relative_to(root).as_posix() if root.is_dir() else path.name

@@ -86,7 +86,7 @@ class ModelCheckpoint(Callback):
                 save_weights(self.model, path, self._metadata(epoch))
             except CheckpointError as error:
                 self.monitored.load_state_dict(before)  # compare only with epochs whose file was written
-                logger.warning(f"{error}; training goes on")
+                logger.warning(f"{error}; training continues")
                 return
         self.best_path = path
 

@@ -64,7 +64,7 @@ class CorpusReport:
             now = ", ".join(f"{options.get(key, 'unset')!r}" for key in other[:3])
             raise DataError(
                 f"{self.folder} holds a corpus made with {was}, not {now}; "
-                f"add --overwrite to replace it, or give another --out"
+                f"add --overwrite to replace it, or choose another --out"
             )
         for name in ("tokenizer.json", *(f"{split}.bin" for split in self.splits)):
             if not (self.folder / name).is_file():
@@ -121,7 +121,7 @@ def folder_lock(folder: Path, *, wait: bool) -> Iterator[None]:
             stack.enter_context(FolderLock(folder / ".lock", wait=wait, keep=False))
         except LockHeld as held:
             raise DataError(
-                f"{folder} is being written by process {held.holder}; wait until it ends, or give another --out"
+                f"{folder} is being written by process {held.holder}; wait until it ends, or choose another --out"
             ) from None
         yield
 

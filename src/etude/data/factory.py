@@ -1,4 +1,4 @@
-"""Making loaders: `make_loader` is the one function that does, for whatever users have data in."""
+"""Creating loaders: `make_loader` accepts every kind of data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,7 +13,7 @@ from etude.data.sources.adapters import ForeignLoader, check_batches
 from etude.data.splits import LoaderData, Streams, TensorData, check_labels
 
 WORKERS = ("num_workers", "persistent_workers", "prefetch_factor")
-"""Settings of worker processes, which streams do not have."""
+"""Settings of worker processes, which streams do not support."""
 
 
 @overload
@@ -31,10 +31,10 @@ def make_loader(
 ) -> Loader:
     """Return a loader over a part of a data set, a tensor, a source or a Dataset; `options` are `DataLoader`'s.
 
-    Streams are trained on if shuffled, unless `training` says otherwise; `options` are then `StreamLoader`'s.
-    With `batch_size=None` the source has batches already: an iterable of them, or a function that returns one;
-    `options` are `seed` and `world_size`. A loader is returned as it is.
-    Raises DataError if labels are not in range(num_classes), and for batches that are none.
+    Shuffled streams are for training, unless `training` is set; `options` are then `StreamLoader`'s. With
+    `batch_size=None` the source already has batches: an iterable of them, or a function that returns one; `options`
+    are `seed` and `world_size`. A loader is returned unchanged. Raises DataError if labels are not in
+    range(num_classes), and for invalid batches.
 
     >>> part = TensorData(torch.arange(4), torch.tensor([0, 1, 0, 1]))
     >>> len(make_loader(part, 2, num_classes=2)), len(make_loader([torch.zeros(2)], None))
@@ -61,14 +61,14 @@ def make_loader(
 def as_loader(source: Any, *, seed: int = 0, world_size: int = 1) -> Loader:
     """Return `source` itself if it is a loader, else wrap an iterable of batches or a function that returns one.
 
-    Raises DataError for things that hold single samples rather than batches.
+    Raises DataError for objects that hold single samples rather than batches.
     """
     return make_loader(source, None, seed=seed, world_size=world_size)
 
 
 @dataclass(frozen=True, slots=True)
 class DataLoaderFactory:
-    """Makes loaders for training (shuffled) and for evaluation (in order) from the same settings.
+    """Creates loaders for training (shuffled) and for evaluation (in order) from the same settings.
 
     >>> factory = DataLoaderFactory(batch_size=2, seed=7)
     >>> [batch.data.tolist() for batch in factory.create(torch.arange(5), training=False)]
@@ -78,7 +78,7 @@ class DataLoaderFactory:
     batch_size: int = 32
     seed: int = 0
     drop_last: bool = False
-    """Leave out the last, smaller batch of a training epoch; in evaluation every sample counts."""
+    """Drop the last, smaller batch of a training epoch; evaluation always uses every sample."""
     num_workers: int = 0
     pin_memory: bool | None = None
     persistent_workers: bool = False
@@ -90,10 +90,9 @@ class DataLoaderFactory:
 
     @classmethod
     def from_config(cls, config: Any, **settings: Any) -> "DataLoaderFactory":
-        """Return a factory with the settings that a mapping or a config object has under these names.
+        """Return a factory with the loader settings of a mapping or a config object.
 
-        Keys of the config that are none of a loader's business are left alone; `settings` come first. Raises
-        ConfigError if a setting is unknown.
+        Other keys of the config are ignored; `settings` take precedence. Raises ConfigError for an unknown setting.
 
         >>> DataLoaderFactory.from_config({"batch_size": 8, "epochs": 3}, seed=1).batch_size
         8
@@ -107,8 +106,8 @@ class DataLoaderFactory:
     def create(self, data: Any, *, training: bool = True, **options: Any) -> DataLoader:
         """Return a loader over tensors, a (data, labels) pair, a part of a data set, a source or a Dataset.
 
-        `options` are those of the loader and come before the settings of the factory. Raises DataError if streams
-        are to be read by worker processes.
+        `options` are those of the loader and take precedence over the settings of the factory. Raises DataError for
+        streams with worker processes.
         """
         if isinstance(data, tuple) and len(data) == 2:
             data = TensorData(*data)
@@ -120,8 +119,8 @@ class DataLoaderFactory:
         if isinstance(data, Streams):
             if settings["num_workers"]:
                 raise DataError(
-                    f"num_workers is {settings['num_workers']}, but streams are read in the process that trains; "
-                    f"set it to 0, and prefetch to read ahead in a thread"
+                    f"num_workers is {settings['num_workers']}, but streams are read in the training process; set "
+                    "it to 0, and use prefetch to read in a thread"
                 )
             settings = {"training": training} | {k: v for k, v in settings.items() if k not in WORKERS}
         size: int = settings.pop("batch_size")

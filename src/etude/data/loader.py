@@ -23,9 +23,10 @@ class DataLoader:
 
     `data` is a tensor, a NumPy array, a table of pandas, a pair (data, labels), a mapping or a `TensorData` of them,
     held in memory and gathered by one vectorised copy per batch; a source that gathers batches itself, such as
-    `TokenBlocks`; the path of a token file, read as padded documents; or a map-style dataset whose samples are fetched
-    one by one, in worker processes if asked for. Arrays and tables of float64 become torch's default type, float32.
-    Tensors give a `DataBatch(data, labels)`, a mapping or a token file gives dicts, a dataset what `collate_fn` makes.
+    `TokenBlocks`; the path of a token file, read as padded documents; or a map-style dataset whose samples are
+    fetched one by one, in worker processes if configured. Arrays and tables of float64 become torch's default dtype,
+    float32. Batches are a `DataBatch(data, labels)` for tensors, dicts for a mapping or a token file, and the result
+    of `collate_fn` for a dataset.
 
     >>> loader = DataLoader(torch.arange(5), torch.arange(5) % 2, batch_size=2, shuffle=False)
     >>> [batch.data.tolist() for batch in loader]
@@ -35,23 +36,23 @@ class DataLoader:
 
     Arguments:
         batch_size: samples per batch over all ranks.
-        bucket_batches: put samples of similar length together, looking over this many batches at a time, so that
-            little is padded; 0 does not. For sources that tell the lengths of their samples.
-        prefetch: batches made ready beforehand by a background thread; of a dataset, only the copies to a CUDA device
-            are made beforehand, as its workers have their own `prefetch_factor`. By default 2 for a CUDA device,
-            and for images that are decoded, but 0 for data in memory, and for others on the CPU: a batch is there
-            sooner than a thread can hand it over.
-        transform: applied to the `data` of each batch (or to the whole batch, where it is no `DataBatch`), on
-            `device`. One that draws random numbers takes a keyword `generator`, seeded for each batch. One with an
-            attribute `elementwise = True` may be given several batches at once.
-        device: where batches are delivered; to CUDA they travel from pinned memory without waiting.
+        bucket_batches: group samples of similar length within this many batches, so that
+            there is little padding; 0 disables it. For sources that know the lengths of their samples.
+        prefetch: batches prepared in advance by a background thread; for a dataset, only the copies to a CUDA device
+            are made in advance, as its workers have their own `prefetch_factor`. By default 2 for a CUDA device
+            and for decoded images, but 0 for data in memory and others on the CPU, where making a batch is
+            faster than passing it between threads.
+        transform: applied to the `data` of each batch (or to the whole batch, if it is not a `DataBatch`), on
+            `device`. If it has a keyword `generator`, it gets one seeded for each batch. One with an
+            attribute `elementwise = True` may receive several batches at once.
+        device: where batches are delivered; copies to CUDA are asynchronous, from pinned memory.
         pin_memory: deliver batches in pinned memory; by default if `device` is CUDA. No effect without CUDA.
         num_workers, persistent_workers, prefetch_factor: as in torch, for datasets and for images that are decoded
-            batch by batch. Without effect for all else, which is faster without workers.
-        collate_fn: makes a batch of the samples of a dataset.
+            batch by batch. No effect for other data, which is faster without workers.
+        collate_fn: builds a batch from the samples of a dataset.
 
     A dataset's random augmentations are seeded by (seed, epoch, index), so batches do not depend on the number of
-    workers or ranks. Raises DataError for data that is empty, of different lengths or of an unknown kind.
+    workers or ranks. Raises DataError for empty data, different lengths or an unknown kind of data.
     """
 
     def __init__(
@@ -77,8 +78,8 @@ class DataLoader:
     ) -> None:
         if min(prefetch or 0, num_workers, bucket_batches) < 0:
             raise DataError(
-                f"prefetch is {prefetch}, num_workers is {num_workers} and bucket_batches is {bucket_batches}; "
-                f"none of them may be negative"
+                f"prefetch is {prefetch}, num_workers is {num_workers} and bucket_batches is {bucket_batches}; they "
+                "must not be negative"
             )
         data, labels, transform = tensors_of(data, labels, transform)
         samples = Samples(
@@ -95,7 +96,8 @@ class DataLoader:
                 "prefetch_factor": prefetch_factor,
             },
         )
-        if num_workers and shuffle and not isinstance(samples.source, DatasetSource):  # others are beside a training
+        # other loaders run beside a training
+        if num_workers and shuffle and not isinstance(samples.source, DatasetSource):
             say_unused(num_workers)
         sampler = BatchSampler(
             samples.size,
@@ -114,19 +116,19 @@ class DataLoader:
     def _set(self, batch_size: int, shuffle: bool, prefetch: int, place: Place) -> None:
         self.batch_size, self.shuffle, self.prefetch, self.device = batch_size, shuffle, prefetch, place.device
         self.epoch = 0
-        """The epoch that the next `for` or `reset` begins."""
+        """The epoch of the next `for` or `reset`."""
         self._current: EpochIterator | None = None
 
     def _read(self, source: SampledBatches | StreamBatches) -> None:
-        """Take batches from this source from the next iteration on."""
+        """Read batches from this source from the next iteration on."""
         self._source: SampledBatches | StreamBatches = source
         self.rank, self.world_size = source.rank, source.world_size
         self.epoch_samples, self.num_batches = source.epoch_samples, source.num_batches
 
     @property
     def sampler(self) -> BatchSampler:
-        """Which samples make up each batch."""
-        assert isinstance(self._source, SampledBatches), "streams have a plan instead of a sampler"
+        """The sampler: which samples make up each batch."""
+        assert isinstance(self._source, SampledBatches), "streams have a plan instead of a sampler; use a DataLoader"
         return self._source.sampler
 
     def __len__(self) -> int:
@@ -143,8 +145,8 @@ class DataLoader:
         source = self._source
         if not 0 <= position <= source.epoch_samples:
             raise DataError(
-                f"cannot start at sample {position}: an epoch has {source.epoch_samples} samples; "
-                f"does the checkpoint belong to other data?"
+                f"cannot start at sample {position}: an epoch has only {source.epoch_samples} samples; use the data "
+                "of the checkpoint"
             )
         items, batches = source.items(epoch, position)
         return deliver(items, batches, position, prefetch=self.prefetch, device=self.device, threaded=source.threaded)
@@ -152,7 +154,7 @@ class DataLoader:
     # One epoch after the other, by plain iteration.
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next `for` or `reset` begins."""
+        """Choose the epoch of the next `for` or `reset`."""
         self.epoch = epoch
 
     def __iter__(self) -> EpochIterator:
@@ -160,7 +162,7 @@ class DataLoader:
         return self.iterate(epoch)
 
     def stream(self) -> Iterator[Batch]:
-        """Return batches without end, epoch after epoch, beginning with the next one."""
+        """Return endless batches, epoch after epoch, starting with the next one."""
         while True:
             epoch = iter(self)
             try:
@@ -172,7 +174,7 @@ class DataLoader:
 
     @property
     def current_index(self) -> int:
-        """Samples of the epoch under way that `next` has handed out, over all ranks."""
+        """Samples of the current epoch returned by `next` so far, over all ranks."""
         return 0 if self._current is None else self._current.position
 
     def reset(self) -> None:
@@ -182,11 +184,11 @@ class DataLoader:
         self._current = iter(self)
 
     def has_next(self) -> bool:
-        """Whether the epoch under way has another batch."""
+        """Whether the current epoch has another batch."""
         return self._source.has_batch(self.current_index)
 
     def next(self) -> Batch:
-        """Return the next batch of the epoch under way; raises DataError at its end."""
+        """Return the next batch of the current epoch; raises DataError at its end."""
         if self._current is None:
             self.reset()
         if not self.has_next():
@@ -198,10 +200,10 @@ class DataLoader:
 class StreamLoader(DataLoader):
     """Batches of named streams, in an order that is a pure function of (seed, epoch, position) and the mixture.
 
-    In training every stream is endless: it goes through its samples without replacement, pass after pass, shuffled
-    again each time, and an epoch is a fixed number of samples. Every batch is full, and is a dict with the stream's
-    name under "stream"; with `draw="together"` a `JointBatch` of such dicts, one for each stream. In evaluation every
-    stream comes once, one after the other.
+    In training every stream is endless: it repeats passes over its samples without replacement, each with a new
+    shuffle, and an epoch is a fixed number of samples. Every batch is full, and is a dict with the stream's name
+    under "stream"; with `draw="together"` a `JointBatch` of such dicts, one per stream. Evaluation reads every stream
+    once, one after the other.
 
     >>> loader = StreamLoader({"a": torch.arange(6), "b": torch.arange(100, 102)}, 2, weights={"a": 1, "b": 1})
     >>> sorted(batch["stream"] for batch in loader)
@@ -213,14 +215,14 @@ class StreamLoader(DataLoader):
 
     Arguments:
         streams: a part of a data set, or a mapping of them by name; `weights`, `draw` and `epoch_samples` are those
-            of `Streams`, and come before what it says.
-        batch_size: samples per batch over all ranks. The batches of a step are of the same stream on all ranks.
+            of `Streams`, and take precedence over it.
+        batch_size: samples per batch over all ranks. All ranks read the same stream in a step.
         shuffle: by default in training only.
-        training: endless streams in the proportions asked for; else each sample of each stream once.
-        drop_last: round the samples of a training epoch down to whole batches, not up.
+        training: endless streams in the given proportions; otherwise each sample of each stream once.
+        drop_last: round the samples of a training epoch down to full batches, not up.
         prefetch, device, pin_memory: as for `DataLoader`, but nothing is prefetched by default.
 
-    Raises DataError for streams that are empty or of an unknown kind, and for weights that cannot be.
+    Raises DataError for empty streams, unknown kinds of data and invalid weights.
     """
 
     def __init__(
@@ -246,7 +248,7 @@ class StreamLoader(DataLoader):
         self.data = replace(streams if isinstance(streams, Streams) else Streams(streams), **changes)
         prefetch = prefetch or 0
         if batch_size < 1 or prefetch < 0:
-            raise DataError(f"batch_size is {batch_size} and prefetch is {prefetch}; at least 1 and 0 are needed")
+            raise DataError(f"batch_size is {batch_size} and prefetch is {prefetch}; they must be at least 1 and 0")
         shuffle, place = training if shuffle is None else shuffle, Place.of(device, pin_memory)
         self.training, self.drop_last, self.seed = training, drop_last, seed
         self._streams = StreamSource(
@@ -273,13 +275,13 @@ class StreamLoader(DataLoader):
     ) -> bool:
         """Change what is read; return whether anything changed.
 
-        weights: proportions in training; streams left out are not read. Without, those the loader was made with.
-        sequence_length: tokens of a sample, at most those of the data section; without, each stream's own.
-        only: the streams that are read; the proportions among them stay.
-        position: where an epoch under way goes on with it; without, it holds from the next `iterate` on.
+        weights: proportions in training; omitted streams are not read. Default: the loader's original weights.
+        sequence_length: tokens per sample, at most those of the data section. Default: each stream's own. only: the
+        streams that are read; their relative proportions do not change. position: where the current epoch continues
+        with it. Default: it applies from the next `iterate` on.
 
-        The order depends on what is chosen alone, not on what was before. Raises DataError for streams there are
-        not, a length that does not fit, and if nothing would be left to train on; then nothing changes.
+        The order depends only on the choice, not on earlier ones. Raises DataError for unknown streams, an invalid
+        length, or if no stream is left; then nothing changes.
         """
         mixture = self._streams.mix(weights, sequence_length, only)
         if mixture == self.mixture:
@@ -299,6 +301,6 @@ class StreamLoader(DataLoader):
         return batches
 
     def _still_open(self) -> list[tuple[EpochIterator, int]]:
-        """Return the iterators that are not at their end: others than the training's may have come and gone since."""
+        """Return the iterators that are not exhausted: others than that of the training may exist."""
         found = [(batches, epoch) for ref, epoch in self._under_way if (batches := ref()) is not None]
         return [(batches, epoch) for batches, epoch in found if not batches.is_closed]

@@ -1,4 +1,4 @@
-"""What a data set hands over: its parts for training, validation and test, as tensors, sources or named streams."""
+"""The parts of a data set for training, validation and test, as tensors, sources or named streams."""
 
 import math
 import re
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 SplitName = Literal["train", "validation", "test"]
 Draw = Literal["alternate", "together"]
 RESERVED = ("all", "default", "none")
-"""Words that mean something else where streams are named."""
+"""Names that are reserved where streams are named."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorData:
-    """Samples in memory, with the function that prepares a batch of them."""
+    """Samples in memory, with the function that prepares a batch."""
 
     data: Any
     """A tensor, a NumPy array, a table of pandas, or a mapping of them."""
@@ -39,7 +39,7 @@ class TensorData:
 
 @dataclass(frozen=True, slots=True)
 class LoaderData:
-    """A source, a Dataset or the path of a token file, with the options of `DataLoader` that go with it."""
+    """A source, a Dataset or the path of a token file, with its `DataLoader` options."""
 
     data: Any
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -50,42 +50,42 @@ class LoaderData:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Named parts that batches are drawn from: each a `TensorData`, a `LoaderData`, a source or a Dataset.
+    """Named parts from which batches are drawn: each a `TensorData`, a `LoaderData`, a source or a Dataset.
 
     >>> streams = Streams({"a": TensorData([1, 2, 3]), "b": TensorData([4])}, weights={"a": 1, "b": 3})
     >>> len(streams)
     4
 
-    Raises DataError if there is no stream, or for names and weights that cannot be.
+    Raises DataError if there is no stream, or for invalid names and weights.
     """
 
     parts: Mapping[str, Any]
     weights: Mapping[str, float] | None = None
-    """Proportions of training samples, one for each stream; by default streams count by their sizes."""
+    """Proportions of training samples, one per stream; by default in proportion to their sizes."""
     draw: Draw = "alternate"
-    """`alternate`: every batch is of one stream; `together`: every batch has samples of each."""
+    """`alternate`: every batch has one stream; `together`: every batch has samples of each."""
     epoch_samples: int | None = None
-    """Samples of a training epoch; by default as many as all streams have."""
+    """Samples per training epoch; by default as many as all streams have."""
     absent: frozenset[str] = frozenset()
-    """Streams that the data has, but not in this part of it: naming them is no mistake."""
+    """Streams that the data has, but not in this part: naming them is allowed."""
 
     def __post_init__(self) -> None:
         if not self.parts:
-            raise DataError("there are no streams; name at least one data set under streams")
+            raise DataError("there are no streams; add at least one data set under streams")
         for name, part in self.parts.items():
             check_stream_name(name)
             if isinstance(part, Streams):
-                raise DataError(f"stream '{name}' is made of streams itself; list them side by side")
+                raise DataError(f"stream '{name}' consists of streams itself; list its streams directly")
         if self.draw not in get_args(Draw):
-            raise DataError(f"draw is {self.draw!r}; it is {' or '.join(map(repr, get_args(Draw)))}")
+            raise DataError(f"draw is {self.draw!r}; it must be {' or '.join(map(repr, get_args(Draw)))}")
         if self.epoch_samples is not None and self.epoch_samples < 1:
-            raise DataError(f"epoch_samples is {self.epoch_samples}; an epoch has at least 1 sample")
+            raise DataError(f"epoch_samples is {self.epoch_samples}; it must be at least 1")
         if self.weights is not None:
             check_weights(self.weights, (*self.parts, *self.absent))
             if missing := [name for name in self.parts if name not in self.weights]:
                 raise DataError(
-                    f"the weights leave out {listed(missing)}; give every stream a weight, "
-                    f"0 to those that are read only where a phase names them"
+                    f"there is no weight for {listed(missing)}; set one for every stream, 0 for those that are read "
+                    "only in phases that name them"
                 )
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class Streams:
 
 @dataclass(frozen=True, slots=True)
 class DataSplits:
-    """What a data component returns.
+    """The return value of a data component.
 
     Each part is a `TensorData`, a `LoaderData`, a source, a Dataset, `Streams` of these, or absent.
     """
@@ -103,15 +103,15 @@ class DataSplits:
     validation: Any = None
     test: Any = None
     num_classes: int | None = None
-    """A model whose config leaves out `num_classes` or `out_features` is given it."""
+    """Used for a model whose config omits `num_classes` or `out_features`."""
     input_shape: tuple[int, ...] | None = None
-    """The shape of one sample's input. A model that leaves out `input_shape` or `in_features` is given it."""
+    """The shape of one input sample. Used for a model that omits `input_shape` or `in_features`."""
     vocab_size: int | None = None
-    """Of token data: ids are below this number. A model whose config leaves out `vocab_size` is given it."""
+    """Token data: all ids are below this number. Used for a model whose config omits `vocab_size`."""
     tokenizer: Path | None = None
-    """Of token data: the tokenizer.json that turns ids back into text."""
+    """Token data: the tokenizer.json that decodes ids to text."""
     token_schema: TokenSchema | None = None
-    """Of token data: what ids mean, where a file beside the token files says so."""
+    """Token data: the meaning of ids, if a file beside the token files defines it."""
     num_types: int | None = None
     """Of token data with a stream `types`: types are below this number. A model that leaves out `n_types` is given
     it."""
@@ -119,8 +119,7 @@ class DataSplits:
     """Where numbers are predicted and no classes: how many per sample. A model that leaves out `out_features` is given
     it."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Plain data that checkpoints keep, such as names of classes and the numbers of a normalisation. A run is resumed
-    only with the same `fingerprint`."""
+    """Plain data that checkpoints keep, such as class names and normalisation constants. A run is resumed"""
 
     def __post_init__(self) -> None:
         for part in (self.train, self.validation, self.test):
@@ -128,7 +127,7 @@ class DataSplits:
                 check_labels(part.labels, self.num_classes)
 
     def model_sizes(self) -> dict[str, Any]:
-        """Return what a model is given where its config does not say it, by argument.
+        """Return default arguments of a model, by name.
 
         >>> DataSplits(None, num_classes=10, input_shape=(1, 28, 28)).model_sizes()
         {'num_classes': 10, 'input_shape': (1, 28, 28), 'in_features': 784, 'out_features': 10}
@@ -146,13 +145,13 @@ class DataSplits:
     def make_loader(
         self, split: SplitName, batch_size: int, *, shuffle: bool | None = None, **options: Any
     ) -> "DataLoader":
-        """Return a loader over one part; only the training part is shuffled unless `shuffle` says otherwise.
+        """Return a loader over one part; only the training part is shuffled unless `shuffle` is set.
 
         `options` are those of `DataLoader`. Raises DataError if there is no such part.
         """
         part = {"train": self.train, "validation": self.validation, "test": self.test}.get(split)
         if part is None:
-            raise DataError(f"the data has no {split} part")
+            raise DataError(f"the data has no {split} split")
         from etude.data.factory import make_loader
 
         shuffle = split == "train" if shuffle is None else shuffle
@@ -185,42 +184,40 @@ def check_labels(labels: Any, num_classes: int, ignore_index: int = -100) -> Non
 def tensors_of(
     data: Any, labels: Any, transform: Callable[..., Any] | None
 ) -> tuple[Any, Any, Callable[..., Any] | None]:
-    """Return data, labels and transform of a `TensorData` or a pair of tensors or arrays; all else as it is given.
+    """Return data, labels and transform of a `TensorData` or a pair of tensors or arrays; anything else unchanged.
 
     >>> import numpy as np
     >>> tensors_of((np.arange(2), [0, 1]), None, None)
     (array([0, 1]), [0, 1], None)
 
-    Raises DataError for labels that are given twice, and for parts of a data set that have settings of a loader.
+    Raises DataError for labels given twice, and for parts of a data set with loader settings.
     """
     if isinstance(data, (LoaderData, Streams)):
-        raise DataError(
-            f"a {type(data).__name__} has settings of its own: DataLoaderFactory().create(data) makes the loader"
-        )
+        raise DataError(f"a {type(data).__name__} has its own loader settings; use DataLoaderFactory().create(data)")
     if is_pair(data):
         data = TensorData(*data)
     if not isinstance(data, TensorData):
         return _samples(data, labels), labels, transform
     if labels is not None and data.labels is not None:
         raise DataError(
-            "labels are given twice, with the data and by themselves; a batch size has a name: batch_size=8"
+            "labels are given twice, with the data and separately; pass a batch size by name: batch_size=8"
         )
     found = labels if data.labels is None else data.labels
     return _samples(data.data, found), found, data.transform if transform is None else transform
 
 
 def _samples(data: Any, labels: Any) -> Any:
-    """Return data; a list of numbers that has labels beside it is no data set, but an array."""
+    """Return data; a list of numbers with separate labels is an array, not a data set."""
     is_array = isinstance(data, list) and is_column(data) and is_column(labels)
     return as_tensor(data, "data") if is_array else data
 
 
 def check_stream_name(name: object) -> None:
-    """Raise DataError for a name that would be taken for something else in config files or in names of numbers."""
+    """Raise DataError for a name that has another meaning in config files or metric names."""
     if not isinstance(name, str) or not re.fullmatch(r"\w[\w-]*", name):
-        raise DataError(f"a stream is called {name!r}; names are made of letters, digits, '_' and '-'")
+        raise DataError(f"a stream is named {name!r}; use letters, digits, '_' and '-'")
     if name in RESERVED:
-        raise DataError(f"a stream is called '{name}', which means something else where streams are named; rename it")
+        raise DataError(f"a stream is named '{name}', which is reserved; rename it")
 
 
 def check_weights(weights: Mapping[str, float], known: Iterable[str]) -> None:
@@ -234,13 +231,13 @@ def check_weights(weights: Mapping[str, float], known: Iterable[str]) -> None:
             or not math.isfinite(weight)
             or weight < 0
         ):
-            raise DataError(f"the weight of stream '{name}' is {weight!r}; weights are numbers of 0 or more")
+            raise DataError(f"the weight of stream '{name}' is {weight!r}; it must be at least 0")
     if not any(weights.values()):
-        raise DataError(f"the weights of {listed(weights)} are all 0; at least one stream must be read")
+        raise DataError(f"the weights of {listed(weights)} are all 0; set at least one above 0")
 
 
 def check_known(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Raise DataError for a name that is none of the streams, with the nearest spelling."""
+    """Raise DataError for an unknown stream, with the closest name."""
     names = list(known)
     for name in given:
         if name not in names:

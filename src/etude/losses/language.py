@@ -134,9 +134,7 @@ class LanguageModelingLoss(LossStrategy):
             labels = inputs_of(batch)
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 2:
             found = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-            raise TrainingError(
-                f"language modelling needs integer labels (batch, length); pass such labels, found {found}"
-            )
+            raise TrainingError(f"language modelling needs integer labels (batch, length), found {found}")
         labels = labels.long()
         mask = padding_mask_of(batch) if masked else None
         if mask is not None:

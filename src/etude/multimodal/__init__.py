@@ -1,14 +1,14 @@
 """Several modalities in one vocabulary: tokenizers, codebooks, folders of tokens and the meaningful loss.
 
 vocab               which token ids belong to which modality
-tokenizers/         numbers and vectors become codes, and codes values
-codebooks           values of codes from files made elsewhere; joblib_files opens pickles without executing them
+tokenizers/         numbers and vectors to codes and back
+codebooks           values of codes from external files; joblib_files reads pickles without executing them
 writer, folder      samples of several modalities as token files, with vocabulary and tokenizers beside them
-loss/               cross entropy, and the error of the values that tokens stand for
-facts               what checkpoints keep of a vocabulary
+loss/               cross entropy, and the error of the values that tokens represent
+facts               the data about a vocabulary in checkpoints
 training            `Trainer(vocab=…, codebooks=…)`
 feature             the section `vocab` of experiment files
-training_section    `training.meaningful_loss`, which moves to the section `loss`
+training_section    `training.meaningful_loss`, which is moved to the section `loss`
 """
 
 from etude.multimodal.codebooks import load_codebook, load_npz_key

@@ -1,4 +1,4 @@
-"""Codebooks from files: the centroids or bin centres that tokens stand for, as one float32 tensor."""
+"""Codebooks from files: the centroids or bin centres that tokens represent, as one float32 tensor."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,10 +22,10 @@ _COMPRESSED = (".z", ".gz", ".bz2", ".xz", ".lzma")
 def load_codebook(path: str | Path, key_candidates: Sequence[str] = CODEBOOK_KEYS) -> Tensor:
     """Load a codebook, (V,) or (V, D), from a .joblib, .npz, .npy or .safetensors file as float32 on the CPU.
 
-    The first of `key_candidates` that the file holds is taken; in a joblib file also one level down, as in a dict with
-    a fitted KMeans. A name with dots (`model.kmeans.cluster_centers_`) leads further down. A file that is one array
-    needs no key. joblib files are opened without executing what is in them. Raises DataError if nothing fits or the
-    array is no codebook: empty, not of real numbers, with NaN or infinity, of other than one or two dimensions.
+    The first of `key_candidates` in the file is used; in a joblib file also one level down, as in a dict with a
+    fitted KMeans. A dotted name (`model.kmeans.cluster_centers_`) goes further down. A file with a single array needs
+    no key. joblib files are read without executing their contents. Raises DataError if no key is found or the array
+    is not a codebook: empty, not real, with NaN or infinity, or not of one or two dimensions.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "codebook.npz"
@@ -43,7 +43,7 @@ def load_codebook(path: str | Path, key_candidates: Sequence[str] = CODEBOOK_KEY
 
 
 def load_npz_key(path: str | Path, key_candidates: Sequence[str] = NPZ_KEYS) -> Tensor:
-    """Load the first of `key_candidates` that an .npz file holds, (V,) or (V, D), as float32 on the CPU.
+    """Load the first of `key_candidates` in an .npz file, (V,) or (V, D), as float32 on the CPU.
 
     Raises DataError as `load_codebook` does.
 
@@ -77,17 +77,17 @@ _READERS: dict[str, Callable[[Path, tuple[str, ...]], Any]] = {
     ".npy": _read_npy,
     ".safetensors": _read_safetensors,
 }
-"""What returns the array of a file, or what the file holds by name."""
+"""Functions that return the array of a file, or its contents by name."""
 
 
 def _load(path: str | Path, suffix: str, key_candidates: Sequence[str]) -> Tensor:
     path = Path(path).expanduser()
     if isinstance(key_candidates, str) or not all(isinstance(name, str) for name in key_candidates):
-        raise ConfigError(f"key_candidates is a list of names, not {key_candidates!r}")
+        raise ConfigError(f"key_candidates must be a list of names, not {key_candidates!r}")
     if suffix not in _READERS:
         raise DataError(
-            f"{path}: a codebook is a file .joblib, .pkl, .npz, .npy or .safetensors; "
-            f"write it with numpy.savez(path, centroids=array)"
+            f"{path}: a codebook must be a .joblib, .pkl, .npz, .npy or .safetensors file; write it with "
+            "numpy.savez(path, centroids=array)"
         )
     if not path.is_file():
         beside = [file.name for file in path.parent.glob("*")]
@@ -97,7 +97,7 @@ def _load(path: str | Path, suffix: str, key_candidates: Sequence[str]) -> Tenso
         found = _READERS[suffix](path, candidates)
     except DataError:
         raise
-    except Exception as error:  # damaged files are wrong in many ways
+    except Exception as error:  # damaged files can raise anything
         words = " ".join(str(error).split())[:160] or type(error).__name__
         raise DataError(
             f"{path}: damaged, or not what its name says: {words}; copy it again, or write it with numpy.savez"
@@ -108,7 +108,7 @@ def _load(path: str | Path, suffix: str, key_candidates: Sequence[str]) -> Tenso
 
 
 def _choose(path: Path, found: Mapping[str, Any], candidates: tuple[str, ...]) -> str:
-    """Return the name of the array: one at the top of the file before those further down."""
+    """Return the name of the array: names at the top level come first."""
     arrays = [name for name, value in found.items() if isinstance(value, (np.ndarray, Tensor))]
     for candidate in candidates:
         if candidate in arrays:
@@ -131,10 +131,10 @@ def _choose(path: Path, found: Mapping[str, Any], candidates: tuple[str, ...]) -
 
 
 def _as_codebook(array: Any, where: str) -> Tensor:
-    """Return the array as a float32 tensor of its own, or say why it is no codebook."""
+    """Return the array as a new float32 tensor, or raise DataError if it is not a codebook."""
     is_real = array.dtype.kind in "iuf" if isinstance(array, np.ndarray) else isinstance(array, Tensor)
     if isinstance(array, np.ndarray) and is_real:
-        with np.errstate(over="ignore", invalid="ignore"):  # refused below
+        with np.errstate(over="ignore", invalid="ignore"):  # rejected below
             array = torch.from_numpy(np.array(array, np.float32, order="C"))
     if not is_real or array.is_complex() or array.dtype == torch.bool:
         found = array.dtype if isinstance(array, (np.ndarray, Tensor)) else array

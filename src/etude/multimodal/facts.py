@@ -1,4 +1,4 @@
-"""What checkpoints keep of a vocabulary and its codebooks, and whether those of a run are the same."""
+"""The data about a vocabulary and its codebooks in checkpoints, and comparing it with that of a run."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from etude.multimodal.vocab import VocabSpec
 def describe_vocabulary(
     vocab: VocabSpec, codebooks: Mapping[str, Tensor], edges: Mapping[str, Any] = {}
 ) -> dict[str, Any]:
-    """Return a vocabulary as checkpoints keep it: `VocabSpec.from_dict(meta["vocab"])` makes it again.
+    """Return the data about a vocabulary for checkpoints; `VocabSpec.from_dict(meta["vocab"])` restores it.
 
     >>> from etude.multimodal.vocab import build_vocab_spec
     >>> facts = describe_vocabulary(build_vocab_spec(v_scalar=2), {"scalar": torch.tensor([0.0, 1.0])})
@@ -36,9 +36,9 @@ def describe_vocabulary(
 def check_vocabulary(saved: Mapping[str, Any], now: Mapping[str, Any], place: object) -> None:
     """Raise CheckpointError if a checkpoint's vocabulary or codebooks differ from those of a run.
 
-    `saved` and `now` are the facts of the checkpoint and of the run, those of `describe_vocabulary` among them.
-    Where one of them knows of no vocabulary there is nothing to compare, nor where users keep something else under
-    these names. A codebook that only the checkpoint has is refused; edges of bins are compared where both have them.
+    `saved` and `now` are the data of the checkpoint and of the run, including that of `describe_vocabulary`. Nothing
+    is compared if one of them has no vocabulary, or if users store something else under these names. A codebook that
+    only the checkpoint has is refused; bin edges are compared if both have them.
     """
     try:
         before, after = (VocabSpec.from_dict(facts["vocab"]) for facts in (saved, now))
@@ -52,13 +52,13 @@ def check_vocabulary(saved: Mapping[str, Any], now: Mapping[str, Any], place: ob
     )
     if difference:
         raise CheckpointError(
-            f"{place} is of another vocabulary, so that its tokens would mean something else: {difference}; "
-            f"use that of the checkpoint"
+            f"{place} has another vocabulary, so its tokens would mean something else: {difference}; use the "
+            "vocabulary of the checkpoint"
         )
 
 
 def difference_of(what: str, one: Any, other: Any, here: str, there: str, *, optional: bool = False) -> str | None:
-    """Return the first difference of what identifies codebooks or edges; those of `one` must be in `other` too."""
+    """Return the first difference in codebooks or edges; those of `one` must be in `other` too."""
     before, after = (
         {name: seal for name, seal in (facts or {}).items() if isinstance(seal, Mapping) and "sha256" in seal}
         for facts in (one, other)
@@ -74,7 +74,7 @@ def difference_of(what: str, one: Any, other: Any, here: str, there: str, *, opt
 
 
 def _print_of(values: Tensor) -> dict[str, Any]:
-    """Return shape and checksum of a codebook; they do not depend on its device and number format."""
+    """Return shape and checksum of a codebook, independent of its device and dtype."""
     plain = values.detach().to("cpu", torch.float32).contiguous()
     plain = plain[:, 0] if plain.dim() == 2 and plain.shape[1] == 1 else plain
     return {"shape": list(plain.shape), "sha256": hashlib.sha256(plain.numpy().tobytes()).hexdigest()}

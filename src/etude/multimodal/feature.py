@@ -1,4 +1,4 @@
-"""The section `vocab` and the loss `meaningful` of experiment files: what they add to a config and to its run."""
+"""The section `vocab` and the loss `meaningful` of experiment files, and what they add to a run."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ Size = Annotated[int, Field(ge=1)]
 
 
 class VocabSection(SectionModel):
-    """How many tokens each modality has; ids follow each other in the order special, image, scalar, spectrum, others.
+    """Number of tokens per modality; ids are assigned in the order special, image, scalar, spectrum, others.
 
     >>> VocabSection(image=100, modalities={"period": 10}).build().range_of("period")
     Modality(name='period', base=106, size=10)
@@ -41,13 +41,13 @@ class VocabSection(SectionModel):
     """The special tokens, from id 0 on; PAD and MISS must be among them."""
 
     def build(self) -> VocabSpec | None:
-        """Return the vocabulary, None if the section says nothing; raise ConfigError if it is not valid."""
+        """Return the vocabulary, None if the section is empty; raise ConfigError if it is invalid."""
         if any((self.image, self.scalar, self.spectrum, self.modalities)):
             return build_vocab_spec(
                 self.image, self.scalar, self.spectrum, modalities=self.modalities, special=self.special
             )
         if "special" in self.model_fields_set:
-            raise ConfigError("names special tokens and no modality; add `image: 2048` or `modalities: {class: 8}`")
+            raise ConfigError("has special tokens but no modality; add `image: 2048` or `modalities: {class: 8}`")
         return None
 
 
@@ -56,7 +56,7 @@ class Vocabularies(Feature):
 
     sections: ClassVar = {
         "vocab": SectionSpec(
-            model=VocabSection, description="How many tokens each modality has, where the data does not tell."
+            model=VocabSection, description="Number of tokens per modality, if the data does not define it."
         )
     }
 
@@ -69,13 +69,13 @@ class Vocabularies(Feature):
         return {"meaningful_loss": settings_model()}
 
     def trainer_settings(self, sections: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of the meaningful loss, for a `Trainer` that is given `vocab=`."""
+        """Return the settings of the meaningful loss, for a `Trainer` with `vocab=`."""
         if (loss := _meaningful(sections)) is None:
             return {}
         return {"meaningful_loss": {key: value for key, value in loss.arguments.items() if key in DEFAULTS}}
 
     def settle(self, sections: dict[str, Any], document: Document) -> None:
-        """Raise ConfigError if `vocab` contradicts itself, the data or a loss, as far as is known without the data."""
+        """Raise ConfigError if `vocab` contradicts itself, the data or a loss, as far as known without the data."""
         try:
             said = _section(sections).build()
         except ConfigError as error:
@@ -97,14 +97,14 @@ class Vocabularies(Feature):
         _refuse(problems, document)
 
     def plain(self, sections: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the section unless it says nothing."""
+        """Return the section unless it is empty."""
         return {} if _section(sections).build() is None else super().plain(sections)
 
     def before_model(self, draft: RunDraft) -> None:
-        """Give the vocabulary to losses and checkpoints, and its size to the model."""
+        """Pass the vocabulary to losses and checkpoints, and its size to the model."""
         modalities = _find_vocabulary(_section(draft.sections), draft.splits, draft.document)
         if modalities is not None:
-            # The data may ask for room for more.
+            # The data may require a larger one.
             draft.vocab_size = max(draft.vocab_size or 0, modalities.vocab_size)
             draft.given["vocab"] = modalities
             if _meaningful(draft.sections) is None:
@@ -112,18 +112,18 @@ class Vocabularies(Feature):
 
 
 class KeepsVocabulary(Callback):
-    """Keeps the vocabulary in checkpoints and refuses those of another one, where the loss does not do so itself."""
+    """Keeps the vocabulary in checkpoints and refuses those of another one, unless the loss does so itself."""
 
     def __init__(self, modalities: Modalities) -> None:
         super().__init__()
         self.modalities = modalities
 
     def facts(self) -> dict[str, Any]:
-        """Return the vocabulary, and what identifies codebooks and bins."""
+        """Return the vocabulary, and the checksums of codebooks and bins."""
         return self.modalities.facts()
 
     def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
-        """Raise CheckpointError if a checkpoint is of another vocabulary or other codebooks."""
+        """Raise CheckpointError if a checkpoint has another vocabulary or other codebooks."""
         self.modalities.check_facts(saved, place)
 
 
@@ -138,7 +138,7 @@ def _meaningful(sections: Mapping[str, Any]) -> Selection | None:
 
 
 def _find_vocabulary(section: VocabSection, splits: DataSplits, document: Document) -> Modalities | None:
-    """Return the modalities of the data, else those of the section; raise ConfigError if they do not agree."""
+    """Return the modalities of the data, else those of the section; raise ConfigError if they differ."""
     said, modalities = section.build(), splits.token_schema
     if isinstance(modalities, Modalities):
         _refuse([*_disagreement(said, modalities.vocab)], document)
@@ -150,7 +150,7 @@ def _find_vocabulary(section: VocabSection, splits: DataSplits, document: Docume
 
 
 def _loss_problems(loss: Selection, vocab: VocabSpec) -> Iterator[Problem]:
-    """Yield the modalities of a meaningful loss that this vocabulary does not have."""
+    """Yield the modalities of a meaningful loss that are not in this vocabulary."""
     for key in ("weights", "kind", "codebooks", "edges"):
         given = loss.arguments.get(key)
         for name in given if isinstance(given, Mapping) else ():
@@ -161,7 +161,7 @@ def _loss_problems(loss: Selection, vocab: VocabSpec) -> Iterator[Problem]:
 
 
 def _peek(data: Selection | None) -> tuple[VocabSpec | None, bool]:
-    """Return the vocabulary that lies beside token files, and whether it is known that there is or is not one."""
+    """Return the vocabulary beside token files, and whether its existence is known."""
     if data is None or data.component.name != "tokens":
         return None, False
     root = (data.defaults | data.arguments).get("root")
@@ -175,7 +175,7 @@ def _disagreement(said: VocabSpec | None, of_data: VocabSpec | None) -> Iterator
     if said is None or of_data is None:
         return
     if difference := of_data.difference(said, "the data", "this section"):
-        remedy = "leave this section out to take that of the data"
+        remedy = "remove this section to use that of the data"
         yield Problem("vocab", f"differs from the vocabulary of the data: {difference}; {remedy}")
 
 

@@ -23,7 +23,7 @@ TOKENIZERS = "tokenizers"
 
 @dataclass(frozen=True)
 class Modalities(TokenSchema):
-    """A vocabulary, and the tokenizers of those modalities that have one; DataError if their sizes differ."""
+    """A vocabulary, and the tokenizers of modalities that have one; DataError if their sizes differ."""
 
     vocab: VocabSpec
     tokenizers: Mapping[str, Tokenizer] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Modalities(TokenSchema):
             if name not in self.vocab.modalities:
                 known = ", ".join(self.vocab.modalities) or "none"
                 raise DataError(
-                    f"there is a tokenizer for {name!r}, which is no modality of the vocabulary ({known})"
+                    f"there is a tokenizer for {name!r}, which is not a modality of the vocabulary ({known})"
                 )
             size = self.vocab.range_of(name).size
             if tokenizer.size != size:
@@ -44,7 +44,7 @@ class Modalities(TokenSchema):
 
     @property
     def codebooks(self) -> dict[str, Tensor]:
-        """What the codes of modalities stand for: centres (V,) or centroids (V, D)."""
+        """The values of codes by modality: centres (V,) or centroids (V, D)."""
         return {name: tokenizer.values for name, tokenizer in self.tokenizers.items()}
 
     @property
@@ -60,7 +60,7 @@ class Modalities(TokenSchema):
 
     @property
     def num_types(self) -> int:
-        """One for special tokens and one for each modality."""
+        """Number of token types: one for special tokens and one per modality."""
         return self.vocab.num_types
 
     @property
@@ -74,9 +74,9 @@ class Modalities(TokenSchema):
         return self.vocab.special
 
     def check(self, file: TokenFile) -> None:
-        """Raise DataError if the ids of a file mean something else, or lie outside the vocabulary.
+        """Raise DataError if a file has another vocabulary, or ids outside the vocabulary.
 
-        A file that says neither its vocabulary nor its size is read once, from end to end, unless it is a remote one.
+        A file that records neither its vocabulary nor its size is read once completely, unless it is remote.
         """
         written_for = file.meta.get("vocab")
         if written_for is not None:
@@ -86,12 +86,12 @@ class Modalities(TokenSchema):
                 )
         elif (found := _limit(file)) is not None and found > self.vocab_size:
             raise DataError(
-                f"{file.path} has ids up to {found - 1:,}, but {VOCAB_FILE} beside it has {self.vocab_size:,} tokens; "
-                f"they do not belong together"
+                f"{file.path} has ids up to {found - 1:,}, but {VOCAB_FILE} beside it has {self.vocab_size:,} "
+                "tokens; use the vocabulary of the file"
             )
 
     def difference(self, other: TokenSchema, here: str = "the first", there: str = "the second") -> str | None:
-        """Return the first difference of vocabularies, tokenizers, edges of bins and values, which must be the same."""
+        """Return the first difference in vocabularies, tokenizers, bin edges and values, which must be the same."""
         if not isinstance(other, Modalities):
             return f"{there} has no {VOCAB_FILE}"
         if found := self.vocab.difference(other.vocab, here, there):
@@ -104,18 +104,19 @@ class Modalities(TokenSchema):
         return None
 
     def facts(self) -> dict[str, Any]:
-        """Return the vocabulary, and what identifies codebooks and bins."""
+        """Return the vocabulary, and the checksums of codebooks and bins."""
         return describe_vocabulary(self.vocab, self.codebooks, self.edges)
 
     def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
-        """Raise CheckpointError if a checkpoint is of another vocabulary or other codebooks."""
+        """Raise CheckpointError if a checkpoint has another vocabulary or other codebooks."""
         check_vocabulary(saved, self.facts(), place)
 
 
 def write_modalities(folder: str | Path, vocab: VocabSpec, tokenizers: Mapping[str, Tokenizer]) -> None:
     """Write the vocabulary and the tokenizers of a folder; its token files are written by `MultimodalWriter`.
 
-    A modality whose codes stand for no numbers, such as classes, has no tokenizer. Raises DataError if sizes differ.
+    A modality whose codes do not represent numbers, such as classes, has no tokenizer. Raises DataError if sizes
+    differ.
     """
     Modalities(vocab, tokenizers)
     folder = Path(folder)
@@ -135,7 +136,7 @@ def read_modalities(root: str | Path) -> Modalities:
         raise DataError(f"{root} has no {VOCAB_FILE}; write it with write_modalities")
     vocab = VocabSpec.load(local_copy(f"{base}/{VOCAB_FILE}"))
     places = {name: f"{base}/{TOKENIZERS}/{name}{SUFFIX}" for name in vocab.modalities}
-    if not is_remote(base):  # what belongs to no modality is a mistake, in a folder that can be listed
+    if not is_remote(base):  # a file that belongs to no modality is an error, if the folder can be listed
         found = sorted((local_path(base) / TOKENIZERS).glob(f"*{SUFFIX}"))
         places |= {path.name.removesuffix(SUFFIX): str(path) for path in found}
     return Modalities(vocab, {n: load_tokenizer(local_copy(place)) for n, place in places.items() if exists(place)})
@@ -146,7 +147,7 @@ read_schema = read_modalities
 
 
 def refuse_without_schema(file: TokenFile) -> None:
-    """Raise DataError if a file was written for several modalities: without vocab.json it would be taken for text."""
+    """Raise DataError if a file was written for several modalities: without vocab.json it would be read as text."""
     if "modalities" in file.meta["vocab"]:
         raise DataError(
             f"{file.path} was written for several modalities, but there is no {VOCAB_FILE} beside it; "
@@ -155,7 +156,7 @@ def refuse_without_schema(file: TokenFile) -> None:
 
 
 def _limit(file: TokenFile) -> int | None:
-    """The number that all ids of a file are below; None if nothing is known."""
+    """Upper bound of all ids of a file; None if unknown."""
     if file.vocab_size is not None or is_remote(file.path):
         return file.vocab_size
     return 1 + max((int(ids.max()) for _, ids in file.vectors[None].chunks()), default=-1)

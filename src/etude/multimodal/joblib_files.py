@@ -1,8 +1,8 @@
-"""Arrays in joblib and pickle files, read without executing what is in them.
+"""Arrays in joblib and pickle files, read without executing their contents.
 
-The standard library's unpickler reads the opcodes. Whatever a file names is a class of records here, so that a call
-makes a record and an object is a record of its state. Arrays and dtypes are made by hand: NumPy's own `__setstate__`
-believes what it is given, so that bytes of a file could be taken for pointers.
+The standard library's unpickler reads the opcodes. Every class or function named in a file is replaced by a record
+class, so that a call creates a record and an object becomes a record of its state. Arrays and dtypes are constructed
+here, because NumPy's `__setstate__` does not validate its input and could interpret file bytes as pointers.
 """
 
 import builtins
@@ -25,9 +25,9 @@ import numpy.typing as npt
 from etude.core.errors import DataError
 
 MAX_BYTES = 16 << 30
-"""The most bytes of a file, decompressed."""
+"""Maximum size of a file, decompressed."""
 _INFLATE = partial(zlib.decompressobj, 47)  # zlib and gzip
-_XZ = partial(lzma.LZMADecompressor, memlimit=256 << 20)  # the header of a file could ask for 4 GiB
+_XZ = partial(lzma.LZMADecompressor, memlimit=256 << 20)  # the header of a file could request 4 GiB
 _DECOMPRESSORS: dict[bytes, Callable[[], Any]] = {
     b"\x78": _INFLATE,
     b"\x1f\x8b": _INFLATE,
@@ -35,20 +35,20 @@ _DECOMPRESSORS: dict[bytes, Callable[[], Any]] = {
     b"\xfd7zXZ": _XZ,
     b"\x5d\x00": _XZ,
 }
-"""What decompresses a file, by its first bytes."""
-_PYTHON_UNPICKLER: Any = pickle._Unpickler  # the one in C has no opcodes to replace
-_MODULES = {"copy_reg": "copyreg", "__builtin__": "builtins"}  # as Python 2 calls them, and protocols up to 2
+"""Decompressors by the first bytes of a file."""
+_PYTHON_UNPICKLER: Any = pickle._Unpickler  # the C version has no opcodes to replace
+_MODULES = {"copy_reg": "copyreg", "__builtin__": "builtins"}  # their names in Python 2, and in protocols up to 2
 _HARMLESS = {"copyreg", "_codecs", "collections", "datetime", "decimal", "enum", "pathlib", "types.SimpleNamespace"}
 _HARMLESS |= {f"builtins.{name}" for name, value in vars(builtins).items() if isinstance(value, type)}
-"""Of the standard library: what stands in files of honest people. None of it is called either."""
+"""Standard library names that occur in ordinary files. They are not called either."""
 _DTYPE = re.compile(r"[biufcOSUVMm]\d{1,9}")
 
 
 def read_joblib(path: Path, wanted: tuple[str, ...] = ()) -> Any:
-    """Return the array that a joblib file is, or what it holds by name: at its top and one level down.
+    """Return the single array of a joblib file, or its contents by name: the top level and one level down.
 
-    Attributes of objects, keys of dicts and places in lists are names, `model.steps.0`; those of `wanted` lead further
-    down. What is no array of numbers is a text that describes it.
+    Attributes of objects, keys of dicts and indices of lists form names, `model.steps.0`; those of `wanted` go
+    further down. Anything but an array of numbers is replaced by a description.
     """
     try:
         root = _Unpickle(io.BytesIO(_content(path))).load()
@@ -81,13 +81,13 @@ def _content(path: Path) -> bytes:
 
 
 class _Record:
-    """A dict, or what stands for a name, a call or an object: its parts by name. Nothing in it can act."""
+    """A dict, or a placeholder of a name, a call or an object: its values by name. Nothing in it can be executed."""
 
     kind: ClassVar = "dict"
     items: dict[str, Any]
 
     def __new__(cls, *args: Any, **_: Any) -> Any:
-        """Return a record, or what stands for an array or bytes where such a thing is called for."""
+        """Return a record, or a placeholder of an array or bytes if the call would create one."""
         match (cls.kind, *args):
             case ("copyreg._reconstructor" | "copyreg.__newobj__", type() as made, *_):
                 return made()
@@ -108,22 +108,22 @@ class _Record:
         return record
 
     def __setstate__(self, state: Any) -> None:
-        for part in state if isinstance(state, tuple) else (state,):  # of an object with slots there are two
+        for part in state if isinstance(state, tuple) else (state,):  # an object with slots has two states
             if isinstance(part, _Record):
                 self.items |= part.items
 
     def __setitem__(self, key: object, value: object) -> None:
-        if isinstance(key, str):  # others lead nowhere, and hashing some of them takes for ever
+        if isinstance(key, str):  # other keys are not reachable, and hashing some of them never ends
             self.items[key] = value
 
     def append(self, element: object) -> None:
-        """Elements of sets, and of objects that are lists, are not looked at."""
+        """Ignored: elements of sets, and of objects that are lists."""
 
     extend = add = append
 
 
 class _DType:
-    """A dtype made of its letter and size."""
+    """A dtype constructed from its letter and size."""
 
     def __init__(self, name: str) -> None:
         if not _DTYPE.fullmatch(name):
@@ -137,13 +137,13 @@ class _DType:
 
 
 class _Array:
-    """An array of a file. It is not on the unpickler's stack itself, where its state could be set."""
+    """An array of a file. The array itself is not on the unpickler's stack, where its state could be set."""
 
     array: npt.NDArray[Any] | None = None
     text = "an array"
 
     def fill(self, shape: Any, dtype: Any, order: Any, data: Any) -> "_Array":
-        """Take in what the file says of it; arrays of other things than numbers are only described."""
+        """Set its state from the file; arrays of anything but numbers are only described."""
         self.text = f"{dtype.dtype.name} {shape}"
         if dtype.dtype.kind in "biufc":
             if not isinstance(data, bytes):
@@ -156,12 +156,12 @@ class _Array:
         self.fill(shape, dtype, "F" if fortran else "C", data)
 
     def plain(self) -> Any:
-        """Return the array, or what it is."""
+        """Return the array, or its description."""
         return self.text if self.array is None else self.array
 
 
 class _Unpickle(_PYTHON_UNPICKLER):  # type: ignore[misc]
-    """The unpickler of the standard library, for which everything with a name is a class of records."""
+    """The standard library's unpickler, in which every named class is a record class."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -172,12 +172,12 @@ class _Unpickle(_PYTHON_UNPICKLER):  # type: ignore[misc]
         top = module.partition(".")[0]
         if top in sys.stdlib_module_names and not {top, f"{module}.{name}"} & _HARMLESS:
             raise DataError(
-                f"it names {module}.{name}, which no array needs: it may be made to do harm; do not use it"
+                f"it names {module}.{name}, which no array needs and which may be malicious; do not use it"
             )
         return type("Record", (_Record,), {"kind": f"{module}.{name}"})
 
     def get_extension(self, code: int) -> None:
-        raise ValueError(f"the extension {code} of the Python that wrote it")  # the registry has real functions
+        raise ValueError(f"the extension {code} of the Python that wrote it")  # the registry contains real functions
 
     def load_build(self) -> None:
         super().load_build()
@@ -186,11 +186,12 @@ class _Unpickle(_PYTHON_UNPICKLER):  # type: ignore[misc]
             self.stack[-1] = self._array_ahead(**record.items)
 
     def _array_ahead(self, shape: Any, dtype: _DType, order: str, **more: Any) -> _Array:
-        """Return the array whose bytes joblib wrote right behind its description."""
+        """Return the array whose bytes joblib wrote right after its description."""
         if dtype.dtype.hasobject:
-            _Unpickle(self.file).load()  # Python objects are a pickle of their own
+            _Unpickle(self.file).load()  # Python objects are a separate pickle
             return _Array().fill(shape, dtype, order, b"")
-        if more.get("numpy_array_alignment_bytes") is not None:  # since joblib 1.2: a length and so much padding
+        # since joblib 1.2: a length byte and that much padding
+        if more.get("numpy_array_alignment_bytes") is not None:
             self.file.seek(self.file.read(1)[0], io.SEEK_CUR)
         return _Array().fill(shape, dtype, order, self.file.read(math.prod(shape) * dtype.dtype.itemsize))
 
@@ -206,8 +207,8 @@ class _Unpickle(_PYTHON_UNPICKLER):  # type: ignore[misc]
         ord("d"): load_dict,
         ord("}"): lambda self: self.append(_Record()),
         0x8F: lambda self: self.append(_Record()),  # EMPTY_SET
-        0x91: _PYTHON_UNPICKLER.load_list,  # FROZENSET: elements are not hashed
-        0x96: _PYTHON_UNPICKLER.load_binbytes8,  # BYTEARRAY8 would take the memory before it reads
+        0x91: _PYTHON_UNPICKLER.load_list,  # FROZENSET: elements must not be hashed
+        0x96: _PYTHON_UNPICKLER.load_binbytes8,  # BYTEARRAY8 would allocate memory before reading
     }
 
 

@@ -1,4 +1,4 @@
-"""Arguments of a `Trainer` for several modalities: the meaningful loss is made from them."""
+"""Arguments of a `Trainer` for several modalities, from which the meaningful loss is created."""
 
 import inspect
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from etude.multimodal.loss.settings import read_settings
 from etude.trainer.arguments import plain_task
 
 ARGUMENTS = ("vocab", "codebooks", *CODEBOOK_NAMES, "edges", "use_ce")
-"""Further arguments of a `Trainer`: those of `MeaningfulLoss`, and codebooks by names of their own."""
+"""Further arguments of a `Trainer`: those of `MeaningfulLoss`, and codebooks as separate arguments."""
 
 
 def make_task(
@@ -25,7 +25,7 @@ def make_task(
 ) -> Task:
     """Return the task of a trainer: the one given, that of a loss, or the meaningful loss of a vocabulary.
 
-    Raises ConfigError if what is given contradicts, TypeError for arguments that the class `of` does not have.
+    Raises ConfigError for contradictory arguments, TypeError for arguments that the class `of` does not have.
     """
     for name in modalities:
         if name not in ARGUMENTS:
@@ -40,13 +40,13 @@ def make_task(
         if settings is not None and options.get("enabled", True):
             given.append("config.meaningful_loss")
         if given:
-            remedy = f", or leave it out to keep {other}=" if other else ""
-            raise ConfigError(f"{given[0]} belongs to the meaningful loss: give vocab= and codebooks= too{remedy}")
+            remedy = f", or remove it to keep {other}=" if other else ""
+            raise ConfigError(f"{given[0]} belongs to the meaningful loss; pass vocab= and codebooks= too{remedy}")
         return plain_task(loss, task)
     if other is not None:
         raise ConfigError(
             f"vocab= chooses the meaningful loss, and {other}= another one; keep one of them "
-            f"(loss=MeaningfulLoss(vocab, codebooks, …) takes every option)"
+            f"(loss=MeaningfulLoss(vocab, codebooks, …) accepts every option)"
         )
     if "use_ce" in modalities:
         options["use_ce"] = modalities["use_ce"]

@@ -1,4 +1,4 @@
-"""`training.meaningful_loss`, an older way to write `loss: {name: meaningful}`: its settings move there."""
+"""`training.meaningful_loss`, an older form of `loss: {name: meaningful}`: its settings are moved there."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ HERE = "training.meaningful_loss"
 
 
 def move_meaningful_loss(document: Document, training: dict[str, Any]) -> None:
-    """Move the settings to the section `loss`, in the document itself; settings that turn it off stay.
+    """Move the settings to the section `loss`, in the document itself; settings that disable it stay.
 
     Raises ConfigError if the two ask for different losses.
     """
     given, loss = training.get("meaningful_loss"), document.data.get("loss") or {}
     loss = {"name": loss} if isinstance(loss, str) else loss
     if not isinstance(given, dict) or not isinstance(loss, dict):
-        return  # validation says so
+        return  # validation reports it
     enabled = read_settings(given, HERE, document).get("enabled", True)
     name = loss.get("name", MEANINGFUL if enabled else None)
     if (name == MEANINGFUL) != enabled:
@@ -43,6 +43,6 @@ def move_meaningful_loss(document: Document, training: dict[str, Any]) -> None:
 
 
 def _put(document: Document, target: dict[str, Any], value: Any, key: str, section: str, name: str) -> None:
-    """Set one argument of the loss, unless the section has it already from a later file."""
+    """Set one argument of the loss, unless a later file has set it in the section."""
     spellings = (name, *(alias for alias, of in ALIASES.items() if of == name))
     put_setting(document, target, value, here=f"{HERE}.{key}", section=section, spellings=spellings, name=name)

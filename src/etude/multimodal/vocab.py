@@ -1,4 +1,4 @@
-"""The vocabulary of a model over several modalities: special tokens, then one contiguous range of ids for each.
+"""The vocabulary of a model over several modalities: special tokens, then one contiguous id range per modality.
 
 PAD MISS BOS EOS SEP MASK | image: 6 … 2053 | scalar: 2054 … 2565 | spectrum: 2566 … 3589
 """
@@ -21,12 +21,12 @@ from etude.multimodal.tokenizers.arrays import as_codes
 
 PAD, MISS = "PAD", "MISS"
 SPECIAL = (PAD, MISS, "BOS", "EOS", "SEP", "MASK")
-"""The special tokens by default: padding, a missing value, and others to use freely."""
+"""The default special tokens: padding, a missing value, and others for free use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Modality:
-    """A contiguous range of token ids that stand for values of one kind."""
+    """A contiguous range of token ids for values of one kind."""
 
     name: str
     base: int
@@ -40,13 +40,13 @@ class Modality:
 
     @property
     def slice(self) -> slice:
-        """The rows of an output layer that belong to it."""
+        """Its rows of an output layer."""
         return slice(self.base, self.stop)
 
 
 @dataclass(frozen=True)
 class VocabSpec:
-    """Special tokens and modalities by name; raises ConfigError if ids are given twice or ranges overlap.
+    """Special tokens and modalities by name; raises ConfigError for duplicate ids or overlapping ranges.
 
     >>> vocab = build_vocab_spec(v_image=100, v_scalar=10, modalities={"class": 3})
     >>> vocab.vocab_size, vocab.base_image, vocab.range_of("class")
@@ -73,17 +73,17 @@ class VocabSpec:
         object.__setattr__(self, "vocab_size", last + 1)
 
     def __hash__(self) -> int:
-        """Return the hash of names and ids; equal vocabularies have the same, in whatever order they were given."""
+        """Return a hash of names and ids; equal vocabularies have the same hash, independent of order."""
         return hash((frozenset(self.special.items()), frozenset(self.modalities.values())))
 
     @property
     def pad_id(self) -> int:
-        """The id that fills sequences up; nothing learns from it."""
+        """The id of padding; it is never trained on."""
         return self.special[PAD]
 
     @property
     def miss_id(self) -> int:
-        """The id that stands for a value that is missing."""
+        """The id of a missing value."""
         return self.special[MISS]
 
     @property
@@ -103,11 +103,11 @@ class VocabSpec:
 
     @property
     def num_types(self) -> int:
-        """How many types `types` tells apart: one for special tokens and one for each modality."""
+        """The number of types that `types` distinguishes: one for special tokens and one per modality."""
         return 1 + len(self.modalities)
 
     def range_of(self, name: str) -> Modality:
-        """Return a modality by its name; raise ConfigError if there is none of that name."""
+        """Return a modality by name; raise ConfigError for an unknown name."""
         if name not in self.modalities:
             raise ConfigError(f"the vocabulary has no modality {name!r}{suggest(name, self.modalities)}")
         return self.modalities[name]
@@ -115,7 +115,7 @@ class VocabSpec:
     def encode(self, name: str, codes: Tensor) -> Tensor:
         """Return the token ids of a modality's codes 0 … size-1; a code of -1 is a missing value, MISS.
 
-        Raises DataError for other codes out of range. Waits for the device.
+        Raises DataError for other codes out of range. Synchronises with the device.
         """
         modality = self.range_of(name)
         codes = as_codes(codes, modality.size, f"codes of the modality {name!r}")
@@ -135,8 +135,8 @@ class VocabSpec:
     def types(self, tokens: Tensor) -> Tensor:
         """Return the type of every token: 0 for special tokens, 1 for the first modality, and so on.
 
-        MISS is a special token here, of type 0: its id does not tell what is missing. Where that is known, as it is to
-        `MultimodalWriter`, MISS has the type of its modality.
+        MISS is a special token here, of type 0: its id does not show which modality is missing. `MultimodalWriter`,
+        which knows it, gives MISS the type of its modality.
         """
         tokens = tokens.long()
         result = torch.zeros_like(tokens)
@@ -145,7 +145,7 @@ class VocabSpec:
         return result
 
     def difference(self, other: "VocabSpec", here: str = "the first", there: str = "the second") -> str | None:
-        """Return the first difference of two vocabularies, None if there is none; the names say whose they are.
+        """Return the first difference of two vocabularies, None if there is none; `here` and `there` name them.
 
         >>> build_vocab_spec(v_image=8).difference(build_vocab_spec(v_image=4), "the data", "the section")
         "modality 'image' has 8 tokens from id 6 in the data, 4 tokens from id 6 in the section"
@@ -181,18 +181,18 @@ class VocabSpec:
             special = dict(data["special"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                'this describes no vocabulary: expected {"special": {name: id, …}, '
+                'this is not a vocabulary: expected {"special": {name: id, …}, '
                 '"modalities": {name: {"base": …, "size": …}, …}}'
             ) from error
         return cls(special, modalities)
 
     def save(self, path: str | Path) -> None:
-        """Write the vocabulary as JSON; the file is there as a whole or not at all."""
+        """Write the vocabulary as JSON, atomically."""
         write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "VocabSpec":
-        """Read what `save` wrote; raise DataError if there is no such file or if it holds something else."""
+        """Read a file written by `save`; raise DataError if it is missing or holds something else."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except OSError as error:
@@ -242,16 +242,18 @@ def _place(token: "int | Modality") -> str:
 
 
 def _check(special: Mapping[str, int], modalities: Mapping[str, Modality]) -> None:
-    """Raise ConfigError unless all names are allowed and every id means one thing."""
+    """Raise ConfigError unless all names are valid and every id is unique."""
     if missing := [name for name in (PAD, MISS) if name not in special]:
-        raise ConfigError(f"the special tokens lack {' and '.join(missing)}; there are {listed(map(str, special))}")
+        raise ConfigError(
+            f"the special tokens must include {' and '.join(missing)}; there are {listed(map(str, special))}"
+        )
     for name, modality in modalities.items():
         if not isinstance(name, str) or not name.replace("-", "_").isidentifier() or not name[0].isalpha():
             raise ConfigError(
-                f"a modality is called {name!r}; names are made of letters, digits, '_' and '-' and begin with a letter"
+                f"a modality is named {name!r}; use letters, digits, '_' and '-', and begin with a letter"
             )
         if name in special or name != modality.name:
-            raise ConfigError(f"two things are called {name!r} or {modality.name!r}; rename the modality")
+            raise ConfigError(f"the name {name!r} or {modality.name!r} is used twice; rename the modality")
         _check_whole(modality.size, f"the size of the modality {name!r}", 1)
     ranges = [*(Modality(name, token, 1) for name, token in special.items()), *modalities.values()]
     for one in ranges:
@@ -262,10 +264,10 @@ def _check(special: Mapping[str, int], modalities: Mapping[str, Modality]) -> No
         if second.base < first.stop:
             raise ConfigError(
                 f"{first.name!r} ({first.base} … {first.stop - 1}) and {second.name!r} ({second.base} … "
-                f"{second.stop - 1}) overlap; a token would mean two things"
+                f"{second.stop - 1}) overlap; change one of them"
             )
 
 
 def _check_whole(value: Any, what: str, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{what} is {value!r}; it must be a whole number of at least {least}")
+        raise ConfigError(f"{what} is {value!r}; it must be an integer of at least {least}")

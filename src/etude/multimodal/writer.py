@@ -1,4 +1,4 @@
-"""MultimodalWriter: samples made of segments of several modalities, as token files with the type of every token."""
+"""MultimodalWriter: samples made of segments of several modalities, as token files with a type per token."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,8 +23,8 @@ class MultimodalWriter:
 
     A sample is a sequence of segments: the name of a special token, or (modality, codes). A code of -1 is a missing
     value: the token MISS, with the type of its modality, so that a model knows what is missing. The file has the
-    stream `types` and tells its vocabulary; data of another one is refused when it is opened. Types are those of
-    `VocabSpec.types`, except for MISS: its id alone does not tell of which modality it is, and has the type 0 there.
+    stream `types` and records its vocabulary; it cannot be opened with another one. Types are those of
+    `VocabSpec.types`, except for MISS, whose type is 0 there because its id does not show the modality.
 
     >>> import tempfile
     >>> import torch
@@ -76,18 +76,18 @@ class MultimodalWriter:
         return self._writer.num_tokens
 
     def add(self, segments: Sequence[Segment], *, labels: Mapping[str, ArrayLike] = {}) -> None:
-        """Add one sample; the codes of a segment are one code or a row of them."""
+        """Add one sample; the codes of a segment are a single code or a sequence."""
         parts = [self._segment(segment, rows=False) for segment in segments]
         ids = np.concatenate([np.zeros(0, np.int64), *(part for part, _ in parts)])
         self._writer.add(ids, streams={TYPES: _row_of_types(parts)}, labels=labels)
 
     def add_rows(self, segments: Sequence[Segment], *, labels: Mapping[str, ArrayLike] = {}) -> None:
-        """Add N samples of one form: the codes of every segment are (N,) or (N, length). Labels are as many."""
+        """Add N samples of one form: the codes of every segment are (N,) or (N, length), with N labels."""
         parts = [self._segment(segment, rows=True) for segment in segments]
         numbers = {len(codes) for (codes, _), segment in zip(parts, segments, strict=True) if _has_codes(segment)}
         if len(numbers) != 1:
             found = " and ".join(map(str, sorted(numbers))) or "none"
-            raise DataError(f"all segments have codes for the same number of samples, found {found}")
+            raise DataError(f"all segments need codes for the same number of samples, found {found}")
         number = numbers.pop()
         ids = np.concatenate([np.broadcast_to(part, (number, part.shape[1])) for part, _ in parts], axis=1)
         types = np.broadcast_to(_row_of_types(parts), ids.shape).reshape(-1)
@@ -95,11 +95,11 @@ class MultimodalWriter:
         self._writer.add_many(ids.reshape(-1), lengths, streams={TYPES: types}, labels=labels)
 
     def close(self) -> None:
-        """Finish the file and put it in its place. Without this, nothing is there."""
+        """Finish the file and move it to its path. Without this call no file is created."""
         self._writer.close()
 
     def discard(self) -> None:
-        """Give up: remove what was written."""
+        """Cancel: remove what was written."""
         self._writer.discard()
 
     def __enter__(self) -> Self:
@@ -119,7 +119,7 @@ class MultimodalWriter:
                 raise DataError(f"{name!r} {why}; special tokens are {', '.join(self.vocab.special)}")
             return np.full((1, 1) if rows else 1, self.vocab.special[name]), 0
         if name in self.vocab.special:
-            raise DataError(f"{name!r} is a special token and has no codes; give its name alone")
+            raise DataError(f"{name!r} is a special token and has no codes; pass only its name")
         codes = as_whole_numbers(given, f"the codes of {name!r}").cpu()
         if codes.dim() not in ((1, 2) if rows else (0, 1)):
             shape = "(N,) or (N, length)" if rows else "one code or a row of them"

@@ -1,4 +1,4 @@
-"""Several tasks: which of them are active, in which variant and with which weight, and their numbers in logs."""
+"""The active tasks of a run: their variants and weights, and their metrics in logs."""
 
 import logging
 import math
@@ -29,21 +29,21 @@ LOSS = "loss"
 
 
 class ActiveTasks(Task):
-    """The tasks of a `MultiTask`, of which a phase of a curriculum may train some; others are inactive."""
+    """The tasks of a `MultiTask`; a phase of a curriculum may train some of them, the others are inactive."""
 
     chooses_metrics = True
-    uses_all_parameters = False  # a batch for some of the tasks leaves the heads of the others without gradients
+    uses_all_parameters = False  # a batch for only some tasks leaves the heads of the others without gradients
 
     def __init__(self, tasks: Mapping[str, TaskSpec], weighting: Weighting | None = None) -> None:
         if not tasks:
-            raise ConfigError("there are no tasks; give at least one")
+            raise ConfigError("there are no tasks; pass at least one")
         for name, spec in tasks.items():
             check_task(name, spec)
         self.tasks = dict(tasks)
         if weighting is not None and weighting.tasks != tuple(tasks):
             raise ConfigError(
                 f"the weighting has the tasks {', '.join(weighting.tasks)}, but there are {', '.join(tasks)}; "
-                f"make it with the same names in the same order"
+                "create it with the same names in the same order"
             )
         # Fixed weights need no tensors: they are plain numbers in the terms.
         self.weighting = None if isinstance(weighting, StaticWeights) else weighting
@@ -54,7 +54,7 @@ class ActiveTasks(Task):
             for variant, one in ((None, spec), *spec.variants.items()):
                 self._variants[name, variant] = ActiveTask(one, strategy_of(one))
         self.samples = dict.fromkeys(self.tasks, 0)
-        """How many samples each task has learned from on this process."""
+        """Number of samples that each task has learned from on this process."""
         self.version = 0
         """Changes when other tasks, or other variants of them, become active."""
         self._weights: dict[str, float] = {}
@@ -62,21 +62,21 @@ class ActiveTasks(Task):
         self._scales: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._measuring = False
         self.alike = False
-        """Whether all training batches of a stream hold the same keys: then the first shows misspelt labels."""
+        """Whether all training batches of a stream have the same keys: then the first one reveals misspelt labels."""
         self._checked: set[tuple[Any, ...]] = set()
         self._tried: set[int] = set()
-        """The variants of tasks whose metrics have seen a training batch."""
+        """The variants of tasks whose metrics have received a training batch."""
         self._warned: set[str] = set()
         self._unlabelled: list[str] = []
-        """The tasks without labels in the evaluation that was last."""
+        """The tasks without labels in the last evaluation."""
         self._plans: dict[tuple[Any, ...], dict[str, ActiveTask]] = {}
         self.activate({name: spec.weight for name, spec in self.tasks.items()})
 
     def activate(self, weights: Mapping[str, float], variants: Mapping[str, str] | None = None) -> None:
         """Train these tasks from now on, each with its weight, and in the variant that `variants` names.
 
-        All others are inactive: their heads are not run. Raises ConfigError for an unknown task or variant, and for
-        weights that are negative or not finite.
+        All others are inactive, and their heads are not run. Raises ConfigError for an unknown task or variant, and
+        for negative or non-finite weights.
         """
         for task, weight in weights.items():
             check_known("a weight", task, self.tasks)
@@ -88,10 +88,10 @@ class ActiveTasks(Task):
                 raise ConfigError(f"the task '{task}' has no variant '{variant}'{known}")
         chosen = variants or {}
         self._weights = {task: self._static[task] * weights[task] for task in self.tasks if task in weights}
-        for scale in self._scales.values():  # in place: a recorded step reads it
+        for scale in self._scales.values():  # in place, because a recorded step reads it
             scale.copy_(self._weight_vector(scale.dtype), non_blocking=True)
         active = {task: self._variants[task, chosen.get(task)] for task in self._weights}
-        if active != self._active:  # a ramp changes weights at every step, but nothing of how the model is run
+        if active != self._active:  # a ramp changes weights at every step, but not how the model is run
             self._active = active
             self._plans.clear()
             self.version += 1
@@ -102,22 +102,22 @@ class ActiveTasks(Task):
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weights of the tasks that are active now, before a weighting adapts them."""
+        """The weights of the active tasks, before a weighting adapts them."""
         return dict(self._weights)
 
     def streams(self) -> frozenset[str] | None:
-        """Return the streams that active tasks read; None if one of them reads whatever has its labels."""
+        """Return the streams that active tasks read; None if one of them reads any batch with its labels."""
         names = [active.spec.stream for active in self._active.values()]
         return None if None in names else frozenset(name for name in names if name is not None)
 
     def head_of(self, task: str) -> str | None:
-        """Return the head that a task uses now, None if it is inactive."""
+        """Return the current head of a task, None if it is inactive."""
         return self._active[task].spec.head if task in self._active else None
 
     # --- before training
 
     def join(self, model: nn.Module) -> None:
-        """Make the weighting part of the model, so that it is saved, moved and trained with it.
+        """Add the weighting to the model, so that it is saved, moved and trained with it.
 
         Raises ConfigError if the model cannot have one, or has another one.
         """
@@ -125,19 +125,20 @@ class ActiveTasks(Task):
             return
         if not isinstance(model, MultiTaskModel):
             raise ConfigError(
-                f"{type(self.weighting).__name__} weighs the tasks of a MultiTaskModel, but the model is a "
-                f"{type(model).__name__}; give MultiTaskModel(trunk, heads)"
+                f"{type(self.weighting).__name__} weights the tasks of a MultiTaskModel, but the model is a "
+                f"{type(model).__name__}; pass MultiTaskModel(trunk, heads)"
             )
         if model.weighting is not None and model.weighting is not self.weighting:
             raise ConfigError(
-                f"the model has the {type(model.weighting).__name__} of another task already; make a model for this one"
+                f"the model has the {type(model.weighting).__name__} of another task already; create a model for "
+                "this one"
             )
         model.weighting = self.weighting
 
     def extend(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add parameters of the weighting that the optimizer does not have, without weight decay.
+        """Add parameters of the weighting that the optimizer lacks, without weight decay.
 
-        Raises ConfigError if a torch scheduler has the optimizer already: it would know nothing of them.
+        Raises ConfigError if a torch scheduler already uses the optimizer: it would not include them.
         """
         if self.weighting is None:
             return
@@ -145,24 +146,24 @@ class ActiveTasks(Task):
         wanted = [param for param in self.weighting.parameters() if param.requires_grad]
         if any(groups[id(param)].get("weight_decay") for param in wanted if id(param) in groups):
             logger.warning(
-                "the optimizer decays the parameters of %s, which pulls the tasks towards equal weights; make it with "
-                "model.parameter_groups()",
+                "the optimizer decays the parameters of %s, which pulls the tasks towards equal weights; create it "
+                "with model.parameter_groups()",
                 type(self.weighting).__name__,
             )
         missing = [param for param in wanted if id(param) not in groups]
-        if missing and getattr(optimizer.step, "_wrapped_by_lr_sched", False):  # as torch's schedulers leave it
+        if missing and getattr(optimizer.step, "_wrapped_by_lr_sched", False):  # as torch's schedulers do
             raise ConfigError(
-                f"the optimizer has no parameters of {type(self.weighting).__name__}, and a torch scheduler has it "
-                f"already; call task.join(model) first and make the optimizer with model.parameter_groups()"
+                f"the optimizer has no parameters of {type(self.weighting).__name__}, and a torch scheduler already "
+                "uses it; call task.join(model) first and create the optimizer with model.parameter_groups()"
             )
         if missing:
             with without_compiler():
                 optimizer.add_param_group({"params": missing, "weight_decay": 0.0})
 
     def check_loader(self, loader: Loader | None, accumulation_steps: int) -> None:
-        """Leave out streams that no task reads; raise TrainingError for labels that no stream has.
+        """Skip streams that no task reads; raise TrainingError for labels that no stream has.
 
-        Warns if tasks that are compared never share a step.
+        Warns if the weighting compares tasks that never occur in the same step.
         """
         self.alike = isinstance(loader, DataLoader) or _is_shuffled_by_torch(loader)
         if not isinstance(loader, StreamLoader):
@@ -172,12 +173,12 @@ class ActiveTasks(Task):
         read = {one.spec.stream for one in self._variants.values()}
         if None not in read:
             if unread := sorted(set(loader.data.parts) - read):
-                logger.warning("no task reads the stream %s: it is left out", " or ".join(map(repr, unread)))
+                logger.warning("no task reads the stream %s, so it is skipped", " or ".join(map(repr, unread)))
             loader.choose(only=self.streams())
         compares = self.weighting is not None and self.weighting.needs != "nothing"
         if compares and loader.data.draw == "alternate" and accumulation_steps == 1:
             logger.warning(
-                "%s compares tasks, but with `draw: alternate` a step sees one stream only; "
+                "%s compares tasks, but with `draw: alternate` a step has only one stream; "
                 "set data.draw to together, or training.grad_accum_steps above 1",
                 type(self.weighting).__name__,
             )
@@ -185,7 +186,7 @@ class ActiveTasks(Task):
     # --- resuming
 
     def decisions(self) -> dict[str, Any]:
-        """Return what the losses have decided by their first batches, by task and variant."""
+        """Return the decisions of the losses on their first batches, by task and variant."""
         found: dict[str, Any] = {}
         for (task, variant), active in self._variants.items():
             if decided := active.strategy.decisions():
@@ -193,16 +194,16 @@ class ActiveTasks(Task):
         return found
 
     def decide(self, decisions: Mapping[str, Any]) -> None:
-        """Give the losses these decisions."""
+        """Restore the decisions of the losses."""
         for (task, variant), active in self._variants.items():
             active.strategy.decide(decisions.get(task, {}).get(variant or "", {}))
 
-    # --- numbers for people
+    # --- metrics
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Return `loss`, the sum with the weights of the tasks, and what each loss derives: `<task>/perplexity` …
+        """Return `loss`, the weighted sum over tasks, and what each loss derives: `<task>/perplexity` …
 
-        There is no `loss` where a task that is trained has had no labels: a sum without it would look like progress.
+        There is no `loss` if a trained task had no labels: a sum without it would look like progress.
         """
         found: dict[str, float] = {}
         losses: dict[str, float] = {}
@@ -223,13 +224,13 @@ class ActiveTasks(Task):
         return {LOSS: sum(losses.values()) if losses else math.nan, **found}
 
     def ordered(self, numbers: dict[str, float]) -> dict[str, float]:
-        """Return numbers in the order of the tasks, whichever came first in the data; those of no task come first."""
+        """Return metrics in the order of the tasks, not of the data; those of no task come first."""
         places = {name: place for place, name in enumerate(self.tasks)}
         return dict(sorted(numbers.items(), key=lambda item: places.get(item[0].rpartition("/")[0], -1)))
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Within this block the metrics of the tasks count."""
+        """Within this block the metrics of the tasks accumulate."""
         self._measuring = True
         try:
             for _, metric in self._metrics():
@@ -239,20 +240,20 @@ class ActiveTasks(Task):
             self._measuring = False
 
     def no_data(self) -> None:
-        """Warn in an evaluation: its data may have nothing for the tasks that are active."""
+        """Warn: an evaluation may have no data for the active tasks."""
         if self._measuring:
-            logger.warning("there is no data here for the tasks that are trained now, so nothing is measured")
+            logger.warning("there is no data for the active tasks, so nothing is measured")
 
     def no_numbers(self) -> None:
-        """Warn of the tasks that had no labels in an evaluation, of each once; nothing else may have numbers either."""
+        """Warn once about each task without labels in an evaluation; there may be no other metrics either."""
         if not self._unlabelled:
             self.no_data()
         for task in [one for one in self._unlabelled if one not in self._warned]:
             self._warned.add(task)
-            logger.warning("the task '%s' has no labels to be validated on: the validation loss is without it", task)
+            logger.warning("the task '%s' has no validation labels, so the validation loss does not include it", task)
 
     def measured(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the metrics of this evaluation; `reduce` adds counts up over ranks."""
+        """Return the metrics of this evaluation; `reduce` sums counts over ranks."""
         found = {}
         for name, metric in self._metrics():
             metric.load_state(reduce(metric.state()))
@@ -269,7 +270,7 @@ class ActiveTasks(Task):
 
 
 def _is_shuffled_by_torch(loader: Loader | None) -> bool:
-    """Whether a loader of torch's puts samples together as they come: then all of them must hold the same keys."""
+    """Whether a torch loader collates samples in the default way: then all of them must have the same keys."""
     source = loader.source if isinstance(loader, ForeignLoader) else None
     return (
         isinstance(source, torch.utils.data.DataLoader)

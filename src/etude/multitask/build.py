@@ -1,4 +1,4 @@
-"""Building tasks: their streams of data, the model with its heads, and the specs that `MultiTask` trains by."""
+"""Building tasks: their streams of data, the model with its heads, and the specs of a `MultiTask`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ from etude.multitask.weighting import Weighting
 
 
 def own_data(tasks: Mapping[str, TaskSection]) -> dict[str, tuple[str, Selection]]:
-    """Return the data sets that tasks have of their own: by stream, where the config speaks of it and the component."""
+    """Return the tasks' own data sets: by stream, the location in the config and the component."""
     return {
         str(variant.stream): (variant.path("data"), variant.own_data)
         for variant in all_variants(tasks)
@@ -39,7 +39,7 @@ def own_data(tasks: Mapping[str, TaskSection]) -> dict[str, tuple[str, Selection
 def with_own_data(
     sections: Mapping[str, Any], document: Document, shared: DataSplits | None, own: Mapping[str, DataSplits]
 ) -> DataSplits:
-    """Return all data of the tasks: that of the data section, and every data set of a task's own as a stream."""
+    """Return all data of the tasks: that of the data section, and every task's own data set as a stream."""
     tasks: Mapping[str, TaskSection] = sections["tasks"]
     phases: Sequence[Phase] = sections.get("curriculum") or ()
     if own and shared is not None and isinstance(shared.train, Streams):
@@ -59,7 +59,7 @@ def with_own_data(
 def build_tasks(draft: RunDraft) -> tuple[MultiTaskModel, MultiTask]:
     """Put heads on the model and return model and tasks.
 
-    The initial weights of a head depend on the seed and its name alone: other tasks change nothing.
+    The initial weights of a head depend only on the seed and its name, not on other tasks.
     """
     trunk, tasks, seed = draft.model, draft.sections["tasks"], draft.sections["training"].seed
     known = {"in_features": feature_dim(trunk), "vocab_size": draft.vocab_size}
@@ -92,7 +92,7 @@ def build_tasks(draft: RunDraft) -> tuple[MultiTaskModel, MultiTask]:
 def _head(draft: RunDraft, variant: TaskVariant, supplied: Mapping[str, Any]) -> nn.Module:
     head: nn.Module = _build(draft, variant.path("head"), variant.head, nn.Module, **supplied)
     try:
-        # A head may make layers when it is put on a model: now, by itself.
+        # A head may create layers when it is added to a model: do it with its own seed.
         MultiTaskModel(draft.model, {variant.head_name: head})
     except ConfigError as error:
         raise ConfigError(f"{draft.document.place(variant.path('head'))}: {error}") from error
@@ -122,7 +122,7 @@ def _spec(draft: RunDraft, variant: TaskVariant) -> TaskSpec:
 
 
 def _classes(variant: TaskVariant, loss: LossStrategy, vocab_size: int | None) -> dict[str, int]:
-    """Return what metrics know of the classes: their number, that of independent labels, or nothing if binary."""
+    """Return the classes for metrics: their number, the number of independent labels, or nothing if binary."""
     given = variant.head.defaults | variant.head.arguments
     number = given.get("num_classes")
     if number is None and variant.head.component.name == "linear":
@@ -146,7 +146,7 @@ def _build(draft: RunDraft, path: str, selection: Selection, kind: type = object
 
 
 class SampleCount(Callback):
-    """Keeps how many samples each task has learned from over stops and resumes."""
+    """Keeps the number of samples that each task has learned from across stops and resumes."""
 
     def __init__(self, task: MultiTask) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class SampleCount(Callback):
         return {"samples": dict(self.task.samples)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counts; a task that is new begins at 0."""
+        """Restore the counts; a new task starts at 0."""
         check_kind(dict[str, dict[str, int]], state, "state")
         for task, count in state["samples"].items():
             if task in self.task.samples:

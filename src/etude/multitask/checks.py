@@ -1,4 +1,4 @@
-"""Whether the sections about tasks agree with each other: every name means something, nothing is said twice."""
+"""Checks that the sections about tasks are consistent: all names are defined, and nothing is given twice."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -12,15 +12,15 @@ from etude.multitask.curriculum import ALL, DEFAULT_PHASES, Curriculum, Phase
 from etude.multitask.sections import TaskSection, TaskVariant, all_variants
 
 SHARED = "data"
-"""The stream that a plain data section becomes where tasks have data sets of their own beside it."""
+"""The name of the stream of a plain data section, if tasks have their own data sets beside it."""
 
 
 def settle_tasks(sections: dict[str, Any], document: Document) -> None:
-    """Fill in the defaults of `tasks` and `curriculum`, in the sections; raise ConfigError if they contradict."""
+    """Fill in the defaults of `tasks` and `curriculum`; raise ConfigError if the sections contradict."""
     tasks: dict[str, TaskSection] | None = sections.get("tasks")
     if tasks is None:
         problems = [
-            Problem(name, "needs tasks, and there is no `tasks:` section; add one, or take this one out")
+            Problem(name, "needs tasks, and there is no `tasks:` section; add one, or remove this one")
             for name in ("weighting", "curriculum")
             if sections.get(name) is not None
         ]
@@ -49,7 +49,7 @@ def refuse(problems: Iterable[Problem], document: Document) -> None:
 def make_curriculum(
     phases: Sequence[Phase], tasks: Mapping[str, TaskSection], document: Document
 ) -> Curriculum | None:
-    """Return the curriculum of these phases, None if there are none; raise ConfigError if they cannot follow."""
+    """Return the curriculum of these phases, None if there are none; raise ConfigError for an invalid order."""
     try:
         return Curriculum(phases, {name: task.weight for name, task in tasks.items()}) if phases else None
     except ConfigError as error:
@@ -57,7 +57,7 @@ def make_curriculum(
 
 
 def _streams_named(tasks: Mapping[str, TaskSection], sections: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the names of all streams as far as the config names them; None if only the data knows."""
+    """Return the names of all streams if the config names them; None if only the data knows."""
     own = [str(variant.stream) for variant in all_variants(tasks) if variant.own_data is not None]
     given = _given_streams(sections)
     if given is None and not own:
@@ -66,7 +66,7 @@ def _streams_named(tasks: Mapping[str, TaskSection], sections: Mapping[str, Any]
 
 
 def _given_streams(sections: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the streams that the data section names; None if it is a section of another kind."""
+    """Return the streams named in the data section; None if it is a section of another kind."""
     data: Selection | None = sections.get("data")
     given = {} if data is None else data.arguments.get("streams") if data.component.name == "streams" else None
     return tuple(given) if isinstance(given, Mapping) else None
@@ -75,7 +75,7 @@ def _given_streams(sections: Mapping[str, Any]) -> tuple[str, ...] | None:
 def stream_problems(
     tasks: Mapping[str, TaskSection], phases: Sequence[Phase], known: Collection[str]
 ) -> Iterator[Problem]:
-    """Yield what is wrong with the names of streams in tasks and phases; `known` is empty if the data has none."""
+    """Yield the problems with names of streams in tasks and phases; `known` is empty if the data has none."""
     used = [
         (variant.path("data"), variant.data)
         for variant in all_variants(tasks)
@@ -91,23 +91,23 @@ def stream_problems(
 
 def _whole(tasks: Mapping[str, TaskSection], sections: Mapping[str, Any]) -> Iterator[Problem]:
     if not any(task.weight for task in tasks.values()):
-        yield Problem("tasks", "there is no task with a weight above 0, so there is nothing to learn from; add one")
+        yield Problem("tasks", "there is no task with a weight above 0, so nothing would be learned; add one")
     if sections.get("loss") is not None:
-        yield Problem("loss", "every task has a loss of its own; move it to `tasks`, or take it out")
+        yield Problem("loss", "every task has its own loss; move it to `tasks`, or remove it")
     if sections.get("data") is not None and _given_streams(sections) == ():
         yield Problem("data.streams", "there is no stream; name at least one")
     for name in tasks:
         if name.startswith("val_"):
             yield Problem(f"tasks.{name}", "task names must not start with 'val_' (reserved); rename it")
     if (weighting := sections.get("weighting")) is not None and "tasks" in weighting.arguments:
-        yield Problem("weighting.tasks", "its tasks are those of the section `tasks`; take this out")
+        yield Problem("weighting.tasks", "its tasks are those of the section `tasks`; remove this")
 
 
 def _settle_losses(tasks: Mapping[str, TaskSection], document: Document) -> Iterator[Problem]:
-    """Give a language model its loss; yield what is missing for any other head."""
+    """Set the loss of a language model; yield what is missing for any other head."""
     for name, task in tasks.items():
         if task.loss is None and task.head.component.name != "language_model":
-            yield Problem(f"tasks.{name}.loss", f"missing; name a loss (there are: {listed(names('loss'))})")
+            yield Problem(f"tasks.{name}.loss", f"missing; set a loss (there are: {listed(names('loss'))})")
         elif task.loss is None:
             task.loss = select_component("loss", "language_modeling", path=f"tasks.{name}.loss", document=document)
 
@@ -119,7 +119,7 @@ def _variants(phases: Sequence[Phase], tasks: Mapping[str, TaskSection]) -> Iter
             if variant not in known:
                 yield Problem(where, f"task '{name}' has no variant '{variant}'{suggest(variant, known)}")
             elif phase.tasks != ALL and name not in phase.tasks:
-                yield Problem(where, f"phase '{phase.name}' does not train '{name}'; name it in its tasks")
+                yield Problem(where, f"phase '{phase.name}' does not train '{name}'; add it to its tasks")
 
 
 def _unreported(phases: Sequence[Phase], tasks: Collection[str]) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""The sections `tasks`, `weighting` and `curriculum` of experiment files: what they add to a config and to its run."""
+"""The sections `tasks`, `weighting` and `curriculum` of experiment files, and what they add to a run."""
 
 import logging
 from collections.abc import Mapping
@@ -26,11 +26,11 @@ class Tasks(Feature):
         "weighting": SectionSpec(
             kind="weighting",
             provided=("tasks",),
-            description="How the losses of tasks become one; static by default.",
+            description="How the losses of tasks are combined; static by default.",
         ),
         "curriculum": SectionSpec(
             model=Phases,
-            description="Phases in which tasks come in: a list, or `default` for the four of a code model.",
+            description="Phases that introduce tasks: a list, or `default` for the four of a code model.",
         ),
     }
 
@@ -39,7 +39,7 @@ class Tasks(Feature):
         settle_tasks(sections, document)
 
     def plain(self, sections: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sections without the keys that they leave open."""
+        """Return the sections without unset keys."""
         found = super().plain(sections)
         if tasks := found.get("tasks"):
             found["tasks"] = {name: _given(task) for name, task in tasks.items()}
@@ -50,7 +50,7 @@ class Tasks(Feature):
         return found
 
     def data_sets(self, sections: Mapping[str, Any]) -> dict[str, tuple[str, Selection]]:
-        """Return the data sets that tasks have of their own."""
+        """Return the tasks' own data sets."""
         return own_data(sections.get("tasks") or {})
 
     def join_data(self, sections: Mapping[str, Any], document: Document, shared: Any, own: Mapping[str, Any]) -> Any:
@@ -58,7 +58,7 @@ class Tasks(Feature):
         return with_own_data(sections, document, shared, own) if sections.get("tasks") else shared
 
     def after_model(self, draft: RunDraft) -> None:
-        """Put the heads on the model; make the task, the curriculum and the count of samples."""
+        """Add the heads to the model; create the task, the curriculum and the sample counter."""
         tasks = draft.sections.get("tasks")
         if not tasks:
             return
@@ -76,7 +76,7 @@ class Tasks(Feature):
         task = trainer.task
         if isinstance(task, MultiTask) and (inactive := [name for name in task.tasks if name not in task.weights]):
             logger.warning(
-                "%s is of phase %s, which does not train %s: not measured",
+                "%s is from phase %s, which does not train %s: not evaluated",
                 checkpoint.path.name,
                 checkpoint.state["clock"].get("phase"),
                 ", ".join(inactive),

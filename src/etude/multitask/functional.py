@@ -27,36 +27,35 @@ NAMED_LOSSES: Mapping[str, Callable[[Tensor, Tensor], LossTerm]] = {
     "binary_cross_entropy": binary_cross_entropy_term,
     "multi_label": multi_label_bce_term,
 }
-"""Losses of tasks by name; in all of them labels of -100 are missing and do not count, in the last two NaN as well."""
+"""Losses of tasks by name; labels of -100 are missing and do not count, in the last two NaN as well."""
 
 
 class TaskLosses(NamedTuple):
-    """What several tasks cost."""
+    """The loss of several tasks."""
 
     loss: Tensor
-    """Σ weight·loss over the tasks: what is trained."""
+    """Σ weight·loss over the tasks, which is trained."""
     losses: dict[str, Tensor]
-    """The loss of every task, without its weight and without gradient: what is reported."""
+    """The loss of every task, unweighted and detached, for reports."""
 
 
 def default_weights() -> dict[str, float]:
-    """Return the weights of the tasks of a code model, a new dictionary that may be changed.
+    """Return the default weights of the tasks of a code model, as a new dictionary.
 
-    They fit `loss_weights(epoch, default_weights())`, and `multi_task_loss` of whichever tasks are active: weights of
-    tasks that are not active do nothing, and a task that is not named, such as the annotation of the curriculum, has
-    the weight 1.
+    Use them with `loss_weights(epoch, default_weights())` and `multi_task_loss`: weights of inactive tasks are
+    ignored, and a task without one, such as the curriculum's annotation task, has the weight 1.
 
-    - code_generation, 1.0: what the model is for. It has a label at every token and is the unit for all others.
-    - test_generation, 0.8: writing tests is writing code again. Its gradient mostly agrees with that of code
-      generation and teaches the same skill, so it is nearly as heavy; a little less, because tests are a narrower and
-      more repetitive kind of code that should not set the style of everything the model writes.
-    - quality and security, 0.5: they judge code instead of writing it, with a few labels for a whole function. They
-      shape what the layers know about code, at half weight they cannot outvote the tokens; and neither of the two
-      comes before the other.
-    - clarification and explanation, 0.3: they tie code to words. They help a reader more than they help the code, one
-      has a single bit per sample and the other draws the model to prose, so they stay helpers.
+    - code_generation, 1.0: the main task. It has a label at every token, and other weights are relative to it.
+    - test_generation, 0.8: tests are code too. Its gradient mostly agrees with that of code
+      generation, so its weight is nearly as large; slightly less, because tests are narrower and
+      more repetitive code that should not dominate the style of the model.
+    - quality and security, 0.5: they classify code, with a few labels per function. They
+      improve the shared features; at half weight they do not dominate the tokens, and neither
+      is more important than the other.
+    - clarification and explanation, 0.3: they relate code to natural language. One
+      has a single bit per sample and the other pulls the model towards prose, so they are auxiliary.
 
-    They are a place to start from: losses of other sizes or data of other kinds want other weights.
+    These are starting points: other losses or data may need other weights.
 
     >>> default_weights()["code_generation"]
     1.0
@@ -78,8 +77,8 @@ def multi_task_loss(
 ) -> TaskLosses:
     """Return Σ weight·loss of `{task: (prediction, target)}`, and the loss of every task.
 
-    Each loss is the mean over the labels that its own task has; a task without any has loss 0. The arguments and
-    errors are those of `multi_task_terms`.
+    Each loss is the mean over the labels of its task; a task without labels has loss 0. The arguments and errors are
+    those of `multi_task_terms`.
 
     >>> code = (torch.zeros(2, 5, 8), torch.zeros(2, 5, dtype=torch.int64))
     >>> quality = (torch.zeros(2, 3), torch.tensor([[1.0, 0.0, 1.0], [float("nan")] * 3]))
@@ -89,7 +88,7 @@ def multi_task_loss(
     """
     terms = multi_task_terms(tasks, weights, losses)
     means = {task: mean_of(term) for task, term in terms.items()}
-    # A task of weight 0 is left out, not multiplied: its loss may be infinite.
+    # Skip a task of weight 0 instead of multiplying: its loss may be infinite.
     weighed = [means[task] * term.weight for task, term in terms.items() if not _is_zero(term.weight)]
     first = next(iter(means.values()))
     total = torch.stack(weighed).sum() if weighed else torch.zeros_like(first)
@@ -103,21 +102,21 @@ def multi_task_terms(
 ) -> Terms:
     """Return one term per task, under its name and with its weight: sums and counts for the engine.
 
-    A prediction is a tensor or any output that holds logits. The loss of a task is the one in `losses`, else what its
-    shapes say, for predictions (…, C):
+    A prediction is a tensor or any output that holds logits. The loss of a task is the one in `losses`, else chosen
+    by shapes, for predictions (…, C):
 
     integers (…)                       cross entropy
     integers (B, H, W)                 cross entropy, for predictions (B, C, H, W)
     labels shaped like the prediction  binary cross entropy of every label; (…) also fits predictions (…, 1)
 
-    Class probabilities and regression look like the last and have to be named. Weights and losses may be those of more
-    tasks than are active now; a task without a weight has the weight 1. Raises ConfigError for weights that are
-    misspelt, negative or not finite and for losses of a task that has neither outputs nor a weight, TrainingError for
-    shapes that no loss fits.
+    Class probabilities and regression have the shapes of the last and must be named. Weights and losses may include
+    inactive tasks; a task without a weight has the weight 1. Raises ConfigError for weights that are misspelt,
+    negative or not finite and for losses of a task that has neither outputs nor a weight, TrainingError for shapes
+    that no loss fits.
     """
     losses = losses or {}
     if not tasks:
-        raise TrainingError("there are no tasks to compute a loss of: give {task: (prediction, target)}")
+        raise TrainingError("there are no tasks; pass {task: (prediction, target)}")
     for task, pair in tasks.items():
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TrainingError(f"task '{task}' must have a (prediction, target), found a {type(pair).__name__}")
@@ -130,10 +129,10 @@ def multi_task_terms(
 
 
 def check_weights(weights: Mapping[str, float | Tensor], tasks: Collection[str]) -> None:
-    """Raise ConfigError for a weight that is not finite or below 0, or whose name looks like a misspelt task.
+    """Raise ConfigError for a negative or non-finite weight, or one whose name looks like a misspelt task.
 
-    There may be weights of tasks that are not active, and tasks without one. Weights that live on a GPU are not looked
-    at: reading them would make the host wait.
+    Weights of inactive tasks, and tasks without weights, are allowed. Weights on a GPU are not checked, because
+    reading them would synchronise.
     """
     check_spelling(weights, tasks)
     for task, weight in weights.items():
@@ -163,10 +162,10 @@ def _unweighed_term(prediction: Any, target: Tensor, loss: TaskLoss | None) -> L
 
 
 def _inferred_name(size: torch.Size, target: Tensor) -> str:
-    """Return the loss that fits an output of this size, or raise TrainingError with the choices there are."""
+    """Return the loss that fits an output of this size, or raise TrainingError with the available ones."""
     shape = target.shape
     if shape == size or size == (*shape, 1):
-        return "binary_cross_entropy"  # without weights of labels, multi-label is the same
+        return "binary_cross_entropy"  # without label weights, multi-label is the same
     if not target.is_floating_point() and target.dtype is not torch.bool:
         if shape == size[:-1]:
             return "cross_entropy"
@@ -174,8 +173,8 @@ def _inferred_name(size: torch.Size, target: Tensor) -> str:
             return "segmentation"
     raise TrainingError(
         f"no loss fits an output of shape {tuple(size)} with {str(target.dtype).removeprefix('torch.')} labels "
-        f"{tuple(shape)}; give integers {tuple(size[:-1])} for cross entropy, labels of the output's shape for binary "
-        f"cross entropy, or name the loss"
+        f"{tuple(shape)}; pass integers {tuple(size[:-1])} for cross entropy, labels of the output's shape for "
+        "binary cross entropy, or set the loss"
     )
 
 
@@ -183,11 +182,11 @@ def _check_names(what: str, given: Iterable[str], tasks: Collection[str]) -> Non
     for name in given:
         if name not in tasks:
             raise ConfigError(
-                f"the {what} name a task '{name}' that is not there{suggest(name, tasks)}; "
-                f"take it out or give its prediction and target"
+                f"the {what} name a task '{name}' that is not there{suggest(name, tasks)}; remove it or pass its "
+                "prediction and target"
             )
 
 
 def _is_zero(weight: float | Tensor) -> bool:
-    """Whether a weight is the number 0; that of a tensor is not looked at."""
+    """Whether a weight is the number 0; a tensor is not read."""
     return not isinstance(weight, Tensor) and weight == 0

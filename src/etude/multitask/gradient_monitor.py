@@ -1,4 +1,4 @@
-"""Watch how strong the gradients of the tasks are, and which tasks pull against each other."""
+"""Monitor gradient norms of the tasks, and which tasks are in conflict."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ _STATE = record_of("TaskGradients", {"window": _SUMS, "epoch": _SUMS, "report": 
 
 @dataclass(slots=True)
 class TaskGradientReport:
-    """Averages over some steps. A task is here if it had a gradient, a pair if both had one in the same step.
+    """Averages over some steps: of tasks with a gradient, and of pairs with gradients in the same step.
 
     >>> report = TaskGradientReport()
     >>> report.add(("a", "b", "unlabelled"), [[4.0, -3.0, 0.0], [-3.0, 9.0, 0.0], [0.0, 0.0, 0.0]])
@@ -33,18 +33,17 @@ class TaskGradientReport:
     """
 
     sums: dict[str, list[float]] = field(default_factory=dict)
-    """Of a task its norms, of two tasks, `a/b` in the order of the alphabet, their cosines: the sum over the steps in
-    which there were gradients, the number of these, and the number in which the cosine was negative."""
+    """Norms by task, and cosines by pair, `a/b` in alphabetical order: the sum over the steps in"""
 
     def add(self, tasks: tuple[str, ...], products: list[list[float]], conflicts: bool = True) -> None:
-        """Count a step. A gradient that is zero (no labels in the batch) or not finite has no part in it."""
+        """Add a step. A gradient that is zero (no labels in the batch) or not finite is ignored."""
         squares = {task: products[place][place] for place, task in enumerate(tasks)}
         norms = {task: math.sqrt(square) for task, square in squares.items() if 0 < square < math.inf}
         values = dict(norms)
         for (row, first), (column, second) in itertools.combinations(enumerate(tasks), 2) if conflicts else ():
             product = products[row][column]
             if first in norms and second in norms and math.isfinite(product):
-                # Rounding may take it a little beyond -1 or 1.
+                # Rounding may exceed -1 or 1 slightly.
                 cosine = max(-1.0, min(1.0, product / (norms[first] * norms[second])))
                 values["/".join(sorted((first, second)))] = cosine
         for name, value in values.items():
@@ -63,11 +62,11 @@ class TaskGradientReport:
 
     @property
     def conflicts(self) -> dict[str, float]:
-        """The mean cosine of the pairs that are in conflict on average, the worst first."""
+        """The mean cosine of the pairs that conflict on average, the worst first."""
         return dict(sorted(((name, one) for name, one in self.cosines.items() if one < 0), key=lambda item: item[1]))
 
     def numbers(self) -> dict[str, float]:
-        """Return the averages by the names they have in records."""
+        """Return the averages by their names in records."""
         numbers = {f"{task}/grad_norm": norm for task, norm in self.norms.items()}
         numbers |= {f"grad_cosine/{pair}": cosine for pair, cosine in self.cosines.items()}
         pairs = [self.sums[pair] for pair in self.cosines]
@@ -76,7 +75,7 @@ class TaskGradientReport:
         return numbers
 
     def text(self) -> str:
-        """Return the report in words: the range of the norms, and the worst conflicts."""
+        """Return the report as text: the range of the norms, and the worst conflicts."""
         norms = sorted((norm, task) for task, norm in self.norms.items())
         (least, weakest), (most, strongest) = norms[0], norms[-1]
         words = f"gradient norms from {_short(least)} ({weakest}) to {_short(most)} ({strongest})"
@@ -95,15 +94,16 @@ class TaskGradientReport:
 class TaskGradientMonitor(TaskGradientWatcher):
     """Reports how large the gradient of each task is, and which tasks are in conflict.
 
-    It looks at the first step and then at every `every_steps`-th; in such a step the gradient of each task on the
-    shared parameters is computed by itself, which takes about one backward pass per task. The products stay on the
-    device until the next log point.
+    It measures the first step and then every `every_steps`-th. In such a step the gradient of each task with respect
+    to the shared parameters is computed separately, which takes about one backward pass per task. The products stay
+    on the device until the next log point.
 
     Records of log points get `<task>/grad_norm`, `grad_cosine/<task>/<other task>` (the mean cosine of the angle
     between the two gradients: 1 the same direction, -1 opposite) and `grad_conflicts`, the share of the pairs and
-    steps in which the cosine was negative: averages over the looks since the last record. At the end of every epoch
-    a notice sums it up; `report` then holds its numbers. A task that has no labels in a batch has no gradient there,
-    and is not counted; tasks that learn from different streams meet in one step only if its batches are of several.
+    steps in which the cosine was negative: averages over the measured steps since the last record. At the end of
+    every epoch a notice summarises them; `report` then holds the values. A task without labels in a batch has no
+    gradient and is not counted; tasks of different streams are compared only if one step has batches of several
+    streams.
 
     >>> monitor = TaskGradientMonitor(every_steps=10)
     >>> monitor.on_task_gradients(TaskGradients(("code", "quality"), torch.tensor([[4.0, -3.0], [-3.0, 9.0]]), step=0))
@@ -116,7 +116,7 @@ class TaskGradientMonitor(TaskGradientWatcher):
 
         Args:
             every_steps: steps between measurements.
-            conflicts: report the cosines of all pairs of tasks too; if not, the norms alone.
+            conflicts: report the cosines of all pairs of tasks too; otherwise only norms.
         """
         super().__init__()
         if every_steps < 1:
@@ -124,7 +124,7 @@ class TaskGradientMonitor(TaskGradientWatcher):
         self.every_steps = every_steps
         self.conflicts = conflicts
         self.report: TaskGradientReport | None = None
-        """What was seen in the last epoch that was looked at."""
+        """The results of the last measured epoch."""
         self._is_main = True
         self._begin()
 
@@ -134,13 +134,13 @@ class TaskGradientMonitor(TaskGradientWatcher):
         self._window, self._epoch = TaskGradientReport(), TaskGradientReport()
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Forget an earlier run; one that goes on keeps what it knows."""
+        """Reset for a new run; a resumed one keeps its state."""
         self._is_main = run.is_main
         if run.clock.step == 0:
             self._begin()
 
     def wants_task_gradients(self, step: int) -> bool:
-        """Return whether a step is measured; it depends on the step alone, so a resumed run measures the same ones."""
+        """Return whether a step is measured; it depends only on the step, so a resumed run measures the same ones."""
         return step % self.every_steps == 0
 
     def on_task_gradients(self, gradients: TaskGradients) -> None:
@@ -154,7 +154,7 @@ class TaskGradientMonitor(TaskGradientWatcher):
         return window.numbers()
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Sum up the epoch."""
+        """Summarise the epoch."""
         self._read()
         found, self._epoch = self._epoch, TaskGradientReport()
         if not found.sums:
@@ -165,13 +165,13 @@ class TaskGradientMonitor(TaskGradientWatcher):
             self.notify(message, event="task_gradients", norms=found.norms, conflicts=found.conflicts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums in flight and the last report."""
+        """Return the running sums and the last report."""
         self._read()
         last = None if self.report is None else self.report.sums
         return {"window": self._window.sums, "epoch": self._epoch.sums, "report": last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; what another version has seen is forgotten."""
+        """Restore `state_dict`; the state of another version is dropped."""
         self._pending.clear()
         if not is_kind(_STATE, state):
             return
@@ -179,7 +179,7 @@ class TaskGradientMonitor(TaskGradientWatcher):
         self.report = None if state["report"] is None else TaskGradientReport(dict(state["report"]))
 
     def _read(self) -> None:
-        """Read the products since the last time in one transfer, and add them up. Waits for the device."""
+        """Read the pending products in one transfer, and add them up. Synchronises with the device."""
         pending, self._pending = self._pending, []
         if not pending:
             return

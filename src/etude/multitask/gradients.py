@@ -1,4 +1,4 @@
-"""Each task's own gradient of the parameters that tasks share."""
+"""Each task's own gradient with respect to the shared parameters."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from etude.multitask.model import MultiTaskModel
 
 Counts = Mapping[str, Tensor | float]
 LOSS = "/loss"
-"""How the terms of the tasks' losses end: `<task>/loss`."""
+"""Suffix of the terms of the tasks' losses: `<task>/loss`."""
 
 
 @dataclass(slots=True)
 class TaskGradients:
-    """Products of the tasks' gradients with each other in one step, on the parameters that tasks share."""
+    """Inner products of the tasks' gradients with respect to the shared parameters, in one step."""
 
     tasks: tuple[str, ...]
-    """Those that were active in this step, in order."""
+    """The tasks active in this step, in order."""
     products: Tensor
     """(tasks, tasks), float32 on the device: inner products of the gradients of the unweighted mean losses, over all
     micro-batches and ranks, unscaled."""
@@ -32,35 +32,35 @@ class TaskGradients:
 
 
 class TaskGradientWatcher(Callback):
-    """A callback that looks at the gradients of the tasks in some of the steps."""
+    """A callback that reads the gradients of the tasks in some of the steps."""
 
     def bind(self, parts: RunParts) -> None:
-        """Raise ConfigError where there is one task only."""
-        from etude.multitask.task import MultiTask  # which is made of this
+        """Raise ConfigError if there is only one task."""
+        from etude.multitask.task import MultiTask  # imported here, because it imports this module
 
         if not isinstance(parts.task, MultiTask):
             raise ConfigError(
                 f"{type(self).__name__} compares several tasks, but {type(parts.task).__name__} is a single task; "
-                f"give task=MultiTask({{...}}), or leave the callback out"
+                "pass task=MultiTask({...}), or remove the callback"
             )
 
     def acts_in_steps(self) -> bool:
-        """It looks at the gradients of steps."""
+        """True: it reads the gradients of steps."""
         return True
 
     def wants_task_gradients(self, step: int) -> bool:
-        """Return whether it wants those of this step; asked before every step. By default it wants all."""
+        """Return whether it needs those of this step; called before every step. By default all steps."""
         return True
 
     def on_task_gradients(self, gradients: TaskGradients) -> None:
-        """Called in the steps in which they were wanted; reading the products waits for the device."""
+        """Called in the requested steps; reading the products synchronises with the device."""
 
 
 class TaskRows:
-    """The gradients of the tasks' mean losses, added up over the micro-batches of a step: a row for each task.
+    """The gradients of the tasks' mean losses, accumulated over the micro-batches of a step: one row per task.
 
-    The rows are parts of one matrix that serves every step: memory of this size, asked for again in every step, is new
-    to the process each time, and touching it for the first time takes longer than the arithmetic.
+    The rows belong to one matrix that is reused in every step: memory of this size would otherwise be newly mapped in
+    every step, and the page faults would take longer than the arithmetic.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TaskRows:
         dtype = reduce(torch.promote_types, (param.dtype for param in params))
         self._matrix = torch.zeros(len(self.tasks), sum(sizes), dtype=dtype, device=params[0].device)
         self._parts: dict[str, list[Tensor]] = {}
-        """Of every task's row, the views that have the shapes of the parameters."""
+        """Views of every task's row with the shapes of the parameters."""
         for task, row in zip(self.tasks, self._matrix, strict=True):
             self._parts[task] = [part.view_as(param) for part, param in zip(row.split(sizes), params, strict=True)]
         self.begin()
@@ -80,12 +80,12 @@ class TaskRows:
     def begin(self) -> None:
         """Begin a step, without gradients."""
         self.found: dict[str, None] = {}
-        """The tasks that had terms in this step, in the order in which they came."""
+        """The tasks that had terms in this step, in order of occurrence."""
         self.reached = [0] * len(self.params)
-        """1 for every parameter that a task here uses."""
+        """1 for every parameter that a task uses on this rank."""
 
     def add(self, terms: Terms, totals: Counts) -> None:
-        """Add the gradients of these terms, one backward pass for each task; the graph is kept."""
+        """Add the gradients of these terms, one backward pass per task; the graph is kept."""
         for name, term in terms.items():
             if name.endswith(LOSS):
                 self._add(name.removesuffix(LOSS), term.sum / totals[name])
@@ -93,7 +93,7 @@ class TaskRows:
     def matrix(self) -> Tensor:
         """Return the rows of all tasks over all ranks, (tasks, elements); zeros for an inactive task.
 
-        The next step writes over them.
+        The next step overwrites them.
         """
         rows = self._matrix
         for place, task in enumerate(self.tasks):
@@ -104,17 +104,17 @@ class TaskRows:
         return self._world.sum(rows)
 
     def products(self, step: int) -> TaskGradients:
-        """Return the products of the tasks' gradients with each other."""
+        """Return the inner products of the tasks' gradients."""
         tasks = tuple(self.found)
         rows = self.matrix().float()
         products = rows @ rows.T
-        if tasks != self.tasks:  # without a list of indices, whose copy to a device would make the host wait
+        if tasks != self.tasks:  # without an index list, whose copy to the device would synchronise
             places = [self.tasks.index(task) for task in tasks]
             products = torch.stack([torch.stack([products[one, other] for other in places]) for one in places])
         return TaskGradients(tasks, products, step)
 
     def _add(self, task: str, loss: Tensor) -> None:
-        """Add one gradient to the task's row, or begin the row with it."""
+        """Add one gradient to the task's row, or start the row with it."""
         places, gradients = self._gradients(loss)
         parts = self._parts[task]
         if task in self.found:
@@ -129,9 +129,9 @@ class TaskRows:
             torch._foreach_copy_([parts[place] for place in places], gradients)
 
     def _gradients(self, loss: Tensor) -> tuple[list[int], list[Tensor]]:
-        """Return the numbers of the parameters that the loss reaches, and their gradients."""
+        """Return the indices of the parameters that the loss depends on, and their gradients."""
         scaled = self._precision.scale(loss)
-        if not scaled.requires_grad:  # a task without any labels here may be a plain 0
+        if not scaled.requires_grad:  # the loss of a task without labels may be a constant 0
             return [], []
         found = torch.autograd.grad(scaled, list(self.params), retain_graph=True, allow_unused=True)
         places = [place for place, gradient in enumerate(found) if gradient is not None]
@@ -141,10 +141,10 @@ class TaskRows:
 
 
 def shared_model(model: nn.Module) -> MultiTaskModel:
-    """Return the model inside wrappers; raise TrainingError if it does not tell what its tasks share."""
+    """Return the model inside wrappers; raise TrainingError if it does not define shared parameters."""
     inner = unwrap(model)
     if isinstance(inner, MultiTaskModel):
         return inner
     raise TrainingError(
-        f"{type(inner).__name__} does not tell which parameters its tasks share; use a MultiTaskModel"
+        f"{type(inner).__name__} does not define which parameters its tasks share; use a MultiTaskModel"
     )

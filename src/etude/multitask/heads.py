@@ -1,4 +1,4 @@
-"""Heads: what a task adds to a model that several tasks share, to make its predictions of the shared features."""
+"""Heads: the layers that a task adds to a shared model, to make predictions from the shared features."""
 
 from typing import Annotated, Literal
 
@@ -20,11 +20,11 @@ INIT_STD = 0.02
 
 @register("head", "language_model")
 class LanguageModelHead(nn.Module):
-    """Predicts tokens at every position, with the trunk's own output layer where there is one.
+    """Predicts tokens at every position, with the trunk's own output layer if there is one.
 
-    The layer is left to the loss, as a `HeadOutput`: the logits of all positions are never held at once. With
-    `tied=False`, and for a trunk without an output layer, the head has a layer of its own, which needs `vocab_size`. A
-    model of Hugging Face that does more with its features than to apply that layer counts as one without.
+    The layer is applied by the loss, through a `HeadOutput`, so all logits are never in memory at once. With
+    `tied=False`, and for a trunk without an output layer, the head has its own layer, which needs `vocab_size`. A
+    Hugging Face model that does more with its features than apply that layer counts as one without.
 
     >>> head = LanguageModelHead(vocab_size=100, tied=False, in_features=8)
     >>> head(Features(torch.zeros(2, 5, 8))).shape
@@ -40,14 +40,14 @@ class LanguageModelHead(nn.Module):
         self.layer = None if tied else self._own_layer("tied: false")
 
     def attach(self, output: nn.Linear | None, in_features: int | None) -> None:
-        """Make a layer if the trunk has no output layer; the model calls this, with the width of its features."""
+        """Create a layer if the trunk has no output layer; called by the model with the width of its features."""
         if self.in_features is None:
             self.in_features = in_features
         if output is None and self.layer is None:
             self.layer = self._own_layer("a trunk without an output layer")
 
     def forward(self, features: Features) -> HeadOutput:
-        """Return hidden states and output layer, which stand for the logits (…, V)."""
+        """Return hidden states and output layer in place of the logits (…, V)."""
         layer = features.output if self.layer is None else self.layer
         if not isinstance(layer, nn.Linear):
             raise TrainingError(
@@ -58,13 +58,13 @@ class LanguageModelHead(nn.Module):
 
     def _own_layer(self, why: str) -> nn.Linear:
         if self.vocab_size is None:
-            raise ConfigError(f"head language_model with {why} makes a layer of its own: set vocab_size")
+            raise ConfigError(f"head language_model with {why} needs its own layer; set vocab_size")
         return linear_layer(checked_width(self.in_features, "language_model"), self.vocab_size, bias=self.bias)
 
 
 @register("head", "linear")
 class LinearHead(nn.Module):
-    """A linear layer on the features, (…, D) to (…, out_features): regression, or anything of your own.
+    """A linear layer on the features, (…, D) to (…, out_features), for regression or custom tasks.
 
     >>> LinearHead(3, in_features=8)(Features(torch.zeros(2, 8))).shape
     torch.Size([2, 3])
@@ -82,7 +82,7 @@ class LinearHead(nn.Module):
 
 @register("head", "token_classifier")
 class TokenClassifier(nn.Module):
-    """Logits of classes at every position, (B, L, C); of (B, D) features, (B, C).
+    """Class logits at every position, (B, L, C); for features (B, D), (B, C).
 
     >>> TokenClassifier(3, in_features=8)(Features(torch.zeros(2, 5, 8))).shape
     torch.Size([2, 5, 3])
@@ -107,7 +107,7 @@ class TokenClassifier(nn.Module):
 
 @register("head", "sequence_classifier")
 class SequenceClassifier(nn.Module):
-    """One prediction per sequence: logits (B, C) of the positions' mean, maximum, first or last. Padding has no part.
+    """One prediction per sequence: logits (B, C) from mean, max, first or last pooling without padding.
 
     >>> features = Features(torch.ones(2, 5, 8), mask=torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0]]))
     >>> SequenceClassifier(3, pooling="last", in_features=8)(features).shape
@@ -166,7 +166,7 @@ class Classifier(nn.Sequential):
 
 
 def pooled(features: Features, pooling: Pooling) -> Tensor:
-    """Return one vector (B, D) for each sequence, of its real positions; zeros or a padded vector if it has none.
+    """Return one vector (B, D) per sequence, pooled over real positions; zeros or a padded vector if it has none.
 
     >>> hidden = torch.tensor([[[1.0], [3.0], [9.0]]])
     >>> pooled(Features(hidden, mask=torch.tensor([[1, 1, 0]])), "mean")
@@ -191,8 +191,8 @@ def pooled(features: Features, pooling: Pooling) -> Tensor:
 def _pooled_real(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     if mask.shape != hidden.shape[:2]:
         raise TrainingError(
-            f"a mask of shape {tuple(mask.shape)} does not tell the padding of features of shape "
-            f"{tuple(hidden.shape)}; give the batch a mask (batch, length)"
+            f"a mask of shape {tuple(mask.shape)} does not fit features of shape {tuple(hidden.shape)}; pass a mask "
+            "(batch, length) in the batch"
         )
     real = mask.bool()
     match pooling:
@@ -210,12 +210,12 @@ def _pooled_real(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
 
 
 def fitting(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return hidden states in the dtype of the weights; under autocast they stay, as torch chooses one for both."""
+    """Return hidden states in the dtype of the weights; under autocast torch converts both."""
     return hidden if torch.is_autocast_enabled(hidden.device.type) else hidden.to(weight.dtype)
 
 
 def linear_layer(in_features: int, out_features: int, *, bias: bool = True) -> nn.Linear:
-    """Return a layer with small weights and no bias yet: the first loss is then near that of guessing."""
+    """Return a layer with small weights and zero bias, so that the initial loss is that of a uniform guess."""
     layer = nn.Linear(in_features, out_features, bias=bias)
     nn.init.normal_(layer.weight, std=INIT_STD)
     if layer.bias is not None:
@@ -224,9 +224,9 @@ def linear_layer(in_features: int, out_features: int, *, bias: bool = True) -> n
 
 
 def checked_width(in_features: int | None, head: str) -> int:
-    """Return the width of the features, or raise ConfigError where it is not known."""
+    """Return the width of the features, or raise ConfigError if it is unknown."""
     if in_features is None:
         raise ConfigError(
-            f"head {head}: the model does not tell the width of its features (`feature_dim`); set in_features"
+            f"head {head}: the model does not define the width of its features (`feature_dim`); set in_features"
         )
     return in_features

@@ -1,4 +1,4 @@
-"""One model for several tasks: a trunk that all share, a head for each, and how features come from a trunk."""
+"""One model for several tasks: a shared trunk, one head per task, and extracting features from a trunk."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ from etude.multitask.heads import LanguageModelHead
 
 
 class MultiTaskModel(nn.Module):
-    """Runs a trunk once on a batch, and only those heads on its features that are asked for.
+    """Runs a trunk once on a batch, and only the requested heads on its features.
 
-    The trunk is any model (see `FeatureCall`), a head a module that is called with `Features`. The
-    weighting of the tasks becomes part of the model when they join it (`MultiTask.join`, which a `Trainer` calls), so
-    that it is saved, moved, optimized and kept the same on all processes like the rest. The model does not call it.
+    The trunk is any model (see `FeatureCall`), a head a module that is called with `Features`. The weighting of the
+    tasks becomes part of the model in `MultiTask.join` (called by a `Trainer`), so that it is saved, moved, optimized
+    and kept in sync like the rest. The model does not call it.
 
     >>> import torch
     >>> from etude.models import LeNet5
@@ -36,12 +36,12 @@ class MultiTaskModel(nn.Module):
     """
 
     def __init__(self, trunk: nn.Module, heads: Mapping[str, nn.Module]) -> None:
-        """Put the parts together; a language model's head that needs an output layer of its own makes it now."""
+        """Assemble the model; a language model head without an output layer creates its own now."""
         super().__init__()
         for name in heads:
             if not name or "." in name or name in dir(nn.ModuleDict):
                 raise ConfigError(
-                    f"a head cannot be called '{name}', as it is part of names in the model; choose another"
+                    f"a head cannot be named '{name}', which is not a valid module name; choose another"
                 )
         self.trunk = trunk
         self.heads = nn.ModuleDict(heads)
@@ -52,10 +52,10 @@ class MultiTaskModel(nn.Module):
                 head.attach(self.get_output_embeddings(), feature_dim(trunk))
 
     def forward(self, batch: Batch, heads: Sequence[Any]) -> Any:
-        """Return what each of the named heads makes of the batch, by name; raise TrainingError if one is not there.
+        """Return the outputs of the named heads, by name; raise TrainingError for an unknown head.
 
-        Of a `JointBatch` with a list of heads for each of its parts, return a list of such answers: all parts pass in
-        one call, because processes that train together expect one for each backward pass.
+        For a `JointBatch`, with a list of heads for each of its batches, it returns a list of outputs: all batches
+        are run in one call, because DistributedDataParallel expects one forward call per backward pass.
         """
         if isinstance(batch, JointBatch):
             return [self._answers(part, names) for part, names in zip(batch, heads, strict=True)]
@@ -69,11 +69,11 @@ class MultiTaskModel(nn.Module):
         return {name: self.heads[name](features) for name in heads}
 
     def features(self, batch: Batch) -> Features:
-        """Return what the trunk makes of a batch."""
+        """Return the trunk's features of a batch."""
         found = self._features(self.trunk, batch)
         if self.weighting is None:
             return found
-        # Only the loss uses the weighting's parameters; processes that train together must see that it will.
+        # Only the loss uses the weighting's parameters; DistributedDataParallel must find them in the graph.
         return replace(found, hidden=linked(found.hidden, *self.weighting.parameters()))
 
     def get_output_embeddings(self) -> nn.Linear | None:
@@ -85,7 +85,7 @@ class MultiTaskModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Return the trainable parameters as optimizers take them; those of the weighting have no weight decay."""
+        """Return the trainable parameters as parameter groups; those of the weighting have no weight decay."""
         weighting = [] if self.weighting is None else list(self.weighting.parameters())
         own = {id(parameter) for parameter in weighting}
         groups: list[dict[str, Any]] = [
@@ -95,20 +95,20 @@ class MultiTaskModel(nn.Module):
         return [group for group in groups if group["params"]]
 
     def shared_parameters(self) -> list[nn.Parameter]:
-        """Return the trainable parameters of the trunk, without an output layer that one head alone uses."""
+        """Return the trainable parameters of the trunk, without an output layer that only one head uses."""
         output = self.get_output_embeddings()
         users = sum(isinstance(head, LanguageModelHead) and head.layer is None for head in self.heads.values())
         uses = Counter(id(parameter) for _, parameter in self.trunk.named_parameters(remove_duplicate=False))
         layer = [] if output is None or users > 1 else list(output.parameters())
-        own = {id(parameter) for parameter in layer if uses[id(parameter)] == 1}  # not the embedding too
+        own = {id(parameter) for parameter in layer if uses[id(parameter)] == 1}  # unless it is tied to the embedding
         return [p for p in self.trunk.parameters() if p.requires_grad and id(p) not in own]
 
     def last_shared_layer(self, batch: Batch) -> str:
         """Return the name of the trunk's last block, before the heads. The trunk is run once to find it.
 
-        It is the block with the trainable matrix that is used last to make the features of the batch, in whatever order
-        the modules were defined: an element of a module list or sequence, elsewhere a layer. The trunk's own output
-        layer does not count: it comes after the features.
+        It is the block whose trainable matrix is used last in computing the features, whatever the order of
+        definition: an element of a module list or sequence, otherwise a layer. The trunk's own output layer does not
+        count, because it comes after the features.
         """
         with probing(self.trunk, training=False), torch.enable_grad():
             used = order_of_use(self._features(self.trunk, batch).hidden)
@@ -123,7 +123,7 @@ class MultiTaskModel(nn.Module):
     def layer_parameters(self, layer: str) -> list[nn.Parameter]:
         """Return the trainable parameters of a layer of the trunk; raise ConfigError if there is none of that name.
 
-        The name is that in the model, `trunk.fc`, or in the trunk, `fc`.
+        The name is relative to the model (`trunk.fc`) or to the trunk (`fc`).
         """
         known = {".".join(filter(None, ("trunk", name))): module for name, module in self.trunk.named_modules()}
         module = known.get(layer, known.get(f"trunk.{layer}"))
@@ -143,7 +143,7 @@ class MultiTaskModel(nn.Module):
         return [p for p in module.parameters(recurse) if p.requires_grad and id(p) not in own]
 
     def _block_of(self, name: str) -> list[str]:
-        """Return the path of the block that a module of the trunk is part of: up to the outermost list or sequence."""
+        """Return the path of the block that contains a module of the trunk: up to the outermost list or sequence."""
         parts, module = name.split(".") if name else [], self.trunk
         for place, part in enumerate(parts, start=1):
             if isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -153,9 +153,10 @@ class MultiTaskModel(nn.Module):
 
 
 class FeatureCall:
-    """Runs a trunk on a batch of any form that `ModelCall` takes; how to call it is decided once.
+    """Runs a trunk on a batch of any form that `ModelCall` accepts; how to call it is decided once.
 
-    A `Trunk` runs its `features`, a model of Hugging Face its base model; of any other the output is the features.
+    A `Trunk` runs its `features`, a Hugging Face model its base model; for any other model the output is the
+    features.
     """
 
     def __init__(self, trunk: nn.Module) -> None:
@@ -173,14 +174,14 @@ class FeatureCall:
             )
             raise TrainingError(
                 f"heads need features (batch, length, width) or (batch, width), but {type(trunk).__name__} returned "
-                f"{found}; give it a method `features` and an attribute `feature_dim`"
+                f"{found}; add a method `features` and an attribute `feature_dim`"
             )
         mask, document_ids = positions_of(batch) if hidden.dim() == 3 else (None, None)
         softcap = None if self._huggingface is None else self._huggingface.softcap
         return Features(hidden, mask, document_ids, self.output(trunk), softcap)
 
     def output(self, trunk: nn.Module) -> nn.Linear | None:
-        """Return the linear layer that makes the trunk's predictions of its features, None if there is none."""
+        """Return the linear layer that maps the trunk's features to predictions, None if there is none."""
         if not isinstance(trunk, NamesItsHead) or (self._huggingface and not self._huggingface.has_output):
             return None
         layer = trunk.get_output_embeddings()
@@ -193,7 +194,7 @@ class FeatureCall:
 
 
 def positions_of(batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-    """Return mask and documents of the positions that the model sees, (B, L) each, or None.
+    """Return mask and document ids of the model's positions, (B, L) each, or None.
 
     >>> import torch
     >>> positions_of({"input_ids": torch.tensor([[5, 6, 0]]), "document_ids": torch.tensor([[0, 1, -1]])})[0]
@@ -203,20 +204,20 @@ def positions_of(batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     mask = next((batch[key] for key in ("attention_mask", "attn_mask") if key in batch), None)
     if not isinstance(mask, Tensor) or mask.dim() != 2:
-        mask = None  # masks of other shapes say who sees whom, not what is padding
+        mask = None  # masks of other shapes do not describe padding
     documents = batch.get("document_ids")
     if not isinstance(documents, Tensor):
         documents = None
     elif mask is None:
         mask = documents >= 0
-    if is_next_token(batch):  # the model does not see the last token, which has no next one
+    if is_next_token(batch):  # the model does not receive the last token, which has no next one
         mask = None if mask is None else mask[:, :-1]
         documents = None if documents is None else documents[:, :-1]
     return mask, documents
 
 
 def order_of_use(result: Tensor) -> dict[int, int]:
-    """Return when each parameter was used last to compute a tensor, by its id; larger numbers are later.
+    """Return when each parameter was last used in computing a tensor, by id; larger numbers are later.
 
     >>> first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     >>> used = order_of_use(first(second(torch.ones(1, 2))))
@@ -230,7 +231,7 @@ def order_of_use(result: Tensor) -> dict[int, int]:
         for child, _ in node.next_functions:
             if (
                 isinstance(leaf := getattr(child, "variable", None), Tensor) and leaf.is_leaf
-            ):  # where a parameter enters
+            ):  # an accumulation node of a parameter
                 used[id(leaf)] = max(used.get(id(leaf), -1), node._sequence_nr())
             elif child is not None and child not in seen:
                 seen.add(child)

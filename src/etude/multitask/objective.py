@@ -1,6 +1,6 @@
-"""From the terms of several tasks to gradients: tasks without labels, ranks without samples, gradient watchers.
+"""Gradients of several tasks: tasks without labels, ranks without samples, callbacks that read task gradients.
 
-`TaskObjective` serves weightings whose weights are in the terms. The others ask more of a step and are in `rules.py`.
+`TaskObjective` is for weightings whose weights are in the terms. Those that need more are in `rules.py`.
 """
 
 import logging
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("etude")
 
 LEAST = 1e-9
-"""Counts below this are none: the step puts a tiny number in place of 0."""
+"""Counts below this mean zero: the step replaces 0 by a tiny number."""
 
 
 class TaskObjective(Objective):
     """Σ over tasks of weight·sum/count, where not every micro-batch has every task."""
 
     all_reduces = True
-    """Whether gradients come from one backward pass, in which they are all-reduced."""
+    """Whether gradients come from one backward pass, which all-reduces them."""
 
     def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
         super().__init__(task, parts)
@@ -41,20 +41,20 @@ class TaskObjective(Objective):
         self.weighting: Any = task.weighting
         self._dtype = torch.promote_types(next(parts.model.parameters()).dtype, torch.float32)
         self.notice: Callable[[str, Mapping[str, Any]], None] = lambda message, _facts: logger.info(message)
-        """Receives what the user should know."""
+        """Receives messages for the user."""
         self.rows: list[TaskRows] = []
-        """Where the gradients of every task are kept apart, in every step."""
+        """Per-task gradients that the weighting needs in every step."""
         self._watchers: Sequence[TaskGradientWatcher] = ()
         self._probe: TaskRows | None = None
-        """The same, of all shared parameters, for callbacks that ask for some of the steps."""
+        """Per-task gradients of all shared parameters, for callbacks that need them in some steps."""
         self._kept: list[TaskRows] = []
-        """Both, as far as this step needs them."""
+        """Those of both that this step needs."""
         self._learns = False
         rule = self.weighting
         if rule is not None and rule.has_state and all(rule is not part for part in parts.model.modules()):
             raise ConfigError(
-                f"{type(rule).__name__} is not part of the model, so that it would be neither trained nor saved; "
-                f"let the task make it so before training: task.join(model)"
+                f"{type(rule).__name__} is not part of the model, so it would be neither trained nor saved; call "
+                "task.join(model) before training"
             )
 
     def on_rank(self, task: Task) -> Task:
@@ -62,18 +62,18 @@ class TaskObjective(Objective):
         return task if self.parts.world.size == 1 else RankTasks(task, self.parts.world)  # type: ignore[arg-type]
 
     def connect(self, callbacks: CallbackList) -> None:
-        """Take the callbacks that look at the tasks' gradients, and let notices reach the user."""
+        """Find the callbacks that read the tasks' gradients, and send notices to the user."""
         self._watchers = [one for one in callbacks if isinstance(one, TaskGradientWatcher)]
         self.notice = callbacks.on_notice
 
     def is_usual(self, step: int) -> bool:
-        """Return whether nobody looks at the tasks' gradients in this step."""
+        """Return whether no callback reads the tasks' gradients in this step."""
         return not any(one.wants_task_gradients(step) for one in self._watchers)
 
     # --- a step
 
     def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
-        """Begin a step: with several micro-batches the counts of all tasks are known ahead."""
+        """Begin a step: with several micro-batches the counts of all tasks are needed in advance."""
         super().begin(micro_batches, step)
         self._learns = False
         self._kept = list(self.rows)
@@ -88,7 +88,7 @@ class TaskObjective(Objective):
                 raise self.nothing_to_learn()
 
     def make_rows(self, params: Sequence[nn.Parameter]) -> TaskRows:
-        """Return where the tasks' gradients of these parameters are kept apart."""
+        """Return an accumulator of per-task gradients of these parameters."""
         return TaskRows(self.names, params, self.parts.world, self.parts.precision)
 
     def micro_batch(self, place: int) -> Any:
@@ -98,7 +98,7 @@ class TaskObjective(Objective):
         return local_gradients(self.parts.model)
 
     def backward(self, terms: Terms) -> None:
-        """Make the gradients of one micro-batch, which may have no task at all."""
+        """Compute the gradients of one micro-batch, which may have no task at all."""
         weighted = self.add(terms)
         if self.totals is None:
             self.totals = self.totals_of(weighted) if weighted else self._no_totals()
@@ -111,7 +111,7 @@ class TaskObjective(Objective):
             self.all_reduce_nothing()
 
     def task_backward(self, weighted: Terms, totals: Counts) -> None:
-        """Run the backward pass of the terms that a micro-batch has."""
+        """Run the backward pass of the terms of a micro-batch."""
         self.run_backward(weighted)
 
     def finish(self) -> Tensor | float:
@@ -129,15 +129,15 @@ class TaskObjective(Objective):
         return self.undo_average(1.0)
 
     def complete(self, totals: Counts) -> None:
-        """Look at the gradients of the whole step, or change them."""
+        """Read or change the gradients of the whole step."""
 
     def end_epoch(self, means: Mapping[str, float]) -> None:
-        """Give a weighting the mean losses of an epoch; warn of an active task that had no labels in all of it."""
+        """Pass the mean losses of an epoch to the weighting; warn about an active task without labels."""
         for task, weight in self.tasks.weights.items():
             if weight and f"{task}{LOSS}" not in means:
                 logger.warning(
-                    "the task '%s' had no labels in a whole epoch, so it learned nothing and the sum of the losses is "
-                    "not reported; look at its labels and at its share of the data",
+                    "the task '%s' had no labels in a whole epoch, so it learned nothing and the total loss is not "
+                    "reported; check its labels and its share of the data",
                     task,
                 )
         if self.weighting is not None:
@@ -158,17 +158,17 @@ class TaskObjective(Objective):
         return means, self.tasks.scale(device, self._dtype) * present
 
     def nothing_to_learn(self) -> TrainingError:
-        """Return the error of a step without any active task."""
+        """Return the error for a step without any active task."""
         streams = {str(one[STREAM]) for one in self.micro_batches if isinstance(one, Mapping) and STREAM in one}
         if not streams:
             return super().nothing_to_learn()
         return TrainingError(
-            f"no task that is active now learns from the stream {' or '.join(sorted(streams))}: there is nothing to "
-            f"learn from"
+            f"no active task learns from the stream {' or '.join(sorted(streams))}, so the step has no loss; "
+            "activate one or remove the stream"
         )
 
     def _no_totals(self) -> Counts:
-        """Return no counts: tasks of weight 0, at the start of a ramp for example, are only evaluated."""
+        """Return no counts: tasks of weight 0, for example at the start of a ramp, are only evaluated."""
         if any(self.tasks.is_for(batch) for batch in self.micro_batches):
             return {}
         raise self.nothing_to_learn()
@@ -181,14 +181,14 @@ class RankTasks(Task):
         self.task, self.world = task, world
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
-        """Return the terms of this rank's samples, and with count 0 those that only other ranks have samples of."""
+        """Return the terms of this rank's samples, and terms that only other ranks have, with count 0."""
         names = self.task.weighted_terms(batch)
         if is_empty(batch):
             zero = idle_output(model)
             return {name: _absent(name, zero) for name in names}
         if not isinstance(batch, JointBatch) or not any(is_empty(part) for part in batch):
             return self.task(model, batch, metrics=metrics)
-        # This rank has samples of some of the streams only; few models take an empty batch.
+        # This rank has samples of only some streams; few models accept an empty batch.
         there = JointBatch([part for part in batch if not is_empty(part)])
         terms = self.task(model, there, metrics=metrics)
         nothing = torch.zeros((), device=next(model.parameters()).device)
@@ -203,4 +203,4 @@ def _absent(name: str, zero: Tensor) -> LossTerm:
 def _on(count: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(count, Tensor):
         return count.to(device, torch.float32, non_blocking=True)
-    return torch.full((), count, dtype=torch.float32, device=device)  # a copy would make the host wait
+    return torch.full((), count, dtype=torch.float32, device=device)  # a copy would synchronise

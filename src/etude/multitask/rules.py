@@ -1,4 +1,4 @@
-"""Weightings that ask more of a step than weights: each task's gradient, or the losses before and after the update."""
+"""Weightings that need more than weights: per-task gradients, or the losses before and after the update."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,41 +34,41 @@ def make_objective(task: "MultiTask", parts: ObjectiveParts) -> TaskObjective:
 
 
 class GradNormObjective(TaskObjective):
-    """Shows the weighting each task's gradient of one shared layer: the one it names, or the last one."""
+    """Passes the weighting each task's gradient of one shared layer: the one it names, or the last one."""
 
     is_capturable = False
 
     def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
         super().__init__(task, parts)
         if self.weighting.layer is not None:
-            shared_model(parts.model).layer_parameters(self.weighting.layer)  # is there one of that name?
+            shared_model(parts.model).layer_parameters(self.weighting.layer)  # check that the layer exists
         self._is_reached = False
 
     def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
-        """Begin without gradients; the first step finds the layer and says which it is."""
+        """Begin without gradients; the first step finds the layer and reports it."""
         if not self.rows:
             layer = self.weighting.layer or self._last_layer(micro_batches)
             params = shared_model(self.parts.model).layer_parameters(layer)
             self.rows = [self.make_rows(params)]
             if self.parts.world.is_main:
-                words = f"looks at the gradients of {layer} ({sum(param.numel() for param in params):,} parameters)"
+                words = f"uses the gradients of {layer} ({sum(param.numel() for param in params):,} parameters)"
                 self.notice(f"{type(self.weighting).__name__} {words}", {"event": "weighting", "layer": layer})
         super().begin(micro_batches, step)
 
     def complete(self, totals: Counts) -> None:
-        """Let the weighting see the gradients of the whole step; the first one shows whether the layer has any."""
+        """Pass the gradients of the whole step to the weighting; the first step checks that the layer has any."""
         if not self._is_reached:
             self._is_reached = bool(self.parts.world.host_max([max(self.rows[0].reached)])[0])
             if not self._is_reached:
                 raise ConfigError(
                     f"no task has a gradient of the layer '{self.weighting.layer}', which "
-                    f"{type(self.weighting).__name__} is to look at; name one that the features are made with"
+                    f"{type(self.weighting).__name__} needs; choose a layer that the features depend on"
                 )
         losses, scale = self.losses(self.sums, totals)
         self.weighting.observe(losses, self.rows[0].matrix(), scale)
 
     def _last_layer(self, micro_batches: Sequence[Batch]) -> str:
-        """Return the name of the last shared layer; ranks without samples take it from the others."""
+        """Return the name of the last shared layer; ranks without samples get it from the others."""
         model = shared_model(self.parts.model)
         names = [name for name, _ in model.named_modules()]
         batches = [part for batch in micro_batches for part in (batch if isinstance(batch, JointBatch) else (batch,))]
@@ -81,7 +81,7 @@ class GradNormObjective(TaskObjective):
 
 
 class CombinedGradients(TaskObjective):
-    """Lets the weighting make the gradient of the shared parameters; the others take that of the weighted sum."""
+    """Lets the weighting compute the gradient of the shared parameters; others get that of the weighted sum."""
 
     is_capturable = False
 
@@ -97,38 +97,38 @@ class CombinedGradients(TaskObjective):
         self._reached: dict[tuple[tuple[str, str | None], ...], list[int]] = {}
 
     def task_backward(self, weighted: Terms, totals: Counts) -> None:
-        """There is no backward pass of the sum: each task's gradient is kept apart."""
+        """Skip the backward pass of the sum: each task's gradient is computed separately."""
 
     def complete(self, totals: Counts) -> None:
-        """Make one gradient of them all."""
+        """Combine them into one gradient."""
         _, scale = self.losses(self.sums, totals)
         rows = self.rows[0].matrix()
         shared, own = rows[:, : self._size], rows[:, self._size :]
-        # As backward passes of several ranks leave them: scaled like the loss, and averaged over ranks.
+        # As a DDP backward pass leaves them: scaled like the loss, and averaged over ranks.
         factor = self.parts.precision.unscale(1.0) / self.parts.world.size
         if self._own:
             assign_gradients((scale.to(own.dtype) @ own).mul_(factor), self._own)
-        # Weighed in place: a copy of all gradients takes longer than the rest of the method.
+        # Scaled in place: copying all gradients takes longer than the rest of the method.
         shared.masked_fill_(scale[:, None] <= 0, 0.0).mul_(scale[:, None])
         merged = self.weighting.merge(shared, self.step, scale > 0)
         assign_gradients(merged.mul_(factor), self._shared)
         for param, reached in zip(self.rows[0].params, self._params_reached(), strict=True):
             if not reached:
-                param.grad = None  # as a backward pass leaves it: heads of inactive tasks must not decay
+                param.grad = None  # as after a backward pass: no weight decay for heads of inactive tasks
 
     def _params_reached(self) -> list[int]:
-        """Return 1 for every parameter that one of the tasks of this step uses on any rank."""
+        """Return 1 for every parameter that a task of this step uses on any rank."""
         rows = self.rows[0]
         if self.parts.world.size == 1:
             return rows.reached
         key = tuple((task, self.tasks.head_of(task)) for task in rows.found)
-        if key not in self._reached:  # once for the same tasks and heads: ranks talk about it through their hosts
+        if key not in self._reached:  # cached per tasks and heads: ranks exchange it through their hosts
             self._reached[key] = self.parts.world.host_max(rows.reached)
         return self._reached[key]
 
 
 class LossObjective(TaskObjective):
-    """Weighs the losses by what they are in the step."""
+    """Weights the losses by their values in the step."""
 
     is_capturable = False
 
@@ -139,7 +139,7 @@ class LossObjective(TaskObjective):
         self._before: tuple[Tensor, Tensor] | None = None
 
     def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
-        """With several micro-batches the losses of all must be known before the first backward pass."""
+        """With several micro-batches all losses must be known before the first backward pass."""
         super().begin(micro_batches, step)
         self._before = None
         self._random.remember()
@@ -148,7 +148,7 @@ class LossObjective(TaskObjective):
                 self._before = self._losses_now(self.totals)
 
     def task_backward(self, weighted: Terms, totals: Counts) -> None:
-        """Weigh the losses of a micro-batch by those of the whole step."""
+        """Weight the losses of a micro-batch by those of the whole step."""
         if self._before is None:
             self._before = self.losses({name: term.sum for name, term in weighted.items()}, totals)
         weights = dict(zip(self.names, self.weighting.coefficients(*self._before).unbind(), strict=True))
@@ -164,23 +164,24 @@ class LossObjective(TaskObjective):
         sums: dict[str, Tensor] = {}
         self._buffers.remember()
         for batch in self.micro_batches:
-            with self.parts.precision.autocast():  # the losses before and after must differ by the update alone
+            with self.parts.precision.autocast():  # the losses before and after must differ only by the update
                 terms = self.task(self.parts.model, batch, metrics=False)
             for name, term in terms.items():
                 sums[name] = sums[name] + term.sum if name in sums else term.sum
         result = self.losses(sums, totals)
-        self._buffers.put_back(torch.ones((), device=result[0].device))  # a look must not move running statistics
+        # a trial forward pass must not change running statistics
+        self._buffers.put_back(torch.ones((), device=result[0].device))
         return result
 
 
 class UpdateObjective(LossObjective):
-    """Shows the weighting the losses of the step's batches before and after the update.
+    """Passes the weighting the losses of the step's batches before and after the update.
 
-    Both are of the same dropout: what it changes in a loss is far more than what one update does.
+    Both use the same dropout masks, which change a loss far more than one update does.
     """
 
     def after_update(self) -> None:
-        """Run the batches again, without gradients, and show the weighting what changed."""
+        """Run the batches again without gradients, and pass the losses to the weighting."""
         if self._before is None or self.totals is None:  # all tasks of this step have weight 0
             return
         before, scale = self._before
@@ -190,7 +191,7 @@ class UpdateObjective(LossObjective):
 
 
 class Replay:
-    """The random numbers of torch from a moment on; nothing waits for a device, as generators live on the host.
+    """Torch's random state at one point, to be replayed; no synchronisation, since generator states are on the host.
 
     >>> random = Replay(torch.device("cpu"))
     >>> random.remember()
@@ -205,12 +206,12 @@ class Replay:
         self._states: list[Tensor] = []
 
     def remember(self) -> None:
-        """Take this moment."""
+        """Save the current state."""
         self._states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda)]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Draw the numbers that followed the moment; what is drawn after this block does not depend on it."""
+        """Draw the same numbers again in this block; the state after it does not depend on it."""
         with torch.random.fork_rng(self._cuda):
             torch.set_rng_state(self._states[0])
             for device, state in zip(self._cuda, self._states[1:], strict=True):

@@ -1,4 +1,4 @@
-"""The sections `tasks` and `curriculum`: what they may say, and each task in each of its variants."""
+"""The sections `tasks` and `curriculum`: their schemas, and each task in each of its variants."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,27 +14,27 @@ Loss = Annotated[Any, Section("loss")]
 MetricOfTask = Annotated[Any, Section("metric", frozenset({"num_classes", "num_labels"}))]
 StreamOrData = Annotated[str | Annotated[Any, Section("data")], Field(union_mode="left_to_right")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$")]
-"""Names of tasks and variants become names of modules and of numbers in logs."""
+"""Names of tasks and variants become names of modules and of metrics in logs."""
 
 Phases = Annotated[list[Phase], Field(min_length=1)] | Literal["default"]
-"""What the section `curriculum` holds."""
+"""The content of the section `curriculum`."""
 
 
 class VariantSection(SectionModel):
-    """A variant of a task, which a phase of the curriculum may choose; what it leaves out is as in the task."""
+    """A variant of a task, which a phase of the curriculum may select; unset keys are those of the task."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     head: Head | None = None
-    """The layers of this task alone, on top of the shared model."""
+    """The layers of only this task, on top of the shared model."""
     loss: Loss | None = None
-    """The loss; language_modeling for the head language_model if left out."""
+    """The loss; by default language_modeling for the head language_model."""
     data: StreamOrData | None = None
-    """The stream it learns from, or a data set of its own; any batch that has its labels if left out."""
+    """The stream it learns from, or its own data set; by default any batch with its labels."""
     labels: str | None = None
-    """The key of its labels in a batch; the usual ones if left out."""
+    """The key of its labels in a batch; by default the usual ones."""
     causal: bool | None = None
-    """Whether a position sees only those before it; as the model does by itself if left out."""
+    """Whether attention is causal; by default as in the model."""
     metrics: list[MetricOfTask] | None = None
     """Metrics that are computed in validation."""
 
@@ -43,20 +43,20 @@ class TaskSection(VariantSection):
     """One task of several that share a model."""
 
     head: Head
-    """The layers of this task alone, on top of the shared model."""
+    """The layers of only this task, on top of the shared model."""
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    """How much its loss counts."""
+    """The weight of its loss."""
     variants: dict[Name, VariantSection] = Field(default_factory=dict)
-    """Variants of the task, by name: each says only what is different."""
+    """Variants of the task, by name: each contains only the differences."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskVariant:
-    """A task as it is trained: the task itself, or one of its variants with all it takes from the task."""
+    """A task as it is trained: the task itself, or one of its variants completed from the task."""
 
     task: str
     key: str | None
-    """Its name among the variants; None: the task itself."""
+    """Name of the variant; None: the task itself."""
     head: Selection
     loss: Selection
     data: str | Selection | None
@@ -64,7 +64,7 @@ class TaskVariant:
     causal: bool | None
     metrics: tuple[Selection, ...]
     own: frozenset[str]
-    """The keys that the variant says itself; of the task itself, all of them."""
+    """The keys that the variant itself sets; for the task itself, all of them."""
 
     @property
     def name(self) -> str:
@@ -73,23 +73,23 @@ class TaskVariant:
 
     @property
     def head_name(self) -> str:
-        """The name of its head: that of the task, unless the variant has a head of its own."""
+        """The name of its head: that of the task, unless the variant has its own."""
         return self.name if "head" in self.own else self.task
 
     @property
     def stream(self) -> str | None:
-        """The stream that it learns from; a data set of its own is a stream called `task`, or `task-variant`."""
+        """The stream that it learns from; its own data set is a stream named `task`, or `task-variant`."""
         if isinstance(self.data, Selection):
             return self.name.replace(":", "-") if "data" in self.own else self.task
         return self.data
 
     @property
     def own_data(self) -> Selection | None:
-        """The data set that the task, or this variant of it, brings along."""
+        """The own data set of the task, or of this variant."""
         return self.data if isinstance(self.data, Selection) and "data" in self.own else None
 
     def path(self, key: str) -> str:
-        """Return the dotted path of the value that holds for this variant."""
+        """Return the dotted path of the value that applies to this variant."""
         inside = "" if self.key is None or key not in self.own else f".variants.{self.key}"
         return f"tasks.{self.task}{inside}.{key}"
 

@@ -1,4 +1,4 @@
-"""What a task is: the batches it learns from, the head that answers, and how the answer is judged."""
+"""The definition of a task: its batches, its head, and its loss and metrics."""
 
 from collections.abc import Collection, Mapping
 from copy import copy
@@ -18,7 +18,7 @@ from etude.multitask.curriculum.phase import check_weight
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """One task: what it reads, which head answers, and how the answer is judged.
+    """One task: what it reads, which head predicts, and its loss and metrics.
 
     >>> from torch import nn
     >>> TaskSpec("multi_label_head", nn.BCEWithLogitsLoss(), labels="quality", weight=0.5).weight
@@ -26,32 +26,32 @@ class TaskSpec:
     """
 
     head: str
-    """The head of the `MultiTaskModel` that this task is answered by."""
+    """The head of the `MultiTaskModel` for this task."""
     loss: LossStrategy | LossFunction | None = None
     """As for a `Trainer`: a strategy, a torch loss, a function, or None to choose by shapes."""
     stream: str | None = None
-    """Learns from batches of this stream only; None: from every batch that has its labels."""
+    """Learns only from batches of this stream; None: from every batch with its labels."""
     labels: str | None = None
-    """The key of its labels in the batch; None: `labels`, or what the loss makes of the inputs (next tokens)."""
+    """The key of its labels in the batch; None: `labels`, or what the loss derives from the inputs (next tokens)."""
     weight: float = 1.0
-    """The factor of its loss."""
+    """The weight of its loss."""
     causal: bool | None = None
-    """Where given, whether a position sees only those before it: the model finds it in the batch."""
+    """If set, whether attention is causal: passed to the model in the batch."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """Computed in validation, in addition to what the loss measures."""
+    """Computed in validation, in addition to the metrics of the loss."""
     variants: Mapping[str, "TaskSpec"] = field(default_factory=dict)
-    """Variants of the task, by name; a phase of a curriculum may choose one."""
+    """Variants of the task, by name; a phase of a curriculum may select one."""
 
 
 class ActiveTask(NamedTuple):
-    """An active task: the variant it is trained in, and the strategy of that."""
+    """An active task: its current variant, and the strategy of that variant."""
 
     spec: TaskSpec
     strategy: LossStrategy
 
 
 def strategy_of(spec: TaskSpec) -> LossStrategy:
-    """Return the loss of a task. Of several tasks a sample may lack labels: -100 marks them in every loss."""
+    """Return the loss of a task. Samples may lack labels of some tasks: -100 marks them in every loss."""
     if spec.loss is None:
         return InferredLoss(IGNORE_INDEX)
     strategy = as_strategy(spec.loss)
@@ -70,8 +70,8 @@ def learns_from(task: str, spec: TaskSpec, batch: Batch) -> bool:
         return spec.labels is None or spec.labels in keys
     if STREAM not in keys:
         raise TrainingError(
-            f"the task '{task}' reads the stream '{spec.stream}', but batches do not tell their stream; "
-            f"use `data: streams` (StreamLoader), or leave out the stream"
+            f"the task '{task}' reads the stream '{spec.stream}', but batches do not name their stream; use `data: "
+            "streams` (StreamLoader), or remove the stream"
         )
     if batch[STREAM] == spec.stream and spec.labels is not None:
         check_labels({task: spec}, [key for key in keys if key != STREAM], spec.stream)
@@ -79,7 +79,7 @@ def learns_from(task: str, spec: TaskSpec, batch: Batch) -> bool:
 
 
 class explained:
-    """Errors inside this block say which task they are about."""
+    """Add the name of the task to errors inside this block."""
 
     def __init__(self, task: str) -> None:
         self.task = task
@@ -92,7 +92,7 @@ class explained:
 
 
 def check_labels(tasks: Mapping[str, TaskSpec], keys: Collection[str], stream: str | None) -> None:
-    """Raise TrainingError for a task, or a variant, of this stream (None: of any) whose labels no batch has."""
+    """Raise TrainingError for a task or variant of this stream (None: of any) whose labels are in no batch."""
     for task, spec in tasks.items():
         for one in (spec, *spec.variants.values()) if spec.weight else ():
             if one.stream == stream and one.labels is not None and one.labels not in keys:
@@ -103,18 +103,18 @@ def check_labels(tasks: Mapping[str, TaskSpec], keys: Collection[str], stream: s
 
 
 def check_task(name: str, spec: TaskSpec, variant: str = "") -> None:
-    """Raise ConfigError for a name, a weight or variants that are not allowed."""
+    """Raise ConfigError for an invalid name, weight or variant."""
     what = f"the task '{name}'" + (f", variant '{variant}'" if variant else "")
     if not name or "/" in name:
-        raise ConfigError(f"'{name}' cannot be the name of a task: a name is not empty and has no '/'")
+        raise ConfigError(f"'{name}' is not a valid task name; use a non-empty name without '/'")
     check_weight(spec.weight, f"the weight of {what}")
     for other, one in spec.variants.items():
         if one.variants:
-            raise ConfigError(f"{what}: its variant '{other}' has variants of its own; give them all to the task")
+            raise ConfigError(f"{what}: its variant '{other}' has variants itself; define all variants in the task")
         check_task(name, one, other)
 
 
 def check_known(what: str, task: str, tasks: Collection[str]) -> None:
-    """Raise ConfigError, with the nearest name, for a task that is not there."""
+    """Raise ConfigError, with the closest name, for an unknown task."""
     if task not in tasks:
         raise ConfigError(f"{what} names the task '{task}', which is not defined{suggest(task, tasks)}")

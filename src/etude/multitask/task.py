@@ -1,4 +1,4 @@
-"""Several tasks at once: which of them a batch is for, one pass through the model, one loss for each."""
+"""Several tasks at once: selecting the tasks of a batch, one forward pass, and one loss per task."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -24,22 +24,22 @@ PENALTY, CAUSAL = "penalty", "causal"
 class MultiTask(ActiveTasks):
     """Trains several tasks on one `MultiTaskModel`: `Trainer(model, loader, task=MultiTask({...}))`.
 
-    A batch is for the tasks that read its stream, or, where it has none, for those whose labels it has. The model runs
-    once for them all, with their heads and no other; each loss is a sum over the labels its own task has in the batch.
-    Terms are called `<task>/loss`, `<task>/accuracy` and so on; `loss` is their sum with the weights of the tasks,
-    without ramps and learned weights, so that it can be compared from epoch to epoch.
+    A batch is used by the tasks that read its stream or, without a stream, by those whose labels it has. The model
+    runs once for all of them, with only their heads; each loss is a sum over the labels of its task in the batch.
+    Terms are named `<task>/loss`, `<task>/accuracy` and so on; `loss` is their sum with the static weights of the
+    tasks, without ramps and learned weights, so that epochs are comparable.
 
-    `weighting` (None: the weights as they are) learns or adapts the weights; it becomes part of the model in `join`.
+    `weighting` (None: static weights) learns or adapts the weights; it becomes part of the model in `join`.
     """
 
     def is_for(self, batch: Batch) -> bool:
-        """Return whether a task that is active now reads this batch, even if its weight is 0."""
+        """Return whether an active task reads this batch, even if its weight is 0."""
         return any(True for _ in self._requests(batch))
 
     # --- terms of a batch
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
-        """Run the model on the batch for the tasks it is for, and return their terms."""
+        """Run the model on the batch for its tasks, and return their terms."""
         requests = list(self._requests(batch))
         if not requests:
             return {}
@@ -51,9 +51,9 @@ class MultiTask(ActiveTasks):
                 fresh = self._task_terms(task, active, found[active.spec.head], inputs, metrics=metrics)
                 loss = fresh[f"{task}/{LOSS}"]
                 loss.weight = coefficients[task]
-                if task in penalties and torch.is_grad_enabled():  # no part of what a validation measures
+                if task in penalties and torch.is_grad_enabled():  # validation does not measure it
                     present = _any(loss.count)
-                    # No number of a task: its mean would depend on how ranks share the labels.
+                    # Not a metric: its mean would depend on how labels are divided among ranks.
                     fresh[f"{task}/{PENALTY}"] = LossTerm(
                         penalties[task] * present, present, reported=False, optional=True
                     )
@@ -62,7 +62,7 @@ class MultiTask(ActiveTasks):
         return terms
 
     def trained_on(self, batch: Batch) -> None:
-        """Count the samples of every task that learns from them: those of weight 0 are only evaluated."""
+        """Count the samples of every task that learns from them: tasks of weight 0 are only evaluated."""
         for inputs, group in self._requests(batch):
             size = num_samples(inputs)
             for task in group:
@@ -70,11 +70,11 @@ class MultiTask(ActiveTasks):
                     self.samples[task] += size
 
     def _learns(self, task: str) -> bool:
-        """Whether an active task is trained; weights that are tensors count, as the host does not know them."""
+        """Whether an active task is trained; tensor weights count, since the host does not know them."""
         return bool(self._weights[task]) or (self.weighting is not None and self.weighting.known_ahead)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
-        """Return what the model answers to a batch with the heads of the tasks it is for."""
+        """Return the outputs for a batch of the heads of its tasks."""
         requests = list(self._requests(batch))
         return dict(enumerate(_run(model, requests))) if requests else {}
 
@@ -86,8 +86,8 @@ class MultiTask(ActiveTasks):
                 ahead = active.strategy.counts(_view_for(inputs, active.spec.labels))
                 if ahead is None:
                     raise TrainingError(
-                        f"task '{task}': how many labels its loss counts is not known before the model has run; with "
-                        f"gradient accumulation name a loss that knows it, or set grad_accum_steps to 1"
+                        f"task '{task}': the count of its loss depends on the model's output; with gradient "
+                        "accumulation use a loss whose count does not, or set grad_accum_steps to 1"
                     )
                 if LOSS not in ahead:
                     raise _several_terms(task, ahead)
@@ -99,7 +99,7 @@ class MultiTask(ActiveTasks):
         return counts
 
     def weighted_terms(self, batch: Batch) -> list[str]:
-        """Return the names of the terms with a weight that this batch has, in order, for a rank without samples."""
+        """Return the names of the weighted terms of this batch, in order, for a rank without samples."""
         kinds = (LOSS, PENALTY) if self._has_penalty else (LOSS,)
         tasks = [task for _, group in self._requests(batch) for task in group if self._learns(task)]
         return [f"{task}/{kind}" for task in dict.fromkeys(tasks) for kind in kinds]
@@ -111,7 +111,7 @@ class MultiTask(ActiveTasks):
         return self._scales[device, dtype]
 
     def numbers(self) -> dict[str, float]:
-        """Return the weight that every active task has now, `<task>/weight`. Waits for the device if it is learned."""
+        """Return the current weight of every active task, `<task>/weight`. Synchronises if it is learned."""
         weighting = self.weighting
         if weighting is None:
             return {f"{task}/weight": weight for task, weight in self._weights.items()}
@@ -124,9 +124,9 @@ class MultiTask(ActiveTasks):
         return self.weighting is not None and self.weighting.has_penalty
 
     def _coefficients(self, device: torch.device) -> Mapping[str, Tensor | float]:
-        """Return the factor of every active task's loss: numbers, or tensors if a weighting makes them.
+        """Return the factor of every active task's loss: numbers, or tensors of a weighting.
 
-        On CUDA they are tensors too, but for 0: a recorded step reads what they are now.
+        On CUDA they are tensors too, except for 0, because a recorded step reads their current values.
         """
         weighting = self.weighting
         if weighting is None and device.type == "cuda":
@@ -138,7 +138,7 @@ class MultiTask(ActiveTasks):
         return dict(zip(self.tasks, weighting.coefficients(torch.zeros_like(scale), scale).unbind(), strict=True))
 
     def _penalties(self) -> Mapping[str, Tensor]:
-        """Return what the weighting adds to the objective for every task, nothing for most weightings."""
+        """Return the weighting's penalty for every task; empty for most weightings."""
         weighting = self.weighting
         if weighting is None or not weighting.has_penalty or not torch.is_grad_enabled():
             return {}
@@ -162,17 +162,17 @@ class MultiTask(ActiveTasks):
         return {f"{task}/{name}": term for name, term in found.items()}
 
     def _measure(self, active: ActiveTask, output: Any, view: Batch) -> None:
-        """Let the metrics see a batch. Outside of a validation they only try the first one: it may not fit them."""
+        """Update the metrics with a batch. Outside validation only the first batch is tried, to find errors early."""
         if not self._measuring:
             self._tried.add(id(active.spec))
-            if head_of(output) is not None:  # all logits of a language model are too many for a trial
+            if head_of(output) is not None:  # all logits of a language model take too much memory for a trial
                 return
         predictions, labels = active.strategy.judged(output, view)
         for metric in active.spec.metrics.values():
             (metric if self._measuring else copy(metric)).update(predictions.detach(), labels)
 
     def _requests(self, batch: Batch) -> Iterator[tuple[Batch, dict[str, ActiveTask]]]:
-        """Return inputs for the model and the tasks they are for: one entry for each way the model has to be run."""
+        """Return inputs for the model with their tasks: one entry for each required forward pass."""
         for part in batch if isinstance(batch, JointBatch) else (batch,):
             ways: dict[bool | None, dict[str, ActiveTask]] = {}
             for task, active in self._present(part).items():
@@ -181,7 +181,7 @@ class MultiTask(ActiveTasks):
                 yield part if causal is None else {**part, CAUSAL: causal}, group
 
     def _present(self, batch: Batch) -> dict[str, ActiveTask]:
-        """Return the active tasks that a batch is for; remembered for batches with the same stream and keys."""
+        """Return the active tasks of a batch; cached by stream and keys."""
         plan = (batch.get(STREAM), *batch) if isinstance(batch, Mapping) else (None, str(type(batch)))
         if self.alike and plan not in self._checked and torch.is_grad_enabled():
             check_labels(self.tasks, [key for key in plan[1:] if key != STREAM], plan[0])
@@ -195,7 +195,7 @@ class MultiTask(ActiveTasks):
     # --- training
 
     def constants(self) -> Hashable:
-        """Return which tasks have a weight, and what their losses are made with; what it is, the device knows."""
+        """Return which tasks have a weight, and the settings of their losses; the weights are on the device."""
         return tuple(
             (task, self._active[task].strategy.constants()) for task, weight in self._weights.items() if weight
         )
@@ -206,7 +206,7 @@ class MultiTask(ActiveTasks):
 
 
 def _run(model: nn.Module, requests: Sequence[tuple[Batch, dict[str, ActiveTask]]]) -> list[Mapping[str, Any]]:
-    """Run the model once for each request, all in one call: data parallelism counts calls."""
+    """Run the model once for each request, all in one call, as DistributedDataParallel requires."""
     batches = [inputs for inputs, _ in requests]
     heads = [[active.spec.head for active in group.values()] for _, group in requests]
     try:
@@ -221,7 +221,7 @@ def _run(model: nn.Module, requests: Sequence[tuple[Batch, dict[str, ActiveTask]
 
 
 def _view_for(batch: Batch, labels: str | None) -> Batch:
-    """Return the batch as the loss of one task sees it: with this task's labels, and no other's."""
+    """Return the batch for the loss of one task: with only this task's labels."""
     if labels is None or not isinstance(batch, Mapping):
         return batch
     return {**{key: value for key, value in batch.items() if key not in LABEL_KEYS}, "labels": batch[labels]}
@@ -229,8 +229,8 @@ def _view_for(batch: Batch, labels: str | None) -> Batch:
 
 def _several_terms(task: str, weighted: Iterable[str]) -> TrainingError:
     return TrainingError(
-        f"task '{task}': its loss has the weighted terms {', '.join(weighted) or 'none'}, a task has one, "
-        f"'{LOSS}'; split the task"
+        f"task '{task}': its loss has the weighted terms {', '.join(weighted) or 'none'}, but a task must have "
+        f"exactly one, '{LOSS}'; split the task"
     )
 
 

@@ -1,1 +1,1 @@
-"""Order: which sample is at a position, as arithmetic: permutations, samplers, buckets and mixtures."""
+"""Sample order as arithmetic: permutations, samplers, buckets and mixtures."""

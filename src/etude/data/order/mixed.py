@@ -1,4 +1,4 @@
-"""Orders made of others: samples of similar length together, and several data sets in proportion."""
+"""Orders built from others: samples of similar length together, and several data sets in proportion."""
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -11,18 +11,18 @@ from etude.core.random import mix
 from etude.data.order.permutation import Indices, KeyedPermutation, Order
 
 POOL_BATCHES = 100
-"""Batches whose samples are sorted by length together: wide enough for little padding, small enough for chance."""
+"""Batches sorted by length together: enough for little padding, few enough to stay random."""
 CYCLE = 1024
-"""Positions of a mixture in which every data set gets its share before the next ones are dealt out."""
+"""Positions of a mixture in which every data set gets its share."""
 MAX_DENOMINATOR = 10**6
 
 
 class BucketOrder:
-    """Another order, rearranged so that the samples of a batch are of similar length and little padding is needed.
+    """Another order, rearranged so that the samples of a batch have similar lengths and little padding is needed.
 
-    The positions of the other order are taken in pools of `pool_batches` batches. A pool is sorted by length and cut
-    into batches; these come in a keyed order, and within a batch the samples stand as they did before. So every
-    sample still occurs once an epoch, and the batch at a position depends on nothing but its pool.
+    The positions of the other order are grouped in pools of `pool_batches` batches. A pool is sorted by length and
+    split into batches in a keyed order; within a batch the samples keep their original order. So every sample still
+    occurs once per epoch, and the batch at a position depends only on its pool.
 
     >>> from etude.data.order.permutation import SequentialOrder
     >>> lengths = np.array([9, 1, 8, 2, 7, 3])
@@ -63,7 +63,7 @@ class BucketOrder:
         places = np.argsort(self.lengths(members), kind="stable")
         num_full, rest = divmod(len(members), self.batch_size)
         key = mix(self.seed, epoch, number)
-        # Only the last batch of an epoch may be smaller. Which lengths it has is left to chance.
+        # Only the last batch of an epoch may be smaller. Its lengths are random.
         cut = (mix(key, 1) % (num_full + 1)) * self.batch_size
         last = np.sort(places[cut : cut + rest])
         full = np.concatenate([places[:cut], places[cut + rest :]]).reshape(num_full, self.batch_size)
@@ -73,12 +73,12 @@ class BucketOrder:
 
 
 class MixtureOrder:
-    """Several data sets in given proportions, each in another order whenever it has been gone through.
+    """Several data sets in given proportions, each reshuffled after every pass.
 
-    Samples are numbered through: those of the second data set follow those of the first. After n draws from the start
-    of the run a data set of weight w has been drawn w·n times: to within one at the end of every cycle, and to within
-    the number of data sets at any moment, forever, as draws are spread evenly and proportions do not drift. A data set
-    smaller than its share begins again, one that is larger goes on in the next epoch where it stopped.
+    Indices are consecutive: those of the second data set follow those of the first. After n draws from the start of
+    the run a data set of weight w has been drawn w·n times, to within one at the end of every cycle and to within the
+    number of data sets at any time; proportions never drift. A data set smaller than its share starts again, a larger
+    one continues in the next epoch.
 
     >>> order = MixtureOrder([1000, 10], [3, 1], size=400)
     >>> drawn = order.indices(0, 0, 400)
@@ -96,20 +96,18 @@ class MixtureOrder:
         shuffle: bool = True,
     ) -> None:
         if len(sizes) != len(weights) or not sizes:
-            raise DataError(f"{len(sizes)} data sets and {len(weights)} weights: give one weight for each data set")
+            raise DataError(f"{len(sizes)} data sets and {len(weights)} weights; pass one weight per data set")
         if not all(np.isfinite(weight) and weight > 0 for weight in weights):
-            raise DataError(
-                f"the weights {list(weights)} of a mixture must be positive numbers; leave out the others"
-            )
+            raise DataError(f"the weights {list(weights)} of a mixture must be positive; remove the others")
         if min(sizes) < 1:
-            raise DataError("a data set of the mixture is empty: there is nothing to draw from it")
+            raise DataError("a data set of the mixture is empty; remove it")
         self.sizes, self.seed, self.shuffle = tuple(sizes), seed, shuffle
         self.size = size if size is not None else sum(sizes)
         exact = [Fraction(weight).limit_denominator(MAX_DENOMINATOR) for weight in weights]
         if min(exact) == 0:
             raise DataError(f"the weights {list(weights)} differ too much: the smallest is below 1/{MAX_DENOMINATOR}")
         self._until = [bound / sum(exact) for bound in accumulate(exact)]
-        # Long enough that every data set is due at least once in a cycle, so that no count ever falls.
+        # Long enough that every data set is drawn at least once per cycle, so that no count decreases.
         self._cycle = max(CYCLE, -(-sum(exact) // min(exact)))
         self._offsets = [0, *accumulate(sizes)]
         self._last: tuple[int, Indices] | None = None
@@ -121,7 +119,7 @@ class MixtureOrder:
         return _paged(before + start, before + stop, self._cycle, self._dealt)
 
     def drawn(self, draws: int) -> list[int]:
-        """Return how often each data set has been drawn after `draws` draws that are whole cycles."""
+        """Return how often each data set has been drawn after `draws` draws, a multiple of full cycles."""
         bounds = [int(until * draws) for until in self._until]
         return [high - low for low, high in zip([0, *bounds], bounds, strict=False)]
 
@@ -132,17 +130,17 @@ class MixtureOrder:
         return last[1]
 
     def _deal(self, number: int) -> Indices:
-        """The draws of one cycle: every data set goes on where it stood, and its draws are spread over the cycle."""
+        """The draws of one cycle: every data set continues where it stopped, and its draws are spread evenly."""
         before, after = self.drawn(number * self._cycle), self.drawn((number + 1) * self._cycle)
         draws = [self._draws(which, *span) for which, span in enumerate(zip(before, after, strict=True))]
-        # The k-th of n draws comes at a moment of chance between k/n and (k+1)/n.
+        # The k-th of n draws is at a random time between k/n and (k+1)/n.
         chance = (np.random.Philox(key=mix(self.seed, number)).random_raw(self._cycle) >> np.uint64(11)) * 2.0**-53
         ranks = np.concatenate([np.arange(len(part)) for part in draws])
         counts = np.repeat([len(part) for part in draws], [len(part) for part in draws])
         return np.concatenate(draws)[np.argsort((ranks + chance) / counts, kind="stable")]
 
     def _draws(self, which: int, start: int, stop: int) -> Indices:
-        """Draws start … stop-1 of one data set, pass after pass."""
+        """Draws start … stop-1 of one data set, over several passes."""
         size, offset = self.sizes[which], self._offsets[which]
         parts = []
         while start < stop:
@@ -164,7 +162,7 @@ class MixtureOrder:
 
 
 def _paged(start: int, stop: int, page: int, read: Callable[[int], Indices]) -> Indices:
-    """Return positions start … stop-1 of a sequence that `read` gives in pages, as a new array."""
+    """Return positions start … stop-1 of a sequence that `read` returns in pages, as a new array."""
     if start == stop:
         return np.empty(0, np.int64)
     pages = range(start // page, (stop - 1) // page + 1)

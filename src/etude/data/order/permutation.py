@@ -1,6 +1,7 @@
-"""Which sample is at a position: arithmetic on (seed, epoch, position).
+"""The sample at a position, as a function of (seed, epoch, position).
 
-A shuffle is a keyed permutation: computed, not stored, so that any position of any epoch is reached at once.
+A shuffle is a keyed permutation: computed, not stored, so that any position of any epoch is available in constant
+time.
 """
 
 import itertools
@@ -14,11 +15,11 @@ from etude.core.random import mix
 
 Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[Any]
-"""Of uint32 or uint64."""
+"""An array of uint32 or uint64."""
 BLOCK = 4096
-"""Positions computed together; a pure function of the key, so keeping the last block changes nothing."""
+"""Positions computed together; the last block is cached, as it is a pure function of the key."""
 SORTED_LIMIT = 2**16
-"""Up to this size a whole permutation is sorted at once: every order is equally likely, and it costs least."""
+"""Up to this size a whole permutation is computed by sorting: cheapest, and uniform over all permutations."""
 MAX_SIZE = 2**62
 _ROUNDS = 4
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -28,7 +29,7 @@ _SCRAMBLE_32 = 0x85EBCA6B
 
 
 class Order(Protocol):
-    """A sequence of sample indices for every epoch, reachable at any position."""
+    """A sequence of sample indices for every epoch, with random access."""
 
     @property
     def size(self) -> int:
@@ -41,7 +42,7 @@ class Order(Protocol):
 
 
 class SequentialOrder:
-    """The samples as they come, the same every epoch."""
+    """The samples in order, the same in every epoch."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -52,11 +53,11 @@ class SequentialOrder:
 
 
 class ShuffledOrder:
-    """A new keyed permutation every epoch."""
+    """A new keyed permutation for every epoch."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.size, self.seed = size, seed
-        # One tuple, replaced as a whole: threads never see a permutation under the wrong epoch.
+        # One tuple, replaced as a whole: threads never see a permutation of another epoch.
         self._last: tuple[int, KeyedPermutation] | None = None
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
@@ -68,10 +69,10 @@ class ShuffledOrder:
 
 
 class KeyedPermutation:
-    """A shuffle of `range(size)` chosen by `key`: position i holds the value `perm[i]`.
+    """A shuffle of `range(size)` determined by `key`: position i holds the value `perm[i]`.
 
-    Small sizes sort a keyed hash of the positions. Larger ones pass through a Feistel network over the smallest
-    rectangle a·b >= size; the few values that land outside are sent through again until they fall inside.
+    Small sizes sort a keyed hash of the positions. Larger ones use a Feistel network over the smallest rectangle a·b
+    >= size; the few values outside are passed through again until they are inside.
 
     >>> perm = KeyedPermutation(10, key=7)
     >>> sorted(perm.indices(0, 10).tolist()) == list(range(10))
@@ -86,11 +87,11 @@ class KeyedPermutation:
             raise ValueError(f"size is {size}; a permutation has 0 to 2**62 elements")
         self.size, self.key = size, key
         self._step = size if size <= SORTED_LIMIT else BLOCK
-        # One tuple, replaced as a whole: readers in several threads never see a block under the wrong number.
+        # One tuple, replaced as a whole: threads never see a block under the wrong number.
         self._last: tuple[int, Indices] = (-1, np.empty(0, np.int64))
-        # Halves of a value are kept in range(rows) and range(columns); rows·columns exceeds size by less than rows.
+        # The halves of a value are in range(rows) and range(columns); rows·columns exceeds size by less than rows.
         rows = math.isqrt(max(size - 1, 0)) + 1
-        # Sizes below 2**32 need only 32-bit words, of which a processor handles twice as many at once.
+        # Sizes below 2**32 need only 32-bit words, which a processor handles twice as fast.
         word = self._word = np.uint32 if size < 2**32 else np.uint64
         keep = 2**32 - 1 if size < 2**32 else 2**64 - 1
         self._half_word = word(16 if size < 2**32 else 32)
@@ -131,7 +132,7 @@ class KeyedPermutation:
         return values
 
     def _sorted(self) -> Indices:
-        """The order of the positions' hashes; the hash is one-to-one, so there are no ties to break."""
+        """The order of the positions' hashes; the hash is one-to-one, so there are no ties."""
         words = np.arange(self.size, dtype=np.uint64)
         words *= _GOLDEN
         words += np.uint64(mix(self.key))
@@ -142,7 +143,7 @@ class KeyedPermutation:
         return np.argsort(words)
 
     def _walk(self, start: int, stop: int) -> Indices:
-        """Values of the network, with those outside range(size) sent through again (cycle walking)."""
+        """Values of the network; those outside range(size) are passed through again (cycle walking)."""
         values = self._network(np.arange(start, stop, dtype=self._word))
         size = self._word(self.size)
         outside = np.flatnonzero(values >= size)
@@ -152,7 +153,7 @@ class KeyedPermutation:
         return values.astype(np.int64)
 
     def _network(self, values: _Words) -> _Words:
-        """One pass through the Feistel network: in turn each half is moved by a hash of the other half."""
+        """One pass through the Feistel network: each half in turn is shifted by a hash of the other half."""
         half_word, scramble = self._half_word, self._scramble
         left = values // self._columns
         right = values - left * self._columns
@@ -168,7 +169,7 @@ class KeyedPermutation:
             np.right_shift(hashed, half_word, out=hashed)
             np.multiply(hashed, extent, out=hashed)
             np.right_shift(hashed, half_word, out=hashed)
-            # Addition modulo extent: the subtraction wraps to a huge number exactly when it must not be made.
+            # Addition modulo extent: the subtraction wraps to a huge number exactly if it must not be applied.
             np.add(moved, hashed, out=moved)
             np.subtract(moved, extent, out=spare)
             np.minimum(moved, spare, out=moved)

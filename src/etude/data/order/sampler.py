@@ -1,4 +1,4 @@
-"""Which samples make up a batch: the same batches for any number of ranks."""
+"""The samples of each batch: the same batches for any number of ranks."""
 
 import copy
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from etude.data.order.permutation import Indices, Order, SequentialOrder, Shuffl
 
 
 def share(start: int, count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return where the share of a rank in `count` samples from `start` on begins and ends.
+    """Return the begin and end of a rank's share of `count` samples from `start` on.
 
     >>> [share(10, 5, rank, 2) for rank in (0, 1)]
     [(10, 12), (12, 15)]
@@ -19,20 +19,20 @@ def share(start: int, count: int, rank: int, world_size: int) -> tuple[int, int]
 
 
 def check_rank(rank: int, world_size: int) -> None:
-    """Raise DataError for a rank that is none of so many."""
+    """Raise DataError for an invalid rank."""
     if world_size < 1 or not 0 <= rank < world_size:
         raise DataError(f"rank {rank} of world_size {world_size}: rank must be in 0 … world_size-1")
 
 
 class BatchSampler:
-    """Batches of sample indices, a new shuffle every epoch.
+    """Batches of sample indices, with a new shuffle every epoch.
 
     `batch_size` is global. A position counts the samples of the epoch consumed over all ranks; the batch at a
-    position covers `batch_size` samples from there on, and rank r takes the r-th of `world_size` even slices. So
-    the ranks together see the same batches however many they are. A ragged last batch may be empty on some rank.
+    position covers the next `batch_size` samples, and rank r takes the r-th of `world_size` even slices. So the
+    global batches do not depend on the number of ranks. A smaller last batch may be empty on some rank.
 
-    It also serves as `batch_sampler` of a torch DataLoader. Each pass by plain iteration is the next epoch, beginning
-    with that of `set_epoch`.
+    It can be used as `batch_sampler` of a torch DataLoader. Each plain iteration is the next epoch, starting with
+    that of `set_epoch`.
 
     >>> sampler = BatchSampler(10, 4, shuffle=False)
     >>> list(sampler)
@@ -55,11 +55,11 @@ class BatchSampler:
         world_size: int = 1,
         order: Order | None = None,
     ) -> None:
-        """Set what every epoch has in common; an `order` given replaces the one that `shuffle` and `seed` make."""
+        """Set the options of every epoch; a given `order` replaces the one from `shuffle` and `seed`."""
         if order is not None:
             num_samples = order.size
         if num_samples < 1:
-            raise DataError("the data is empty: there is no sample to make a batch of")
+            raise DataError("the data is empty; add samples")
         batch_size = as_whole("batch_size", batch_size, least=1, error=DataError)
         check_rank(rank, world_size)
         if drop_last and batch_size > num_samples:
@@ -72,7 +72,7 @@ class BatchSampler:
         self.rank, self.world_size = rank, world_size
         self.epoch = 0
         self.epoch_samples = num_samples - num_samples % batch_size if drop_last else num_samples
-        """Samples that one epoch hands out over all ranks."""
+        """Samples per epoch over all ranks."""
         self.num_batches = -(-self.epoch_samples // batch_size)
         if order is None:
             order = ShuffledOrder(num_samples, seed) if shuffle else SequentialOrder(num_samples)
@@ -83,15 +83,15 @@ class BatchSampler:
         count = min(self.batch_size, self.epoch_samples - position)
         if position < 0 or count <= 0:
             raise DataError(
-                f"position {position} is not within the {self.epoch_samples} samples of an epoch; "
-                f"does the checkpoint belong to other data?"
+                f"position {position} is not within the {self.epoch_samples} samples of an epoch; use the data of "
+                "the checkpoint"
             )
         if self.world_size == 1:
             return self.order.indices(epoch, position, position + count)
         return self.order.indices(epoch, *share(position, count, self.rank, self.world_size))
 
     def chunks(self, epoch: int, position: int, count: int) -> Iterator[tuple[Indices, int]]:
-        """Return this rank's indices from `position` on, up to `count` equal batches together, and how many they are.
+        """Return this rank's indices from `position` on, up to `count` equal batches at once, and their number.
 
         >>> sampler = BatchSampler(10, 4, shuffle=False)
         >>> [(indices.tolist(), number) for indices, number in sampler.chunks(0, 0, 2)]
@@ -99,7 +99,7 @@ class BatchSampler:
         """
         step = self.batch_size
         while self.has_batch(position):
-            # A smaller last batch comes by itself. With several ranks the shares of batches do not adjoin.
+            # A smaller last batch comes alone. With several ranks the shares of consecutive batches are not adjacent.
             number = max(1, min(count, (self.epoch_samples - position) // step)) if self.world_size == 1 else 1
             if number == 1:
                 yield self.batch(epoch, position), 1
@@ -113,7 +113,7 @@ class BatchSampler:
         return min(position + self.batch_size, self.epoch_samples)
 
     def positions(self, position: int) -> Iterator[int]:
-        """Return the position after each batch, from the one that begins at `position` on."""
+        """Return the position after each batch, starting with the one at `position`."""
         step, left = self.batch_size, self.epoch_samples - position
         number = left // step if self.drop_last else -(-left // step)
         if number <= 0:
@@ -132,14 +132,14 @@ class BatchSampler:
         return mine
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next pass runs over."""
+        """Choose the epoch of the next pass."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return self.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Not before the first batch is asked for: torch makes two iterators of a sampler and uses one.
+        # Not before the first batch is requested: torch creates two iterators of a sampler and uses one.
         epoch, position = self.epoch, 0
         self.epoch += 1
         while self.has_batch(position):

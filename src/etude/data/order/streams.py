@@ -1,4 +1,4 @@
-"""Which samples of which stream make up a batch: arithmetic on (epoch, position) and the mixture, nothing stored."""
+"""Which samples of which stream make up a batch: a function of (epoch, position) and the mixture."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -13,9 +13,9 @@ from etude.data.order.permutation import Indices, Order
 
 ENDLESS = 2**62
 SMALLEST_SHARE = 2e-6
-"""The smallest part of all samples that a stream can have: counts are exact fractions, and these stay small."""
+"""The smallest share of a stream: counts are exact fractions with this denominator limit."""
 _ROOM = 2**40
-"""Batches of a stream that are distinguished; more than any run has."""
+"""Maximum number of batches of a stream; more than any run has."""
 
 
 def stable_number(name: str) -> int:
@@ -28,7 +28,7 @@ def stable_number(name: str) -> int:
 
 
 class EndlessOrder:
-    """Another order, epoch after epoch without end: position p is position p % size of its epoch p // size.
+    """Another order repeated without end: position p is position p % size of its epoch p // size.
 
     >>> from etude.data.order.permutation import SequentialOrder
     >>> EndlessOrder(SequentialOrder(3)).indices(0, 1, 8).tolist()
@@ -68,24 +68,24 @@ class StreamPlan(ABC):
 
     def __init__(self, counts: Mapping[str, int], batch_size: int, num_batches: int, epoch_samples: int) -> None:
         self.counts = counts
-        """Samples of each stream in a batch that has it."""
+        """Samples of each stream in a batch that contains it."""
         self.batch_size, self.num_batches, self.epoch_samples = batch_size, num_batches, epoch_samples
 
     @abstractmethod
     def spans(self, epoch: int, position: int) -> list[Span]:
-        """Return what the batch that begins at sample `position` is made of: of one within a batch, the rest of it."""
+        """Return the spans of the batch at sample `position`; inside a batch, the rest of it."""
 
 
 class AlternatingPlan(StreamPlan):
-    """Every batch is of one stream; after n batches a stream of share w has had w·n of them, to within one or two.
+    """Every batch has one stream; after n batches a stream of share w has had w·n of them, to within one or two.
 
-    Streams are dealt out in the order of their names, so it does not matter how a config file lists them.
+    Streams are ordered by name, so their order in a config file does not matter.
     """
 
     def __init__(self, shares: Mapping[str, float], batch_size: int, num_batches: int, seed: int) -> None:
         super().__init__(dict.fromkeys(shares, batch_size), batch_size, num_batches, batch_size * num_batches)
         self.names = sorted(shares)
-        # Data sets that are longer than any run, in their own order: a draw tells the stream and how often it came.
+        # Treated as data sets longer than any run, in order: a draw gives the stream and its count so far.
         sizes = [_ROOM] * len(self.names)
         self._order = MixtureOrder(sizes, [shares[name] for name in self.names], seed=seed, shuffle=False)
 
@@ -106,7 +106,7 @@ class TogetherPlan(StreamPlan):
         super().__init__(counts, batch_size, num_batches, batch_size * num_batches)
 
     def spans(self, epoch: int, position: int) -> list[Span]:
-        """Return a span of each stream."""
+        """Return one span per stream."""
         number, skipped = divmod(position, self.batch_size)
         number += epoch * self.num_batches
         spans = []
@@ -131,19 +131,19 @@ class SequentialPlan(StreamPlan):
             if position < size:
                 return [Span(name, position, min(position + self.batch_size, size))]
             position -= size
-        raise AssertionError("there is no batch behind the last stream")
+        raise AssertionError("there is no batch after the last stream")
 
 
 def apportioned(shares: Sequence[float], total: int) -> list[int]:
-    """Return whole numbers that add up to `total`, as near to the shares as can be, and none of them 0.
+    """Return positive integers that sum to `total`, as close to the shares as possible.
 
     >>> apportioned([0.5, 0.3, 0.2], 8), apportioned([0.97, 0.02, 0.01], 10)
     ([4, 2, 2], [8, 1, 1])
     """
     if total < len(shares):
         raise DataError(
-            f"batch_size is {total}, but every batch has a part of each of {len(shares)} streams; "
-            f"raise batch_size or set draw to alternate"
+            f"batch_size is {total}, but every batch has samples of each of {len(shares)} streams; increase "
+            "batch_size or set draw to alternate"
         )
     wanted = [share / sum(shares) * total for share in shares]
     counts = [max(1, int(value)) for value in wanted]

@@ -1,1 +1,1 @@
-"""Sources: samples in memory, data sets with workers, several named sources, loaders of other people."""
+"""Sources: samples in memory, data sets with workers, several named sources, third-party loaders."""

@@ -1,4 +1,4 @@
-"""Loaders made elsewhere (torch's DataLoader, a list of batches, a generator function), used as an Etude loader."""
+"""Third-party loaders (torch's DataLoader, a list of batches, a generator function) as Etude loaders."""
 
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
@@ -34,18 +34,18 @@ TORCH_SAMPLERS = (
     WeightedRandomSampler,
     DistributedSampler,
 )
-"""Draw from the global generators before their first index only."""
+"""Samplers that draw from the global generators only before their first index."""
 
 
 class ForeignLoader:
-    """Any iterable of batches, or a function that returns one, with an order that can be repeated.
+    """Any iterable of batches, or a function that returns one, in a reproducible order.
 
-    Each epoch draws from a stream of its own, seeded by (seed, epoch): from Python's, NumPy's and torch's global
-    generators, and from those that the loader, its dataset or its samplers keep as attributes. The caller's generators
-    are given back after each batch, so what the model draws and what the data draws do not depend on each other.
-    Resuming in mid-epoch reads the batches already seen once more and drops them; it is exact for anything that is
-    fixed by those generators and by `set_epoch`, with worker processes or without. A source that keeps a state of its
-    position (`state_dict` and `load_state_dict`) goes on from that instead, if `load_state_dict` was given it.
+    Each epoch draws from separate random numbers, seeded by (seed, epoch), in Python's, NumPy's and torch's global
+    generators, and in those that the loader, its dataset or its samplers keep as attributes. The caller's generators
+    are restored after each batch, so model and data draw independently. Resuming inside an epoch reads the earlier
+    batches again and drops them; it is exact if these generators and `set_epoch` determine the data, with or without
+    worker processes. A source with its own position state (`state_dict` and `load_state_dict`) continues from that
+    instead.
 
     >>> import torch
     >>> loader = ForeignLoader([torch.zeros(4, 2), torch.ones(3, 2)])
@@ -62,18 +62,18 @@ class ForeignLoader:
         self._current: Callable[[], ForeignIterator | None] = lambda: None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the source stands in the epoch under way, if it keeps a state of that; else {}."""
+        """Return the position state of the source in the current epoch, if it has one; else {}."""
         current = self._current()
         return self._saved if current is None else current.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let `iterate`, called with the epoch and the position of this state, go on from it."""
+        """Let `iterate`, called with the epoch and position of this state, continue from it."""
         self._saved = dict(state)
 
     def __len__(self) -> int:
         if isinstance(self.source, Sized):
             return len(self.source)
-        raise TypeError(f"a {type(self.source).__name__} does not tell how many batches it has")
+        raise TypeError(f"a {type(self.source).__name__} does not define its number of batches")
 
     def iterate(self, epoch: int, position: int = 0) -> "ForeignIterator":
         """Return the batches of `epoch` from sample `position` on.
@@ -83,8 +83,8 @@ class ForeignLoader:
         if isinstance(self.source, Iterator):
             if self._is_used_up:
                 raise DataError(
-                    "the data is an iterator, which can be read only once, and another epoch was asked for; "
-                    "give a list, a DataLoader or a function that returns a new iterator"
+                    "the data is an iterator, which can be read only once, but there is another epoch; pass a "
+                    "list, a DataLoader or a function that returns a new iterator"
                 )
             self._is_used_up = True
         saved = self._saved
@@ -94,13 +94,13 @@ class ForeignLoader:
         return iterator
 
     def keep(self, iterator: "ForeignIterator") -> None:
-        """Remember an iterator that is closed: the end of a run is saved after it."""
+        """Remember a closed iterator: the end of a run is saved after it."""
         if self._current() is iterator:
             self._current = lambda: iterator
 
 
 class ForeignIterator:
-    """One epoch of a foreign loader; `position` counts samples over all ranks, as if every rank had as many."""
+    """One epoch of a third-party loader; `position` counts samples over all ranks, assuming equal counts."""
 
     def __init__(self, loader: ForeignLoader, epoch: int, position: int, saved: dict[str, Any]) -> None:
         self.position = position
@@ -135,18 +135,18 @@ class ForeignIterator:
             return next(self._batches)
 
     def close(self) -> None:
-        """Let go of the source's iterator (and so of its workers); safe to call twice."""
+        """Release the source's iterator (and so its workers); safe to call twice."""
         if isinstance(self._batches, Generator) and self._stream is not None:
             with self._stream.drawing():
                 self._batches.close()
         self._state.close(self._batches)
         self._batches, self._is_closed = None, True
         if self._loader is not None:
-            loader, self._loader = self._loader, None  # no cycle: what it holds is let go of without waiting
+            loader, self._loader = self._loader, None  # no reference cycle, so that it is released at once
             loader.keep(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continues the iteration from here, closed or not; {} at its end, or without a state."""
+        """Return a state that continues the iteration from here, closed or not; {} at its end, or without a state."""
         if self._stream is None:
             return self._saved
         if self._is_at_end or (self._state.recomputes and self._stream.has_drawn):
@@ -160,7 +160,7 @@ class ForeignIterator:
     def _begin(self) -> Batch:
         """Start the source's iteration and return its batch at the position.
 
-        All it draws, for batches that are skipped and for others, comes from the one stream of the epoch.
+        All its draws, also for skipped batches, come from the random numbers of the epoch.
         """
         source, parts = self._source, _parts(self._source)
         self._stream = RandomStream(
@@ -184,7 +184,7 @@ class ForeignIterator:
                 return next(self._batches)
             except StopIteration:
                 if self.position == 0:
-                    raise DataError("the data is empty: the loader gave no batch") from None
+                    raise DataError("the data is empty: the loader returned no batch") from None
                 raise
 
     def _skip(self, batches: Iterator[Batch]) -> None:
@@ -193,7 +193,8 @@ class ForeignIterator:
             batch = next(batches, None)
             if batch is None:
                 raise DataError(
-                    f"cannot resume at sample {self.position}: the loader ends after {seen}; has the data changed?"
+                    f"cannot resume at sample {self.position}: the loader ends after {seen}; use the data of the "
+                    "saved run"
                 )
             seen += num_samples(batch) * self._world_size
         if seen > self.position:
@@ -209,14 +210,13 @@ def check_batches(source: Any) -> None:
     is_data = is_pair or is_column(source) or isinstance(source, (Mapping, str, bytes, Dataset))
     if is_data or not (isinstance(source, Iterable) or callable(source)):
         raise DataError(
-            f"cannot take batches from a {type(source).__name__}; wrap data in etude's "
-            f"DataLoader(data, labels, batch_size) or torch's DataLoader, or give an iterable of batches; "
-            f"what is no data is given by name"
+            f"cannot take batches from a {type(source).__name__}; wrap data in etude's DataLoader(data, labels, "
+            "batch_size) or torch's DataLoader, or pass an iterable of batches; pass other arguments by name"
         )
 
 
 def _parts(source: Any) -> list[Any]:
-    """Return the source and what else may keep a generator or take the epoch: its dataset, its samplers, its owner."""
+    """Return the source and other objects that may have a generator or `set_epoch`: dataset, samplers, owner."""
     batch_sampler = getattr(source, "batch_sampler", None)
     parts = (
         source,
@@ -230,7 +230,7 @@ def _parts(source: Any) -> list[Any]:
 
 
 def _draws_only_at_the_start(source: Any) -> bool:
-    """Whether the source surely takes nothing from the global generators after its first batch.
+    """Whether the source certainly draws nothing from the global generators after its first batch.
 
     That saves swapping them for each batch (about 10 µs): for batches in a list, and for torch's own
     samplers with worker processes or with tensors in memory.

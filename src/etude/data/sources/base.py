@@ -1,4 +1,4 @@
-"""Sources that make whole batches: samples by index, several at once, such as blocks and documents of token files."""
+"""Sources that return whole batches: several samples by index at once, such as blocks of token files."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -12,7 +12,7 @@ from etude.data.order.permutation import Indices, Order
 from etude.data.order.sampler import BatchSampler
 
 CHUNK_BYTES = 800_000
-"""Batches read together are at most this large: they stay in the processor's cache, and Python's share is small."""
+"""Maximum size of batches read together: they fit the processor's cache, and Python overhead is small."""
 MAX_CHUNK = 16
 DRAWN = 64
 """Batches whose indices are drawn together."""
@@ -20,34 +20,34 @@ DRAWN = 64
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """Samples that are read many at once. What `gather` returns is a pure function of its arguments."""
+    """Samples that are read in groups. The result of `gather` is a pure function of its arguments."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
         ...
 
     def gather(self, indices: Indices, *, epoch: int, seed: int) -> Batch:
-        """Return the samples at `indices` in this order, as new tensors in CPU memory."""
+        """Return the samples at `indices` in this order, as new CPU tensors."""
         ...
 
 
 @runtime_checkable
 class DecodingSource(BatchSource, Protocol):
-    """A source whose samples may have to be decoded, which takes long enough for worker processes."""
+    """A source whose samples may need decoding, which is slow enough for worker processes."""
 
     @property
     def decodes(self) -> bool:
-        """Whether they have to."""
+        """Whether they need decoding."""
         ...
 
 
 @runtime_checkable
 class UniformSource(BatchSource, Protocol):
-    """A source whose samples all have the same shape: several batches can be gathered in one go."""
+    """A source whose samples all have the same shape: several batches can be gathered at once."""
 
     @property
     def sample_bytes(self) -> int:
-        """Memory that one gathered sample takes."""
+        """Memory of one gathered sample."""
         ...
 
     def gather_many(self, indices: Indices, number: int, *, epoch: int, seed: int) -> Iterator[Batch]:
@@ -57,7 +57,7 @@ class UniformSource(BatchSource, Protocol):
 
 @runtime_checkable
 class MeasuredSource(BatchSource, Protocol):
-    """A source that knows how long its samples are, so that they can be bucketed."""
+    """A source that knows the lengths of its samples, so that they can be bucketed."""
 
     def lengths(self, indices: Indices) -> Indices:
         """Return the lengths of the samples at `indices`."""
@@ -66,7 +66,7 @@ class MeasuredSource(BatchSource, Protocol):
 
 @runtime_checkable
 class OrderedSource(BatchSource, Protocol):
-    """A source that decides itself which samples an epoch has, such as a mixture."""
+    """A source that defines which samples an epoch has, such as a mixture."""
 
     def order(self, *, shuffle: bool, seed: int) -> Order:
         """Return the order of its samples."""
@@ -75,20 +75,20 @@ class OrderedSource(BatchSource, Protocol):
 
 @runtime_checkable
 class ResizableSource(BatchSource, Protocol):
-    """A source of token sequences that can be cut to another length."""
+    """A source of token sequences whose length can be changed."""
 
     @property
     def longest(self) -> int | None:
-        """Tokens of a sample at most; None if nothing limits them."""
+        """Maximum tokens per sample; None if unlimited."""
         ...
 
     def with_length(self, length: int) -> "ResizableSource":
-        """Return the same text in samples of `length` tokens, or of at most so many."""
+        """Return the same text in samples of at most `length` tokens."""
         ...
 
 
 class GatheredBatches:
-    """Batches of a source in the sampler's order, on a device if one is given."""
+    """Batches of a source in the sampler's order, on a device if given."""
 
     def __init__(self, source: BatchSource, seed: int, *, device: torch.device | None, pin_memory: bool) -> None:
         self.source, self.seed = source, seed
@@ -116,9 +116,9 @@ class GatheredBatches:
 
 
 def send(batch: Batch, device: torch.device | None, *, pin_memory: bool) -> Batch:
-    """Return the batch in pinned memory or on a device. Views of one piece of memory travel together and stay views.
+    """Return the batch in pinned memory or on a device. Views of one memory block are copied together and stay views.
 
-    Ids and labels of a block overlap; sent one by one they would be copied twice, and row by row.
+    Ids and labels of a block overlap; copied separately they would be copied twice, and row by row.
     """
     moved: dict[int, Tensor] = {}
 

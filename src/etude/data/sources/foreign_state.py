@@ -1,4 +1,4 @@
-"""The state that a loader made elsewhere keeps of its position, so that a resume need not read batches again."""
+"""The position state of third-party loaders, so that a resume need not read batches again."""
 
 import logging
 import weakref
@@ -28,44 +28,44 @@ EXACT = (
     "RandomlyCyclingMultiSourcesExamplesIterable",
     "VerticallyConcatenatedMultiSourcesExamplesIterable",
 )
-"""Steps of Hugging Face's iterable datasets whose state is that of the samples handed out."""
+"""Stages of Hugging Face iterable datasets whose state is that of the returned samples."""
 RECOMPUTED = ("MappedExamplesIterable", "FilteredExamplesIterable", "RebatchedArrowExamplesIterable")
-"""Those that go on from a state by computing some samples again: the same ones if nothing is drawn for them."""
+"""Stages that recompute some samples on a resume: the same ones if they draw no random numbers."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What goes on where it was, as torchdata's StatefulDataLoader: its state is that after the last batch it gave."""
+    """An object with a position state, like torchdata's StatefulDataLoader: the state after its last batch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state now."""
+        """Return the current state."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Go on from this state in the next iteration."""
+        """Continue from this state in the next iteration."""
         ...
 
 
 @runtime_checkable
 class StatefulIterator(Protocol):
-    """An iterator that keeps its own state, as those of grain do: plain data, or bytes."""
+    """An iterator with its own state, like those of grain: plain data, or bytes."""
 
     def __next__(self) -> Any:
         """Return the next batch."""
         ...
 
     def get_state(self) -> Any:
-        """Return the state after the batch handed out last."""
+        """Return the state after the batch returned last."""
         ...
 
     def set_state(self, state: Any) -> Any:
-        """Go on from this state."""
+        """Continue from this state."""
         ...
 
 
 @runtime_checkable
 class CountsEpochs(Protocol):
-    """As litdata's StreamingDataLoader: an iteration is the next epoch, or goes on if `restore` is set."""
+    """Like litdata's StreamingDataLoader: an iteration is the next epoch, or continues if `restore` is set."""
 
     current_epoch: int
     restore: bool
@@ -79,7 +79,7 @@ class _IteratorState:
         self._last: Any = None
 
     def close(self, batches: object) -> None:
-        """Keep the state, and let go of this iterator with its threads and processes."""
+        """Keep the state, and release this iterator with its threads and processes."""
         if self._batches is not None and self._batches is batches:
             self._last, self._batches = self._batches.get_state(), None
 
@@ -94,7 +94,7 @@ class _IteratorState:
 
 
 class _Reading:
-    """Who reads something stateful: its state at first, and the iteration that began last."""
+    """The reader of a stateful object: its initial state, and the latest iteration."""
 
     def __init__(self) -> None:
         self.initial: dict[str, Any] | None = None
@@ -106,23 +106,23 @@ _READINGS: dict[int, _Reading] = {}
 
 
 def _reading_of(keeper: Stateful) -> _Reading:
-    """Return the one of this object, whoever asks; a new one each time, so no state, if its end cannot be seen."""
+    """Return the shared entry of this object; a new one each time, so no state, if its end cannot be detected."""
     if id(keeper) not in _READINGS:
         try:
             weakref.finalize(keeper, _READINGS.pop, id(keeper), None)
-        except TypeError:  # a class with slots, without one for weak references
+        except TypeError:  # a class with slots and no weak references
             return _Reading()
         _READINGS[id(keeper)] = _Reading()
     return _READINGS[id(keeper)]
 
 
 class SourceState:
-    """The state of a source, of its dataset or of its iterator, by which its next batches are exactly the same.
+    """The state of a source, its dataset or its iterator that exactly determines its next batches.
 
-    - A dataset counts in a plain torch DataLoader without workers: that reads no further than its batches.
-    - One of Hugging Face does not count if it has a shuffle buffer: states leave out what that holds. If it maps or
-      filters, it counts as long as nothing is drawn.
-    - With worker processes, nothing may be drawn in them: their generators are not part of a state.
+    - A dataset is used in a plain torch DataLoader without workers, which does not read ahead.
+    - A Hugging Face dataset is not used if it has a shuffle buffer, which states do not include. If it maps or
+      filters, it is used as long as nothing is drawn.
+    - Worker processes must draw nothing: their generators are not part of a state.
     """
 
     def __init__(self, source: Any) -> None:
@@ -134,7 +134,7 @@ class SourceState:
             self._keeper = dataset
         names = {type(one).__name__ for one in _examples(dataset)}
         self.recomputes = not names.isdisjoint(RECOMPUTED)
-        """Whether the state counts only if nothing has been drawn since the epoch began."""
+        """Whether the state is usable only if nothing has been drawn since the epoch began."""
         if not names <= {*EXACT, *RECOMPUTED}:
             self._keeper = None
         if isinstance(source, TorchLoader) and source.num_workers and owned_generators(dataset, source.collate_fn):
@@ -143,29 +143,29 @@ class SourceState:
 
     @property
     def is_kept(self) -> bool:
-        """Whether there is one."""
+        """Whether there is a state."""
         return self._keeper is not None
 
     def now(self) -> dict[str, Any] | None:
-        """Return the state after the batch handed out last; None if there is none that can be used.
+        """Return the state after the batch returned last; None if there is no usable one.
 
-        Grain's DataLoader compares the text of its data source, which by default has an address in memory.
+        Grain's DataLoader compares the repr of its data source, which by default contains a memory address.
         """
         start = getattr(self._source, "worker_init_fn", None)
         if self._keeper is None or (isinstance(start, WorkerStart) and start.has_drawn):
             return None
         if _reading_of(self._keeper).iteration is not self._iteration:
-            return None  # somebody else reads the same source: its state is theirs
+            return None  # another reader of the same source: the state is that reader's
         with Preserved():
             state = self._keeper.state_dict()
         if isinstance(self._keeper, _IteratorState) and ADDRESS in repr(state):
             name = type(self._source).__name__
-            _warn_once(f"a resume will read batches again: the data source of a {name} has no `__repr__` of its own")
+            _warn_once(f"a resume will read batches again: the data source of a {name} has no custom `__repr__`")
             return None
         return state
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> None:
-        """Let the next iteration of the source go on from a state, or begin an epoch at its beginning.
+        """Let the next iteration of the source continue from a state, or start at the beginning of an epoch.
 
         Raises DataError if the state is refused.
         """
@@ -177,18 +177,18 @@ class SourceState:
         if isinstance(keeper, CountsEpochs):
             keeper.current_epoch, keeper.restore = epoch, False
         if self._is_dataset:
-            # A dataset may begin where it was once set to again and again, so every epoch sets it.
+            # A dataset may restart at the last state that was set, so every epoch sets it.
             reading.initial = keeper.state_dict() if reading.initial is None else reading.initial
             state = reading.initial if state is None else state
         if state is not None:
             self._load(keeper, state)
             if isinstance(keeper, CountsEpochs):
-                keeper.restore = True  # also at the end of the epoch, of which nothing is left
+                keeper.restore = True  # also at the end of the epoch, when nothing is left
 
     def follow(self, batches: Any, state: dict[str, Any] | None) -> bool:
-        """Take the iteration that has begun; return False if it stands at the beginning.
+        """Use the iteration that has begun; return False if it is at the beginning.
 
-        Raises DataError if it keeps its own state and refuses this one.
+        Raises DataError if it has its own state and refuses this one.
         """
         if isinstance(batches, StatefulIterator) and not isinstance(self._source, Stateful):
             self._keeper = _IteratorState(batches)
@@ -198,7 +198,7 @@ class SourceState:
         return self._keeper is not None and state is not None
 
     def close(self, batches: object) -> None:
-        """End an iteration; the state stays."""
+        """End an iteration; the state is kept."""
         if isinstance(self._keeper, _IteratorState):
             self._keeper.close(batches)
 
@@ -208,8 +208,8 @@ class SourceState:
         except Exception as error:
             name = type(keeper if self._is_dataset else self._source).__name__
             raise DataError(
-                f"cannot resume: a {name} does not take the state of the checkpoint; has the data changed? "
-                f"({error!r:.200})"
+                f"cannot resume: a {name} does not accept the state of the checkpoint; use the data of the saved "
+                f"run ({error!r:.200})"
             ) from error
 
 
@@ -219,7 +219,7 @@ def _warn_once(message: str) -> None:
 
 
 def _examples(dataset: Any) -> Iterator[Any]:
-    """Yield the steps that a dataset of Hugging Face takes its samples through, the last first."""
+    """Yield the stages of a Hugging Face dataset, the last first."""
     steps = [getattr(dataset, "_ex_iterable", None)]
     while steps:
         one = steps.pop()

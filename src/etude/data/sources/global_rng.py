@@ -1,8 +1,8 @@
-"""The global generators of Python, NumPy and torch: read, written and watched in a microsecond each.
+"""The global generators of Python, NumPy and torch: read, written and checked in a microsecond each.
 
-`random.getstate` makes 625 numbers of a block of memory (15 µs), and NumPy's `get_state` copies its words one by one
-(50 µs): too much for every batch. Here the memory itself is copied, once it has been found to hold what those functions
-return. Where it does not, on another Python or NumPy, the functions are used.
+`random.getstate` converts a memory block to 625 integers (15 µs), and NumPy's `get_state` copies its words one by one
+(50 µs): too slow for every batch. Here the memory itself is copied, after checking that it holds what these functions
+return. On a Python or NumPy where it does not, the functions are used.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 WORDS = 624
-"""Of a Mersenne Twister's state; one more number tells how many of them are used up."""
+"""Words of a Mersenne Twister's state; one more number counts the used ones."""
 STATE_BYTES = 4 * (WORDS + 1)
 
 Accessors = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -24,7 +24,7 @@ Accessors = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 class GlobalGenerator(NamedTuple):
-    """One of them: how its state is read, written, and set by a seed."""
+    """A generator: how its state is read, written and seeded."""
 
     read: Callable[[], Any]
     write: Callable[[Any], Any]
@@ -54,7 +54,7 @@ def _numpy() -> Accessors:
     module: Any = np.random
     twister, found = module.get_bit_generator(), module.get_state()
     memory = (ctypes.c_char * STATE_BYTES).from_address(twister.ctypes.state_address)
-    # A second normal number, made with the first, is kept by the object around the generator: a flag and the number.
+    # The second of a pair of normal numbers is cached in the object around the generator: a flag and the number.
     probe, value = module.RandomState(0), 0.123456789
     probe.set_state((*probe.get_state()[:3], 1, value))
     probed = (ctypes.c_char * np.random.RandomState.__basicsize__).from_address(id(probe)).raw
@@ -122,13 +122,13 @@ _READERS = [
         *(("torch", module, name) for module in (torch, torch.random) for name in ("initial_seed", "get_rng_state")),
     )
 ]
-"""Functions that return the state of a generator, or its seed: their modules, their names, and what counts calls."""
+"""Functions that return the state or seed of a generator: module, name, and call counter."""
 
 
 class Preserved:
-    """Whatever is drawn in the block leaves Python's, NumPy's and torch's CPU generator as they were.
+    """Draws inside the block do not change Python's, NumPy's and torch's CPU generators.
 
-    Afterwards `drawn` lists those of the `watched` that were drawn from, or asked for their state by their module.
+    Afterwards `drawn` lists those `watched` that were drawn from, or whose state was read through their module.
 
     >>> _ = torch.manual_seed(1); expected = torch.rand(1); _ = torch.manual_seed(1)
     >>> with Preserved(GLOBALS) as preserved:
@@ -167,7 +167,7 @@ class Preserved:
                 drawn.append(name)
 
     def _count_calls(self, change: int) -> None:
-        """Count the calls of readers as long as anybody watches."""
+        """Count the calls of state readers while anything is watching."""
         with Preserved._lock:
             before = Preserved._watching
             Preserved._watching = now = before + change

@@ -1,7 +1,7 @@
 """Data in memory: tensors, arrays or a mapping of them, gathered by one vectorised copy per batch.
 
-Batches for a CUDA device travel several at once: a model that needs 0.2 ms for a step leaves no time for a gather, a
-copy and a normalisation of each.
+Batches for a CUDA device are copied in groups: at 0.2 ms per step there is no time for a separate gather, copy and
+normalisation of each.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,26 +20,26 @@ from etude.data.sources.arrays import as_tensor, is_array
 
 LABELS = "labels"
 CHUNK_BYTES = 4 * 2**20
-"""Batches that travel to a device together are at most this large."""
+"""Maximum size of batches that are copied to a device together."""
 MAX_CHUNK = 64
 ALIGNED = 256
-"""Bytes that the memory of a batch begins at a multiple of: by this libraries choose their kernels."""
+"""Alignment of a batch's memory in bytes: libraries choose their kernels by it."""
 
 
 def is_in_memory(data: object) -> bool:
-    """Whether `data` is a tensor, an array, a table or a mapping, to be held and gathered as a whole."""
+    """Whether `data` is a tensor, an array, a table or a mapping, to be held in memory."""
     return isinstance(data, Mapping) or is_array(data)
 
 
 class TensorSource:
-    """Equally long tensors that batches are gathered from.
+    """Equally long tensors from which batches are gathered.
 
     >>> source = TensorSource(torch.arange(6) * 10, torch.arange(6))
     >>> source.gather(np.array([4, 1]))
     DataBatch(data=tensor([40, 10]), labels=tensor([4, 1]))
 
-    With `pin_memory` the gather writes straight into page-locked memory. With a CUDA `device` batches are delivered
-    there; `transform`, a function of every element by itself, is applied to their data on the way.
+    With `pin_memory` the gather writes directly into pinned memory. With a CUDA `device` batches are delivered there,
+    after applying `transform`, an elementwise function of their data.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TensorSource:
         self.is_mapping = isinstance(data, Mapping)
         if isinstance(data, Mapping):
             if labels is not None and LABELS in data:
-                raise DataError("labels are given twice: in the mapping and as an argument of their own; give one")
+                raise DataError("labels are given twice: in the mapping and as an argument; keep one")
             columns = {str(key): as_tensor(value, str(key)) for key, value in data.items()}
         else:
             columns = {"data": as_tensor(data, "data")}
@@ -66,7 +66,7 @@ class TensorSource:
         self.device = self._held if device is None else device
         """Where batches are delivered."""
         self.chunk_bytes = CHUNK_BYTES if self.device.type == "cuda" else 0
-        """Batches are gathered together up to this size."""
+        """Maximum size of batches that are gathered together."""
         self._sample_bytes = sum(column[:1].numel() * column.element_size() for column in columns.values())
         self.transform = transform
         self._take = _take_pinned if pin_memory and self._held.type == "cpu" else _take
@@ -110,19 +110,19 @@ def _take_pinned(column: Tensor, index: Tensor) -> Tensor:
     pinned = torch.empty((len(index), *column.shape[1:]), dtype=column.dtype, pin_memory=True)
     if not column.is_contiguous() or not pinned.numel():
         return torch.index_select(column, 0, index, out=pinned)
-    # In this thread: waking torch's others for a few rows takes longer than copying them.
+    # In this thread: waking torch's other threads for a few rows takes longer than copying them.
     np.take(_rows(column), index.numpy(), axis=0, out=_rows(pinned), mode="clip")
     return pinned
 
 
 def _rows(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """Return the memory of a contiguous tensor, the bytes of a sample in each row."""
+    """Return the memory of a contiguous tensor, one row of bytes per sample."""
     rows: npt.NDArray[np.uint8] = tensor.view(len(tensor), -1).view(torch.uint8).numpy()
     return rows
 
 
 def _split(column: Tensor, size: int) -> list[Tensor]:
-    """Return parts of `size` samples, each in memory that is as well aligned as that of a tensor by itself."""
+    """Return slices of `size` samples, each aligned like a newly allocated tensor."""
     parts = [hand_out_parts(column)[start : start + size] for start in range(0, len(column), size)]
     is_aligned = size * column.stride(0) * column.element_size() % ALIGNED == 0
     return parts if is_aligned else [part.clone() for part in parts]
@@ -137,5 +137,5 @@ def _common_length(columns: Mapping[str, Tensor]) -> int:
         found = ", ".join(f"{key} has {length}" for key, length in lengths.items())
         raise DataError(f"data of different lengths: {found}; every tensor must have one entry per sample")
     if len(devices) > 1:
-        raise DataError(f"the data lies on several devices ({', '.join(sorted(devices))}); move it to one")
+        raise DataError(f"the data is on several devices ({', '.join(sorted(devices))}); move it to one")
     return next(iter(lengths.values()))

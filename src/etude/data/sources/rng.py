@@ -1,4 +1,4 @@
-"""Random numbers of data: a stream of their own in the global generators, and generators that objects keep."""
+"""Random numbers for data: a separate stream in the global generators, and generators kept by objects."""
 
 import random
 from collections import Counter
@@ -17,16 +17,16 @@ from etude.data.sources.global_rng import GLOBALS, Accessors, seed_generators
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 CLOSED = (*GENERATORS, torch.Tensor, np.ndarray, str, bytes, type, ModuleType, _BaseDataLoaderIter)
-"""What is not looked into for generators."""
+"""Types that are not searched for generators."""
 DEPTH, SHORT = 8, 100
-"""How deep they are looked for, and in lists of which length: not among the samples of a dataset."""
+"""Maximum search depth, and maximum length of searched lists: the samples of a dataset are not searched."""
 
 
 class RandomStream:
-    """Random numbers that begin with a seed and go on from block to block, whatever others draw in between.
+    """Random numbers that start from a seed and continue from block to block, independent of other draws.
 
     Inside `drawing` the global generators of Python, NumPy, torch's CPU and (if in use) CUDA belong to this stream,
-    and so do the `owned` ones: generator objects that somebody keeps. Outside they are as the caller left them.
+    and so do the `owned` generator objects of other code. Outside they have the caller's state.
 
     >>> def draw(stream):
     ...     with stream.drawing():
@@ -39,7 +39,7 @@ class RandomStream:
     """
 
     def __init__(self, seed: int, owned: Sequence[Any] = (), *, swap_globals: bool = True) -> None:
-        """With `swap_globals` off only the `owned` generators are swapped after the first block."""
+        """Without `swap_globals` only the `owned` generators are swapped after the first block."""
         self._owned, self._swaps_globals = owned, swap_globals
         generators = [*_globals(), *(_accessors(generator) for generator in owned)]
         caller = [read() for read, _ in generators]
@@ -67,16 +67,16 @@ class RandomStream:
             self._generators = self._later
 
     def mark(self) -> None:
-        """Begin to watch whether something is drawn; to be called inside `drawing`."""
+        """Start watching for draws; call it inside `drawing`."""
         self._marked = [_comparable(read()) for read, _ in self._later]
 
     @property
     def has_drawn(self) -> bool:
-        """Whether something was drawn since `mark`."""
+        """Whether anything was drawn since `mark`."""
         return self._marked != [_comparable(state) for state in self._states]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all generators in plain data: numbers, lists, tuples and tensors."""
+        """Return the state of all generators as plain data: numbers, lists, tuples and tensors."""
         with self.drawing():
             return {
                 "globals": rng_state() if self._swaps_globals else None,
@@ -84,7 +84,7 @@ class RandomStream:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from here; to be called inside `drawing`, with the same generators."""
+        """Continue from a state; call it inside `drawing`, with the same generators."""
         if state["globals"] is not None:
             set_rng_state(state["globals"])
         for generator, saved in zip(self._owned, state["owned"], strict=True):
@@ -102,10 +102,10 @@ def _comparable(state: Any) -> Any:
 
 
 def owned_generators(*owners: Any) -> list[Any]:
-    """Return the generator objects that these objects keep, each once, the nearest first.
+    """Return the generator objects that these objects keep, each once, nearest first.
 
-    They are looked for in attributes, short lists, tuples and dicts, closures, partial functions and the objects of
-    methods, down to `DEPTH`: that of a dataset in a subset is found, and that of a transform in a list of them.
+    The search covers attributes, short lists, tuples and dicts, closures, partial functions and bound methods, down
+    to `DEPTH`: it finds the generator of a dataset in a subset, and of a transform in a list.
 
     >>> class Sampler:
     ...     rng = None
@@ -124,8 +124,8 @@ def owned_generators(*owners: Any) -> list[Any]:
 
 
 def _parts_of(owner: Any) -> Iterator[Any]:
-    """Yield what an object directly holds, if it is short."""
-    # By the methods of the base class: those of a class derived from it may read data, or count who does.
+    """Yield the values an object directly holds, if they are few."""
+    # Use the base class's methods: overridden ones may read data or count accesses.
     bases: tuple[Any, ...] = (list, tuple, dict)
     for base in bases:
         if isinstance(owner, base) and base.__len__(owner) <= SHORT:
@@ -133,7 +133,7 @@ def _parts_of(owner: Any) -> Iterator[Any]:
     yield from getattr(owner, "__dict__", {}).values()
     if isinstance(owner, FunctionType):
         for cell in owner.__closure__ or ():
-            with suppress(ValueError):  # one that has no value yet
+            with suppress(ValueError):  # an empty closure cell
                 yield cell.cell_contents
     if isinstance(owner, MethodType):
         yield owner.__self__
@@ -142,7 +142,7 @@ def _parts_of(owner: Any) -> Iterator[Any]:
 
 
 def seed_owned(generators: Sequence[Any], seed: int) -> None:
-    """Seed generator objects by one seed; those of one kind draw different numbers."""
+    """Seed generator objects from one seed; those of one kind draw different numbers."""
     kinds = Counter[type]()
     for generator in generators:
         place = kinds[type(generator)]

@@ -1,4 +1,4 @@
-"""One data set as batches: tensors, a source of whole batches, a token file or a map-style dataset, on a device."""
+"""One data set as batches: tensors, a source of batches, a token file or a map-style dataset, on a device."""
 
 import inspect
 import logging
@@ -39,12 +39,12 @@ class Place(NamedTuple):
     """Where batches are delivered."""
 
     device: torch.device | None = None
-    """None leaves them where they are made."""
+    """None leaves them where they are created."""
     pin_memory: bool = False
 
     @classmethod
     def of(cls, device: torch.device | str | None, pin_memory: bool | None) -> "Place":
-        """Return the place that a user asks for; pinned memory is the default for a CUDA device."""
+        """Return the requested location; pinned memory is the default for a CUDA device."""
         found = None if device is None else as_device(device)
         pin = found is not None and found.type == "cuda" if pin_memory is None else pin_memory
         return cls(found, pin and torch.cuda.is_available())
@@ -53,7 +53,7 @@ class Place(NamedTuple):
 class Samples:
     """A data set whose batches are read by index or, faster, a whole epoch in a sampler's order.
 
-    Raises DataError for data of an unknown kind, and for options that do not go with it.
+    Raises DataError for an unknown kind of data, and for options that do not apply to it.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Samples:
         _check_options(data, labels, collate_fn, bucket_batches)
         device = place.device
         cuda = device if device is not None and device.type == "cuda" else None
-        # A batch for another device is pinned before its copy, one that stays is pinned after the transform.
+        # A batch for another device is pinned before its copy, one for the CPU after the transform.
         self._pin_last = place.pin_memory and device is None and transform is not None
         pin = place.pin_memory and not self._pin_last
         self.source: TensorSource | GatheredBatches | DatasetSource
         if is_in_memory(data):
-            # For a CUDA device the source does all that can be done to several batches.
+            # For a CUDA device the source does everything that can be done to several batches at once.
             at_once = transform if cuda and is_elementwise(transform) and not isinstance(data, Mapping) else None
             transform = None if at_once is not None else transform
             self.source = TensorSource(data, labels, pin_memory=pin, device=cuda, transform=at_once)
@@ -95,18 +95,18 @@ class Samples:
         self._target = None if device == there else device
         self._transform = None if transform is None else BatchTransform(transform)
         self._is_finished = self._target is None and transform is None and not self._pin_last
-        """Whether batches of the source are as they are wanted."""
+        """Whether batches of the source already have the requested location and form."""
 
     @property
     def threaded(self) -> bool:
-        """Whether another thread may read it: fetching samples of a dataset seeds generators that all threads share."""
+        """Whether another thread may read it: fetching samples of a dataset seeds process-wide generators."""
         return not isinstance(self.source, DatasetSource)
 
     @property
     def prefetch(self) -> int:
-        """Batches that are best made beforehand: those that are copied to CUDA, and those that are decoded.
+        """Default number of prefetched batches: for batches copied to CUDA, and for decoded ones.
 
-        On the CPU a thread takes longer to hand a batch over than it takes to make one, of tensors or token files.
+        On the CPU passing a batch between threads takes longer than making one from tensors or token files.
         """
         to_cuda = self.place.device is not None and self.place.device.type == "cuda"
         is_slow = to_cuda or (self.threaded and _decodes(self.data))
@@ -119,10 +119,10 @@ class Samples:
         return ShuffledOrder(self.size, self.seed) if shuffle else SequentialOrder(self.size)
 
     def bucketed(self, order: Order, batch_size: int, *, endless: bool = False) -> Order:
-        """Return an order with samples of similar length together, if asked for; `endless`: epoch after epoch."""
+        """Return an order that groups samples of similar length, if configured; `endless`: without end."""
         pool = self.bucket_batches
         if endless:
-            # A pool with a large part of a pass and of the next one has samples twice, side by side when sorted.
+            # A pool that spans most of one pass and of the next has samples twice, adjacent when sorted.
             pool = min(pool, order.size // (2 * batch_size))
             pool = pool if pool > 1 else 0
             order = EndlessOrder(order)
@@ -144,7 +144,7 @@ class Samples:
             position = next_position(position)
 
     def read(self, indices: Indices, *, epoch: int, position: int, rank: int) -> Batch:
-        """Return the samples at `indices`, which may be none: rank `rank`'s share of a batch at `position`."""
+        """Return the samples at `indices`, possibly none: rank `rank`'s share of a batch at `position`."""
         if len(indices):
             batch = self.source.gather(indices, epoch=epoch)
         else:
@@ -152,7 +152,7 @@ class Samples:
         return batch if self._is_finished else self._finish(batch, epoch, position, rank)
 
     def _finish(self, batch: Batch, epoch: int, position: int, rank: int) -> Batch:
-        """Return a batch where and how it is wanted."""
+        """Return a batch in the requested location and form."""
         if self._target is not None:
             batch = to_device(batch, self._target)
         if self._transform is not None:
@@ -161,7 +161,7 @@ class Samples:
 
 
 class SampledBatches:
-    """The batches of one data set, as a sampler says."""
+    """The batches of one data set, in the order of a sampler."""
 
     def __init__(self, samples: Samples, sampler: BatchSampler) -> None:
         self.samples, self.sampler = samples, sampler
@@ -170,24 +170,24 @@ class SampledBatches:
         self.threaded, self.has_batch = samples.threaded, sampler.has_batch
 
     def items(self, epoch: int, position: int) -> tuple[Iterator[tuple[int, Batch]], Iterator[Batch]]:
-        """Return the batches from `position` on, each with the position behind it, and what is to be closed."""
+        """Return the batches from `position` on, each with the position after it, and an object to close."""
         batches = self.samples.batches(self.sampler, epoch, position)
         return zip(self.sampler.positions(position), batches, strict=False), batches
 
     def shared(self, rank: int, world_size: int) -> "SampledBatches":
-        """Return the same batches, of which rank `rank` gets its share."""
+        """Return the same batches with the share of rank `rank`."""
         return SampledBatches(self.samples, self.sampler.shared(rank, world_size))
 
 
 class BatchTransform:
-    """A function of a batch's inputs; one that takes a `generator` gets it seeded from the batch's place."""
+    """A function of a batch's inputs; if it takes a `generator`, it gets one seeded by the batch's position."""
 
     def __init__(self, transform: Transform) -> None:
         self.transform = transform
         self._random = _takes_generator(transform)
 
     def __call__(self, batch: Batch, *place: int) -> Batch:
-        """Apply it to the `data` of a DataBatch, or to the whole batch; `place` are the numbers of the seed."""
+        """Apply it to the `data` of a DataBatch, or to the whole batch; `place` is the input of the seed."""
         inputs = batch.data if isinstance(batch, DataBatch) else batch
         if self._random:
             tensor = next(tensors_in(inputs), None)
@@ -204,7 +204,7 @@ def _decodes(data: Any) -> bool:
 
 
 def is_elementwise(transform: object) -> bool:
-    """Whether a transform says that it changes every number by itself: several batches may go through it together."""
+    """Whether a transform declares itself elementwise: several batches may be passed to it together."""
     return bool(getattr(transform, "elementwise", False))
 
 
@@ -216,28 +216,27 @@ def _takes_generator(transform: Transform) -> bool:
 
 
 def _check_options(data: Any, labels: Any, collate_fn: Collate | None, bucket_batches: int) -> None:
-    """Raise DataError for options that do not go with the kind of data."""
+    """Raise DataError for options that do not apply to the kind of data."""
     in_memory, kind = is_in_memory(data), type(data).__name__
     if collate_fn is not None and (in_memory or isinstance(data, BatchSource)):
         raise DataError(
-            f"collate_fn puts the samples of a dataset together, but a {kind} makes whole batches; "
-            f"change them with transform instead"
+            f"collate_fn combines the samples of a dataset, but a {kind} returns whole batches; use transform instead"
         )
     if bucket_batches and not isinstance(data, MeasuredSource):
         raise DataError(
-            f"bucket_batches is {bucket_batches}, but a {kind} does not tell how long its samples are; "
-            f"bucketing is for samples of different lengths, such as TokenDocuments"
+            f"bucket_batches is {bucket_batches}, but a {kind} does not know the lengths of its samples; use a "
+            "source such as TokenDocuments, or set it to 0"
         )
     if isinstance(labels, int) and not in_memory:
-        raise DataError(f"labels is the number {labels}; give the batch size by name: batch_size={labels}")
+        raise DataError(f"labels is the number {labels}; pass the batch size by name: batch_size={labels}")
     if labels is not None and not in_memory:
-        raise DataError("labels go with tensors, arrays and tables; the samples of a dataset carry their own")
+        raise DataError("labels are for tensors, arrays and tables; return them in the samples of a dataset")
 
 
 @cache
 def say_unused(num_workers: int) -> None:
-    """Say, once, that the data has no work for worker processes."""
+    """Warn once that the data does not use worker processes."""
     logger.warning(
-        f"num_workers is {num_workers}, but tensors and token files are read in the process that trains, which is "
-        f"faster; leave it out"
+        f"num_workers is {num_workers}, but tensors and token files are read in the training process, which is "
+        "faster; remove it"
     )

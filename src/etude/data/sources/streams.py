@@ -1,4 +1,4 @@
-"""Several named sources: batches of one of them or of all, in proportions that can change between epochs."""
+"""Several named sources: batches of one or all of them, in proportions that can change between epochs."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -25,14 +25,14 @@ from etude.data.sources.samples import Place, Samples
 from etude.data.splits import LoaderData, Streams, check_known, check_weights, tensors_of
 
 OPTIONS = ("bucket_batches", "collate_fn", "transform")
-"""Options of a `LoaderData` that streams know."""
+"""Options of a `LoaderData` that streams support."""
 
 
 class Mixture(NamedTuple):
-    """What is read now."""
+    """The current selection."""
 
     shares: tuple[tuple[str, float], ...]
-    """Streams and the part of all samples that each has, adding up to 1."""
+    """Streams and their shares of all samples, which sum to 1."""
     sequence_length: int | None
 
 
@@ -69,21 +69,21 @@ class StreamSource:
         data, labels, transform = tensors_of(part, None, options.get("transform"))
         own = {key: options[key] for key in ("bucket_batches", "collate_fn") if options.get(key)}
         try:
-            # A seed of its own: other streams that come or go change nothing here.
+            # A separate seed: adding or removing other streams changes nothing here.
             seed = mix(self.seed, stable_number(name))
             samples = Samples(data, labels, seed=seed, place=self.place, transform=transform, **own)
         except DataError as error:
             raise DataError(f"stream '{name}': {error}") from error
         if samples.size < 1:
-            raise DataError(f"stream '{name}' is empty: there is no sample to make a batch of")
+            raise DataError(f"stream '{name}' is empty; add samples or remove it")
         return samples
 
-    # What is read.
+    # The selection.
 
     def mix(
         self, weights: Mapping[str, float] | None, sequence_length: int | None, only: Collection[str] | None
     ) -> Mixture:
-        """Return what is read; see `StreamLoader.choose`."""
+        """Return the selection; see `StreamLoader.choose`."""
         known = (*self._streams, *sorted(self.data.absent))
         if weights is not None:
             check_weights(weights, known)
@@ -97,7 +97,7 @@ class StreamSource:
         largest = max(parts.values(), default=0.0)
         if largest == 0:
             why = "there is none of them here" if not read else "their weights are 0"
-            raise DataError(f"the streams to be read are {listed(only or ())}, but {why}; give one of them a weight")
+            raise DataError(f"the selected streams are {listed(only or ())}, but {why}; set a weight for one of them")
         scaled = {name: weight / largest for name, weight in parts.items() if weight > 0}
         total = sum(scaled.values())
         shares = {name: weight / total for name, weight in scaled.items()}
@@ -111,7 +111,7 @@ class StreamSource:
         return {name: max(self._sizes[name] / total, SMALLEST_SHARE) for name in names}
 
     def batches(self, mixture: Mixture, rank: int, world_size: int) -> "StreamBatches":
-        """Return the batches of a mixture, of which rank `rank` gets its share."""
+        """Return the batches of a mixture with the share of rank `rank`."""
         shares, size = dict(mixture.shares), self.batch_size
         streams = {name: self._stream(name, mixture.sequence_length) for name in shares}
         orders = {name: stream.order(shuffle=self.shuffle) for name, stream in streams.items()}
@@ -136,20 +136,20 @@ class StreamSource:
         return self._cut[name, length]
 
     def _with_length(self, name: str, length: int) -> Samples:
-        """Return a stream in samples of `length` tokens; DataError if it has none or cannot be that long."""
+        """Return a stream in samples of `length` tokens; DataError if it has no tokens or is too short."""
         whole, part = self._streams[name], self.data.parts[name]
         source = whole.data
         if not isinstance(source, ResizableSource):
             raise DataError(
-                f"sequence_length is {length}, but stream '{name}' has no token sequences to cut (tokens, "
-                f"text_corpus …); leave it out, or make the sequences shorter"
+                f"sequence_length is {length}, but stream '{name}' has no token sequences (tokens, text_corpus …); "
+                "remove sequence_length"
             )
         if length < 1:
-            raise DataError(f"sequence_length is {length}; a sample has at least 1 token")
+            raise DataError(f"sequence_length is {length}; it must be at least 1")
         if source.longest is not None and length > source.longest:
             raise DataError(
                 f"sequence_length {length} is more than the {source.longest} tokens that samples of stream "
-                f"'{name}' have; choose a smaller one, or raise the length of the stream"
+                f"'{name}' have; choose a smaller one, or increase the length of the stream"
             )
         if length == source.longest:
             return whole
@@ -158,16 +158,16 @@ class StreamSource:
 
 
 class StreamReader:
-    """The batches of a stream, by spans of its order: pass after pass in training, one pass in evaluation."""
+    """The batches of a stream, as spans of its order: endless in training, one pass in evaluation."""
 
     def __init__(self, name: str, samples: Samples, order: Order, batch_size: int, *, endless: bool) -> None:
         self.name, self.samples, self.endless = name, samples, endless
         self.size = order.size
-        """Samples of a pass."""
+        """Samples per pass."""
         self.order = samples.bucketed(order, batch_size, endless=endless)
 
     def read(self, epoch: int, span: Span, rank: int, world_size: int) -> dict[str, Any]:
-        """Return a rank's share of a span; `epoch` counts in evaluation, in training the pass does."""
+        """Return a rank's share of a span; randomness depends on `epoch` in evaluation, on the pass in training."""
         epoch = span.start // self.size if self.endless else epoch
         _, start, stop = span
         if world_size > 1:
@@ -177,7 +177,7 @@ class StreamReader:
 
 
 class StreamBatches:
-    """The batches of one mixture, as a plan says; what is chosen later changes nothing here."""
+    """The batches of one mixture, according to a plan; later selections do not change it."""
 
     def __init__(self, plan: StreamPlan, readers: Mapping[str, StreamReader], rank: int, world_size: int) -> None:
         check_rank(rank, world_size)
@@ -190,7 +190,7 @@ class StreamBatches:
         return position < self.epoch_samples
 
     def items(self, epoch: int, position: int) -> tuple[Iterator[tuple[int, Batch]], Iterator[Any]]:
-        """Return the batches from `position` on, each with the position behind it, and what is to be closed."""
+        """Return the batches from `position` on, each with the position after it, and an object to close."""
         items = self._items(epoch, position)
         return items, items
 
@@ -204,12 +204,12 @@ class StreamBatches:
             yield position, JointBatch(parts) if joint else parts[0]
 
     def shared(self, rank: int, world_size: int) -> "StreamBatches":
-        """Return the same batches, of which rank `rank` gets its share."""
+        """Return the same batches with the share of rank `rank`."""
         return StreamBatches(self.plan, self.readers, rank, world_size)
 
 
 def named(batch: Batch, name: str) -> dict[str, Any]:
-    """Return a batch of any form as a dict that carries the name of its stream.
+    """Return a batch of any form as a dict with the name of its stream.
 
     >>> import torch
     >>> named((torch.zeros(2), torch.tensor([0, 1])), "digits")
@@ -217,7 +217,7 @@ def named(batch: Batch, name: str) -> dict[str, Any]:
     """
     if isinstance(batch, Mapping):
         if STREAM in batch:
-            raise DataError(f"batches of stream '{name}' have a '{STREAM}' already: that key is taken by the name")
+            raise DataError(f"batches of stream '{name}' have a '{STREAM}' already; rename that key")
         return {**batch, STREAM: name}
     if isinstance(batch, Tensor):
         return {"input": batch, STREAM: name}
@@ -226,6 +226,6 @@ def named(batch: Batch, name: str) -> dict[str, Any]:
         return {key: value for key, value in values if value is not None} | {STREAM: name}
     found = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
     raise DataError(
-        f"batches of stream '{name}' are a {type(batch).__name__}{found}; "
-        f"a stream takes tensors, (input, labels) or mappings"
+        f"batches of stream '{name}' are a {type(batch).__name__}{found}; a stream needs tensors, (input, labels) "
+        "or mappings"
     )

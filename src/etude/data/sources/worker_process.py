@@ -1,8 +1,8 @@
-"""Worker processes of a torch DataLoader: signals, the end of the program, and random numbers of a new epoch."""
+"""Worker processes of a torch DataLoader: signals, program exit, and random numbers of a new epoch."""
 
 import atexit
 import contextlib
-import multiprocessing.util  # its exit function is registered here, so ours runs before it
+import multiprocessing.util  # torch registers its exit function on import, so ours, registered later, runs first
 import os
 import signal
 import threading
@@ -22,20 +22,20 @@ from etude.data.sources.rng import owned_generators, seed_owned
 
 ENDING, EPOCH, SEED, DREW, PIDS = 0, 1, 2, 3, 4
 GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
-"""What a terminal or a launcher sends to all processes of a run."""
+"""Signals that a terminal or a launcher sends to all processes of a run."""
 GRACE_S = 5.0
-"""How long a worker that does not end when the program does is waited for before it is killed."""
+"""How long to wait at program exit for a worker before it is killed."""
 
 
 class WorkerStart:
-    """The `worker_init_fn` of a DataLoader that a run reads.
+    """The `worker_init_fn` of a DataLoader used by a run.
 
-    A signal to the whole process group (Ctrl-C, a closed terminal, a launcher's SIGTERM) is left to the run, which
-    still needs its workers to finish a step. A worker ends when the program does, also if that is killed; a second
-    SIGTERM ends it in any case.
+    Workers ignore a signal to the whole process group (Ctrl-C, a closed terminal, a launcher's SIGTERM), because the
+    run still needs them to finish a step. A worker ends with the program, even if that is killed; a second SIGTERM
+    always ends it.
 
-    Persistent workers begin each epoch with random numbers of that epoch, and their copy of the dataset learns the
-    epoch: torch does neither. So an epoch does not depend on whether the workers are new.
+    Persistent workers are seeded for each epoch, and `set_epoch` is called on their copy of the dataset; torch does
+    neither. So an epoch does not depend on whether the workers are new.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class WorkerStart:
         watched: bool = False,
         then: Callable[[int], None] | None = None,
     ) -> None:
-        """`then` is called afterwards: the `worker_init_fn` of the user. `watched` workers find out if they draw."""
+        """`then` is the user's `worker_init_fn`, called afterwards. `watched` workers detect whether they draw."""
         self.persistent, self.watched, self.then = persistent, watched, then
         self._shared = torch.zeros(PIDS + num_workers, dtype=torch.int64)
         self._shared.share_memory_()  # type: ignore[no-untyped-call]
         _STARTS[self] = os.getpid()
 
     def begin_epoch(self, epoch: int, seed: int) -> None:
-        """Say which epoch is about to be iterated over."""
+        """Set the epoch of the next iteration."""
         self._shared[EPOCH], self._shared[SEED], self._shared[DREW] = epoch, seed, 0
 
     @property
@@ -62,7 +62,7 @@ class WorkerStart:
         return bool(self._shared[DREW])
 
     def end(self) -> None:
-        """End the workers that are left: the program is about to end, and waits for its child processes."""
+        """End the remaining workers at program exit, which would otherwise wait for them."""
         pids = set(self._shared[PIDS:].tolist())
         _end_processes(self._shared, [child for child in multiprocessing.active_children() if child.pid in pids])
 
@@ -72,7 +72,8 @@ class WorkerStart:
         for number in GROUP_SIGNALS:
             signal.signal(number, self._on_sigterm if number == signal.SIGTERM else signal.SIG_IGN)
         if hasattr(signal, "pthread_sigmask"):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # held back while this process started
+            # signals that were blocked while this process started
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
         threading.Thread(target=_end_with_the_parent, name="etude-parent", daemon=True).start()
         if self.then is not None:
             self.then(worker)
@@ -108,7 +109,7 @@ class WorkerStart:
 
 
 _STARTS: weakref.WeakKeyDictionary[WorkerStart, int] = weakref.WeakKeyDictionary()
-"""Each with the process that made it."""
+"""Each with the process that created it."""
 
 
 @atexit.register
@@ -119,7 +120,7 @@ def _end_workers() -> None:
 
 
 def begin_epoch(parts: Any, epoch: int) -> None:
-    """Tell the epoch to those of the objects that take it."""
+    """Call `set_epoch` on the objects that have it."""
     for part in parts:
         set_epoch = getattr(part, "set_epoch", None)
         if callable(set_epoch):
@@ -127,42 +128,42 @@ def begin_epoch(parts: Any, epoch: int) -> None:
 
 
 def prepare_workers(loader: TorchLoader[Any], epoch: int, seed: int, *, watched: bool) -> None:
-    """Make the workers of somebody's loader behave; call it before each iteration, with the epoch's generators seeded.
+    """Prepare the workers of a user's loader; call it before each iteration, with the epoch's generators seeded.
 
-    The random numbers drawn from here on are the same whether the workers are there already or start now.
+    The random numbers drawn from here on do not depend on whether the workers already exist.
     """
     if loader.num_workers == 0:
         return
     start = loader.worker_init_fn
     if not isinstance(start, WorkerStart):
-        loader._iterator = None  # persistent workers that began without us: let them end
+        loader._iterator = None  # persistent workers started without our `worker_init_fn`: end them
         persistent = loader.persistent_workers
         start = WorkerStart(loader.num_workers, persistent=persistent, watched=watched, then=start)
         loader.worker_init_fn = start
     start.begin_epoch(epoch, seed)
-    if loader._iterator is not None:  # what torch draws when workers start
+    if loader._iterator is not None:  # torch draws this when workers start
         iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
 def end_workers(loader: Any, batches: Any) -> None:
-    """End the workers of an iterator of torch's that has raised an error; the loader starts others when it needs them.
+    """End the workers of a torch iterator after an error; the loader starts new ones when needed.
 
-    Torch ends them when the iterator is deleted. After an error the garbage collector does that, together with the
-    queues, so that workers are not reached and are waited for, 5 s each.
+    Torch ends them when the iterator is deleted. After an error the garbage collector deletes the queues with it, so
+    workers cannot be notified, and torch waits 5 s for each.
     """
     if not isinstance(batches, _BaseDataLoaderIter) or not loader.num_workers:
         return
     loader._iterator = None
     shut_down: Callable[[], None] = getattr(batches, "_shutdown_workers")  # noqa: B009 (only those with workers have it)
-    with contextlib.suppress(RuntimeError):  # of a worker that had died, which is what was raised before
+    with contextlib.suppress(RuntimeError):  # a worker had died, which is the error raised before
         shut_down()
 
 
 def begin_workers(loader: TorchLoader[Any]) -> Iterator[Any]:
-    """Return a new iterator of the loader; its workers end at once when it is collected as part of a cycle, too.
+    """Return a new iterator of the loader whose workers end at once, even if it is collected as part of a cycle.
 
-    The garbage collector then calls what is registered here before the iterator's own `__del__`: see `end_workers`.
+    The garbage collector calls the finalizer registered here before the iterator's `__del__`: see `end_workers`.
     """
     with starting_workers(loader):
         batches = iter(loader)
@@ -184,20 +185,20 @@ def _end_left(shared: torch.Tensor, owner: int, workers: tuple[Any, ...]) -> Non
 
 
 def _end_processes(shared: torch.Tensor, workers: list[Any]) -> None:
-    """End workers at once; those that do not go are killed."""
+    """End workers at once; kill those that do not exit."""
     shared[ENDING] = 1
     process = multiprocessing.Process
     for end in (process.terminate, partial(process.join, timeout=GRACE_S), process.kill):
         for worker in workers:
-            with contextlib.suppress(RuntimeError):  # torch, at any time, of a worker that had died before
+            with contextlib.suppress(RuntimeError):  # torch may raise this at any time for a worker that died before
                 end(worker)
 
 
 @contextlib.contextmanager
 def starting_workers(loader: TorchLoader[Any]) -> Iterator[None]:
-    """Hold back signals to the group while workers start: they inherit that, until `WorkerStart` has its handlers.
+    """Block signals to the group while workers start: they inherit the mask until `WorkerStart` sets its handlers.
 
-    Not with a fork server, whose other children would inherit it as well.
+    Not with a fork server, whose other children would inherit it too.
     """
     context: Any = loader.multiprocessing_context or multiprocessing
     if (
@@ -215,9 +216,9 @@ def starting_workers(loader: TorchLoader[Any]) -> Iterator[None]:
 
 
 def _before_each_epoch(action: Callable[[Any, Any], None], then: Callable[[Any], None]) -> None:
-    """Let this worker call `action` with dataset and collate_fn before each epoch, and `then` with its fetcher.
+    """Make this worker call `action` with dataset and collate_fn before each epoch, and `then` with its fetcher.
 
-    Torch makes a new fetcher when an epoch begins.
+    Torch creates a new fetcher when an epoch begins.
     """
     create = _DatasetKind.create_fetcher
 
@@ -231,7 +232,7 @@ def _before_each_epoch(action: Callable[[Any, Any], None], then: Callable[[Any],
 
 
 def _end_with_the_parent() -> None:
-    """End this worker when the program is gone, even if it is computing or waiting to hand over a batch."""
+    """End this worker when the program is gone, even while it computes or waits to send a batch."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,4 +1,4 @@
-"""Map-style datasets: samples fetched in this process or in worker processes, with the same random numbers."""
+"""Map-style datasets: samples fetched in this process or in workers, with the same random numbers."""
 
 from collections.abc import Callable, Iterator, Sized
 from functools import partial
@@ -21,14 +21,14 @@ from etude.data.sources.worker_process import WorkerStart, begin_workers, end_wo
 
 Collate = Callable[[list[Any]], Batch]
 Request = tuple[int, list[int]]
-"""What a worker is asked for: the epoch, and the indices of one batch."""
+"""A request to a worker: the epoch, and the indices of one batch."""
 
 
 def collate_samples(samples: list[Any]) -> Batch:
-    """Return what torch's `default_collate` returns, in less time if there are plain numbers.
+    """Return what torch's `default_collate` returns, faster for plain numbers.
 
-    But columns of lists of numbers, as datasets of Hugging Face have them, become one tensor each, as in their torch
-    format. Raises DataError for samples of a kind that torch does not put together.
+    Unlike there, columns of lists of numbers, as in Hugging Face datasets, become one tensor each, as in their torch
+    format. Raises DataError for samples that torch cannot collate.
     """
     first = samples[0]
     if isinstance(first, dict) and (lists := [name for name, value in first.items() if _has_numbers(value)]):
@@ -40,8 +40,8 @@ def collate_samples(samples: list[Any]) -> Batch:
         if "default_collate" not in str(error):
             raise
         raise DataError(
-            f"samples are a {type(samples[0]).__name__}, and torch cannot put objects of every kind together: "
-            f"{error}; give a collate_fn, or batches, such as those of the library's own loader"
+            f"samples are a {type(samples[0]).__name__}, which torch cannot collate: {error}; pass a collate_fn, or "
+            "batches of the library's own loader"
         ) from error
 
 
@@ -59,10 +59,10 @@ def _stack(name: str, samples: list[Any]) -> torch.Tensor:
         array = np.array([sample[name] for sample in samples])
     except ValueError:
         raise DataError(
-            f"the lists {name!r} of a batch have different lengths; give a collate_fn that pads them"
+            f"the lists {name!r} of a batch have different lengths; pass a collate_fn that pads them"
         ) from None
     if array.dtype.kind not in "biuf":
-        raise DataError(f"the lists {name!r} of a batch hold more than numbers; leave them out, or give a collate_fn")
+        raise DataError(f"the lists {name!r} of a batch hold more than numbers; remove them, or pass a collate_fn")
     return torch.from_numpy(array.astype(np.float32) if array.dtype.kind == "f" else array)
 
 
@@ -80,14 +80,14 @@ _COLLATE |= {kind: partial(_collate_numbers, kind) for kind in (int, float)}
 class SeededSamples(Dataset[Batch]):
     """Whole batches of a map-style dataset, by (epoch, indices).
 
-    What a sample draws from the global generators of Python, NumPy and torch is a function of (seed, epoch, index): of
-    nothing else, such as the worker, the rank or what was fetched before. So it is with generators that dataset and
-    collate function keep.
+    What a sample draws from the global generators of Python, NumPy and torch is a function of (seed, epoch, index),
+    independent of the worker, the rank and earlier samples. The same holds for generators kept by the dataset and the
+    collate function.
 
-    Seeding takes longer than fetching a small sample, so only generators that are drawn from are seeded, before each
-    sample. The first sample shows which. If one of the others is drawn from later, that batch is fetched again, this
-    time with it seeded as well: a sample may be asked for twice. A dataset with `__getitems__` is asked for a whole
-    batch as long as nothing is drawn, from then on for its samples one by one.
+    Seeding takes longer than fetching a small sample, so only generators that are used are seeded before each sample.
+    The first sample shows which. If another one is used later, that batch is fetched again with it seeded too, so a
+    sample may be fetched twice. `__getitems__` of a dataset is used as long as nothing is drawn; after that samples
+    are fetched one by one.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
@@ -96,9 +96,9 @@ class SeededSamples(Dataset[Batch]):
         self._whole: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
         self._epoch: int | None = None
         self._owned: list[Any] = []
-        """Generators that the dataset and the collate function kept when the epoch began."""
+        """Generators kept by the dataset and the collate function when the epoch began."""
         self._unseeded = frozenset(GLOBALS)
-        """Global generators that nothing has been drawn from so far."""
+        """Global generators that have not been used so far."""
         self._is_first = self._whole is None
 
     def __getitem__(self, request: Request) -> Batch:
@@ -112,7 +112,7 @@ class SeededSamples(Dataset[Batch]):
     def _batch(self, epoch: int, indices: list[int]) -> Batch:
         known = [self._first(epoch, indices[0])] if self._is_first else []
         if len(indices) == 1:
-            known = []  # collate draws from where the last sample left the generators
+            known = []  # collate continues from the generator state of the last sample
         while True:
             with Preserved(self._unseeded) as generators:
                 samples = self._samples(epoch, indices[len(known) :] if known else indices)
@@ -122,7 +122,7 @@ class SeededSamples(Dataset[Batch]):
             self._unseeded, known = self._unseeded.difference(generators.drawn), []
 
     def _first(self, epoch: int, index: int) -> Any:
-        """Return the first sample, fetched with all generators seeded, and see which it draws from."""
+        """Return the first sample, fetched with all generators seeded, and find which it uses."""
         with Preserved():
             seed_generators(mix(self.seed, epoch, index))
             with Preserved(GLOBALS) as generators:
@@ -159,15 +159,13 @@ class SourceSamples(Dataset[Batch]):
 
 
 def dataset_length(dataset: Any) -> int:
-    """Return the number of samples, or raise DataError if this is no map-style dataset."""
+    """Return the number of samples, or raise DataError if this is not a map-style dataset."""
     if isinstance(dataset, IterableDataset):
-        raise DataError(
-            "an IterableDataset has no samples to choose from; wrap it in torch's DataLoader and train on that"
-        )
+        raise DataError("an IterableDataset has no indices; wrap it in torch's DataLoader")
     if isinstance(dataset, bytes) or not isinstance(dataset, Sized):
         raise DataError(
-            f"data is a {type(dataset).__name__}; give a tensor, a NumPy array, a mapping of them, "
-            f"the path of a token file, or a dataset with a length and samples by index"
+            f"data is a {type(dataset).__name__}; pass a tensor, a NumPy array, a mapping of them, the path of a "
+            "token file, or a dataset with a length and indices"
         )
     return len(dataset)
 
@@ -175,7 +173,7 @@ def dataset_length(dataset: Any) -> int:
 class DatasetSource:
     """Batches of a map-style dataset, or of a source that is read by workers, in the sampler's order.
 
-    Raises DataError for settings of workers where there are none.
+    Raises DataError for worker settings without workers.
     """
 
     def __init__(
@@ -188,10 +186,10 @@ class DatasetSource:
         prefetch_factor: int | None = None,
     ) -> None:
         if prefetch_factor is not None and prefetch_factor < 1:
-            raise DataError(f"prefetch_factor is {prefetch_factor}; a worker loads at least 1 batch ahead")
+            raise DataError(f"prefetch_factor is {prefetch_factor}; it must be at least 1")
         given = {"persistent_workers": persistent_workers, "prefetch_factor": prefetch_factor}
         if num_workers == 0 and (names := [name for name, value in given.items() if value]):
-            raise DataError(f"{' and '.join(names)} need worker processes; set num_workers, or leave them out")
+            raise DataError(f"{' and '.join(names)} need worker processes; set num_workers, or remove them")
         self.samples, self.pin_memory, self._num_workers = samples, pin_memory, num_workers
         self._settings: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory, **given}
         self._start = WorkerStart(num_workers) if num_workers else None
@@ -199,7 +197,7 @@ class DatasetSource:
         self._turn = 0
 
     def batches(self, sampler: BatchSampler, epoch: int, position: int) -> Iterator[Batch]:
-        """Return the batches of `epoch` from `position` on; workers start at once."""
+        """Return the batches of `epoch` from `position` on; workers start immediately."""
         requests = _Requests(sampler, epoch, position)
         if self._num_workers == 0:
             return self._fetch(requests)
@@ -225,7 +223,7 @@ class DatasetSource:
         return in_pinned_memory(batch) if self.pin_memory else batch
 
     def _follow(self, batches: Iterator[Batch], turn: int) -> Iterator[Batch]:
-        """Persistent workers serve one epoch at a time: an iterator that was overtaken says so."""
+        """Persistent workers serve one epoch at a time: an older iterator raises."""
         while turn == self._turn:
             try:
                 batch = next(batches)
@@ -245,12 +243,12 @@ class DatasetSource:
             collate_fn=_unchanged,
             **self._settings,
             worker_init_fn=self._start,
-            generator=torch.Generator(),  # else torch would draw a seed from the caller's generator
+            generator=torch.Generator(),  # otherwise torch draws a seed from the caller's generator
         )
 
 
 class _Requests:
-    """The requests of an epoch from a position on; torch hands them to the workers in turn."""
+    """The requests of an epoch from a position on; torch distributes them over the workers."""
 
     def __init__(self, sampler: BatchSampler, epoch: int, position: int) -> None:
         self.sampler, self.epoch, self.position = sampler, epoch, position

@@ -1,1 +1,1 @@
-"""Text: samples of token files, as blocks, padded documents, packed blocks or masked text, and collating of samples."""
+"""Samples from token files: blocks, padded documents, packed blocks or masked text, and collating samples."""

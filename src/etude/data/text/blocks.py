@@ -19,12 +19,12 @@ LABELS = "labels"
 
 
 class TokenBlocks:
-    """Blocks of `length` tokens, one after the other, with the next tokens as labels. Documents are not looked at.
+    """Consecutive blocks of `length` tokens, with the next tokens as labels. Document boundaries are ignored.
 
-    A batch is {"input_ids": (B, length), "labels": (B, length)}: overlapping views of one piece of memory, so do not
-    write into them. A per-token stream called "labels" is taken in place of next tokens; other streams come along
-    under their names. With `moving` the blocks begin at another token every epoch, so that no token always stands
-    at the edge of a block.
+    A batch is {"input_ids": (B, length), "labels": (B, length)}: overlapping views of one memory block, so do not
+    write into them. A per-token stream named "labels" replaces next tokens; other streams are included under their
+    names. With `moving` the blocks begin at another token every epoch, so that no token is always at the edge of a
+    block.
     """
 
     def __init__(self, file: TokenFile | str | Path, length: int, *, moving: bool = False) -> None:
@@ -47,7 +47,7 @@ class TokenBlocks:
 
     @property
     def longest(self) -> int:
-        """Tokens of a block."""
+        """Tokens per block."""
         return self.length
 
     def with_length(self, length: int) -> "TokenBlocks":
@@ -61,10 +61,10 @@ class TokenBlocks:
         return {"input_ids": whole[:, :-1], LABELS: whole[:, 1:], **batch}
 
     def gather_many(self, indices: Indices, number: int, *, epoch: int, seed: int) -> Iterator[dict[str, Tensor]]:
-        """Return `number` batches whose tokens are read together, and made 64-bit integers one batch at a time."""
+        """Return `number` batches whose tokens are read together, and converted to int64 one batch at a time."""
         length, from_numpy = self.length, torch.from_numpy
         for tokens, batch in self._read(indices, number, epoch, seed):
-            # Views are made as arrays: that is quicker than as tensors.
+            # Views are created in NumPy, which is faster than in torch.
             yield {"input_ids": from_numpy(tokens[:, :length]), LABELS: from_numpy(tokens[:, 1:]), **batch}
 
     def _read(

@@ -1,4 +1,4 @@
-"""Samples to a batch: what has different lengths is padded, everything else is stacked."""
+"""Collating samples: sequences of different lengths are padded, everything else is stacked."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from etude.data.order.permutation import Indices
 from etude.data.text.padding import IGNORED, Array, check_multiple, filled, padded_width, scatter
 
 MASKS = {"input_ids": "attention_mask", "tokens": "attn_mask"}
-"""Names of token ids, and of the mask that goes with them."""
+"""Keys of token ids, and of the corresponding mask."""
 LABEL_NAMES = ("labels", "label", "targets", "target")
 
 
@@ -59,7 +59,7 @@ def collate(samples: Sequence[Any], pad_id: int = 0, pad_multiple: int = 1) -> d
 def _columns(samples: Sequence[Any]) -> dict[str, list[Any]]:
     """The values of all samples by name."""
     if not len(samples):
-        raise DataError("there are no samples to make a batch of")
+        raise DataError("there are no samples to collate")
     first = samples[0]
     if isinstance(first, Mapping):
         keys = list(first)
@@ -69,7 +69,7 @@ def _columns(samples: Sequence[Any]) -> dict[str, list[Any]]:
     if isinstance(first, tuple):
         names = {2: ("input_ids", "labels"), 3: ("input_ids", "attention_mask", "labels")}.get(len(first))
         if names is None or any(not isinstance(sample, tuple) or len(sample) != len(first) for sample in samples):
-            raise DataError("samples that are tuples are all (ids, labels) or all (ids, mask, labels)")
+            raise DataError("tuple samples must all be (ids, labels) or all (ids, mask, labels)")
         return {name: list(values) for name, values in zip(names, zip(*samples, strict=True), strict=True)}
     return {"input_ids": list(samples)}
 
@@ -78,9 +78,9 @@ def _array(name: str, value: Any) -> Array:
     try:
         array = value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{name} of a sample cannot be made an array: {error}") from error
+        raise DataError(f"{name} of a sample cannot be converted to an array: {error}") from error
     if array.dtype.kind not in "iufb":
-        raise DataError(f"{name} of a sample is {type(value).__name__}; give numbers, an array or a tensor")
+        raise DataError(f"{name} of a sample is {type(value).__name__}; return numbers, an array or a tensor")
     if isinstance(value, (float, list, tuple)) and array.dtype == np.float64:
         return array.astype(np.float32)
     return array
@@ -96,11 +96,11 @@ def _stacked(name: str, values: list[Any]) -> Any:
     arrays = [_array(name, value) for value in values]
     if any(array.shape != arrays[0].shape for array in arrays):
         raise DataError(
-            f"{name} has different shapes ({_shapes(arrays, 3)} …) that are not those of the token ids; "
-            f"give one entry per token, or equal shapes"
+            f"{name} has different shapes ({_shapes(arrays, 3)} …) that differ from those of the token ids; return "
+            "one entry per token, or equal shapes"
         )
     result = np.stack(arrays)
-    # Labels are int64 in torch; images keep their bytes. Of unsigned numbers torch knows only bytes well.
+    # Labels are int64 in torch; images keep uint8. Torch supports other unsigned types poorly.
     if result.dtype.kind in "iu" and (
         result.ndim == 1 or result.dtype.kind + str(result.itemsize) in ("u2", "u4", "u8")
     ):

@@ -25,22 +25,22 @@ from etude.data.tokens.file import TokenFile
 
 
 class TokenDocuments:
-    """One document a sample: `DataLoader(TokenDocuments("train.bin"), batch_size=32)`.
+    """One document per sample: `DataLoader(TokenDocuments("train.bin"), batch_size=32)`.
 
     A batch is {"input_ids", "attention_mask", "labels"}: ids (B, L) padded on the right to the longest of the batch,
-    the mask 1 for tokens and 0 for padding. Labels are, by what the file has: its label of each sample (named "label"
-    or "labels"), else its stream "labels" of one label per token, else the next token, -100 for the last one of a
-    document and for padding. Other streams and labels of the file come along under their names; streams are padded
-    with 0, or with what the facts of the file say: `TokenWriter(…, meta={"padding": {"roles": -100}})`.
+    the mask 1 for tokens and 0 for padding. Labels are the file's label of each sample (named "label" or "labels"),
+    else its stream "labels" with one label per token, else the next token, -100 for the last one of a document and
+    for padding. Other streams and labels of the file are included under their names; streams are padded with 0, or
+    with the value in the file's metadata: `TokenWriter(…, meta={"padding": {"roles": -100}})`.
 
     Arguments:
-        max_length: tokens of a sample at most; all of the document by default.
-        pad_id: what is filled in behind a document. pad_multiple: batches are widened to a multiple of it.
-        long: what happens to documents of more than `max_length` tokens: "cut" drops what is behind, "split" makes
+        max_length: maximum tokens per sample; by default the whole document.
+        pad_id: the padding id. pad_multiple: batches are padded to a multiple of it.
+        long: what to do with documents of more than `max_length` tokens: "cut" drops the rest, "split" makes
             several samples of one document. Splitting holds one number per document in memory.
-        labels: "next", "none", or the name of a stream or label of the file, in place of the choice above.
+        labels: "next", "none", or the name of a stream or label of the file, instead of the default above.
 
-    Next tokens are looked up in the whole document: the last token of a piece is followed by the first of the next.
+    Next tokens come from the whole document: the last token of a part is followed by the first of the next part.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class TokenDocuments:
         labels: str | None = None,
     ) -> None:
         if long not in ("cut", "split"):
-            raise DataError(f"long is {long!r}; it is 'cut' or 'split'")
+            raise DataError(f"long is {long!r}; it must be 'cut' or 'split'")
         if long == "split" and max_length is None:
-            raise DataError("long='split' needs a max_length: the length of the pieces")
+            raise DataError("long='split' needs a max_length; set it")
         check_multiple(pad_multiple)
         self.file = opened(file)
         if long == "cut" and not self.file.has_documents:
             raise DataError(
-                f"nothing is known of the documents of {self.file.path}; open it with a document_end, read it as "
-                f"TokenBlocks, or give long='split' and a max_length"
+                f"the documents of {self.file.path} are unknown; open it with a document_end, read it as "
+                "TokenBlocks, or set long='split' and a max_length"
             )
         self.pad_id, self.pad_multiple, self.long = pad_id, pad_multiple, long
         self.columns = Columns(self.file, labels, whole=True)
@@ -75,24 +75,24 @@ class TokenDocuments:
         self._pieces = self._count_pieces(max_length) if self.long == "split" and max_length is not None else None
         self._size = len(self.file) if self._pieces is None else int(self._pieces[-1])
         if not self._size:
-            raise DataError(f"{self.file.path} has no documents; was everything left out when it was made?")
+            raise DataError(f"{self.file.path} has no documents; create it again")
 
     def __len__(self) -> int:
         return self._size
 
     @property
     def longest(self) -> int | None:
-        """Tokens of a sample at most; None if documents are never cut."""
+        """Maximum tokens per sample; None if documents are never shortened."""
         return self.max_length
 
     def with_length(self, length: int) -> "TokenDocuments":
-        """Return the same documents, cut or split at another length."""
+        """Return the same documents, shortened or split at another length."""
         other = copy.copy(self)
         other._cut(length)
         return other
 
     def lengths(self, indices: Indices) -> Indices:
-        """Return how many tokens samples have."""
+        """Return the number of tokens of samples."""
         return self._spans(indices)[2]
 
     def gather(self, indices: Indices, *, epoch: int, seed: int) -> dict[str, Tensor]:  # noqa: ARG002
@@ -118,7 +118,7 @@ class TokenDocuments:
         return batch
 
     def _spans(self, indices: Indices) -> tuple[Indices, Indices, Indices, Array | None]:
-        """Documents, starts and lengths of samples, and which are followed by more of their document."""
+        """Documents, starts and lengths of samples, and which of them continue in another sample."""
         if self._pieces is None:
             starts, lengths = self.file.spans(indices)
             if self.max_length is None:
@@ -137,7 +137,7 @@ class TokenDocuments:
         return documents, starts + skipped, np.minimum(rest, self.max_length), rest > self.max_length
 
     def _count_pieces(self, max_length: int) -> Indices:
-        """How many pieces the documents up to each one have; an empty document is one piece."""
+        """Cumulative number of parts of the documents; an empty document is one part."""
         pieces = self.file.lengths()
         pieces += max_length - 1
         pieces //= max_length

@@ -1,4 +1,4 @@
-"""Which pieces of which documents make up a packed block: by cutting the file, or by fitting whole documents."""
+"""Which parts of which documents make up a packed block: by splitting the file, or by fitting whole documents."""
 
 from bisect import bisect_left, insort
 from typing import NamedTuple
@@ -13,20 +13,20 @@ from etude.data.tokens.file import TokenFile
 
 
 class Pieces(NamedTuple):
-    """Spans of the file that blocks are made of, block after block."""
+    """Spans of the file that make up blocks, block after block."""
 
     starts: Indices
     lengths: Indices
     counts: Indices
-    """Pieces in each block."""
+    """Parts in each block."""
     ends: Mask
-    """Which pieces end with their document; the others go on in another block."""
+    """Which parts end with their document; the others continue in another block."""
 
 
 class SplitLayout:
-    """All documents one after the other, cut every `length` tokens. Nothing is stored: boundaries are looked up.
+    """All documents in order, split every `length` tokens. Nothing is stored: boundaries are looked up.
 
-    `num_padding` counts the places in all blocks together that hold no token.
+    `num_padding` is the number of padding positions in all blocks together.
     """
 
     def __init__(self, file: TokenFile, length: int, *, pad_last: bool) -> None:
@@ -51,8 +51,8 @@ class SplitLayout:
         np.maximum(starts, begin, out=starts)
         lengths = np.minimum(stops, end) - starts
         if int(lengths.sum()) != num_tokens:
-            raise DataError(f"the documents of {self._file.path} do not lie one after the other; use strategy='fit'")
-        if lengths.size and int(lengths.min()) < 1:  # empty documents lie between others
+            raise DataError(f"the documents of {self._file.path} are not contiguous; use strategy='fit'")
+        if lengths.size and int(lengths.min()) < 1:  # empty documents between others
             real = lengths > 0
             rows = np.repeat(np.arange(len(blocks)), counts)
             counts = np.bincount(rows[real], minlength=len(blocks))
@@ -60,7 +60,7 @@ class SplitLayout:
         return Pieces(starts, lengths, counts, ends)
 
     def most_pieces(self) -> int:
-        """Look at all blocks, a million at a time; empty documents count, and so do both ends of a block."""
+        """Scan all blocks, a million at a time; empty documents count, and so do both ends of a block."""
         most, step = 0, 2**20
         for first in range(0, self.num_blocks, step):
             borders = np.arange(first, min(first + step, self.num_blocks) + 1) * self._length
@@ -70,9 +70,9 @@ class SplitLayout:
 
 
 class FitLayout:
-    """Documents in blocks of `length` with as little padding as possible; only longer ones are cut.
+    """Documents in blocks of `length` with as little padding as possible; only longer ones are split.
 
-    Holds 13 bytes per document (or piece of one) and 8 per block; making it takes about five times that for a moment.
+    Takes 13 bytes per document (or part of one) and 8 per block, and about five times that during construction.
     """
 
     def __init__(self, file: TokenFile, length: int, *, seed: int) -> None:
@@ -87,19 +87,19 @@ class FitLayout:
         self.num_padding = self.num_blocks * length - int(lengths.sum())
 
     def pieces(self, blocks: Indices) -> Pieces:
-        """Look the pieces up in the table."""
+        """Look up the parts in the table."""
         first = self._offsets[blocks]
         counts = self._offsets[blocks + 1] - first
         places = ranges(first, counts)
         return Pieces(self._starts[places], self._lengths[places].astype(np.int64), counts, self._ends[places])
 
     def most_pieces(self) -> int:
-        """Look at the table."""
+        """Scan the table."""
         return int(np.diff(self._offsets).max())
 
 
 def _cut(file: TokenFile, length: int) -> tuple[Indices, Indices, Mask]:
-    """Starts and lengths of all documents, those longer than `length` in pieces, and which pieces are the last."""
+    """Starts and lengths of all documents, those longer than `length` in parts, and which parts are the last."""
     step = 2**20
     numbers = [np.arange(first, min(first + step, len(file))) for first in range(0, len(file), step)]
     spans = [file.spans(part) for part in numbers]
@@ -114,20 +114,21 @@ def _cut(file: TokenFile, length: int) -> tuple[Indices, Indices, Mask]:
 
 
 def _by_length(lengths: Indices, seed: int) -> Indices:
-    """Pieces from the longest to the shortest; those of one length in a keyed order, so that neighbours part."""
+    """Parts from the longest to the shortest; those of one length in a keyed order, to separate neighbours."""
     order = KeyedPermutation(len(lengths), mix(seed, 5)).indices(0, len(lengths))
     shuffled = lengths[order]
     longest = int(shuffled.max()) if shuffled.size else 0
-    kind = np.uint16 if longest < 2**16 else np.uint64  # 16-bit numbers are sorted by radix
+    kind = np.uint16 if longest < 2**16 else np.uint64  # 16-bit numbers are sorted by radix sort
     return order[np.argsort((longest - shuffled).astype(kind), kind="stable")]
 
 
 def best_fit(counts: Indices, capacity: int) -> tuple[Indices, int]:
-    """Pack `counts[l]` pieces of each length l into blocks; return the block of each piece, and how many there are.
+    """Pack `counts[l]` parts of each length l into blocks; return the block of each part, and the number of blocks.
 
-    Pieces are numbered from the longest to the shortest. Each goes into the fullest block that has room for it. Pieces
-    of one length, and blocks with the same room left, are alike, so whole groups are moved at once: the number of
-    moves depends on the number of different lengths (about capacity·log(capacity) at most), not on that of pieces.
+    Parts are numbered from the longest to the shortest. Each goes into the fullest block with enough space. Parts of
+    one length, and blocks with the same space left, are interchangeable, so whole groups are moved at once: the
+    number of moves depends on the number of distinct lengths (at most about capacity·log(capacity)), not on that of
+    parts.
 
     >>> blocks, number = best_fit(np.array([0, 2, 1, 0, 1, 0, 1]), capacity=8)  # lengths 6 4 2 1 1
     >>> blocks.tolist(), number
@@ -145,7 +146,7 @@ def best_fit(counts: Indices, capacity: int) -> tuple[Indices, int]:
                 room.add(capacity, np.arange(num_blocks, num_blocks + needed))
                 num_blocks += needed
                 continue
-            # The fullest block takes as many as it can before the next one is begun.
+            # The fullest block takes as many as it can before the next one is started.
             fit = found // length
             if left < fit:
                 block = room.take(found, 1)
@@ -160,19 +161,19 @@ def best_fit(counts: Indices, capacity: int) -> tuple[Indices, int]:
 
 
 class _Room:
-    """Blocks by the room that is left in them."""
+    """Blocks by the space left in them."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, list[Indices]] = {}
         self._sizes: list[int] = []
 
     def tightest(self, length: int) -> int | None:
-        """The least room that is enough for `length`, or None if no block has that much."""
+        """The smallest sufficient space for `length`, or None if no block has that much."""
         place = bisect_left(self._sizes, length)
         return self._sizes[place] if place < len(self._sizes) else None
 
     def add(self, size: int, blocks: Indices) -> None:
-        """Put blocks among those with `size` left; full ones are forgotten."""
+        """Add blocks with `size` left; full ones are dropped."""
         if size == 0:
             return
         if size not in self._blocks:
@@ -181,7 +182,7 @@ class _Room:
         self._blocks[size].append(blocks)
 
     def take(self, size: int, limit: int) -> Indices:
-        """Take out some blocks with `size` left, at most `limit`."""
+        """Remove some blocks with `size` left, at most `limit`."""
         groups = self._blocks[size]
         blocks = groups.pop()
         if len(blocks) > limit:

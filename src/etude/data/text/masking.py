@@ -1,4 +1,4 @@
-"""Masked language modelling: which tokens are hidden, decided by a hash of (seed, epoch, sample, place)."""
+"""Masked language modelling: hidden tokens are chosen by a hash of (seed, epoch, sample, position)."""
 
 import copy
 from collections.abc import Sequence
@@ -45,14 +45,15 @@ def mask_tokens(
     mask_share: float = 0.8,
     random_share: float = 0.1,
 ) -> tuple[Tensor, Tensor]:
-    """Return ids with tokens hidden and the labels that belong to them, as BERT is trained.
+    """Return ids with hidden tokens and the corresponding labels, as in BERT.
 
-    Each token is chosen with probability `rate`. Of the chosen ones `mask_share` become `mask_id`, `random_share` any
-    other token of the vocabulary and the rest stay. Labels are the ids that were at the chosen places, -100 elsewhere.
-    `special_ids` and padding (where `attention_mask` is 0) are never chosen, and special ids never put in.
+    Each token is chosen with probability `rate`. Of the chosen ones `mask_share` become `mask_id`, `random_share` a
+    random token of the vocabulary, and the rest do not change. Labels are the original ids at the chosen positions,
+    -100 elsewhere. `special_ids` and padding (where `attention_mask` is 0) are never chosen, and special ids are
+    never inserted.
 
-    Chance is a hash of the sample's key and the place in the sample (see `sample_keys`). So what is hidden depends on
-    neither the batch, its padding, the process nor what was drawn before. The arguments are not changed.
+    The choice is a hash of the sample's key and the position in the sample (see `sample_keys`), so it does not depend
+    on the batch, its padding, the process or earlier draws. The arguments are not changed.
 
     >>> keys = sample_keys(np.array([0, 1]), epoch=0, seed=0)
     >>> text = torch.arange(20).reshape(2, 10) + 5
@@ -67,9 +68,9 @@ def mask_tokens(
 class MaskedTokens:
     """Any source of token ids, masked again every epoch: `MaskedTokens(TokenBlocks("train.bin", 512), mask_id=103, …)`.
 
-    Batches are those of the source with `input_ids` masked and `labels` replaced: the ids at the hidden places, -100
-    elsewhere, which is what the loss `masked_language_modeling` takes. See `mask_tokens` for the arguments. The
-    documents of a packed source must see what comes after them: give it `causal=False` if it makes full masks.
+    Batches are those of the source with `input_ids` masked and `labels` replaced: the ids at the hidden positions,
+    -100 elsewhere, as the loss `masked_language_modeling` expects. See `mask_tokens` for the arguments. A packed
+    source with full masks needs `causal=False`.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class MaskedTokens:
 
     def _attach(self, source: BatchSource) -> None:
         self.source = source
-        # What the source knows of its samples holds for masked ones too, and loaders ask for it by name.
+        # Other attributes of the source also hold for masked samples, and loaders look them up by name.
         if isinstance(source, MeasuredSource):
             self.lengths = source.lengths
         if isinstance(source, OrderedSource):
@@ -110,7 +111,7 @@ class MaskedTokens:
     def gather(self, indices: Indices, *, epoch: int, seed: int) -> dict[str, Tensor]:
         """Return the samples at `indices`, masked."""
         batch: dict[str, Tensor] = dict(self.source.gather(indices, epoch=epoch, seed=seed))
-        # A mask of four dimensions does not tell padding from text; packed documents number it -1.
+        # A four-dimensional mask does not show padding; in packed documents it has the id -1.
         real = batch["document_ids"] >= 0 if "document_ids" in batch else batch.get("attention_mask")
         keys = sample_keys(indices, epoch=epoch, seed=seed)
         batch["input_ids"], batch["labels"] = self._masking(batch["input_ids"], keys, real)
@@ -118,7 +119,7 @@ class MaskedTokens:
 
 
 class _Masking:
-    """The settings, checked once, and the work."""
+    """The validated settings, and the masking."""
 
     def __init__(
         self,
@@ -130,32 +131,32 @@ class _Masking:
         random_share: float,
     ) -> None:
         if not 0 < rate <= 1:
-            raise DataError(f"rate is {rate}; the share of tokens to choose is above 0 and at most 1")
+            raise DataError(f"rate is {rate}; it must be above 0 and at most 1")
         if min(mask_share, random_share) < 0 or mask_share + random_share > 1 + 1e-9:
             raise DataError(
-                f"mask_share is {mask_share} and random_share is {random_share}; they are not negative, and at most 1 "
-                f"together"
+                f"mask_share is {mask_share} and random_share is {random_share}; they must not be negative, and at "
+                "most 1 together"
             )
         special = np.unique(np.array([mask_id, *special_ids], np.int64))
         if special[0] < 0 or special[-1] >= vocab_size:
-            raise DataError(f"mask_id and special_ids are {special.tolist()}; ids are 0 to {vocab_size - 1}")
+            raise DataError(f"mask_id and special_ids are {special.tolist()}; ids must be 0 to {vocab_size - 1}")
         if len(special) == vocab_size and random_share > 0:
-            raise DataError(f"all {vocab_size} ids are special: there is none to put in place of a token")
+            raise DataError(f"all {vocab_size} ids are special, so none can replace a token")
         self.mask_id, self.special, self.num_plain = mask_id, special, vocab_size - len(special)
         self.threshold = np.uint64(max(round(rate * 2**64) - 1, 0))
         self.masked = round(mask_share * 2**32)
         self.replaced = min(round((mask_share + random_share) * 2**32), 2**32)
-        # Plain ids are numbered without the special ones: number n is id n plus the special ids before it.
+        # Ordinary ids are numbered without the special ones: number n is id n plus the special ids before it.
         self.before = special - np.arange(len(special))
 
     def __call__(self, ids: Tensor, keys: Words, real: Tensor | None) -> tuple[Tensor, Tensor]:
         if ids.dim() != 2 or ids.dtype != torch.int64 or ids.device.type != "cpu":
             raise DataError(
-                f"ids are {ids.dtype} of shape {tuple(ids.shape)} on {ids.device}; int64 of shape (B, L) on the CPU "
-                f"are masked"
+                f"ids are {ids.dtype} of shape {tuple(ids.shape)} on {ids.device}; pass int64 of shape (B, L) on "
+                "the CPU"
             )
         if len(keys) != len(ids):
-            raise DataError(f"there are {len(keys)} keys for {len(ids)} samples; each needs one")
+            raise DataError(f"there are {len(keys)} keys for {len(ids)} samples; pass one per sample")
         words = _grid(keys, ids.shape[1])
         wanted = words <= self.threshold
         if real is not None:
@@ -171,7 +172,7 @@ class _Masking:
         return torch.from_numpy(result), torch.from_numpy(labels.reshape(result.shape))
 
     def _instead(self, originals: NDArray[Any], words: Words) -> NDArray[Any]:
-        """What stands at the chosen places: the upper half of a word decides how, the lower half which id."""
+        """Replacements at the chosen positions: the upper half of a word selects the kind, the lower half the id."""
         how = words >> _HALF_WORD
         which = (((words & np.uint64(2**32 - 1)) * np.uint64(self.num_plain)) >> _HALF_WORD).view(np.int64)
         which += np.searchsorted(self.before, which, side="right")
@@ -179,7 +180,7 @@ class _Masking:
 
 
 def _grid(keys: Words, length: int) -> Words:
-    """A word for every place of every sample."""
+    """A hash word for every position of every sample."""
     return _scrambled(keys[:, None] + np.arange(length, dtype=np.uint64) * _GOLDEN)
 
 

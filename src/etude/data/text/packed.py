@@ -1,4 +1,4 @@
-"""Documents packed to full blocks, with the boundaries between them."""
+"""Documents packed into full blocks, with their boundaries."""
 
 import copy
 from pathlib import Path
@@ -17,31 +17,31 @@ from etude.data.text.padding import IGNORED, Array, Mask, constant, filled, rang
 from etude.data.tokens.file import TokenFile
 
 Attention = Literal["ids", "starts", "full"]
-"""How batches say which tokens see each other."""
+"""How batches describe which tokens attend to each other."""
 
 
 class PackedDocuments:
     """Blocks of `length` tokens made of several documents: `DataLoader(PackedDocuments("train.bin", 1024))`.
 
     A batch is {"input_ids", "labels", "position_ids", "document_ids"}, all (B, length), and "document_starts".
-    Positions count from 0 in each piece of a document, documents from 0 in each block; padding has position 0 and
-    document -1. Labels are the next token of the same document, -100 where it ends and at padding; a stream "labels"
-    of the file is taken in place of that. Other streams come along under their names; labels of whole samples do not.
-    There is no "attention_mask": one of two dimensions cannot part documents, and makes Hugging Face's causal models
-    overlook that positions do.
+    Positions count from 0 in each part of a document, documents from 0 in each block; padding has position 0 and
+    document -1. Labels are the next token of the same document, -100 at its end and at padding; a stream "labels" of
+    the file replaces them. Other streams are included under their names; labels of whole samples are not. There is no
+    "attention_mask": a two-dimensional one cannot separate documents, and makes Hugging Face's causal models ignore
+    the positions, which do.
 
     Arguments:
-        strategy: "split" puts documents one after the other as they lie in the file and cuts them every `length`
-            tokens: no padding, nothing stored. "fit" cuts only documents longer than `length` (into pieces of
+        strategy: "split" concatenates documents in file order and splits them every `length`
+            tokens: no padding, nothing stored. "fit" splits only documents longer than `length` (into parts of
             `length` and a rest) and packs whole ones by best fit, longest first; `fill` says how full blocks are. It
-            holds 13 bytes per document in memory. Which documents come together is decided by `seed`, once.
-        last: the last block of "split", if the tokens are not enough for it: "drop" leaves it out, "pad" fills it up.
-        labels: "next", "none", or the name of a stream, in place of the choice above.
-        cross_documents: label the last token of a document with the first token of the one behind it.
-        attention: "starts" says where documents and padding begin in each block, as "document_starts": with it
-            attention kernels need no mask. It is (B, places), int32, as many places for all blocks; those left over
-            hold `length`. "ids" leaves it out: a model makes the mask from `document_ids` or from where `position_ids`
-            begin again. "full" adds the mask for other models: "attention_mask" is then (B, 1, length, length), bool.
+            takes 13 bytes of memory per document. Which documents share a block is determined by `seed`, once.
+        last: an incomplete last block of "split": "drop" omits it, "pad" pads it.
+        labels: "next", "none", or the name of a stream, instead of the default above.
+        cross_documents: label the last token of a document with the first token of the next one.
+        attention: "starts" adds "document_starts", where documents and padding begin in each block: with it
+            attention kernels need no mask. It is (B, starts), int32, equally many for all blocks; unused ones
+            are `length`. "ids" omits it: a model builds the mask from `document_ids` or from where `position_ids`
+            restart. "full" adds the mask for other models: "attention_mask" is then (B, 1, length, length), bool.
         causal: whether that mask hides what comes after a token.
     """
 
@@ -62,7 +62,7 @@ class PackedDocuments:
         given = {"strategy": (strategy, ("split", "fit")), "last": (last, ("drop", "pad"))}
         for name, (value, allowed) in (given | {"attention": (attention, get_args(Attention))}).items():
             if value not in allowed:
-                raise DataError(f"{name} is {value!r}; it is {' or '.join(map(repr, allowed))}")
+                raise DataError(f"{name} is {value!r}; it must be {' or '.join(map(repr, allowed))}")
         self.file = opened(file)
         self.strategy, self.last, self.attention, self.causal = strategy, last, attention, causal
         self.pad_id, self.cross_documents, self.seed = pad_id, cross_documents, seed
@@ -83,7 +83,7 @@ class PackedDocuments:
                 f"{self.file.path} has {self.file.num_tokens:,} tokens, too few for a block of {length:,}; use shorter "
                 f"blocks, or last='pad'"
             )
-        # For documents, padding, and one that stays free: blocks that a mixture pads keep their last document apart.
+        # Documents, padding, and one spare: blocks padded by a mixture keep their last document separate.
         self._places = 1 << (self._layout.most_pieces() + 1).bit_length() if self.attention == "starts" else 0
 
     def __len__(self) -> int:
@@ -91,12 +91,12 @@ class PackedDocuments:
 
     @property
     def fill(self) -> float:
-        """The fraction of all places that hold a token."""
+        """The fraction of all positions that hold a token."""
         return 1 - self._layout.num_padding / (len(self) * self.length)
 
     @property
     def longest(self) -> int:
-        """Tokens of a block."""
+        """Tokens per block."""
         return self.length
 
     def with_length(self, length: int) -> "PackedDocuments":
@@ -115,7 +115,7 @@ class PackedDocuments:
         first = _first(pieces)
         used = np.add.reduceat(pieces.lengths, first)
         mask = filled(used, self.length)
-        # The pieces of a block that was cut out of the file lie side by side: they are read as one.
+        # The parts of a block that was cut from the file are adjacent: they are read as one.
         spans = (pieces.starts[first], used) if self.strategy == "split" else (pieces.starts, pieces.lengths)
         ids = self._read(spans, mask, None, self.pad_id)
         batch = {"input_ids": torch.from_numpy(ids)}
@@ -138,13 +138,13 @@ class PackedDocuments:
         return scatter(self.file.read(*spans, stream), mask, fill)
 
     def _next_tokens(self, ids: Array, mask: Mask, pieces: Pieces) -> Array:
-        """Next tokens within the block; then the last token of every piece gets what its document says."""
+        """Next tokens within the block; then the last token of every part gets the label of its document."""
         labels = constant(ids.shape, IGNORED)
         np.copyto(labels[:, :-1], ids[:, 1:], where=mask[:, 1:])
         if not self.cross_documents:
             ends = _flat_starts(pieces, self.length) + pieces.lengths - 1
             labels.reshape(-1)[ends] = IGNORED
-        # Only the last piece of a block can go on, and only where the block is full: in the next token of the file.
+        # Only the last part of a full block can continue, with the next token of the file.
         final = np.cumsum(pieces.counts) - 1
         follows = pieces.starts[final] + pieces.lengths[final]
         goes_on = ~pieces.ends[final]
@@ -155,7 +155,7 @@ class PackedDocuments:
 
 
 def _starts(pieces: Pieces, used: Indices, length: int, places: int) -> Array:
-    """Where documents begin in their blocks, then the padding, (blocks, places); `length` where there are no more."""
+    """Starts of documents in their blocks, then of the padding, (blocks, starts); `length` if unused."""
     starts = np.full((len(pieces.counts), places), length, np.int32)
     rows = np.repeat(np.arange(len(pieces.counts)), pieces.counts)
     within = ranges(np.zeros_like(pieces.counts), pieces.counts)
@@ -165,19 +165,19 @@ def _starts(pieces: Pieces, used: Indices, length: int, places: int) -> Array:
 
 
 def _flat_starts(pieces: Pieces, length: int) -> Indices:
-    """Where pieces begin in the flattened batch."""
+    """Starts of parts in the flattened batch."""
     rows = np.repeat(np.arange(len(pieces.counts)), pieces.counts)
     before = np.cumsum(pieces.lengths) - pieces.lengths
     return before - before[_first(pieces)][rows] + rows * length
 
 
 def _first(pieces: Pieces) -> Indices:
-    """Which piece is the first of each block."""
+    """The first part of each block."""
     return np.cumsum(pieces.counts) - pieces.counts
 
 
 def _numbered(pieces: Pieces, mask: Mask) -> tuple[Array, Array]:
-    """Positions within pieces, and numbers of pieces within blocks."""
+    """Positions within parts, and numbers of parts within blocks."""
     before = np.cumsum(pieces.lengths) - pieces.lengths
     numbers = ranges(np.zeros_like(pieces.counts), pieces.counts)
     total = int(pieces.lengths.sum())
@@ -189,12 +189,12 @@ def _numbered(pieces: Pieces, mask: Mask) -> tuple[Array, Array]:
 
 
 def document_mask(document_ids: Tensor, *, causal: bool = True, dtype: torch.dtype = torch.bool) -> Tensor:
-    """Return the mask (B, 1, L, L) of packed blocks: true where the token of the row may see that of the column.
+    """Return the mask (B, 1, L, L) of packed blocks: true where the row's token may attend to the column's.
 
-    With `causal` a token sees itself and those before it, without (masked language models) all of its document.
-    A floating `dtype` gives a mask to be added to attention scores: 0 where seen, else the least number there is.
-    Padding (document -1) sees padding, so that no row is empty. It runs on the device of `document_ids`: for a GPU,
-    make the mask there, as it is L times as large as the ids.
+    With `causal` a token attends to itself and earlier ones, without (masked language models) to its whole document.
+    A floating-point `dtype` gives an additive mask: 0 where allowed, else the most negative number. Padding (document
+    -1) attends to padding, so that no row is empty. It runs on the device of `document_ids`: for a GPU, create the
+    mask there, as it is L times as large as the ids.
 
     >>> document_mask(torch.tensor([[0, 0, 1]])).int()
     tensor([[[[1, 0, 0],

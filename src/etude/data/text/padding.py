@@ -1,4 +1,4 @@
-"""Rows of different lengths in one padded array, by one masked assignment and never row by row."""
+"""Rows of different lengths in one padded array, with one masked assignment instead of a loop over rows."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ Array = NDArray[Any]
 Mask = NDArray[np.bool_]
 
 IGNORED = -100
-"""The label of a place that has none."""
+"""The label of a position without a label."""
 
 _READ_MULTIPLE = 64
-# Comparing 16-bit numbers is four times as fast as comparing 64-bit ones, and lengths are nearly always that small.
+# Comparing 16-bit numbers is four times as fast as 64-bit ones, and lengths are nearly always that small.
 _SMALL = np.arange(2**16 - 1, dtype=np.uint16)
 
 
@@ -30,13 +30,13 @@ def padded_width(longest: int, multiple: int) -> int:
 
 
 def check_multiple(pad_multiple: int) -> None:
-    """Refuse a multiple that no width can have."""
+    """Refuse an invalid multiple."""
     if pad_multiple < 1:
         raise DataError(f"pad_multiple is {pad_multiple}; it must be at least 1")
 
 
 def filled(lengths: Indices, width: int) -> Mask:
-    """Return which places of rows of `width` hold something: the first `lengths[i]` of row i.
+    """Return which positions of rows of `width` are filled: the first `lengths[i]` of row i.
 
     >>> filled(np.array([1, 3]), 3).astype(int).tolist()
     [[1, 0, 0], [1, 1, 1]]
@@ -47,7 +47,7 @@ def filled(lengths: Indices, width: int) -> Mask:
 
 
 def constant(shape: tuple[int, ...], fill: float, dtype: np.dtype[Any] = np.dtype(np.int64)) -> Array:  # noqa: B008
-    """Return an array with the same value everywhere: what np.full does, in half the time for small ones."""
+    """Return a constant array: like np.full, in half the time for small ones."""
     if fill == 0:
         return np.zeros(shape, dtype)
     result: Array = np.empty(shape, dtype)
@@ -88,9 +88,9 @@ def read_padded(
 ) -> Array:
     """Return spans of a file as rows of int64, padded with `fill`; `mask` is `filled(lengths, width)`.
 
-    Reading all rows as wide as the widest is one gather and costs less than joining spans of different lengths.
+    Reading all rows with the width of the widest is one gather, cheaper than joining spans of different lengths.
     """
-    # A multiple, so that the file sees few different widths and can keep its views.
+    # A multiple, so that there are few different widths, and the file can cache its views.
     width = padded_width(mask.shape[1], _READ_MULTIPLE)
     if starts.size and largest(starts) + width <= file.num_tokens:
         return spread(file.rows(starts, width, stream), mask, fill)

@@ -1,1 +1,1 @@
-"""Token files: writing, reading, checking, and the files of other tools."""
+"""Token files: writing, reading, checking, and formats of other tools."""

@@ -1,4 +1,4 @@
-"""check_tokens: reads a whole token file, in constant memory, and says what it holds or what is wrong with it."""
+"""check_tokens: reads a whole token file in constant memory, and reports its contents or damage."""
 
 import zlib
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _BATCH = 2**16
 
 @dataclass(frozen=True)
 class TokenReport:
-    """What a token file holds, found by reading all of it."""
+    """The contents of a token file, found by reading all of it."""
 
     path: str
     format: str
@@ -38,7 +38,7 @@ class TokenReport:
 def check_tokens(path: str | Path, **options: Any) -> TokenReport:
     """Read a whole token file and verify it: checksums, boundaries of samples, ids below the vocabulary size.
 
-    Takes the options of `open_tokens`. Raises DataError that says what is wrong.
+    Accepts the options of `open_tokens`. Raises DataError with the problem.
     """
     file = open_tokens(path, **options)
     _check_sums(file)
@@ -67,7 +67,9 @@ def _check_sums(file: TokenFile) -> None:
         for _, values in vector.chunks():
             found = zlib.crc32(values.data, found)
         if found != expected:
-            raise DataError(f"{file.path} is damaged: its {name} do not have their checksum; make or copy it again")
+            raise DataError(
+                f"{file.path} is damaged: its {name} do not match their checksum; create or copy it again"
+            )
 
 
 def _check_ids(file: TokenFile) -> int | None:
@@ -80,15 +82,15 @@ def _check_ids(file: TokenFile) -> int | None:
             bad = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
             allowed = f"a vocabulary of {limit:,}" if file.vocab_size is not None else "ids"
             raise DataError(
-                f"{file.path}: token {position + bad:,} is {int(ids[bad]):,}, outside {allowed}; it was made for "
-                "another vocabulary, or is of another dtype"
+                f"{file.path}: token {position + bad:,} is {int(ids[bad]):,}, outside {allowed}; check its "
+                "vocabulary and dtype"
             )
         largest = high if largest is None else max(largest, high)
     return largest
 
 
 def _check_spans(file: TokenFile) -> tuple[int, int]:
-    """Return the lengths of the shortest and the longest sample; looking at all finds those outside the file."""
+    """Return the lengths of the shortest and the longest sample; the scan also finds those outside the file."""
     shortest, longest, count = file.num_tokens, 0, len(file)
     for first in range(0, count, _BATCH):
         _, lengths = file.spans(np.arange(first, min(first + _BATCH, count)))

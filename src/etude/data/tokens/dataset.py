@@ -16,15 +16,15 @@ from etude.data.tokens.vectors import CHUNK_BYTES
 def read_dataset(root: str | Path, split: str, *, block_size: int = 1024, **options: Any) -> Iterator[Sample]:
     """Stream the samples of `root/tokenized/{split}.bin`, or of `root/{split}.bin`, in order.
 
-    A file that knows no documents (a flat one without `document_end`) is streamed in blocks of `block_size` tokens.
-    Takes the options of `open_tokens`. Raises DataError if there is no such split, or its file is damaged.
+    A file without document boundaries (a flat one without `document_end`) is streamed in blocks of `block_size`
+    tokens. Accepts the options of `open_tokens`. Raises DataError if there is no such split, or its file is damaged.
     """
     file = open_tokens(find_split(root, split), **options)
     return iter(file) if file.has_documents else _blocks(file, block_size)
 
 
 def find_split(root: str | Path, split: str) -> str:
-    """Return the file of a split; raises DataError, with the splits there are, if there is none."""
+    """Return the file of a split; raises DataError with the available splits if there is none."""
     root = str(root).rstrip("/") or "/"
     folders = [f"{root}/tokenized", root]
     for folder in folders:

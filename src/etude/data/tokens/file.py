@@ -28,16 +28,16 @@ _BATCH = 4096
 
 
 class Sample(NamedTuple):
-    """A sample: its token ids, a mask of ones as long as they are, and its labels."""
+    """A sample: its token ids, a mask of ones of the same length, and its labels."""
 
     ids: NDArray[np.int64]
     mask: NDArray[np.int64]
     labels: Array
-    """The sample's own label, else one label per token; without either the next token, -100 for the last."""
+    """The sample's own label, else one label per token; otherwise the next token, -100 for the last."""
 
 
 class Label(NamedTuple):
-    """Labels of samples: a vector, and how many of its values belong to one sample (None: one, without a dimension)."""
+    """Labels of samples: a vector, and the number of values per sample (None: one, without a dimension)."""
 
     values: Vector
     width: int | None
@@ -46,12 +46,12 @@ class Label(NamedTuple):
 class TokenFile:
     """Random access to the samples of a token file, by sample (`tokens[i]`) or many at once.
 
-    Nothing is read before it is asked for; what is asked for comes as a fresh array. Made by `open_tokens`. It can be
-    pickled (it opens the file again) and used by several threads.
+    Data is read only on access, and returned as a new array. Created by `open_tokens`. It can be pickled (it reopens
+    the file) and used by several threads.
     """
 
     reopen: Callable[[], "TokenFile"]
-    """Opens the file again; set by `open_tokens`."""
+    """Reopens the file; set by `open_tokens`."""
 
     def __init__(
         self,
@@ -73,25 +73,25 @@ class TokenFile:
         self.vectors: dict[str | None, Vector] = {None: tokens, **dict[str | None, Vector](streams.items())}
         """The tokens (None) and the streams by name."""
         self.has_documents = find_offsets is not None
-        """False if nothing is known of where documents end: the file then counts as one."""
+        """False if document boundaries are unknown: the file then counts as one document."""
         self.checksums = checksums
-        """Parts of the file by name, with the CRC-32 that each should have."""
+        """Sections of the file by name, with their expected CRC-32."""
         self._labels = labels
         self._find_offsets = find_offsets or (lambda: Vector(path, np.unique([0, tokens.count])))
 
     @cached_property
     def offsets(self) -> Vector:
-        """Where samples begin and end: sample i from offset i to offset i + 1.
+        """Sample boundaries: sample i is from offset i to offset i + 1.
 
-        In a file that does not say so they are searched for now.
+        In a file without them they are searched now.
         """
         return self._find_offsets()
 
     def cut_documents(self, delimiter: int, *, begins: bool) -> None:
-        """Let documents end with an id, or begin with it; they are found by going through all tokens once."""
+        """Set the id that ends or begins documents; they are found by scanning all tokens once."""
         option = "document_start" if begins else "document_end"
         if self.has_documents:
-            raise DataError(f"{self.path} is of {self.format} format, which knows its documents; leave out {option}")
+            raise DataError(f"{self.path} is of {self.format} format, which has document boundaries; remove {option}")
 
         def find() -> Vector:
             tokens = self.vectors[None]
@@ -99,8 +99,7 @@ class TokenFile:
             places = np.concatenate([np.zeros(0, np.int64), *found])
             if tokens.count and not places.size:
                 raise DataError(
-                    f"{self.path}: the id {delimiter} does not occur in it, so that it is one document; give another "
-                    f"{option}, or none"
+                    f"{self.path}: the id {delimiter} does not occur in it; set another {option}, or remove it"
                 )
             edges = ([0], places if begins else places + 1, [tokens.count])
             return Vector(self.path, np.unique(np.concatenate(edges)))
@@ -143,7 +142,7 @@ class TokenFile:
             self.forget()
 
     def spans(self, indices: ArrayLike) -> tuple[Ints, Ints]:
-        """Return where samples start and how long they are; raises DataError if that is not inside the file."""
+        """Return starts and lengths of samples; raises DataError if they are not inside the file."""
         indices = as_indices(indices)
         if not indices.size:
             return indices.copy(), indices.copy()
@@ -152,10 +151,10 @@ class TokenFile:
             raise DataError(f"{self.path} has {len(self):,} samples, there is no sample {int(bad):,}")
         starts, stops = self.offsets.take(indices), self.offsets.take(indices + 1)
         lengths = stops - starts
-        # One of two numbers is negative if what they are or-ed to is.
+        # The bitwise or of two numbers is negative if one of them is.
         if int(np.maximum.reduce(stops)) > self.num_tokens or int(np.minimum.reduce(starts | lengths)) < 0:
             bad = indices[(starts < 0) | (lengths < 0) | (stops > self.num_tokens)][0]
-            raise DataError(f"{self.path} is damaged: sample {int(bad):,} is not inside it; make or copy it again")
+            raise DataError(f"{self.path} is damaged: sample {int(bad):,} is not inside it; create or copy it again")
         return starts, lengths
 
     def lengths(self, indices: ArrayLike | None = None) -> Ints:
@@ -170,11 +169,11 @@ class TokenFile:
         return result
 
     def rows(self, starts: ArrayLike, length: int, stream: str | None = None) -> Array:
-        """Return `length` tokens, or values of a stream, from each start: a fresh (n, length) array."""
+        """Return `length` tokens, or values of a stream, from each start: a new (n, length) array."""
         return self._vector(stream).rows(as_indices(starts), length)
 
     def read(self, starts: ArrayLike, lengths: ArrayLike, stream: str | None = None) -> Array:
-        """Return spans one after the other: a fresh array as long as the lengths together."""
+        """Return concatenated spans: a new array as long as all lengths together."""
         vector = self._vector(stream)
         starts, lengths = as_indices(starts), as_indices(lengths)
         if starts.shape != lengths.shape:
@@ -186,7 +185,7 @@ class TokenFile:
             bad = np.flatnonzero((starts < 0) | (lengths < 0) | (lengths > vector.count - starts))[0]
             raise DataError(
                 f"{self.path} has {vector.count:,} tokens; a span of {int(lengths[bad]):,} from {int(starts[bad]):,} "
-                "does not lie within them"
+                "is not within them"
             )
         return vector.spans(starts, lengths)
 
@@ -198,21 +197,21 @@ class TokenFile:
         if samples.size:
             starts, lengths = self.spans(np.clip(samples, 0, max(len(self) - 1, 0)))
             if bool(np.any((positions < starts) | (positions >= starts + lengths))):
-                raise DataError(f"{self.path} is damaged: its samples are not in order; make or copy it again")
+                raise DataError(f"{self.path} is damaged: its samples are not in order; create or copy it again")
         return samples
 
     def label(self, name: str, indices: ArrayLike) -> Array:
-        """Return the labels of samples without touching those of others, (n,) or (n, width)."""
+        """Return the labels of some samples without reading others, (n,) or (n, width)."""
         if name not in self._labels:
             raise DataError(f"{self.path} has no label {name!r}{suggest(name, self._labels)}")
         indices, (values, width) = as_indices(indices), self._labels[name]
         if largest_unsigned(indices) >= max(len(self), 1) or (indices.size and not len(self)):
-            raise DataError(f"{self.path} has {len(self):,} samples; there is no such sample to give the label of")
+            raise DataError(f"{self.path} has {len(self):,} samples; there is no such sample")
         return values.take(indices) if width is None else values.rows(indices * width, width)
 
     def forget(self) -> None:
-        """Let go of the memory that reading in order has made resident."""
-        self.vectors[None].forget()  # all else lies in the same file
+        """Release the memory made resident by reading sequentially."""
+        self.vectors[None].forget()  # everything else is in the same file
 
     def _vector(self, stream: str | None) -> Vector:
         if stream not in self.vectors:

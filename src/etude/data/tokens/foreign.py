@@ -1,4 +1,4 @@
-"""Opening token files of other tools: flat ones (nanoGPT), those of llm.c, and Megatron's pairs of .bin and .idx."""
+"""Token files of other tools: flat ones (nanoGPT), llm.c, and Megatron's pairs of .bin and .idx."""
 
 import struct
 from itertools import pairwise
@@ -14,18 +14,20 @@ FLAT_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 LLMC_BYTES = 1024
 """An llm.c file begins with 256 int32: magic, version, number of tokens, zeros."""
 LLMC_KINDS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
-"""Type of the tokens by magic and version: GPT-2's vocabulary and Llama 3's."""
+"""Dtype of the tokens by magic and version: GPT-2's vocabulary and Llama 3's."""
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _INDEX_HEAD = struct.Struct("<9sQBQQ")
-"""Magic, version, code of the type, number of sequences, number of document indices (documents + 1)."""
+"""Magic, version, dtype code, number of sequences, number of document indices (documents + 1)."""
 _INDEX_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 
 def open_flat(file: MappedFile, dtype: str) -> TokenFile:
-    """Open a file of nothing but tokens."""
+    """Open a file that contains only tokens."""
     if dtype not in FLAT_DTYPES:
-        raise DataError(f"the dtype of a headerless token file is one of {', '.join(FLAT_DTYPES)}, found {dtype!r}")
+        raise DataError(
+            f"the dtype of a headerless token file must be one of {', '.join(FLAT_DTYPES)}, found {dtype!r}"
+        )
     size = np.dtype(dtype).itemsize
     if file.size % size:
         raise DataError(f"{file.name} has {file.size:,} bytes, not a multiple of the {size} that {dtype} takes")
@@ -52,15 +54,15 @@ def open_llmc(file: MappedFile) -> TokenFile:
 
 
 def open_megatron(tokens: MappedFile, index: MappedFile) -> TokenFile:
-    """Open a pair of files. A sample is a document; where documents begin is held in memory, 8 bytes for each."""
+    """Open a pair of files. A sample is a document; document starts are held in memory, 8 bytes each."""
     head = index.read(0, _INDEX_HEAD.size)
     if not head.startswith(INDEX_MAGIC) or len(head) < _INDEX_HEAD.size:
-        raise DataError(f"{index.name} is damaged: it does not begin as the index of a Megatron data set does")
+        raise DataError(f"{index.name} is damaged: it does not begin like the index of a Megatron data set")
     _, version, code, sequences, entries = _INDEX_HEAD.unpack(head)
     dtype = _INDEX_DTYPES.get(code)
     if version != 1 or dtype is None:
         raise DataError(
-            f"{index.name} has version {version} and tokens of type {code}; version 1 of integers is known"
+            f"{index.name} has version {version} and tokens of type {code}; only version 1 with integers is supported"
         )
     expected = _INDEX_HEAD.size + 12 * sequences + 8 * entries
     if index.size not in (expected, expected + sequences):  # multimodal data has a byte per sequence at the end
@@ -88,9 +90,11 @@ def _documents(index: MappedFile, sequences: int, entries: int, tokens: Vector) 
     adjoin = np.array_equal(pointers, ends[:-1] * tokens.dtype.itemsize) and not (lengths < 0).any()
     if not adjoin or ends[-1] != tokens.count:
         raise DataError(
-            f"{index.name} is damaged: its sequences do not lie one after the other and fill the .bin; make or copy "
-            f"both again"
+            f"{index.name} is damaged: its sequences are not contiguous or do not fill the .bin; create or copy "
+            "both again"
         )
     if (np.diff(documents) < 0).any() or (entries and (documents[0], documents[-1]) != (0, sequences)):
-        raise DataError(f"{index.name} is damaged: its documents do not hold all sequences in order; copy it again")
+        raise DataError(
+            f"{index.name} is damaged: its documents do not contain all sequences in order; copy it again"
+        )
     return Vector(index.name, ends[documents] if entries else ends[:1])

@@ -1,4 +1,4 @@
-"""The layout of a token file: preamble and header, made and checked. docs/design/0007-token-files.md describes it."""
+"""The layout of a token file: writing and validating preamble and header. See docs/design/0007-token-files.md."""
 
 import json
 import math
@@ -24,7 +24,7 @@ PREAMBLE_BYTES = 64
 
 Kind = Literal["tokens", "index", "stream", "label"]
 SINGLE = ("tokens", "index")
-"""There is one section of each of these kinds, of that name."""
+"""Kinds with exactly one section, and its name."""
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64")
 DTYPES: dict[Kind, Sequence[str]] = {
     "tokens": ("uint16", "uint32"),
@@ -50,12 +50,12 @@ class FileSection:
     crc32: int
 
     def problem(self) -> str | None:
-        """Return which of its values cannot be, whatever a file says; None if all is right."""
+        """Return which of its values is invalid in any file; None if all are valid."""
         sizes = (*self.shape, self.offset, self.bytes, self.crc32) if isinstance(self.shape, (list, tuple)) else (-1,)
         if (problem := declaration_problem(self.name, self.kind, self.dtype)) is not None:
             return problem
         if not all(type(size) is int and 0 <= size < 2**63 for size in sizes):
-            return "shape, offset, bytes and crc32 must be whole numbers, not negative"
+            return "shape, offset, bytes and crc32 must be non-negative integers"
         if not 1 <= len(self.shape) <= (2 if self.kind == "label" else 1) or 0 in self.shape[1:]:
             return f"shape {self.shape}"
         if self.bytes != math.prod(self.shape) * np.dtype(self.dtype).itemsize:
@@ -68,7 +68,7 @@ Sections = dict[str, FileSection]
 
 
 def declaration_problem(name: object, kind: object, dtype: object) -> str | None:
-    """Return why there is no section of this name, kind and type; None if there can be."""
+    """Return why a section of this name, kind and dtype is invalid; None if it is valid."""
     if not isinstance(kind, str) or kind not in get_args(Kind):
         return f"kind {kind!r}; allowed are {', '.join(DTYPES)}"
     if not isinstance(name, str) or (name != kind if kind in SINGLE else name in SINGLE or not _NAME.fullmatch(name)):
@@ -78,7 +78,7 @@ def declaration_problem(name: object, kind: object, dtype: object) -> str | None
 
 
 def encode_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts as JSON gives them back; raises DataError if JSON cannot hold them."""
+    """Return metadata after a JSON round trip; raises DataError if JSON cannot hold it."""
     try:
         result = json.loads(json.dumps(dict(meta), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -101,26 +101,26 @@ def encode_preamble(header: bytes, offset: int) -> bytes:
 
 
 def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tuple[Sections, dict[str, Any]]:
-    """Return the sections of a file of this size, and facts for the user, after checking all that its header says.
+    """Return the sections and the metadata of a file of this size, after validating its header.
 
-    `read` gives bytes from an offset.
+    `read` returns bytes from an offset.
 
-    Raises DataError for a damaged, cut or newer file.
+    Raises DataError for a damaged, truncated or newer file.
     """
     raw = read(0, PREAMBLE_BYTES)
     if len(raw) < PREAMBLE_BYTES or struct.unpack("<I", raw[60:64])[0] != zlib.crc32(raw[:60]):
-        raise DataError(f"{name} is damaged: its first 64 bytes do not have their checksum; make or copy it again")
+        raise DataError(f"{name} is damaged: its first 64 bytes do not match their checksum; create or copy it again")
     _, version, crc, offset, header_bytes, file_bytes = PREAMBLE.unpack(raw[:60])
     if version != VERSION:
         raise DataError(f"{name} has version {version} of the token format, this etude reads {VERSION}; update etude")
     if size != file_bytes:
         problem = "cut" if size < file_bytes else "longer than it was written"
-        raise DataError(f"{name} is {problem}: {size:,} bytes, expected {file_bytes:,}; make or copy it again")
+        raise DataError(f"{name} is {problem}: {size:,} bytes, expected {file_bytes:,}; create or copy it again")
     if not 0 < header_bytes <= _MAX_HEADER or offset < PREAMBLE_BYTES or offset + header_bytes > size:
-        raise DataError(f"{name}: a header of {header_bytes:,} bytes at {offset:,} does not fit the file")
+        raise DataError(f"{name}: a header of {header_bytes:,} bytes at {offset:,} is outside the file")
     raw = read(offset, header_bytes)
     if zlib.crc32(raw) != crc:
-        raise DataError(f"{name} is damaged: its header does not have its checksum; make or copy it again")
+        raise DataError(f"{name} is damaged: its header does not match its checksum; create or copy it again")
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -128,11 +128,11 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tupl
     try:
         return _checked(content, (offset, offset + header_bytes), size)
     except DataError as error:
-        raise DataError(f"{name}: its header is wrong: {error}; fix the program that wrote it") from error
+        raise DataError(f"{name}: its header is invalid: {error}; fix the program that wrote it") from error
 
 
 def _checked(content: Any, place: tuple[int, int], size: int) -> tuple[Sections, dict[str, Any]]:
-    """Return what the header holds, if its sections are right, belong together and lie inside the file."""
+    """Return the contents of the header, if its sections are valid, consistent and inside the file."""
     if not isinstance(content, dict) or not isinstance(content.get("sections"), list):
         raise DataError("it must be an object with a list of sections")
     _check_meta(meta := content.get("meta", {}))
@@ -141,7 +141,7 @@ def _checked(content: Any, place: tuple[int, int], size: int) -> tuple[Sections,
         raise DataError("it must have sections 'tokens' and 'index', and none twice")
     (num_tokens,), (num_offsets,) = (sections[name].shape for name in SINGLE)
     counts = {"tokens": num_tokens, "index": max(num_offsets, 1), "stream": num_tokens, "label": num_offsets - 1}
-    # Sections lie inside the file, and neither on each other nor on preamble and header.
+    # Sections are inside the file, and do not overlap each other, the preamble or the header.
     places = [(0, PREAMBLE_BYTES, "preamble"), (*place, "header")]
     for section in sections.values():
         name, end, count = section.name, section.offset + section.bytes, counts[section.kind]
@@ -161,7 +161,7 @@ def _section(entry: Any) -> FileSection:
     try:
         section = FileSection(**entry)
     except TypeError as error:
-        raise DataError(f"a section must have the keys of one, found {_short(entry)}") from error
+        raise DataError(f"a section has wrong keys, found {_short(entry)}") from error
     if (problem := section.problem()) is not None:
         raise DataError(f"section {_short(section.name)} has {shorten(problem, 200)}")
     return section
@@ -170,7 +170,7 @@ def _section(entry: Any) -> FileSection:
 def _check_meta(meta: Any) -> None:
     size = meta.get("vocab_size") if isinstance(meta, dict) else meta
     if not isinstance(meta, dict) or (size is not None and not (type(size) is int and 0 < size <= 2**32)):
-        raise DataError(f"meta must be an object, and vocab_size a whole number above 0, found {_short(size)}")
+        raise DataError(f"meta must be an object, and vocab_size a positive integer, found {_short(size)}")
 
 
 def _short(value: Any) -> str:

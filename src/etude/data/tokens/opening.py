@@ -23,21 +23,21 @@ def open_tokens(
     document_end: int | None = None,
     document_start: int | None = None,
 ) -> TokenFile:
-    """Open a token file, local or remote (any address that fsspec knows, such as s3://…: it is copied here once).
+    """Open a token file, local or remote (any address that fsspec supports, such as s3://…; it is cached locally).
 
-    `format` is "etude", "megatron" (either of the two files, or what their names share), "llm.c", "flat" (nothing but
-    tokens of type `dtype`, as nanoGPT has them) or "auto": by the first bytes, and flat if there is a `dtype`. In flat
-    and llm.c files `document_end` is an id that ends each document, or `document_start` one that begins each; without
+    `format` is "etude", "megatron" (either of the two files, or their common prefix), "llm.c", "flat" (only tokens of
+    dtype `dtype`, as in nanoGPT) or "auto": detected by the first bytes, and flat if `dtype` is set. In flat and
+    llm.c files `document_end` is an id that ends each document, or `document_start` one that begins each; without
     them the whole file is one document. Raises DataError if the file is missing, damaged, or something else.
     """
     name = str(path)
     if format not in FORMATS:
-        raise DataError(f"the format of a token file is one of {', '.join(FORMATS)}, found {format!r}")
+        raise DataError(f"the format of a token file must be one of {', '.join(FORMATS)}, found {format!r}")
     delimiter = document_start if document_end is None else document_end
     if document_end is not None and document_start is not None:
-        raise DataError("documents have either a document_end or a document_start; give one of the two")
+        raise DataError("document_end and document_start exclude each other; set only one")
     if delimiter is not None and (type(delimiter) is not int or not 0 <= delimiter < 2**32):
-        raise DataError(f"document_end and document_start are token ids, found {delimiter!r}")
+        raise DataError(f"document_end and document_start must be token ids, found {delimiter!r}")
     file = _open(name, format, dtype)
     if delimiter is not None:
         file.cut_documents(delimiter, begins=document_start is not None)
@@ -57,18 +57,18 @@ def _open(name: str, format: str, dtype: str | None) -> TokenFile:
         return open_megatron(*map(MappedFile, pair))
     file = MappedFile(name)
     if not file.size:
-        raise DataError(f"{name} is empty; make or copy it again")
+        raise DataError(f"{name} is empty; create or copy it again")
     is_own = file.read(0, len(MAGIC)) == MAGIC
     if format == "llm.c" or (format == "auto" and is_llmc(file)):
         return open_llmc(file)
     if is_own or format == "etude":
         if format == "flat":
-            raise DataError(f"{name} has a header, and knows the type of its tokens; leave out format='flat'")
+            raise DataError(f"{name} has a header with its dtype; remove format='flat'")
         return _open_native(file)
     if dtype is None:
         raise DataError(
-            f"{name} does not begin as a token file of etude, llm.c or Megatron; if it holds nothing but tokens, give "
-            f"their dtype (nanoGPT has uint16), else make or copy it again"
+            f"{name} is not a token file of etude, llm.c or Megatron; if it contains only tokens, set their dtype "
+            "(uint16 for nanoGPT), else create or copy it again"
         )
     return open_flat(file, dtype)
 
@@ -82,22 +82,22 @@ def _pair(name: str, format: str) -> tuple[str, str] | None:
     if format != "auto" or not exists(index) or (name == stem and exists(name)):
         return None
     if name == tokens and MappedFile(tokens).read(0, len(MAGIC)) == MAGIC:
-        return None  # an index of something else lies beside it
+        return None  # an index of something else is beside it
     return (tokens, index) if MappedFile(index).read(0, len(INDEX_MAGIC)) == INDEX_MAGIC else None
 
 
 def _open_native(file: MappedFile) -> TokenFile:
-    """Open a file of the project's own format; reads the header and two entries of the index."""
+    """Open a file in etude's format; reads the header and two entries of the index."""
     sections, meta = read_header(file.read, file.size, file.name)
     vectors = {}
     for name, section in sections.items():
-        dtype = "int64" if section.kind == "index" else section.dtype  # an offset above 2**63 is found to be negative
+        dtype = "int64" if section.kind == "index" else section.dtype  # an offset above 2**63 appears negative
         vectors[name] = file.vector(section.offset, section.bytes // np.dtype(dtype).itemsize, dtype)
     tokens, index = vectors["tokens"], vectors["index"]
     if (found := (*index.slice(0, 1).tolist(), *index.slice(-1, index.count).tolist())) != (0, tokens.count):
         raise DataError(
             f"{file.name} is damaged: its samples go from {found[0]:,} to {found[1]:,}, its tokens from 0 to "
-            f"{tokens.count:,}; make or copy it again"
+            f"{tokens.count:,}; create or copy it again"
         )
     return TokenFile(
         file.name,

@@ -1,4 +1,4 @@
-"""Where a token file lies: a path of this machine, or an address that fsspec knows, whose blocks are copied here."""
+"""Locations of token files: a local path, or an address that fsspec supports, whose blocks are cached locally."""
 
 import hashlib
 import json
@@ -21,16 +21,16 @@ logger = logging.getLogger("etude")
 
 ATTEMPTS = 4
 RETRY_DELAY_S = 0.5
-"""The wait before the second attempt; it doubles with each."""
+"""The delay before the second attempt; it doubles each time."""
 
 _LOCAL = ("file://", "local://")
 _VERSION_KEYS = {"size", "etag", "last-modified", "lastmodified", "mtime", "modified", "created", "generation"}
 _VERSION_KEYS |= {"versionid", "md5", "md5hash", "content-md5", "digest", "checksum", "blob_id"}
 _HEAD_BYTES = 64
-"""The first bytes of the project's own files hold a checksum of everything."""
+"""The first bytes of etude's files contain a checksum of everything."""
 
 BLOCK_BYTES = 4 * 2**20
-"""How much of a remote file is fetched at least."""
+"""Minimum size that is fetched from a remote file."""
 ROUND_BLOCKS = 16
 """Blocks that are fetched together at most."""
 
@@ -39,7 +39,7 @@ Answer = TypeVar("Answer")
 
 
 def is_remote(name: str) -> bool:
-    """Return whether a name is an address of something that is not on this machine.
+    """Return whether a name is a remote address.
 
     >>> is_remote("s3://bucket/train.bin"), is_remote("data/train.bin"), is_remote("file:///data/train.bin")
     (True, False, False)
@@ -48,14 +48,14 @@ def is_remote(name: str) -> bool:
 
 
 def local_path(name: str) -> Path:
-    """Return the path that a name of a local file means."""
+    """Return the path of a local file name."""
     for prefix in _LOCAL:
         name = name.removeprefix(prefix)
     return Path(name)
 
 
 def exists(name: str) -> bool:
-    """Return whether there is such a file; raises DataError if a server does not say so."""
+    """Return whether the file exists; raises DataError if a server does not answer."""
     if not is_remote(name):
         try:
             return local_path(name).is_file()
@@ -64,14 +64,14 @@ def exists(name: str) -> bool:
     filesystem, path = _filesystem(name)
     try:
         return bool(_patiently(name, lambda: filesystem.info(path)).get("type") == "file")
-    except (FileNotFoundError, PermissionError):  # S3 forbids to ask for what is not there
+    except (FileNotFoundError, PermissionError):  # S3 answers "forbidden" for missing files
         return False
 
 
 class RemoteFile:
-    """A remote file as a local one of the same size, whose blocks are fetched when they are needed, once.
+    """A local file of the same size as a remote one, whose blocks are fetched once, when needed.
 
-    A byte of `blocks` is set after its block is on the disk. Processes that fetch the same block write the same bytes.
+    A byte of `blocks` is set after its block is on disk. Processes that fetch the same block write the same bytes.
     """
 
     def __init__(self, url: str) -> None:
@@ -89,7 +89,7 @@ class RemoteFile:
             self._known = np.frombuffer(_mapped(self._marks, -(-self.size // BLOCK_BYTES)) or b"", np.uint8)
 
     def need(self, begins: Ints, ends: Ints) -> None:
-        """Fetch what is not here yet of the bytes from each begin to its end."""
+        """Fetch the missing parts of the given byte ranges."""
         first, last = begins // BLOCK_BYTES, (ends - 1) // BLOCK_BYTES
         wanted = np.zeros(len(self._known), bool)
         wanted[first] = wanted[last] = True
@@ -126,13 +126,13 @@ class RemoteFile:
             yield
         except OSError as error:
             raise DataError(
-                f"{self.folder} cannot hold the local copy of {self.url} ({error.strerror}); set ETUDE_CACHE_DIR to a "
-                f"folder with room for it"
+                f"{self.folder} cannot hold the local copy of {self.url} ({error.strerror}); set ETUDE_CACHE_DIR to "
+                "a folder with enough space"
             ) from error
 
 
 def local_copy(name: str) -> Path:
-    """Return the path of a local file, or that of a whole copy of a remote one."""
+    """Return the path of a local file, or that of a complete copy of a remote one."""
     if not is_remote(name):
         return local_path(name)
     file = RemoteFile(name)
@@ -152,7 +152,7 @@ def write_at(path: Path, pieces: Iterable[tuple[int, bytes]]) -> None:
 
 
 def _mapped(path: Path, size: int) -> mmap.mmap | None:
-    """Return a file of this size, made if there is none; None if it has no bytes."""
+    """Return a file of this size, created if needed; None if the size is 0."""
     with path.open("ab") as file:
         file.truncate(size)
     with path.open("rb") as file:
@@ -173,7 +173,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 
 def _version(url: str) -> str:
-    """Return what tells the versions of a remote file apart: size, etag, time of change, checksum; else first bytes."""
+    """Return what identifies the version of a remote file: size, etag, modification time, checksum, first bytes."""
     filesystem, path = _filesystem(url)
     filesystem.invalidate_cache(path)
     try:
@@ -190,16 +190,16 @@ def _version(url: str) -> str:
 
 
 def _patiently(url: str, ask: Callable[[], Answer]) -> Answer:
-    """Ask a file system something, a few times; raises DataError if it does not answer."""
+    """Call a file system with retries; raises DataError if it does not answer."""
     for attempt in range(ATTEMPTS):
         try:
             return ask()
         except (FileNotFoundError, PermissionError):
             raise
-        except Exception as error:  # every file system has its own
+        except Exception as error:  # every file system raises its own errors
             if attempt == ATTEMPTS - 1:
                 raise DataError(
-                    f"{url} cannot be read ({_words(error)}, {ATTEMPTS} times); check address and connection"
+                    f"{url} cannot be read ({_words(error)}, {ATTEMPTS} times); check the address and the connection"
                 ) from error
             logger.warning("%s: %s; trying again", url, _words(error))
             time.sleep(RETRY_DELAY_S * 2**attempt)

@@ -1,7 +1,7 @@
-"""What the ids of token files mean, where a file beside them says so: a base class, and the formats there are.
+"""The meaning of token ids, if a file beside the token files defines it: a base class, and known formats.
 
-The module of a format is imported only where such a file lies. It has two functions: `read_schema(root)` returns a
-`TokenSchema`, and `refuse_without_schema(file)` raises DataError if a token file was written for such a schema.
+The module of a format is imported only if such a file exists. It has two functions: `read_schema(root)` returns a
+`TokenSchema`, and `refuse_without_schema(file)` raises DataError if a token file needs such a schema.
 """
 
 from abc import ABC, abstractmethod
@@ -17,13 +17,13 @@ from etude.data.tokens.places import exists
 
 
 class SchemaFormat(NamedTuple):
-    """A file beside token files that says what ids mean."""
+    """A file beside token files that defines the meaning of ids."""
 
     file: str
     fact: str
-    """The fact of a token file that says for which schema it was written: a mapping."""
+    """The metadata key of a token file that names its schema: a mapping."""
     module: str
-    """What reads both."""
+    """The module that reads both."""
 
 
 FORMATS = [SchemaFormat("vocab.json", "vocab", "etude.multimodal.folder")]
@@ -32,7 +32,7 @@ TYPES = "types"
 
 
 class TokenSchema(ABC):
-    """What token ids mean. Streams with different schemas cannot train one model."""
+    """The meaning of token ids. Streams with different schemas cannot train one model."""
 
     @property
     @abstractmethod
@@ -42,57 +42,57 @@ class TokenSchema(ABC):
     @property
     @abstractmethod
     def num_types(self) -> int:
-        """The types of tokens are below this number."""
+        """All token types are below this number."""
 
     @property
     @abstractmethod
     def pad_id(self) -> int:
-        """The id that fills sequences up."""
+        """The padding id."""
 
     @property
     @abstractmethod
     def special_ids(self) -> Mapping[str, int]:
-        """The ids that stand for no data, by name; that of MASK hides tokens."""
+        """Ids of special tokens, by name; MASK hides tokens."""
 
     @abstractmethod
     def check(self, file: TokenFile) -> None:
-        """Raise DataError if the ids of a file mean something else, or are beyond the vocabulary."""
+        """Raise DataError if the ids of a file have another meaning, or are beyond the vocabulary."""
 
     @abstractmethod
     def difference(self, other: "TokenSchema", here: str = "the first", there: str = "the second") -> str | None:
-        """Return the first difference in what ids mean, in a few words; None if they mean the same in both.
+        """Return the first difference in the meaning of ids, as text; None if they are the same.
 
-        `here` and `there` say whose this schema and the other one are, for the words.
+        `here` and `there` name this schema and the other one in the text.
         """
 
 
 def find_schema(root: str | Path) -> TokenSchema | None:
-    """Return what a file beside the token files of a folder or URL says of their ids; None if there is no such file."""
+    """Return the schema beside the token files of a folder or URL; None if there is none."""
     for one in FORMATS:
         if not exists(f"{folder_of(root)}/{one.file}"):
             continue
         try:
             module = import_module(one.module)
         except ModuleNotFoundError as error:
-            raise DataError(f"{root} has a {one.file}, which needs {error.name}; that is not installed") from error
+            raise DataError(f"{root} has a {one.file}, which needs {error.name}; install it") from error
         schema: TokenSchema = module.read_schema(root)
         return schema
     return None
 
 
 def folder_of(root: str | Path) -> str:
-    """Return a folder or URL without `~` and without a slash at its end."""
+    """Return a folder or URL with `~` expanded and without a trailing slash."""
     return str(root).rstrip("/") if "://" in str(root) else str(Path(root).expanduser())
 
 
 def check_same_schema(schemas: Mapping[str, TokenSchema], what: str) -> None:
-    """Raise DataError if ids mean different things in streams or folders, given by name; `what` is their plural."""
+    """Raise DataError if ids have different meanings in streams or folders, given by name; `what` is their plural."""
     names = list(schemas)
     for name in names[1:]:
         if difference := schemas[names[0]].difference(schemas[name], f"'{names[0]}'", f"'{name}'"):
             raise DataError(
                 f"{what} '{names[0]}' and '{name}' cannot train one model, their ids mean different things: "
-                f"{difference}; make both with the same vocabulary and tokenizers"
+                f"{difference}; create both with the same vocabulary and tokenizers"
             )
 
 
@@ -103,7 +103,7 @@ def check_shared_schema(roots: Mapping[str, str]) -> None:
     if known and (without := next((name for name in found if name not in known), None)) is not None:
         raise DataError(
             f"folders '{next(iter(known))}' and '{without}' cannot train one model: only the first has a file that "
-            f"says what ids mean ({' or '.join(one.file for one in FORMATS)}); copy it if they mean the same in both"
+            f"defines its ids ({' or '.join(one.file for one in FORMATS)}); copy it if they mean the same in both"
         )
     check_same_schema(known, "folders")
 
@@ -111,9 +111,9 @@ def check_shared_schema(roots: Mapping[str, str]) -> None:
 def token_fields(
     schema: TokenSchema | None, files: Collection[TokenFile], vocab_size: int | None = None
 ) -> dict[str, Any]:
-    """Return what `DataSplits` holds of ids and types; raises DataError if files do not fit the schema.
+    """Return the id and type counts for `DataSplits`; raises DataError if files do not fit the schema.
 
-    vocab_size: what the user says, in place of what files and schema say.
+    vocab_size: set by the user, instead of that of files and schema.
     """
     for file in files:
         if schema is not None:
@@ -126,20 +126,21 @@ def token_fields(
         return {"vocab_size": vocab_size if vocab_size is not None else max(sizes, default=None), **fields}
     if vocab_size is not None and vocab_size < schema.vocab_size:
         raise DataError(
-            f"vocab_size is {vocab_size}, but the vocabulary has {schema.vocab_size} tokens; leave it out, or raise it"
+            f"vocab_size is {vocab_size}, but the vocabulary has {schema.vocab_size} tokens; remove it, or increase "
+            "it"
         )
     return {"vocab_size": schema.vocab_size if vocab_size is None else vocab_size, **fields}
 
 
 def _refuse_without_schema(file: TokenFile) -> None:
     for one in FORMATS:
-        if isinstance(file.meta.get(one.fact), Mapping):  # of anybody's: the module knows its own
+        if isinstance(file.meta.get(one.fact), Mapping):  # in any metadata: the module recognises its own
             with suppress(ModuleNotFoundError):
                 import_module(one.module).refuse_without_schema(file)
 
 
 def _num_types(files: Collection[TokenFile], schema: TokenSchema | None) -> int | None:
-    """Return how many types there are in the stream `types`: what the files say, else what the schema says."""
+    """Return the number of types in the stream `types`: from the files, else from the schema."""
     known = [_types_of(file, schema) for file in files if TYPES in file.streams]
     return max((number for number in known if number is not None), default=None)
 
@@ -149,5 +150,5 @@ def _types_of(file: TokenFile, schema: TokenSchema | None) -> int | None:
     if number is None:
         return None if schema is None else schema.num_types
     if type(number) is not int or number < 1:
-        raise DataError(f"{file.path} has num_types {number!r} in its facts; it must be a whole number of at least 1")
+        raise DataError(f"{file.path} has num_types {number!r} in its metadata; it must be an integer of at least 1")
     return number

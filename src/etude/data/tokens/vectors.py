@@ -1,4 +1,4 @@
-"""Vectors: stretches of a mapped token file, read by rows, spans or single values without holding the whole."""
+"""Vectors: sections of a mapped token file, read by rows, spans or single values without loading all of it."""
 
 import mmap
 import sys
@@ -15,13 +15,13 @@ Ints = NDArray[np.int64]
 Array = NDArray[Any]
 
 CHUNK_BYTES = 4 * 2**20
-"""How much of a file is looked at in one piece where all of it is read."""
+"""Chunk size for reading a whole file."""
 AHEAD = 8
 """Pieces of a remote file that are then fetched together."""
 
 
 class Vector:
-    """Numbers of one type that lie one after the other. Indices given to it are in range, but for `rows`."""
+    """Contiguous numbers of one dtype. Indices must be in range, except for `rows`."""
 
     def __init__(
         self,
@@ -30,13 +30,13 @@ class Vector:
         mapping: mmap.mmap | None = None,
         need: Callable[[Ints, Ints], None] | None = None,
     ) -> None:
-        """`need` makes sure that the values from some positions to others are there."""
+        """`need` ensures that the values in given ranges are available."""
         self._where, self._array, self._mapping, self._need = where, array, mapping, need
         self.count, self.dtype = len(array), array.dtype
         self._views: dict[int, Array] = {}
 
     def rows(self, starts: Ints, length: int) -> Array:
-        """Return `length` values from each start, as a fresh (n, length) array; a start out of range is an error."""
+        """Return `length` values from each start, as a new (n, length) array; a start out of range is an error."""
         view = self._views.get(length)
         if view is None:
             check_rows(self._where, starts[:0], length, self.count)
@@ -46,7 +46,7 @@ class Vector:
         if length:
             if self._need is not None and starts.size:
                 self._need(starts, starts + length)
-            # Touch the first value of each row: these misses overlap, those of the copy would come one by one.
+            # Touch the first value of each row: these page faults overlap, those of the copy would be sequential.
             self._array.take(starts)
         return view[starts].view(self.dtype).reshape(len(starts), length)
 
@@ -55,17 +55,17 @@ class Vector:
         size, number = self.dtype.itemsize, max(self.count - length + 1, 0)
         if not length or not number:
             return np.empty((number, length), self.dtype)
-        # A row is one opaque value, which numpy copies as a whole and not number by number.
+        # A row is one opaque value, which NumPy copies as a whole.
         view: Array = np.ndarray(number, f"V{size * length}", self._array, strides=(size,))
-        if len(self._views) < 64:  # a program that asks for every length there is does not fill the memory
+        if len(self._views) < 64:  # limit the cache, so that many different lengths do not fill the memory
             self._views[length] = view
         return view
 
     def spans(self, starts: Ints, lengths: Ints) -> Array:
-        """Return the spans one after the other, as a fresh array."""
+        """Return the concatenated spans, as a new array."""
         if self._need is not None and np.any(full := lengths > 0):
             self._need(starts[full], (starts + lengths)[full])
-        # Joining slices is, for spans of usual lengths, faster than an array of positions.
+        # For spans of usual lengths, joining slices is faster than an array of positions.
         stops = (starts + lengths).tolist()
         parts = [self._array[start:stop] for start, stop in zip(starts.tolist(), stops, strict=True)]
         return np.concatenate(parts) if parts else self._array[:0].copy()
@@ -78,7 +78,7 @@ class Vector:
         return values
 
     def search(self, values: Ints) -> Ints:
-        """Return for each value how many entries of this sorted vector are not above it."""
+        """Return for each value how many entries of this sorted vector are at most that value."""
         return np.searchsorted(self.slice(0, self.count), values, side="right")
 
     def slice(self, start: int, stop: int) -> Array:
@@ -89,7 +89,7 @@ class Vector:
         return found
 
     def chunks(self) -> Iterator[tuple[int, Array]]:
-        """Yield (position, values) of the whole vector, a few megabytes at a time, in constant memory."""
+        """Yield (position, values) of the whole vector in chunks of a few megabytes, in constant memory."""
         size = CHUNK_BYTES // self.dtype.itemsize
         for start in range(0, self.count, size):
             if start % (AHEAD * size) == 0:
@@ -98,13 +98,13 @@ class Vector:
             self.forget()
 
     def forget(self) -> None:
-        """Unmap all pages of the file, which stay in the page cache as long as there is room."""
+        """Unmap all pages of the file; they stay in the page cache while there is memory."""
         if self._mapping is not None and sys.platform != "win32":
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
 class MappedFile:
-    """A token file mapped into memory; of a remote one the copy on this machine, which is filled as it is read."""
+    """A token file mapped into memory; for a remote one, the local copy that is filled as it is read."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -123,12 +123,12 @@ class MappedFile:
             raise DataError(f"{name} cannot be opened ({error})") from error
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return a few bytes; fewer than `size` where the file ends."""
+        """Return a few bytes; fewer than `size` at the end of the file."""
         found = self.vector(offset, max(0, min(size, self.size - offset)), "u1")
         return found.slice(0, size).tobytes()
 
     def vector(self, offset: int, count: int, dtype: str) -> Vector:
-        """Return the `count` values from a byte offset, which lie inside the file."""
+        """Return the `count` values from a byte offset inside the file."""
         kind = np.dtype(dtype).newbyteorder("<")
         if not count or self._mapping is None:
             return Vector(self.name, np.empty(0, kind))
@@ -143,17 +143,17 @@ class MappedFile:
 
 
 def as_indices(values: Any) -> Ints:
-    """Return whole numbers as a one-dimensional int64 array."""
+    """Return integers as a one-dimensional int64 array."""
     array = np.asarray(values)
     if array.dtype == np.int64 and array.ndim == 1:
         return array
     if array.dtype.kind not in "iu" and array.size:
-        raise DataError(f"indices of samples and tokens are whole numbers, found {array.dtype}")
+        raise DataError(f"indices of samples and tokens must be integers, found {array.dtype}")
     return array.astype(np.int64).reshape(-1)
 
 
 def largest_unsigned(values: Ints) -> int:
-    """Return the largest value, negative ones counted as huge: one pass finds what lies outside 0 … n.
+    """Return the largest value, counting negative ones as huge: one pass finds values outside 0 … n.
 
     >>> largest_unsigned(np.array([3, 7])), largest_unsigned(np.array([3, -1])) > 2**62
     (7, True)
@@ -162,9 +162,9 @@ def largest_unsigned(values: Ints) -> int:
 
 
 def check_rows(where: str, starts: Ints, length: int, count: int) -> None:
-    """Refuse rows that do not lie within 0 … count."""
+    """Refuse rows outside 0 … count."""
     if length < 0 or (starts.size and (length > count or largest_unsigned(starts) > count - length)):
         low, high = (int(starts.min()), int(starts.max())) if starts.size else (0, 0)
         raise DataError(
-            f"{where} has {count:,} tokens; rows of {length:,} from {low:,} … {high:,} do not lie within them"
+            f"{where} has {count:,} tokens; rows of {length:,} from {low:,} … {high:,} are not within them"
         )

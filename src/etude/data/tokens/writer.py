@@ -1,4 +1,4 @@
-"""TokenWriter: token files written in a stream, in constant memory, that appear whole or not at all."""
+"""TokenWriter: token files written as a stream, in constant memory, and created atomically."""
 
 import contextlib
 import errno
@@ -26,16 +26,16 @@ from etude.data.tokens.layout import (
     encode_preamble,
 )
 
-_PIECE = 2**17  # values checked, converted and written at a time: small enough to stay in the processor's cache
+_PIECE = 2**17  # values validated, converted and written at a time: they fit the processor's cache
 _BUFFER = 2**20
 
 
 class TokenWriter:
     """Writes a token file, sample by sample (`add`) or many at once (`add_many`).
 
-    A sample is a row of token ids, with what was declared: one value per token for each of `streams`, one value (or
-    `width` values) per sample for each of `sample_labels`. `meta` holds any JSON facts; ids are checked against its
-    `vocab_size`. The same input gives the same bytes. Leaving the `with` block by an error leaves nothing behind.
+    A sample is a sequence of token ids with the declared values: one per token for each of `streams`, one (or
+    `width`) per sample for each of `sample_labels`. `meta` holds any JSON data; ids are checked against its
+    `vocab_size`. The same input gives the same bytes. After an error in the `with` block no file is left.
 
     >>> folder = tempfile.TemporaryDirectory()
     >>> path = Path(folder.name) / "train.bin"
@@ -71,7 +71,8 @@ class TokenWriter:
             self._file = self._new.file
             self._file.write(bytes(PREAMBLE_BYTES))
             self._parts["tokens"].file = self._file
-            for name in self._parts.keys() - {"tokens"}:  # without a name: they vanish however the program ends
+            # unnamed temporary files: they are removed however the program ends
+            for name in self._parts.keys() - {"tokens"}:
                 self._parts[name].file = tempfile.TemporaryFile(dir=self.path.parent, buffering=_BUFFER)  # noqa: SIM115
             self._parts["index"].write(np.zeros(1, np.uint64))
 
@@ -91,7 +92,7 @@ class TokenWriter:
         streams: Mapping[str, ArrayLike] = {},
         labels: Mapping[str, ArrayLike] = {},
     ) -> None:
-        """Add many samples, whose ids lie one after the other."""
+        """Add many samples, with their ids concatenated."""
         if self._file.closed:
             raise DataError(f"{self.path} is already written; open another TokenWriter to write more")
         ids, lengths = np.asarray(ids), np.asarray(lengths)
@@ -99,10 +100,10 @@ class TokenWriter:
             declared = {name for name, part in self._parts.items() if part.kind == kind}
             if values.keys() != declared:
                 found, allowed = (", ".join(sorted(names)) or "none" for names in (values.keys(), declared))
-                raise DataError(f"every sample has the {kind}s that were declared ({allowed}), found {found}")
+                raise DataError(f"every sample must have the declared {kind}s ({allowed}), found {found}")
         given = {"tokens": ids, "index": lengths, **streams, **labels}
         counts = {"tokens": ids.size, "stream": ids.size, "index": lengths.size, "label": lengths.size}
-        # All is checked before anything is written.
+        # Everything is checked before anything is written.
         arrays = {name: part.checked(given[name], counts[part.kind]) for name, part in self._parts.items()}
         if (total := int(arrays["index"].sum())) != ids.size:
             raise DataError(f"the lengths add up to {total:,}, but there are {ids.size:,} ids")
@@ -114,7 +115,7 @@ class TokenWriter:
         self.num_samples += lengths.size
 
     def close(self) -> None:
-        """Finish the file and put it in its place. Without this, nothing is there."""
+        """Finish the file and move it to its path. Without this call no file is created."""
         if self._file.closed:
             return
         with self._telling_of_the_disk():
@@ -127,11 +128,11 @@ class TokenWriter:
             self._new.commit()
 
     def discard(self) -> None:
-        """Give up: close and remove what was written."""
+        """Cancel: close and remove what was written."""
         self._new.discard()
         for part in self._parts.values():
             if part.file is not None:
-                with contextlib.suppress(OSError):  # a full disk fails again when a buffer is flushed
+                with contextlib.suppress(OSError):  # on a full disk the flush on close fails again
                     part.file.close()
 
     def __enter__(self) -> Self:
@@ -154,14 +155,14 @@ class TokenWriter:
             if not isinstance(error, OSError):
                 raise
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                problem = f"the disk is full after {self.num_tokens:,} tokens; free some space, or write elsewhere"
+                problem = f"the disk is full after {self.num_tokens:,} tokens; free disk space, or write elsewhere"
             else:
                 problem = str(error.strerror or error)
             raise DataError(f"{self.path} cannot be written: {problem}") from error
 
 
 class _Part:
-    """One section on its way: its values go to a file, their checksum and count are kept."""
+    """One section being written: its values go to a file, checksum and count are updated."""
 
     def __init__(
         self, title: str, kind: Kind, dtype: str, *, width: int | None = None, vocab_size: int | None = None
@@ -172,7 +173,7 @@ class _Part:
         self._count = self._crc = 0
 
     def checked(self, values: ArrayLike, count: int) -> NDArray[Any]:
-        """Return `count` values (or rows of `width`) as a flat array; refuse those that the type does not hold."""
+        """Return `count` values (or rows of `width`) as a flat array; refuse those that the dtype cannot hold."""
         array = np.asarray(values)
         shape = (count,) if self.width is None else (count, self.width)
         if array.shape != shape:
@@ -183,7 +184,7 @@ class _Part:
         if self.dtype.kind == "f" and array.dtype.kind in "iuf":
             return array
         if array.dtype.kind not in "iu":
-            raise DataError(f"{self.title} must be whole numbers, found {array.dtype}")
+            raise DataError(f"{self.title} must be integers, found {array.dtype}")
         limits, kept = np.iinfo(self.dtype), np.iinfo(array.dtype)
         highest = int(limits.max) if self.vocab_size is None else self.vocab_size - 1
         if kept.min < limits.min or kept.max > highest:
@@ -206,7 +207,7 @@ class _Part:
         self._count += array.size
 
     def finish(self, name: str, target: IO[bytes]) -> FileSection:
-        """Append the section to the token file (the tokens are there already) and say where it lies."""
+        """Append the section to the token file (the tokens are already there) and return its location."""
         assert self.file is not None
         size, offset = self._count * self.dtype.itemsize, PREAMBLE_BYTES
         if self.file is not target:
@@ -237,7 +238,7 @@ def _declare(
             if (problem := declaration_problem(name, kind, its_dtype)) or (width is not None and width < 1):
                 raise DataError(f"{kind} {name!r} has {problem or f'width {width}; at least 1 is needed'}")
             if name in parts:
-                raise DataError(f"{name!r} is both a stream and a label; give one of them another name")
+                raise DataError(f"{name!r} is both a stream and a label; rename one of them")
             parts[name] = _Part(f"{kind} {name!r}", kind, its_dtype, width=width)
     return parts
 

@@ -1,1 +1,1 @@
-"""Transfer: batches fetched ahead by a thread, and copied to the GPU on a stream of their own."""
+"""Transfer: batches prefetched by a thread, and copied to the GPU on a side stream."""

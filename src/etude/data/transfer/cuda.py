@@ -1,4 +1,4 @@
-"""Copies to a CUDA device beside the computation: pinned memory, a side stream, events instead of waiting."""
+"""Asynchronous copies to a CUDA device: pinned memory, a side stream, events instead of synchronisation."""
 
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -13,20 +13,20 @@ Staged = tuple[Item, torch.cuda.Event]
 
 
 class SideStream:
-    """Runs the making of batches on a stream of its own and hands each over when its copy is done.
+    """Creates batches on a side stream and returns each when its copy is complete.
 
-    `send` wraps the maker of batches and may run in another thread; `receive` wraps what comes out and must be
-    used where the batches are consumed. Neither makes the host wait for the device.
+    `send` wraps the producer of batches and may run in another thread; `receive` wraps its output and must be used by
+    the consumer. Neither synchronises the host with the device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Data that already lies on the device may still be being written by the stream in use now.
+        # The current stream may still be writing data that is already on the device.
         self.stream.wait_stream(torch.cuda.current_stream(device))
 
     def send(self, items: Iterator[Item]) -> Generator[Staged, None, None]:
-        """Take each item with all its device work on the side stream, and mark where that work ends."""
+        """Run all device work of each item on the side stream, and record an event at its end."""
         while True:
             with torch.cuda.stream(self.stream):
                 try:
@@ -46,7 +46,7 @@ class SideStream:
 
 
 def ahead(items: Iterator[Any], count: int) -> Generator[Any, None, None]:
-    """Return the items, `count` of them taken before they are asked for.
+    """Return the items, with `count` of them fetched in advance.
 
     >>> list(ahead(iter(range(4)), 2))
     [0, 1, 2, 3]
@@ -60,7 +60,7 @@ def ahead(items: Iterator[Any], count: int) -> Generator[Any, None, None]:
 
 
 def _keep_for(batch: Batch, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that `stream` reads the batch, so its memory is not given away before that is done."""
+    """Tell the allocator that `stream` reads the batch, so that its memory is not reused too early."""
     for tensor in tensors_in(batch):
         if tensor.is_cuda:
             tensor.record_stream(stream)

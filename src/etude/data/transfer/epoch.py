@@ -1,4 +1,4 @@
-"""The iterator over an epoch: batches made ahead by a thread, or copied ahead to a CUDA device, with their position."""
+"""The iterator over an epoch: batches prefetched by a thread or copied to CUDA in advance, with their position."""
 
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -11,7 +11,7 @@ from etude.data.transfer.prefetch import prefetch_stream
 
 
 class EpochIterator:
-    """The batches of one epoch; `position` counts the samples handed out so far over all ranks."""
+    """The batches of one epoch; `position` counts the samples returned so far over all ranks."""
 
     __slots__ = ("__weakref__", "_close", "_items", "is_closed", "position")
 
@@ -28,13 +28,13 @@ class EpochIterator:
         return batch
 
     def close(self) -> None:
-        """Stop any prefetching; the iterator is then at its end. Safe to call twice."""
+        """Stop prefetching; the iterator is then exhausted. Safe to call twice."""
         self._close()
         self._items = iter(())
         self.is_closed = True
 
     def go_on_as(self, other: "EpochIterator") -> None:
-        """Hand out the batches of another iterator from here on, from its position."""
+        """Continue with the batches of another iterator, from its position."""
         self._close()
         self._items, self._close, self.position = other._items, other._close, other.position
 
@@ -48,9 +48,9 @@ def deliver(
     device: torch.device | None,
     threaded: bool,
 ) -> "EpochIterator":
-    """Return the items, made beforehand as far as `prefetch` says; `batches` is closed with the iterator.
+    """Return the items, prefetched up to `prefetch`; `batches` is closed with the iterator.
 
-    Without `threaded` batches are made in this thread; only their copies to a CUDA device run ahead.
+    Without `threaded` batches are made in this thread; only their copies to a CUDA device are asynchronous.
     """
     to_cuda = device is not None and device.type == "cuda"
     if prefetch == 0 or not (threaded or to_cuda):

@@ -14,8 +14,8 @@ _JOIN_TIMEOUT_S = 5.0
 def prefetch_stream(source: Iterable[T], depth: int = 2) -> "PrefetchStream[T]":
     """Return the items of `source`, computed up to `depth` items ahead by a background thread.
 
-    An error of the source is raised where its item would have come. The stream ends its thread when it is
-    exhausted, closed, left as a context manager or garbage collected. Raises ValueError if depth < 1.
+    An error of the source is raised in place of its item. The thread ends when the stream is exhausted, closed,
+    exited as a context manager or garbage collected. Raises ValueError if depth < 1.
 
     >>> with prefetch_stream(range(3)) as stream:
     ...     list(stream)
@@ -25,11 +25,11 @@ def prefetch_stream(source: Iterable[T], depth: int = 2) -> "PrefetchStream[T]":
 
 
 class PrefetchStream(Generic[T]):
-    """An iterator over items that a thread has ready; see `prefetch_stream`."""
+    """An iterator over items prepared by a thread; see `prefetch_stream`."""
 
     def __init__(self, source: Iterable[T], depth: int = 2) -> None:
         if depth < 1:
-            raise ValueError(f"depth is {depth}; a prefetch queue holds at least 1 item")
+            raise ValueError(f"depth is {depth}; it must be at least 1")
         self._channel: _Channel[T] = _Channel(depth)
         # The thread must not refer to the stream, or an abandoned stream would never be collected.
         self._thread = threading.Thread(
@@ -45,9 +45,9 @@ class PrefetchStream(Generic[T]):
         return self._channel.take()
 
     def close(self) -> None:
-        """Stop the thread and drop what it had ready; safe to call twice.
+        """Stop the thread and drop its prepared items; safe to call twice.
 
-        A thread inside the source ends after the item it is computing; it is waited for, but not for ever.
+        A thread inside the source ends after its current item; the wait for it is limited.
         """
         self._channel.close()
         if self._thread is not threading.current_thread():
@@ -61,11 +61,11 @@ class PrefetchStream(Generic[T]):
 
 
 class _Channel(Generic[T]):
-    """What a stream and its thread share. A garbage collection inside `get` may call `put` of the same queue."""
+    """Shared state of a stream and its thread. A garbage collection inside `get` may call `put` of the same queue."""
 
     def __init__(self, depth: int) -> None:
         self._room: SimpleQueue[None] = SimpleQueue()
-        """An entry for each item that is wanted."""
+        """One entry per requested item."""
         self._items: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
         """Items, then an error or None for the end."""
         self._is_closed = False
@@ -73,7 +73,7 @@ class _Channel(Generic[T]):
             self._room.put(None)
 
     def produce(self, source: Iterable[T]) -> None:
-        """Run in the thread. The next item is begun only when there is room for it."""
+        """Run in the thread. The next item is started only when there is space for it."""
         error: BaseException | None = None
         try:
             items = iter(source)
@@ -104,7 +104,7 @@ class _Channel(Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """Wake whoever waits: the thread for room, a consumer for an item."""
+        """Wake all waiting threads: the producer for space, a consumer for an item."""
         self._is_closed = True
         self._room.put(None)
         self._items.put(None)

@@ -1,4 +1,4 @@
-"""Losses that know what tokens mean: expected values of a modality's codebook or bin centres, beside cross entropy."""
+"""Losses that use the meaning of tokens: expected values of codebooks or bin centres, beside cross entropy."""
 
 from etude.multimodal.loss.combined import combined_loss
 from etude.multimodal.loss.hl_gauss import bin_edges

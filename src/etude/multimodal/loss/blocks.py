@@ -1,4 +1,4 @@
-"""Expected-value losses of logits that a model has computed: blocks of them, by the plain formula."""
+"""Expected-value losses of computed logits: blocks of them, with the plain formula."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,8 +10,8 @@ from etude.multimodal.loss.fused import LossPart
 
 
 def logits_sums(logits: Tensor, parts: Sequence[LossPart]) -> list[Tensor]:
-    """Return the sum of every part's losses."""
-    with torch.autocast(logits.device.type, enabled=False):  # values have more digits than bf16
+    """Return the sum of the losses of every part."""
+    with torch.autocast(logits.device.type, enabled=False):  # values need more precision than bf16
         return [
             (part.reconstruction.on(block.device, block.dtype).row_losses(block, part.targets) * weights).sum()
             for part, block, weights in _weighted_blocks(logits, parts)
@@ -20,7 +20,7 @@ def logits_sums(logits: Tensor, parts: Sequence[LossPart]) -> list[Tensor]:
 
 @torch.no_grad()
 def squared_error_sums(logits: Tensor, parts: Sequence[LossPart]) -> list[Tensor]:
-    """Return the sum of every part's squared errors of the expected value."""
+    """Return the sum of squared errors of the expected value of every part."""
     sums = []
     with torch.autocast(logits.device.type, enabled=False):
         for part, block, weights in _weighted_blocks(logits, parts):
@@ -30,7 +30,7 @@ def squared_error_sums(logits: Tensor, parts: Sequence[LossPart]) -> list[Tensor
 
 
 def _weighted_blocks(logits: Tensor, parts: Sequence[LossPart]) -> Iterator[tuple[LossPart, Tensor, Tensor]]:
-    """Yield the logits and the weights of every part's rows, in float32 at least."""
+    """Yield the logits and the weights of every part's rows, in at least float32."""
     if not parts:
         return
     kind = torch.float64 if logits.dtype is torch.float64 else torch.float32
@@ -39,13 +39,13 @@ def _weighted_blocks(logits: Tensor, parts: Sequence[LossPart]) -> Iterator[tupl
 
 
 def take_blocks(logits: Tensor, parts: Sequence[LossPart]) -> tuple[Tensor, ...]:
-    """Return the rows and columns of the logits (N, V) that each part is about."""
+    """Return the rows and columns of the logits (N, V) of each part."""
     found: tuple[Tensor, ...] = _Blocks.apply(logits, tuple(parts))  # type: ignore[no-untyped-call]
     return found
 
 
 class _Blocks(torch.autograd.Function):
-    """Blocks of a matrix; their gradients go into one matrix, where torch's slices would make one each."""
+    """Blocks of a matrix; their gradients share one matrix, where torch's slices would allocate one each."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, parts: tuple[LossPart, ...]) -> Any:

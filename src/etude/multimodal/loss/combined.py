@@ -1,4 +1,4 @@
-"""`combined_loss`: the meaningful loss as one number and the numbers it is made of, for loops by hand."""
+"""`combined_loss`: the meaningful loss as one number with its components, for hand-written loops."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from etude.multimodal.vocab import VocabSpec
 SETTINGS = tuple(
     name for name in DEFAULTS if name not in ("use_ce", "shift", "ignore_index", "label_smoothing", "fused_head")
 )
-"""Settings of `MeaningfulLoss` in `config`; the others are arguments of `combined_loss`, or say nothing to it."""
+"""Settings of `MeaningfulLoss` allowed in `config`; the others are arguments of `combined_loss` or unused."""
 CODEBOOK_NAMES = {"image_codebook": "image", "spectrum_codebook": "spectrum", "scalar_centers": "scalar"}
 
 
@@ -37,14 +37,15 @@ def combined_loss(
     edges: Mapping[str, Any] | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return cross entropy + Σ weight · expected-value loss, and the numbers it is made of, for a loop by hand.
+    """Return cross entropy + Σ weight · expected-value loss, and its components, for a hand-written loop.
 
-    `logits` (B, L, V) line up with `targets` (B, L), the next tokens; targets of PAD or -100 do not count. Codebooks of
-    other modalities than the three come by name in `codebooks`, edges of bins (for hl_gauss) in `edges`. `config` has
-    settings of `MeaningfulLoss`, such as `sample_k`, `kind` and `weights`, or `weight_image` for a part of `weights`.
-    The numbers are `loss_total`, `loss_ce` and one for each modality (`loss_img`, `loss_sca`, `loss_spec`,
-    `loss_<name>`), detached and on the device, so that nothing waits for it. Without `use_ce` the cross entropy is only
-    measured, unless the others are not `enabled`. Raises TrainingError if nothing is left to learn from.
+    `logits` (B, L, V) are aligned with `targets` (B, L), the next tokens; targets of PAD or -100 do not count.
+    Codebooks of modalities other than these three are passed by name in `codebooks`, bin edges (for hl_gauss) in
+    `edges`. `config` has settings of `MeaningfulLoss`, such as `sample_k`, `kind` and `weights`, or `weight_image`
+    for an entry of `weights`. The components are `loss_total`, `loss_ce` and one per modality (`loss_img`,
+    `loss_sca`, `loss_spec`, `loss_<name>`), detached and on the device, so that nothing synchronises. Without
+    `use_ce` the cross entropy is only reported, unless the other losses are not `enabled`. Raises TrainingError if no
+    trained term is left.
 
     >>> from etude.multimodal.vocab import build_vocab_spec
     >>> vocab = build_vocab_spec(v_scalar=3)
@@ -75,10 +76,12 @@ def combined_loss(
 
 
 def join_codebooks(codebooks: Mapping[str, Any] | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return codebooks by modality, from a mapping and from those that have an argument of their own."""
+    """Return codebooks by modality, from a mapping and from separate arguments."""
     named = {name: given[key] for key, name in CODEBOOK_NAMES.items() if given.get(key) is not None}
     if twice := named.keys() & (codebooks or {}).keys():
-        raise ConfigError(f"the codebook of {twice.pop()!r} is given twice, in codebooks and by itself; keep one")
+        raise ConfigError(
+            f"the codebook of {twice.pop()!r} is given twice, in codebooks and as its own argument; keep one"
+        )
     return {**(codebooks or {}), **named}
 
 
@@ -88,7 +91,7 @@ _last: tuple[Any, Any, MeaningfulLoss] | None = None
 def _loss_of_last_call(
     vocab: VocabSpec, codebooks: dict[str, Any], edges: dict[str, Any], config: Mapping[str, Any], use_ce: bool
 ) -> MeaningfulLoss:
-    """Return the loss of these; that of the last call if tensors and settings are the same: checking them waits."""
+    """Return the loss object for these arguments, cached, because checking them synchronises."""
     global _last
     tensors = [*codebooks.items(), *edges.items()]
     is_known = all(isinstance(one, Tensor) and not one.is_inference() for _, one in tensors)
@@ -98,10 +101,10 @@ def _loss_of_last_call(
         return _last[2]
     settings = read_settings(config, "config", names=SETTINGS)
     weights = settings.pop("weights", {})
-    # Files name the weights of all three modalities, also where a vocabulary does not have them.
+    # Files have the weights of all three modalities, even if a vocabulary lacks some.
     weights = {name: weight for name, weight in weights.items() if name in codebooks or name not in SHORT_NAMES}
     loss = MeaningfulLoss(vocab, codebooks, edges=edges, use_ce=use_ce, weights=weights, **settings)
-    _last = (key, tensors, loss)  # tensors are kept, so that no other one gets the same id
+    _last = (key, tensors, loss)  # keep the tensors, so that their ids are not reused
     return loss
 
 

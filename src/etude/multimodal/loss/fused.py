@@ -1,7 +1,7 @@
-"""Expected values from hidden states: logits of a modality's tokens, softmax, expectation and loss, chunk by chunk.
+"""Expected values from hidden states: logits of a modality, softmax, expectation and loss, chunk by chunk.
 
-Only the rows of the output layer that belong to a modality are used, and only a chunk of their logits is ever held. The
-loss is a sum, so gradients are known up to one factor while a chunk is at hand, and nothing is computed twice.
+Only the modality's rows of the output layer are used, and only one chunk of their logits is in memory. The loss is a
+sum, so gradients are known up to one factor while a chunk is in memory, and nothing is recomputed.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,32 +20,32 @@ from etude.multimodal.loss.reconstruction import Reconstruction
 CHUNK_BYTES = {"cuda": 32 << 20}
 """Size of a chunk's logits, by device type."""
 DEFAULT_CHUNK_BYTES = 8 << 20
-"""On a CPU what is at hand should stay near its cache; with smaller chunks, products become slower than that saves."""
+"""On a CPU the working set should fit its cache; smaller chunks make products slower than that saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossPart:
-    """The positions of one modality: which rows of the hidden states they are, and their true tokens."""
+    """The positions of one modality: rows of the hidden states, and their target tokens."""
 
     reconstruction: Reconstruction
     slice: slice
     """The rows of the output layer that belong to the modality."""
     rows: Tensor | None
-    """(n,) places of the positions, none of them twice; None if they are all, in order."""
+    """(n,) distinct row indices; None if they are all rows in order."""
     targets: Tensor
-    """(n,) true tokens, counted from the beginning of the slice; any where the weight is 0."""
+    """(n,) target tokens, relative to the start of the slice; any value where the weight is 0."""
     row_weights: Tensor
     """(n,) factor of every position's loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectationProblem:
-    """What a kernel solves: all products are computed in the type of `hidden`, everything else in `row_weights`'."""
+    """The input of a kernel: products are in the dtype of `hidden`, everything else in that of `row_weights`."""
 
     hidden: Tensor
     """(n, d)"""
     weight: Tensor
-    """(V, d), of this modality's tokens alone."""
+    """(V, d), of only this modality's tokens."""
     bias: Tensor | None
     """(V,)"""
     softcap: float | None
@@ -59,7 +59,7 @@ class ExpectationProblem:
 
 
 class ExpectationResult(NamedTuple):
-    """Losses and squared errors (n,) without the weights of the rows, and gradients of Σ row_weight · loss."""
+    """Losses and squared errors (n,) without the row weights, and gradients of Σ row_weight · loss."""
 
     losses: Tensor
     squared_errors: Tensor
@@ -72,21 +72,21 @@ ExpectationKernel = Callable[[ExpectationProblem], ExpectationResult]
 
 
 def _on_cuda(problem: ExpectationProblem) -> ExpectationResult:
-    from etude.multimodal.loss.gpu import expectation  # on a machine without a GPU it is not read
+    from etude.multimodal.loss.gpu import expectation  # not imported on a machine without a GPU
 
     return expectation(problem)
 
 
 KERNELS: dict[str, ExpectationKernel] = {"cuda": _on_cuda}
-"""Kernels by device type that are used in place of `chunked_expectation`."""
+"""Kernels by device type that replace `chunked_expectation`."""
 
 
 def expected_value_sums(
     head: HeadOutput, parts: Sequence[LossPart], chunk_rows: int | Literal["auto"] = "auto"
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return, for every part, the sum of its losses, which can be differentiated once, and of its squared errors."""
+    """Return for every part the sum of its losses (differentiable once) and of its squared errors."""
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])
-    grads = torch.is_grad_enabled()  # a Function is asked for gradients even where none will be used
+    grads = torch.is_grad_enabled()  # an autograd Function computes gradients even if they are unused
     found = _differentiable(hidden, head.weight, head.bias, head.softcap, tuple(parts), chunk_rows, grads)
     return list(found[: len(parts)]), list(found[len(parts) :])
 
@@ -94,7 +94,7 @@ def expected_value_sums(
 class _ExpectedValues(torch.autograd.Function):
     """Sums of losses and of squared errors of all parts; the latter have no gradient.
 
-    Parts own different rows of the output layer, so their gradients lie side by side and are scaled one by one.
+    Parts have different rows of the output layer, so their gradients are adjacent and are scaled one by one.
     """
 
     @staticmethod
@@ -131,12 +131,12 @@ class _ExpectedValues(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise TrainingError(
-                "the expected-value loss of hidden states has no second derivative: give it logits where "
+                "the expected-value loss of hidden states has no second derivative: pass logits if "
                 "create_graph=True is needed"
             )
         slices, saved = ctx.slices, ctx.saved_tensors
         rows = saved[3 * len(slices) :]
-        # Nobody sees the saved gradients again, unless the graph is kept: then they must stay as they are.
+        # Scale the saved gradients in place, unless the graph is kept: then they must not change.
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
 
         def scaled(which: int) -> list[Tensor]:
@@ -155,7 +155,7 @@ class _ExpectedValues(torch.autograd.Function):
 def _joined_rows(
     parts: Sequence[Tensor], rows: Sequence[Tensor | None], shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient of all hidden states; positions that no part has are 0."""
+    """Return the gradient of all hidden states; 0 for positions of no part."""
     if len(parts) == 1 and rows[0] is None:
         return parts[0].to(dtype)
     total = parts[0].new_zeros(shape, dtype=dtype)
@@ -168,7 +168,7 @@ def _joined_rows(
 
 
 def _side_by_side(parts: Sequence[Tensor], slices: Sequence[slice], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of the whole output layer; rows of no part's slice are 0."""
+    """Return the gradient of the whole output layer; 0 for rows of no part."""
     if len(parts) == 1 and len(parts[0]) == shape[0]:
         return parts[0].to(dtype)
     total = parts[0].new_zeros(shape, dtype=dtype)
@@ -186,7 +186,7 @@ _uncompiled = torch._disable_dynamo(_apply)  # type: ignore[attr-defined]
 
 
 def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return the values with their gradients. torch.compile leaves it as it is: it would unroll the chunks."""
+    """Return the values with their gradients. Opaque to torch.compile, which would unroll the chunks."""
     return _uncompiled(*arguments) if torch.compiler.is_compiling() else _apply(*arguments)
 
 
@@ -218,10 +218,10 @@ def _problem(
 
 
 def empty_result(p: ExpectationProblem) -> ExpectationResult:
-    """Return memory for a result: gradients that are sums begin at 0."""
+    """Return memory for a result: accumulated gradients start at 0."""
     hidden, kind = p.hidden, p.row_weights.dtype
     num_rows, num_codes = hidden.shape[0], p.weight.shape[0]
-    # Float16 gradients could vanish or overflow before the factor that flows back is known.
+    # Float16 gradients could underflow or overflow before the incoming gradient is known.
     hidden_kind = kind if hidden.dtype is torch.float16 else hidden.dtype
     return ExpectationResult(
         losses=hidden.new_empty(num_rows, dtype=kind),

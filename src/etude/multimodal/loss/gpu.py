@@ -1,6 +1,6 @@
 """The expected-value loss on a GPU: products by cuBLAS, Triton kernels between them, chunk by chunk.
 
-A problem without a kernel is computed by `chunked_expectation`, and so is every one where triton is missing or fails.
+A problem without a kernel is solved by `chunked_expectation`, and so are all problems if triton is missing or fails.
 """
 
 import warnings
@@ -17,19 +17,19 @@ from etude.multimodal.loss.hl_gauss import HLGauss
 from etude.multimodal.loss.kinds import Huber, MeanSquaredError, Wasserstein
 
 CHUNK_BYTES = 256 << 20
-"""Size of what is held of a chunk."""
+"""Memory for one chunk."""
 ROW_TILE = 128
-"""Chunks have a multiple of so many rows: products compute tiles of this height."""
+"""Chunks have a multiple of this many rows: the tile height of the products."""
 MOST_CODES = 32768
 """A row of logits must fit into the registers of a multiprocessor."""
 MOST_VALUES = 4096
-"""So must a vector."""
+"""A vector must fit there too."""
 
 _failed = False
 
 
 def expectation(problem: ExpectationProblem) -> ExpectationResult:
-    """Solve the problem by Triton kernels, or by `chunked_expectation` where there are none for it."""
+    """Solve the problem with Triton kernels, or with `chunked_expectation` if there are none for it."""
     global _failed
     kernels = _kernels() if knows(problem) and not _failed else None
     if kernels is None:
@@ -40,11 +40,11 @@ def expectation(problem: ExpectationProblem) -> ExpectationResult:
             return _solve(problem, kernels)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except Exception as error:  # a compiler has many ways to fail
+    except Exception as error:  # a compiler may raise anything
         _failed = True
         warnings.warn(
-            f"the Triton kernels of the expected-value loss cannot be used ({error}): it is computed without, which "
-            f"takes several times as long",
+            f"the Triton kernels of the expected-value loss cannot be used ({error}); the loss is computed without "
+            "them, which takes several times as long",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -54,13 +54,13 @@ def expectation(problem: ExpectationProblem) -> ExpectationResult:
 def knows(p: ExpectationProblem) -> bool:
     """Whether there is a kernel for the problem.
 
-    Vectors have one in bfloat16 alone. In float32 nearly all of the time goes into products, which are the same without
-    kernels; in float16 gradients of logits must be scaled by the largest of them before they are rounded.
+    Vectors have one only in bfloat16. In float32 nearly all the time is spent in products, which are the same without
+    kernels; in float16 gradients of logits must be scaled by the largest of them before rounding.
     """
     scalars = p.reconstruction.centred.shape[1] == 1
     types = (torch.bfloat16, torch.float16, torch.float32) if scalars else (torch.bfloat16,)
     return (
-        type(p.reconstruction) in (MeanSquaredError, Huber, Wasserstein, HLGauss)  # others may compute anything
+        type(p.reconstruction) in (MeanSquaredError, Huber, Wasserstein, HLGauss)  # subclasses may compute anything
         and p.hidden.dtype in types
         and p.row_weights.dtype is torch.float32
         and p.weight.shape[0] <= MOST_CODES

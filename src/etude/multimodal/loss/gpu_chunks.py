@@ -1,4 +1,4 @@
-"""How a chunk of positions is computed on a GPU: its memory, its products and the kernels between them.
+"""Computing a chunk of positions on a GPU: its memory, its products and the kernels between them.
 
     numbers              logits; one kernel for everything else
     vectors, mse, huber  logits; probabilities; expected values, a product with the table; penalty and its slopes; then
@@ -6,8 +6,8 @@
     vectors, others      logits; products of the vectors with the true ones; one kernel for losses, gradients and
                          probabilities; expected values for the squared error
 
-Logits are float32. What comes after them, probabilities or gradients in the type of the products, takes the first half
-of their memory, expected vectors and slopes the second, if they are not longer.
+Logits are float32. Later results reuse their memory: probabilities or gradients, in the dtype of the products, use
+the first half, and expected vectors and slopes the second half if they fit.
 """
 
 from abc import ABC, abstractmethod
@@ -26,15 +26,15 @@ from etude.multimodal.loss.kinds import Huber
 from etude.multimodal.loss.reconstruction import Reconstruction
 
 ROW_ELEMENTS = 32
-"""Elements of a row of logits for each thread."""
+"""Elements of a row of logits per thread."""
 SLOPE_BLOCK = {"BLOCK_ROWS": 128, "BLOCK_CODES": 128, "num_warps": 8, "num_stages": 3}
-"""How the product with the slopes is cut: two blocks fit into a multiprocessor, one computes while one stores."""
+"""Tiling of the product with the slopes: two blocks fit into a multiprocessor, one computes while one stores."""
 SLOPE_DEPTH = 64
-"""Numbers of a vector that are multiplied at a time."""
+"""Elements of a vector that are multiplied at a time."""
 SPLIT_VALUES = 64
-"""Vectors of up to so many numbers are the sum of two of bfloat16: their product with probabilities is small."""
+"""Vectors of up to this length are stored as the sum of two bfloat16 vectors: their products are cheap."""
 FEW_ALIGNED = 8
-"""Short rows begin at multiples of so many elements, long ones of `ALIGNED`: products are slow otherwise."""
+"""Short rows start at multiples of this many elements, long ones of `ALIGNED`: products are slow otherwise."""
 
 
 class Chunks(ABC):
@@ -46,7 +46,7 @@ class Chunks(ABC):
         self.kind = torch.bfloat16 if p.hidden.dtype is torch.bfloat16 else torch.float32
         self.logits = self._matrix(size, self.num_codes)
         self.narrow = _whole_rows(self.logits).view(self.kind)[:, : self.num_codes]
-        self.spare = self.logits  # what `add_logit_gradients` may overwrite
+        self.spare = self.logits  # memory that `add_logit_gradients` may overwrite
         block = max(16, _power_of_2(self.num_codes))
         self.row_options: dict[str, Any] = {
             "bias": p.row_weights if p.bias is None else p.bias,
@@ -61,11 +61,11 @@ class Chunks(ABC):
     @staticmethod
     @abstractmethod
     def row_bytes(p: ExpectationProblem) -> int:
-        """Return how much memory a row takes."""
+        """Return the memory per row."""
 
     @abstractmethod
     def solve(self, result: ExpectationResult, rows: slice) -> Tensor:
-        """Compute losses and squared errors of these rows; return gradients of their logits if they are wanted."""
+        """Compute losses and squared errors of these rows; return gradients of their logits if needed."""
 
     def _matrix(self, num_rows: int, width: int) -> Tensor:
         return self._empty(num_rows, _aligned(width, ALIGNED if width > ALIGNED else FEW_ALIGNED))[:, :width]
@@ -74,13 +74,13 @@ class Chunks(ABC):
         return self.p.hidden.new_empty(shape, dtype=torch.float32)
 
     def _make_logits(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return logits, and their memory for what comes after them."""
+        """Return logits, and their memory for later results."""
         num = rows.stop - rows.start
         return _product(self.p.hidden[rows], self.p.weight.t(), self.logits[:num]), self.narrow[:num]
 
 
 class ScalarChunks(Chunks):
-    """Codes that stand for one number each."""
+    """Codes that represent one number each."""
 
     def __init__(self, p: ExpectationProblem, kernels: ModuleType, size: int) -> None:
         super().__init__(p, kernels, size)
@@ -89,7 +89,7 @@ class ScalarChunks(Chunks):
 
     @staticmethod
     def row_bytes(p: ExpectationProblem) -> int:
-        """Return the size of the logits, of which float16 needs two."""
+        """Return the size of the logits, twice for float16."""
         return (8 if p.hidden.dtype is torch.float16 else 4) * p.weight.shape[0]
 
     def solve(self, result: ExpectationResult, rows: slice) -> Tensor:
@@ -120,14 +120,14 @@ class ScalarChunks(Chunks):
 
 
 class VectorChunks(Chunks):
-    """Codes that stand for vectors: the expected one is a product of probabilities with a table."""
+    """Codes that represent vectors: the expected vector is a product of probabilities with a table."""
 
     penalty = ""
 
     def __init__(self, p: ExpectationProblem, kernels: ModuleType, size: int) -> None:
         super().__init__(p, kernels, size)
         self.table = table = table_of(p.reconstruction)
-        width, end = table.values.shape[1], table.values.shape[1] + table.padded // 2  # two slopes take one place
+        width, end = table.values.shape[1], table.values.shape[1] + table.padded // 2  # two slopes share one element
         room, half = _whole_rows(self.logits), self.logits.stride(0) // 2
         if end > half:
             room, half = self._empty(size, end), 0
@@ -136,7 +136,7 @@ class VectorChunks(Chunks):
         self.inverses, self.shifts = self._empty(size), self._empty(size)
 
     def _compare_expected(self, result: ExpectationResult, rows: slice, probs: Tensor) -> None:
-        """Compute squared errors, and with a penalty losses and slopes too."""
+        """Compute squared errors, and with a penalty also losses and slopes."""
         p, table = self.p, self.table
         self.kernels.penalty_kernel[(len(probs),)](
             _product(probs, table.values, self.expected[: len(probs)]),
@@ -171,7 +171,7 @@ class ExpectedVectorChunks(VectorChunks):
 
     @staticmethod
     def row_bytes(p: ExpectationProblem) -> int:
-        """Return the size of logits, or of an expected vector and its slopes as well, if those are longer."""
+        """Return the size of logits, or of an expected vector and its slopes if those are longer."""
         codes, values = p.weight.shape[0], p.reconstruction.centred.shape[1]
         return 4 * codes if 5 * values <= codes else 4 * codes + 10 * values
 
@@ -193,7 +193,7 @@ class ExpectedVectorChunks(VectorChunks):
         return probs
 
     def _multiply_slopes(self, probs: Tensor) -> None:
-        """Make gradients of logits of the probabilities."""
+        """Turn probabilities into gradients of logits."""
         tl, table = self.kernels.tl, self.table
         blocks = (self.num_codes, SLOPE_BLOCK["BLOCK_CODES"]), (len(probs), SLOPE_BLOCK["BLOCK_ROWS"])
         self.kernels.slope_kernel[tuple(-(-all_of // block) for all_of, block in blocks)](
@@ -212,13 +212,13 @@ class ExpectedVectorChunks(VectorChunks):
             table.padded,
             SOFTCAP=self.row_options["SOFTCAP"],
             BLOCK_SIZE=min(SLOPE_DEPTH, max(16, _power_of_2(table.padded))),
-            DOT=tl.bfloat16 if probs.is_cuda else tl.float32,  # triton's interpreter has no products of bfloat16
+            DOT=tl.bfloat16 if probs.is_cuda else tl.float32,  # triton's interpreter has no bfloat16 products
             **SLOPE_BLOCK,
         )
 
 
 class DistanceChunks(VectorChunks):
-    """Kinds that compare the distribution with the vectors' distances from the true one."""
+    """Kinds that compare the distribution with the vectors' distances from the target."""
 
     def __init__(self, p: ExpectationProblem, kernels: ModuleType, size: int) -> None:
         super().__init__(p, kernels, size)
@@ -227,7 +227,7 @@ class DistanceChunks(VectorChunks):
 
     @staticmethod
     def row_bytes(p: ExpectationProblem) -> int:
-        """Return the size of logits and products, the expected vector and the true one as a factor."""
+        """Return the size of logits and products, the expected vector and the target as a factor."""
         return 8 * p.weight.shape[0] + 20 * p.reconstruction.centred.shape[1]
 
     def solve(self, result: ExpectationResult, rows: slice) -> Tensor:
@@ -262,23 +262,23 @@ class DistanceChunks(VectorChunks):
 
 
 class VectorTable:
-    """The vectors of a modality as factors of products in bfloat16."""
+    """The vectors of a modality as factors of bfloat16 products."""
 
     def __init__(self, centred: Tensor) -> None:
         self.size, self.padded = centred.shape[1], _aligned(centred.shape[1], FEW_ALIGNED)
         self._centred = centred
         wide = pad(centred.float(), (0, self.padded - self.size))
         self._parts: list[Tensor] = []
-        for _ in range(3):  # each has the digits that those before it have not
+        for _ in range(3):  # each holds the remainder of the previous ones
             self._parts.append(wide.bfloat16())
             wide = wide - self._parts[-1].float()
         self.values = torch.cat(self._parts[: 2 if self.size <= SPLIT_VALUES else 1], 1)
         self._factors: tuple[Tensor, Tensor, Tensor] | None = None
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return two matrices whose rows have the products of the vectors, as exact as float32, and squared norms.
+        """Return two matrices whose row products are those of the vectors in float32 accuracy, and squared norms.
 
-        Of the nine products of three parts with three, six can be seen in float32.
+        Of the nine products of three parts with three, six are significant in float32.
         """
         if self._factors is None:
             a, b, c = self._parts
@@ -292,7 +292,7 @@ _tables: WeakKeyDictionary[Reconstruction, VectorTable] = WeakKeyDictionary()
 
 
 def table_of(reconstruction: Reconstruction) -> VectorTable:
-    """Return the table of a reconstruction on its device; made once."""
+    """Return the table of a reconstruction on its device, cached."""
     found = _tables.get(reconstruction)
     if found is None:
         with torch.inference_mode(False):  # a later step may need it for gradients
@@ -301,12 +301,12 @@ def table_of(reconstruction: Reconstruction) -> VectorTable:
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """Compute a @ b in float32, whatever the type of the factors."""
+    """Compute a @ b in float32, whatever the dtype of the factors."""
     return product(a, b, out) if a.is_cuda else torch.mm(a.float(), b.float(), out=out)
 
 
 def _whole_rows(matrix: Tensor) -> Tensor:
-    """Return a matrix with what fills up its rows."""
+    """Return a matrix with padded rows."""
     stride = matrix.stride(0)
     return matrix.as_strided((len(matrix), stride), (stride, 1))
 

@@ -1,4 +1,4 @@
-"""HL-Gauss: cross entropy with a Gaussian around the true value, cut into the bins of a histogram."""
+"""HL-Gauss: cross entropy with a Gaussian around the true value, discretised into the bins of a histogram."""
 
 import math
 
@@ -9,23 +9,24 @@ from etude.core.errors import ConfigError, DataError
 from etude.multimodal.loss.reconstruction import HL_SIGMA, ChunkLoss, Reconstruction, is_positive, row_products
 
 EQUAL = 1e-12
-"""Squared distances up to this share of the vectors' own squares are rounding errors of products, and stand for 0."""
+"""Squared distances up to this share of the vectors' squared norms are rounding errors, and are set to 0."""
 NEIGHBOUR_ROWS = 256
-"""Rows of distances that are held at a time when nearest neighbours are looked for."""
+"""Rows of distances in memory at a time in the search for nearest neighbours."""
 
 
 class HLGauss(Reconstruction):
-    """Cross entropy with a Gaussian around the true value, cut into the bins: the histogram loss HL-Gauss.
+    """Cross entropy with a Gaussian around the true value, discretised into bins: the histogram loss HL-Gauss.
 
-    `sigma` is the width of the Gaussian in units of the true value's own bin, so that it reaches as many neighbours in
-    wide bins as in narrow ones. Without `edges` of the bins they lie halfway between the centres. Vectors have no bins:
-    there the weight of a value falls with its distance from the true one, in units of the nearest neighbour's.
+    `sigma` is the width of the Gaussian in units of the true value's own bin, so that it reaches as many neighbours
+    in wide bins as in narrow ones. Without `edges` they are halfway between the centres. Vectors have no bins: there
+    the weight of a value falls with its distance from the true one, in units of the distance to the nearest
+    neighbour.
     """
 
     name = "hl_gauss"
 
     def __init__(self, values: Tensor, sigma: float = HL_SIGMA, edges: Tensor | None = None) -> None:
-        """Raise DataError if bins are not in increasing order or if the edges do not belong to them."""
+        """Raise DataError if bins are not increasing or if the edges do not belong to them."""
         super().__init__(values)
         if not is_positive(sigma):
             raise ConfigError(f"hl_sigma is {sigma!r}; it must be a number above 0, in widths of a bin")
@@ -40,7 +41,7 @@ class HLGauss(Reconstruction):
             self.sigmas = sigma * self._neighbours()
 
     def soft_targets(self, targets: Tensor) -> Tensor:
-        """Return the distribution (n, V) that each target stands for."""
+        """Return the target distribution (n, V) of each target."""
         sigmas = self.sigmas[targets][:, None]
         if self.centred.shape[1] > 1:
             return torch.softmax(self.squared_distances(targets).div_(-2.0 * sigmas.square()), 1)
@@ -66,7 +67,7 @@ class HLGauss(Reconstruction):
         return ChunkLoss(losses, squared)
 
     def _neighbours(self) -> Tensor:
-        """Return the distance of every value from the nearest other one; of equal ones, the least there is."""
+        """Return the distance of every value from the nearest other one; for equal values, the smallest distance."""
         rows = torch.arange(self.size, device=self.values.device)
         squares = self.centred.square().mean(1)
         nearest = []
@@ -80,7 +81,7 @@ class HLGauss(Reconstruction):
 
 
 def bin_edges(centres: Tensor) -> Tensor:
-    """Return edges halfway between centres, the outermost as far out as the next ones lie in.
+    """Return edges halfway between centres; the outermost are symmetric to the next ones.
 
     >>> bin_edges(torch.tensor([0.0, 1.0, 3.0]))
     tensor([-0.5000,  0.5000,  2.0000,  4.0000])
@@ -93,12 +94,12 @@ def bin_edges(centres: Tensor) -> Tensor:
 
 def _check_edges(edges: Tensor, centres: Tensor) -> None:
     if edges.shape != (len(centres) + 1,):
-        raise DataError(f"{len(centres)} bins have {len(centres) + 1} edges, found {tuple(edges.shape)}")
+        raise DataError(f"{len(centres)} bins need {len(centres) + 1} edges, found {tuple(edges.shape)}")
     if not bool(edges.isfinite().all()):
-        raise DataError("edges of bins must be finite numbers; let the outer bins end where the values do")
+        raise DataError("bin edges must be finite; end the outer bins at the smallest and largest value")
     if not bool((edges.diff() > 0).all()):
         raise DataError(
-            "hl_gauss needs bins in increasing order, and these are not; sort the tokenizer's bins, "
+            "hl_gauss needs bins in increasing order; sort the tokenizer's bins, "
             "or choose wasserstein, which needs no order"
         )
     rounding = torch.finfo(torch.float32).eps * edges.abs().amax()
@@ -110,9 +111,9 @@ def _check_edges(edges: Tensor, centres: Tensor) -> None:
 
 
 def _split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values as float32 can hold them and what is left, both in float64.
+    """Split values into a float32 part and a remainder, both in float64.
 
-    Differences of the one plus those of the other are exact to float32 even where bins are narrower than its digits.
+    The sum of the differences of both is exact to float32 even if bins are narrower than its precision.
     """
     held = values.float().double()
     return held, values - held

@@ -1,17 +1,17 @@
-"""How a distribution over the values of a modality is compared with the true value: the kinds of loss, by name.
+"""Comparing a distribution over the values of a modality with the true value: the kinds of loss, by name.
 
 Below, p is the distribution, c_i the value of token i, c_t that of the true token t, D the size of a value and
 E = Σ p_i c_i the expected value.
 
     mse          mean over D of (E - c_t)²
     huber        mean over D of (E - c_t)²/2 where |E - c_t| ≤ delta, else of delta · (|E - c_t| - delta/2)
-    wasserstein  Σ p_i · |c_i - c_t|: how far the mass has to move; for vectors the root mean square over D
+    wasserstein  Σ p_i · |c_i - c_t|: the distance the mass must move; for vectors the root mean square over D
     hl_gauss     cross entropy of p with a Gaussian around c_t, spread over the bins
 
-The first two see the distribution through its mean alone: mass on both sides of the truth, and none near it, is as good
-as the truth to them. The last two are least only where the mass lies at the truth.
+The first two depend only on the mean of the distribution: mass on both sides of the true value, and none near it, can
+have zero loss. The last two are minimal only if the mass is at the true value.
 
-Each kind has the plain formula, `row_losses`, which torch differentiates, and `chunk_loss`, which works in place.
+Each kind has the plain formula, `row_losses`, which autograd differentiates, and `chunk_loss`, which works in place.
 """
 
 from abc import abstractmethod
@@ -35,7 +35,7 @@ from etude.multimodal.loss.reconstruction import (
 
 
 class _OfExpectation(Reconstruction):
-    """A penalty of the difference between the expected value and the true one."""
+    """A penalty on the difference between the expected value and the true one."""
 
     def __init__(self, values: Tensor) -> None:
         super().__init__(values)
@@ -80,7 +80,7 @@ class MeanSquaredError(_OfExpectation):
 
 
 class Huber(_OfExpectation):
-    """Huber's loss of the expected value: quadratic up to `delta`, linear beyond, so that far values weigh less."""
+    """Huber loss of the expected value: quadratic up to `delta`, linear beyond, so that outliers count less."""
 
     name = "huber"
 
@@ -91,13 +91,13 @@ class Huber(_OfExpectation):
         self.delta = delta
 
     def penalty(self, errors: Tensor) -> Tensor:
-        """Return the mean of Huber's losses."""
+        """Return the mean of the Huber losses."""
         size = errors.abs()
         inner = size.clamp_max(self.delta)
         return (inner * (size - inner / 2)).mean(1)
 
     def slopes(self, errors: Tensor) -> Tensor:
-        """Return the errors, cut off at ± delta, / D."""
+        """Return the errors, clamped to ± delta, / D."""
         return errors.clamp(-self.delta, self.delta).div_(errors.shape[1])
 
 
@@ -134,7 +134,7 @@ def make_reconstruction(
     huber_delta: float = HUBER_DELTA,
     hl_sigma: float = HL_SIGMA,
 ) -> Reconstruction:
-    """Return the loss of that name for these values; raise ConfigError if there is none of that name.
+    """Return the loss of that name for these values; raise ConfigError for an unknown name.
 
     >>> loss = make_reconstruction("wasserstein", torch.tensor([0.0, 1.0, 5.0]))
     >>> logits = torch.tensor([[0.0, 0.0, -1e9]])
@@ -149,4 +149,4 @@ def make_reconstruction(
         return Wasserstein(values)
     if kind == "hl_gauss":
         return HLGauss(values, hl_sigma, edges)
-    raise ConfigError(f"there is no kind of loss {kind!r}{suggest(str(kind), get_args(KindName))}")
+    raise ConfigError(f"unknown kind of loss {kind!r}{suggest(str(kind), get_args(KindName))}")

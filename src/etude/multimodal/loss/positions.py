@@ -1,4 +1,4 @@
-"""Which positions a modality's loss looks at: all of its tokens, or up to k of them drawn at random."""
+"""The positions in a modality's loss: all its tokens, or up to k of them drawn at random."""
 
 from typing import NamedTuple
 
@@ -12,29 +12,29 @@ class Positions(NamedTuple):
     """Positions of one modality among N targets."""
 
     rows: Tensor | None
-    """(n,) their places, in increasing order on the CPU; None if they are all N."""
+    """(n,) their indices, increasing on the CPU; None if they are all N."""
     targets: Tensor
-    """(n,) true tokens, counted from the modality's first one; 0 where the weight is 0."""
+    """(n,) target tokens, relative to the modality's first id; 0 where the weight is 0."""
     row_weights: Tensor
-    """(n,) 1, or what makes the sum over drawn positions stand for all; 0 for those of other tokens."""
+    """(n,) weights, 1 or larger so that drawn positions represent all; 0 for other tokens."""
     count: Tensor | float  # type: ignore[assignment]  # a tuple has a method of that name
-    """How many of the N targets are of this modality, drawn or not."""
+    """Number of the N targets in this modality, drawn or not."""
 
 
 def count_positions(targets: Tensor, modality: Modality) -> Tensor:
-    """Return how many targets are tokens of a modality: a number on the device."""
+    """Return how many targets are tokens of a modality, as a tensor on the device."""
     return _belong(targets, modality).sum()
 
 
 def choose_positions(
     targets: Tensor, modality: Modality, most: int | None, generator: torch.Generator | None = None
 ) -> Positions:
-    """Return up to `most` positions of a modality, every one equally likely; all of them if `most` is None.
+    """Return up to `most` positions of a modality, uniformly drawn; all of them if `most` is None.
 
-    Special tokens (PAD, MISS) and labels to ignore belong to no modality. The weights make the sum over the drawn
-    positions an unbiased estimate of that over all, whose number is `count`. Random numbers come from `generator`, else
-    from torch's global one of the device, and only if there is something to choose from. On a GPU the host does not
-    wait: the number of rows is then fixed, and rows that do not count have the weight 0.
+    Special tokens (PAD, MISS) and ignored labels belong to no modality. The weights make the sum over the drawn
+    positions an unbiased estimate of the sum over all `count` positions. Random numbers come from `generator`, else
+    from the device's global generator, and only if there is a choice. On a GPU the host does not synchronise: the
+    number of rows is fixed, and uncounted rows have the weight 0.
 
     >>> targets = torch.tensor([1, 5, 6, -100, 7, 0])
     >>> chosen = choose_positions(targets, Modality("scalar", 5, 3), None)

@@ -1,4 +1,4 @@
-"""What every kind of expected-value loss has: the values of a modality's tokens, and their distances from the truth."""
+"""Base of expected-value losses: the values of a modality's tokens, and their distances from the target."""
 
 import math
 from abc import ABC, abstractmethod
@@ -13,13 +13,13 @@ from etude.core.errors import DataError
 
 KindName = Literal["mse", "huber", "hl_gauss", "wasserstein"]
 HUBER_DELTA = 1.0
-"""Where Huber's loss becomes linear, in the units of the values."""
+"""Where the Huber loss becomes linear, in the units of the values."""
 HL_SIGMA = 0.75
-"""Width of HL-Gauss's Gaussian, in bins."""
+"""Width of the HL-Gauss Gaussian, in bins."""
 
 
 class ChunkLoss(NamedTuple):
-    """Losses of a chunk, one number for each row."""
+    """Losses of a chunk, one per row."""
 
     losses: Tensor
     squared_errors: Tensor
@@ -32,10 +32,10 @@ class Reconstruction(ABC):
     name: ClassVar[KindName]
 
     def __init__(self, values: Tensor) -> None:
-        """`values` are (V,) numbers or (V, D) vectors; raise DataError for other shapes and values not finite."""
+        """`values` are (V,) numbers or (V, D) vectors; raise DataError for other shapes and non-finite values."""
         check_values(values)
         self.values = values.detach().to("cpu", torch.float64, copy=True).reshape(len(values), -1)
-        # All kinds depend on differences only: without their common part, values lose fewer digits in float32.
+        # All kinds depend only on differences: without their common offset, values lose less precision in float32.
         self.centred = self.values - self.values.mean(0)
         self._moved: dict[tuple[torch.device, torch.dtype], Reconstruction] = {}
         self._source: Reconstruction | None = None
@@ -46,8 +46,8 @@ class Reconstruction(ABC):
         return len(self.values)
 
     def on(self, device: torch.device, dtype: torch.dtype) -> "Reconstruction":
-        """Return this with its tensors on a device and of a type; made once for each."""
-        if self._source is not None:  # whose tensors have all their digits
+        """Return this with its tensors on a device and in a dtype, cached."""
+        if self._source is not None:  # this one has full precision
             return self._source.on(device, dtype)
         found = self._moved.get((device, dtype))
         if found is None:
@@ -62,7 +62,7 @@ class Reconstruction(ABC):
 
     @abstractmethod
     def row_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss (n,) of every row of logits (n, V) for the true tokens (n,), counted from 0: the formula."""
+        """Return the loss (n,) of every row of logits (n, V) for the targets (n,), counted from 0 (plain formula)."""
 
     @abstractmethod
     def chunk_loss(self, logits: Tensor, probs: Tensor, targets: Tensor, row_weights: Tensor | None) -> ChunkLoss:
@@ -82,21 +82,24 @@ class Reconstruction(ABC):
     def squared_distances(self, targets: Tensor) -> Tensor:
         """Return the mean over D of (c_i - c_t)², (n, V), of every value from those of the targets.
 
-        By products, in float64: differences of all pairs would take D times the memory.
+        Computed from products in float64: differences of all pairs would take D times the memory.
         """
         values = self.centred.double()
         squares = values.square().sum(1)
         chosen = values[targets]
         found = torch.addmm(squares, chosen, values.t(), alpha=-2.0).add_(squares[targets][:, None])
-        found.scatter_(1, targets[:, None], 0.0)  # products leave a rounding error, which its root would make large
+        # products leave a rounding error, which the square root would amplify
+        found.scatter_(1, targets[:, None], 0.0)
         return found.clamp_min_(0.0).div_(values.shape[1]).to(self.centred.dtype)
 
 
 def check_values(values: Tensor) -> None:
-    """Raise DataError unless the values are (V,) or (V, D), floating and finite. Waits for the device."""
+    """Raise DataError unless the values are (V,) or (V, D), floating-point and finite. Synchronises."""
     shape = tuple(values.shape)
     if values.dim() not in (1, 2) or 0 in shape or not values.is_floating_point():
-        raise DataError(f"values of tokens are floating numbers (V,) or vectors (V, D), found {values.dtype} {shape}")
+        raise DataError(
+            f"values of tokens must be floating-point numbers (V,) or vectors (V, D), found {values.dtype} {shape}"
+        )
     if not bool(values.isfinite().all()):
         place = int((~values.isfinite()).reshape(shape[0], -1).any(1).nonzero()[0])
         raise DataError(f"the value of code {place} is not finite (NaN or infinite); fix the codebook")

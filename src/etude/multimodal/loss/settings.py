@@ -1,4 +1,4 @@
-"""Settings of `MeaningfulLoss` as files and mappings give them: its signature, and other spellings of it."""
+"""Settings of `MeaningfulLoss` in files and mappings: its signature, and aliases."""
 
 import inspect
 from functools import cache
@@ -13,10 +13,10 @@ from etude.multimodal.loss.terms import SHORT_NAMES
 DEFAULTS: dict[str, Any] = {
     name: parameter.default
     for name, parameter in inspect.signature(MeaningfulLoss).parameters.items()
-    if name not in ("self", "vocab", "codebooks", "edges")  # what the loss is made of
+    if name not in ("self", "vocab", "codebooks", "edges")  # arguments that are not settings
 }
 WEIGHT_OF = "weight_"
-"""`weight_image: 0.5` is another spelling of `weights: {image: 0.5}`."""
+"""`weight_image: 0.5` is an alias of `weights: {image: 0.5}`."""
 
 
 @cache
@@ -33,7 +33,7 @@ def read_settings(
     document: Document | None = None,
     names: tuple[str, ...] = tuple(DEFAULTS),
 ) -> dict[str, Any]:
-    """Return settings as arguments of `MeaningfulLoss`, without those that are not given.
+    """Return settings as arguments of `MeaningfulLoss`, without unset ones.
 
     Raises ConfigError with a line for every mistake.
 

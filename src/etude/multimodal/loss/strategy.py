@@ -1,4 +1,4 @@
-"""The meaningful loss as a strategy: next-token cross entropy, and the expected values of every modality."""
+"""The meaningful loss as a strategy: next-token cross entropy, and expected values of every modality."""
 
 import logging
 import math
@@ -39,7 +39,7 @@ logger = logging.getLogger("etude")
 MEANINGFUL = "meaningful"
 """The name of the loss in config files."""
 ALIASES = {"sample_k_per_modality": "sample_k"}
-"""Other spellings of settings."""
+"""Aliases of settings."""
 NO_VOCABULARY = (
     "the meaningful loss needs a vocabulary, and neither the data nor a `vocab:` section has one; "
     "add `vocab: {image: 2048, …}`, the number of tokens of each modality"
@@ -47,7 +47,7 @@ NO_VOCABULARY = (
 
 
 class _File:
-    """Marks values that a config file gives by the path of a file."""
+    """Marks values that a config file gives as the path of a file."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         return core_schema.str_schema()
@@ -60,15 +60,15 @@ Weight = Annotated[float, Ge(0)]
 
 @register("loss", MEANINGFUL, aliases=ALIASES, provided=("vocab",))
 class MeaningfulLoss(LanguageModelingLoss):
-    """Cross entropy with the next token, and for each modality with a codebook the loss of its expected value.
+    """Cross entropy with the next token, and the loss of the expected value for each modality with a codebook.
 
     The terms are `loss_ce` and `loss_<modality>`, with `loss_img`, `loss_sca` and `loss_spec` for image, scalar and
     spectrum; their weighted sum is `loss_total`, and `loss` too. With metrics there are `accuracy`, `perplexity` and
-    `rmse_<modality>`, the error of the expected value whatever the kind of loss.
+    `rmse_<modality>`, the error of the expected value for any kind of loss.
 
-    A position belongs to the modality of the token that comes next: special tokens such as PAD and MISS belong to none,
-    and PAD does not count in the cross entropy either. While gradients are computed, up to `sample_k` positions of each
-    modality are drawn in every batch, and stand for all of them; without gradients all positions are looked at.
+    A position belongs to the modality of its next token: special tokens such as PAD and MISS belong to none, and PAD
+    does not count in the cross entropy either. While gradients are computed, up to `sample_k` positions of each
+    modality are sampled in every batch; without gradients all positions are used.
     """
 
     def __init__(
@@ -90,33 +90,33 @@ class MeaningfulLoss(LanguageModelingLoss):
         label_smoothing: Smoothing = 0.0,
         fused_head: bool | str | None = None,
     ) -> None:
-        """Bind a vocabulary and its codebooks. All settings of the loss, in files and elsewhere, are these arguments.
+        """Set a vocabulary and its codebooks. These arguments are all settings of the loss, also in files.
 
         Args:
-            vocab: which tokens belong to which modality; `Modalities`, as `read_modalities` returns them, bring
-                codebooks and edges along.
-            codebooks: the values of a modality's tokens, (V,) or (V, D), or the path of a file that has them; a
-                modality without them has cross entropy only.
+            vocab: which tokens belong to which modality; `Modalities`, as returned by `read_modalities`, include
+                codebooks and edges.
+            codebooks: the values of a modality's tokens, (V,) or (V, D), or the path of a file with them; a
+                modality without them has only cross entropy.
             edges: edges of the bins of scalars, for hl_gauss: (V + 1,).
-            enabled: False leaves cross entropy alone.
-            sample_k: positions of each modality that are drawn in a batch; None looks at all of them.
-            weight: the factor of the loss of every modality that `weights` does not name.
-            weights: factors by modality.
+            enabled: False leaves only cross entropy.
+            sample_k: positions of each modality that are drawn per batch; None uses all of them.
+            weight: the weight of the loss of every modality that is not in `weights`.
+            weights: weights by modality.
             kind: mse, huber, wasserstein or hl_gauss, for all modalities or by name (mse for those not named).
             huber_delta: where Huber's loss becomes linear, in the units of the values.
             hl_sigma: width of HL-Gauss's Gaussian, in bins.
-            use_ce: train the cross entropy too; without, it is measured in evaluation.
+            use_ce: train the cross entropy too; otherwise it is only evaluated.
             shift: as for `language_modeling`.
             ignore_index: the label of positions that do not count.
             label_smoothing: of the cross entropy.
             fused_head: run the model without its output layer, which the loss applies in chunks: True, False, or the
-                layer's name; None does so for models that tell their output layer and hand out what it returns.
+                layer's name; None does so for models that report their output layer and return its output unchanged.
         """
         super().__init__(shift, ignore_index, label_smoothing, False if fused_head is None else fused_head)
         data = vocab if isinstance(vocab, Modalities) else None
         vocab = data.vocab if data is not None else vocab
         if not isinstance(vocab, VocabSpec):
-            found = f"vocab must be a VocabSpec, as build_vocab_spec makes, found {type(vocab).__name__}"
+            found = f"vocab must be a VocabSpec (see build_vocab_spec), found {type(vocab).__name__}"
             raise ConfigError(NO_VOCABULARY if vocab is None else found)
         self.vocab = vocab
         self.use_ce = use_ce or not enabled
@@ -124,7 +124,7 @@ class MeaningfulLoss(LanguageModelingLoss):
         check_modalities(weights or {}, vocab, "a weight")
         own = {name: _read_codebook(values) for name, values in (codebooks or {}).items()}
         known = {**({} if data is None else data.codebooks), **own} if enabled else {}
-        # The edges of the data belong to its own centres, and are left out with them.
+        # The edges of the data belong to its own centres, and are dropped with them.
         of_data = {} if data is None else {name: one for name, one in data.edges.items() if name not in own}
         edges = {**of_data, **(edges or {})}
         self.reconstructions = make_reconstructions(
@@ -141,43 +141,44 @@ class MeaningfulLoss(LanguageModelingLoss):
     def _check_numbers(self) -> None:
         for name, weight in self.weights.items():
             if not 0 <= weight < math.inf:
-                raise ConfigError(f"the weight of the modality {name!r} is {weight!r}; give a number of 0 or more")
+                raise ConfigError(f"the weight of the modality {name!r} is {weight!r}; it must be at least 0")
         if self.sample_k is not None and self.sample_k < 1:
-            raise ConfigError(f"sample_k is {self.sample_k!r}; give a whole number of at least 1, or None for all")
+            raise ConfigError(f"sample_k is {self.sample_k!r}; it must be an integer of at least 1, or None for all")
         for one in self.vocab.modalities.values():
             if one.base <= self.ignore_index < one.stop:
                 raise ConfigError(
-                    f"ignore_index {self.ignore_index} is a token of the modality {one.name!r}; labels to ignore must "
-                    f"be no token of a modality, for example {IGNORE_INDEX}"
+                    f"ignore_index {self.ignore_index} is a token of the modality {one.name!r}; choose a label "
+                    f"outside every modality, such as {IGNORE_INDEX}"
                 )
         if not self.use_ce and not any(self.weights.values()):
             raise TrainingError(
-                "there is nothing to learn from: use_ce is off, and no modality has a codebook and a weight above 0"
+                "nothing would be trained: use_ce is off, and no modality has a codebook and a weight above 0; "
+                "change one of these"
             )
 
     def _check_kinds(
         self, weights: Mapping[str, float], kind: str | Mapping[str, str], huber_delta: float, hl_sigma: float
     ) -> None:
-        """Raise ConfigError if a modality has a weight or a kind and no codebook; warn of settings without effect."""
+        """Raise ConfigError if a modality has a weight or a kind but no codebook; warn of unused settings."""
         kinds = kind if isinstance(kind, Mapping) else {}
         for what, names in (("weight", [name for name in weights if weights[name]]), ("kind", kinds)):
             if without := [name for name in names if name not in self.reconstructions]:
                 raise ConfigError(
-                    f"the modality {without[0]!r} has a {what} and no codebook, so there is no value to compare; give "
-                    f"its codebook, or leave the {what} out"
+                    f"the modality {without[0]!r} has a {what} but no codebook; pass its codebook, or remove the "
+                    f"{what}"
                 )
         if not self.reconstructions:
-            logger.warning("no modality has a codebook: the meaningful loss is cross entropy alone")
+            logger.warning("no modality has a codebook: the meaningful loss is only cross entropy")
         used = {one.name for one in self.reconstructions.values()}
         for setting, is_default, name in (
             ("huber_delta", huber_delta == HUBER_DELTA, "huber"),
             ("hl_sigma", hl_sigma == HL_SIGMA, "hl_gauss"),
         ):
             if not is_default and name not in used:
-                logger.warning("%s is set, but no modality has the kind %s: it changes nothing", setting, name)
+                logger.warning("%s is set, but no modality has the kind %s: it has no effect", setting, name)
 
     def run(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
-        """Run the model, without its output layer where that is possible."""
+        """Run the model, without its output layer if possible."""
         if self._chooses_head and self._tried is not unwrap(model):
             self._tried = unwrap(model)
             self._head = self._own_head(call, batch, self._tried)
@@ -207,7 +208,7 @@ class MeaningfulLoss(LanguageModelingLoss):
         )
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
-        """Return the number of tokens to predict, of all and of every modality."""
+        """Return the number of tokens to predict, in total and per modality."""
         targets, _ = self._targets(batch, masked=True)
         counts: dict[str, Tensor | float] = {}
         if self.use_ce:
@@ -218,10 +219,10 @@ class MeaningfulLoss(LanguageModelingLoss):
         return counts
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the weighted sum, the perplexity and the root of every mean squared error."""
+        """Return the weighted sum, the perplexity and the root mean squared errors."""
         weights = {f"loss_{short_name(name)}": weight for name, weight in self.weights.items()}
         weights["loss_ce"] = 1.0 if self.use_ce else 0.0
-        # A modality without any position has no mean, and no part in the loss.
+        # A modality without positions has no mean, and is not part of the loss.
         known = {name: mean for name, mean in means.items() if weights.get(name) and not math.isnan(mean)}
         total = sum(weights[name] * mean for name, mean in known.items()) if known else math.nan
         found = {"loss": total, "loss_total": total}
@@ -234,11 +235,11 @@ class MeaningfulLoss(LanguageModelingLoss):
         return found
 
     def cross_entropy(self, means: Mapping[str, float]) -> float | None:
-        """Return the cross entropy of the tokens without label smoothing, where that is known."""
+        """Return the cross entropy of the tokens without label smoothing, if known."""
         return means.get("nll", None if self.label_smoothing else means.get("loss_ce"))
 
     def facts(self) -> dict[str, Any]:
-        """Return the vocabulary, what identifies codebooks and bins, and how they are trained."""
+        """Return the vocabulary, the checksums of codebooks and bins, and the settings."""
         codebooks = {name: one.values for name, one in self.reconstructions.items()}
         facts = describe_vocabulary(self.vocab, codebooks, self._edges)
         facts["config"]["loss_config"] = {
@@ -251,7 +252,7 @@ class MeaningfulLoss(LanguageModelingLoss):
         return facts
 
     def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
-        """Raise CheckpointError if a checkpoint is of another vocabulary or other codebooks."""
+        """Raise CheckpointError if a checkpoint has another vocabulary or other codebooks."""
         check_vocabulary(saved, self.facts(), place)
 
     def _targets(self, batch: Batch, *, masked: bool) -> tuple[Tensor, int | None]:
@@ -259,11 +260,11 @@ class MeaningfulLoss(LanguageModelingLoss):
         return labels.masked_fill(labels == self.vocab.pad_id, self.ignore_index), None
 
     def _check_ids(self, targets: Tensor) -> None:
-        """Raise DataError for ids beyond the vocabulary, which a wider output layer would learn; a GPU is not asked."""
+        """Raise DataError for ids beyond the vocabulary, which a wider output layer would learn (not on a GPU)."""
         if targets.is_cpu and targets.numel() and int(targets.max()) >= self.vocab.vocab_size:
             raise DataError(
-                f"there is a token {int(targets.max())}, but the vocabulary has {self.vocab.vocab_size} tokens; the "
-                f"data was made with another vocabulary"
+                f"there is a token {int(targets.max())}, but the vocabulary has {self.vocab.vocab_size} tokens; use "
+                "the vocabulary of the data"
             )
 
     def _own_head(self, call: ModelCall, batch: Batch, model: nn.Module) -> FusedHead | None:
@@ -275,14 +276,14 @@ class MeaningfulLoss(LanguageModelingLoss):
             head.check(call, batch)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
-        except Exception as error:  # nobody asked for this: a model that cannot run without the layer runs as it is
+        except Exception as error:  # optional here: a model that cannot run without the layer runs unchanged
             logger.debug("the output layer is not fused into the loss: %s", error)
             return None
         return head
 
 
 def _read_codebook(values: Any) -> Any:
-    """Return the values of a modality's tokens, from the file whose path they may be."""
+    """Return the values of a modality's tokens, loaded from a file if they are a path."""
     if not isinstance(values, (str, Path)):
         return values
     return load_npz_key(values) if str(values).endswith(".npz") else load_codebook(values)

@@ -21,7 +21,7 @@ SHORT_NAMES = {"image": "img", "scalar": "sca", "spectrum": "spec"}
 
 
 def short_name(modality: str) -> str:
-    """Return the name of a modality in names of metrics: img, sca and spec, or the name itself."""
+    """Return the short name of a modality in metrics: img, sca and spec, or the name itself."""
     return SHORT_NAMES.get(modality, modality)
 
 
@@ -34,10 +34,10 @@ def make_reconstructions(
     huber_delta: float = HUBER_DELTA,
     hl_sigma: float = HL_SIGMA,
 ) -> dict[str, Reconstruction]:
-    """Return the loss of every modality that has a codebook, in the order of the vocabulary.
+    """Return the loss of every modality with a codebook, in vocabulary order.
 
-    Raises ConfigError for modalities that the vocabulary does not have, and DataError for codebooks of the wrong size
-    or with values that are not finite. Waits for the device.
+    Raises ConfigError for modalities that the vocabulary lacks, and DataError for codebooks of the wrong size or with
+    non-finite values. Synchronises with the device.
     """
     kinds = kind if isinstance(kind, Mapping) else dict.fromkeys(vocab.modalities, kind)
     for what, names in (("a codebook", codebooks), ("a kind of loss", kinds), ("edges", edges or {})):
@@ -46,14 +46,15 @@ def make_reconstructions(
     for name in (one for one in vocab.modalities if one in codebooks):
         if short_name(name) in ("ce", "total", *map(short_name, found)):
             raise ConfigError(
-                f"the modality {name!r} would report loss_{short_name(name)}, the name of another number; rename it"
+                f"the modality {name!r} would report loss_{short_name(name)}, which another metric already uses; "
+                "rename it"
             )
         try:
             values, size = _tensor(codebooks[name]), vocab.modalities[name].size
             own = None if not edges or name not in edges else _tensor(edges[name])
             if values.dim() and len(values) != size:
                 raise DataError(f"there are {len(values)} values for its {size} tokens")
-            with torch.inference_mode(False):  # a later step may need what is made here for gradients
+            with torch.inference_mode(False):  # a later step may need these tensors for gradients
                 found[name] = make_reconstruction(
                     kinds.get(name, "mse"), values, edges=own, huber_delta=huber_delta, hl_sigma=hl_sigma
                 )
@@ -67,25 +68,25 @@ def _tensor(values: Any) -> Tensor:
         found = torch.as_tensor(values)
         return found if found.is_floating_point() or found.is_complex() else found.float()
     except (RuntimeError, TypeError, ValueError) as error:
-        raise DataError(f"a tensor or an array of numbers is needed, found a {type(values).__name__}") from error
+        raise DataError(f"expected a tensor or an array of numbers, found a {type(values).__name__}") from error
 
 
 def check_modalities(names: Iterable[str], vocab: VocabSpec, what: str) -> None:
-    """Raise ConfigError for a name that is no modality of the vocabulary."""
+    """Raise ConfigError for a name that is not a modality of the vocabulary."""
     for name in names:
         if name not in vocab.modalities:
             raise ConfigError(
-                f"{what} is given for the modality {name!r}, which the vocabulary does not have"
+                f"{what} is given for the modality {name!r}, which is not in the vocabulary"
                 f"{suggest(str(name), vocab.modalities)}"
             )
 
 
 def check_output(predictions: HeadOutput | Tensor, vocab: VocabSpec) -> None:
-    """Raise TrainingError if there are fewer logits than tokens. On a GPU a label beyond them would end the process."""
+    """Raise TrainingError if there are fewer logits than tokens. On a GPU a larger label would end the process."""
     if predictions.shape[-1] < vocab.vocab_size:
         raise TrainingError(
-            f"the vocabulary has {vocab.vocab_size} tokens, the model's output only {predictions.shape[-1]}; "
-            f"give the model vocab_size {vocab.vocab_size}"
+            f"the vocabulary has {vocab.vocab_size} tokens, the model's output only {predictions.shape[-1]}; set "
+            f"the model's vocab_size to {vocab.vocab_size}"
         )
 
 
@@ -102,10 +103,10 @@ def meaningful_terms(
 ) -> Terms:
     """Return `loss_<short name>` of every modality with a reconstruction.
 
-    With `metrics` there is also `mse_<short name>`, the squared error of the expected value, of losses of other kinds.
+    With `metrics`, losses of other kinds also have `mse_<short name>`, the squared error of the expected value.
 
-    `predictions` are logits (…, V), or hidden states and an output layer that is then applied in chunks; `targets` (…)
-    are token ids. Modalities of weight 0 are left out unless `metrics` asks for them, and have no gradient.
+    `predictions` are logits (…, V), or hidden states and an output layer that is then applied in chunks; `targets`
+    (…) are token ids. Modalities of weight 0 are omitted unless `metrics` is set, and have no gradient.
     """
     names = [name for name in reconstructions if metrics or weights.get(name, 0.0)]
     if not names:
@@ -113,7 +114,7 @@ def meaningful_terms(
     chosen = {name: choose_positions(targets, vocab.modalities[name], sample_k, generator) for name in names}
     losses: dict[str, Tensor] = {}
     squares: dict[str, Tensor] = {}
-    for learns in (True, False):  # what is only measured needs no gradients
+    for learns in (True, False):  # terms that are only reported need no gradients
         some = [name for name in names if (weights.get(name, 0.0) != 0) is learns]
         parts = [LossPart(reconstructions[name], vocab.modalities[name].slice, *chosen[name][:3]) for name in some]
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):

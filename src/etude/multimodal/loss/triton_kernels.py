@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Triton kernels of the expected-value loss: what is done between its products, one pass over a row at a time.
+"""Triton kernels of the expected-value loss: the work between its products, one pass per row.
 
-One program has one row of logits (V,), all of it in registers. Everything is computed in float32. Nothing is added up
-across programs, so results do not depend on their order.
+Each program handles one row of logits (V,), entirely in registers. Everything is computed in float32. There are no
+sums across programs, so results do not depend on their order.
 """
 
 import triton
@@ -25,7 +25,7 @@ def _load_logits(logits, bias, softcap, cols, inside, BIAS: tl.constexpr, SOFTCA
 
 @triton.jit
 def _store_probs(probs, exps, total, cols, inside):
-    """Store rounded probabilities and return the inverse of their sum, which makes them a distribution again."""
+    """Store rounded probabilities and return the inverse of their sum, to normalise them again."""
     rounded = (exps * (1.0 / total)).to(probs.dtype.element_ty)
     tl.store(probs + cols, rounded, mask=inside)
     return 1.0 / tl.sum(rounded.to(tl.float32), 0)
@@ -33,7 +33,7 @@ def _store_probs(probs, exps, total, cols, inside):
 
 @triton.jit
 def _store_gradients(grads, found, derivative, weight, cols, inside, SOFTCAP: tl.constexpr):
-    """Store gradients of logits times the weight of the row: exactly 0 where that is 0."""
+    """Store gradients of logits times the weight of the row: exactly 0 if that is 0."""
     if SOFTCAP:
         found *= derivative
     found = tl.where(weight == 0.0, 0.0, found * weight)
@@ -56,7 +56,7 @@ def _penalty(errors, delta, KIND: tl.constexpr):
 
 @triton.jit
 def _bin_masses(edges, edge_rests, place, place_rest, scale, cols, inside, last):
-    """Return the share of a Gaussian that lies in each bin; see `HLGauss.soft_targets`."""
+    """Return the mass of a Gaussian in each bin; see `HLGauss.soft_targets`."""
     low = tl.load(edges + cols, mask=inside, other=0.0) - place
     low = tl.erf((low + tl.load(edge_rests + cols, mask=inside, other=0.0) - place_rest) * scale)
     high = tl.load(edges + cols + 1, mask=inside, other=0.0) - place
@@ -91,7 +91,7 @@ def scalar_kernel(
     GRADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Do everything for codes that stand for one number each: softmax, expectation, loss, gradients of the logits."""
+    """Everything for codes that represent one number each: softmax, expectation, loss, gradients of the logits."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < num_codes
@@ -178,7 +178,7 @@ def distance_kernel(
     GRADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compare a distribution over vectors with their distances from the true one; leave probabilities and gradients."""
+    """Compare a distribution over vectors with their distances from the target; store probabilities and gradients."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < num_codes
@@ -225,12 +225,12 @@ def penalty_kernel(
     size,
     padded,
     delta,
-    KIND: tl.constexpr,  # "" computes squared errors alone
+    KIND: tl.constexpr,  # "" computes only squared errors
     PARTS: tl.constexpr,
     GRADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compare expected vectors with the true ones. With s the slopes of the penalty, the shift is s · E."""
+    """Compare expected vectors with the targets. With s the slopes of the penalty, the shift is s · E."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < padded
@@ -272,7 +272,7 @@ def slope_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CODES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    DOT: tl.constexpr,  # the type of the product's factors
+    DOT: tl.constexpr,  # the dtype of the product's factors
 ):
     """Compute slopes @ table.T and, while a block of it is in registers, p · (s·c - s·E)."""
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -289,7 +289,7 @@ def slope_kernel(
         left = tl.load(lefts + start, mask=row_inside[:, None] & here[None, :], other=0.0)
         right = tl.load(rights + start, mask=code_inside[None, :] & here[:, None], other=0.0)
         sums = tl.dot(left.to(DOT), right.to(DOT), sums)
-    wide = tl.load(block, mask=inside, other=0.0).to(tl.float32)  # here, and not earlier, to spare registers
+    wide = tl.load(block, mask=inside, other=0.0).to(tl.float32)  # loaded here, not earlier, to save registers
     sums -= tl.load(shifts + rows, mask=row_inside, other=0.0)[:, None]
     sums *= wide * tl.load(inverses + rows, mask=row_inside, other=0.0)[:, None]
     if SOFTCAP:

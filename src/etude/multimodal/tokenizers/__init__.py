@@ -1,4 +1,4 @@
-"""Numbers and vectors as tokens, and back: a tokenizer of each kind, and reading whichever a file holds."""
+"""Tokenizers for numbers and vectors, and loading either kind from a file."""
 
 from etude.multimodal.tokenizers.base import Tokenizer
 from etude.multimodal.tokenizers.scalar import ScalarTokenizer

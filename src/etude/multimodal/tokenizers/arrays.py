@@ -1,4 +1,4 @@
-"""What users give as numbers, as tensors: values of any kind as float32, codes as int64."""
+"""Converting user input to tensors: values of any kind as float32, codes as int64."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from torch import Tensor
 from etude.core.errors import DataError
 
 MISSING = -1
-"""The code of a value that is not there."""
+"""The code of a missing value."""
 
 
 def as_floats(values: Any, what: str = "values") -> Tensor:
     """Return numbers (a tensor, an array, lists of numbers) as a tensor of float32.
 
-    What is beyond float32 becomes infinite, None in a list becomes NaN.
+    Values beyond float32 become infinite, None in a list becomes NaN.
 
     >>> as_floats([[1, 2], [3, None]])
     tensor([[1., 2.],
@@ -36,7 +36,7 @@ def as_floats(values: Any, what: str = "values") -> Tensor:
 
 
 def as_whole_numbers(values: Any, what: str = "codes") -> Tensor:
-    """Return whole numbers as a tensor of int64; raises DataError for others.
+    """Return integers as a tensor of int64; raises DataError for others.
 
     >>> as_whole_numbers([3, 4])
     tensor([3, 4])
@@ -44,10 +44,10 @@ def as_whole_numbers(values: Any, what: str = "codes") -> Tensor:
     if not isinstance(values, Tensor):
         array = np.asarray(values)
         if array.size and array.dtype.kind not in "iu":
-            raise DataError(f"{what} must be whole numbers, found {array.dtype}")
+            raise DataError(f"{what} must be integers, found {array.dtype}")
         return torch.from_numpy(array.astype(np.int64))
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-        raise DataError(f"{what} must be whole numbers, found {values.dtype}")
+        raise DataError(f"{what} must be integers, found {values.dtype}")
     return values.to(torch.int64)
 
 
@@ -62,5 +62,5 @@ def as_codes(codes: Any, size: int, what: str = "codes") -> Tensor:
         low, high = (int(value) for value in tensor.aminmax())
         if low < MISSING or high >= size:
             bad = low if low < MISSING else high
-            raise DataError(f"{what} are 0 … {size - 1}, or {MISSING} where a value is missing; found {bad}")
+            raise DataError(f"{what} must be 0 … {size - 1}, or {MISSING} for a missing value; found {bad}")
     return tensor

@@ -1,4 +1,4 @@
-"""What tokenizers share: codes become values, and a tokenizer is one safetensors file with facts and a checksum."""
+"""Base of tokenizers: decoding codes to values, and one safetensors file with metadata and a checksum."""
 
 import json
 import zlib
@@ -22,13 +22,13 @@ _FACTS = "tokenizer"
 
 
 class Tokenizer(ABC):
-    """Codes 0 … size-1 for values of one kind, and back; -1 is a value that is missing."""
+    """Codes 0 … size-1 for values of one kind, and back; -1 is a missing value."""
 
     kind: ClassVar[str]
     tensors: ClassVar[Mapping[str, str]]
-    """The tensors of a file, and the arguments that they are."""
+    """Names of the tensors in a file, which are constructor arguments."""
     values: Tensor
-    """What the codes stand for: (V,) or (V, D), float32."""
+    """The values of the codes: (V,) or (V, D), float32."""
 
     @property
     def size(self) -> int:
@@ -37,7 +37,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, values: Any) -> Tensor:
-        """Return the codes of values, int64; -1 for those that are missing."""
+        """Return the codes of values, int64; -1 for missing ones."""
 
     def decode(self, codes: Any) -> Tensor:
         """Return the values of codes, float32; NaN for -1."""
@@ -47,11 +47,11 @@ class Tokenizer(ABC):
         return found
 
     def facts(self) -> dict[str, Any]:
-        """Return further arguments that a file keeps."""
+        """Return further constructor arguments to store in a file."""
         return {}
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file, whole or not at all; the same tokenizer gives the same bytes."""
+        """Write one safetensors file atomically; the same tokenizer gives the same bytes."""
         path = Path(path)
         dense = {name: getattr(self, argument).cpu().contiguous() for name, argument in sorted(self.tensors.items())}
         header = {"kind": self.kind, "version": VERSION, **self.facts(), "crc32": _checksum(dense)}
@@ -74,17 +74,18 @@ class Tokenizer(ABC):
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a mapping)
             kind, version, checksum = facts.pop("kind", None), facts.pop("version", None), facts.pop("crc32", None)
         except (SafetensorError, OSError, ValueError, AttributeError, TypeError) as error:
-            raise DataError(f"{path} is no tokenizer, or damaged: {error}; make or copy it again") from error
+            raise DataError(f"{path} is not a tokenizer, or damaged: {error}; create or copy it again") from error
         kinds: dict[str, type[Any]] = {one.kind: one for one in (cls, *cls.__subclasses__()) if "kind" in vars(one)}
         if kind not in kinds or version != VERSION:
             expected = f"{' or '.join(kinds)}, version {VERSION}"
             raise DataError(
-                f"{path} is no tokenizer that can be read: kind {kind!r}, version {version!r}; expected {expected}"
+                f"{path} is not a readable tokenizer: kind {kind!r}, version {version!r}; expected {expected}"
             )
         names = kinds[kind].tensors
         if set(tensors) != set(names) or _checksum(tensors) != checksum:
             raise DataError(
-                f"{path} is damaged: its tensors ({', '.join(sorted(tensors))}) do not have its checksum; make it again"
+                f"{path} is damaged: its tensors ({', '.join(sorted(tensors))}) do not match its checksum; create "
+                "it again"
             )
         found: Self = kinds[kind](**{names[name]: tensor for name, tensor in tensors.items()}, **facts)
         return found

@@ -1,6 +1,6 @@
-"""Edges and centres of bins for scalar values, in float32: quantiles of the values, or steps of equal width.
+"""Edges and centres of bins for scalar values, in float32: quantiles of the values, or equal widths.
 
-A bin reaches from its edge up to, not including, the next edge; the last bin includes its upper edge.
+A bin includes its lower edge but not the next edge; the last bin also includes its upper edge.
 """
 
 import torch
@@ -10,10 +10,10 @@ INFINITY = torch.tensor(torch.inf)
 
 
 def quantile_edges(values: Tensor, bins: int) -> Tensor:
-    """Return strictly increasing edges between which (without ties) lie equally many values, to within one.
+    """Return strictly increasing edges with equally many values between them (without ties), to within one.
 
-    `values` are sorted, finite float32. Edges are the linearly interpolated quantiles. Where many values are equal
-    several quantiles fall on one value: it gets a bin of its own, and the other edges are left out.
+    `values` are sorted, finite float32. Edges are the linearly interpolated quantiles. If several quantiles fall on
+    one frequent value, it gets its own bin, and the other edges are dropped.
 
     >>> quantile_edges(torch.tensor([0.0, 1.0, 2.0, 3.0, 10.0]), 2)
     tensor([ 0.,  2., 10.])
@@ -23,7 +23,7 @@ def quantile_edges(values: Tensor, bins: int) -> Tensor:
     lowest, highest, last = values[:1], values[-1:], values.numel() - 1
     if torch.equal(lowest, highest):
         return around(lowest)
-    # In whole numbers, so that a quantile that falls on a value falls on it exactly.
+    # In integers, so that a quantile that falls on a value equals it exactly.
     steps = torch.arange(bins + 1)
     left, rest = steps * last // bins, steps * last % bins
     edges = _between(values[left], values[(left + 1).clamp(max=last)], rest.double() / bins)
@@ -33,10 +33,10 @@ def quantile_edges(values: Tensor, bins: int) -> Tensor:
 
 
 def _own_bins(values: Tensor, edges: Tensor, copies: Tensor) -> Tensor:
-    """Edges that give a bin to itself to every value on which several quantiles fall, where there is none yet."""
+    """Add edges so that every value on which several quantiles fall has its own bin."""
     several = edges[:-1][copies[:-1] > 1]
     above = values[torch.searchsorted(values, several, right=True)]
-    # The bin from such an edge to the next one holds larger values too, the last bin also its upper edge.
+    # The bin from such an edge to the next also holds larger values, and the last bin its upper edge.
     following = edges[1:][copies[:-1] > 1]
     shared = (above < following) | ((above == following) & (following == edges[-1]))
     parts = [_between(several, above, torch.tensor(0.5))[shared]]
@@ -47,18 +47,18 @@ def _own_bins(values: Tensor, edges: Tensor, copies: Tensor) -> Tensor:
 
 
 def uniform_edges(low: float, high: float, bins: int) -> Tensor:
-    """Return the edges of bins of equal width; fewer if float32 cannot tell them apart.
+    """Return the edges of bins of equal width; fewer if they are equal in float32.
 
     >>> uniform_edges(-1.0, 1.0, 4)
     tensor([-1.0000, -0.5000,  0.0000,  0.5000,  1.0000])
     """
     edges = torch.linspace(low, high, bins + 1, dtype=torch.float64).to(torch.float32)
-    edges[0], edges[-1] = low, high  # linspace may miss its end by a rounding
+    edges[0], edges[-1] = low, high  # linspace may miss its end by rounding
     return around(edges[:1]) if edges[0] == edges[-1] else _distinct(edges)
 
 
 def around(value: Tensor) -> Tensor:
-    """Return the edges of one bin for one value (1,): half a unit on both sides, or more if float32 needs it.
+    """Return the edges of one bin for one value (1,): half a unit on both sides, or more if float32 requires it.
 
     >>> around(torch.tensor([3.0]))
     tensor([2.5000, 3.5000])
@@ -80,7 +80,7 @@ def midpoints(edges: Tensor) -> Tensor:
 
 
 def bin_means(values: Tensor, edges: Tensor) -> Tensor:
-    """Return the mean of the values in every bin; the middle of a bin without any.
+    """Return the mean of the values in every bin; the middle of an empty bin.
 
     >>> bin_means(torch.tensor([0.0, 0.2, 2.9]), torch.tensor([0.0, 1.0, 2.0, 3.0]))
     tensor([0.1000, 1.5000, 2.9000])
@@ -94,7 +94,7 @@ def bin_means(values: Tensor, edges: Tensor) -> Tensor:
 
 
 def bin_of(values: Tensor, edges: Tensor) -> Tensor:
-    """Return in which bin values fall; those outside fall in the first or the last one.
+    """Return the bin of each value; values outside go to the first or the last one.
 
     >>> bin_of(torch.tensor([-9.0, 0.0, 0.99, 1.0, 3.0, 9.0]), torch.tensor([0.0, 1.0, 3.0]))
     tensor([0, 0, 0, 1, 1, 1])
@@ -103,7 +103,7 @@ def bin_of(values: Tensor, edges: Tensor) -> Tensor:
 
 
 def lie_inside(centers: Tensor, edges: Tensor) -> Tensor:
-    """Return of each bin whether its centre lies in it.
+    """Return for each bin whether its centre is inside.
 
     >>> lie_inside(torch.tensor([0.5, 3.0, 4.0]), torch.tensor([0.0, 1.0, 3.0, 4.0]))
     tensor([ True, False,  True])
@@ -124,6 +124,6 @@ def _distinct(edges: Tensor) -> Tensor:
 
 
 def _between(below: Tensor, above: Tensor, share: Tensor) -> Tensor:
-    """Interpolate; what is above the lower value stays so when it is rounded, so that both keep their bins."""
+    """Interpolate; a result above the lower value stays above it after rounding, so that both keep their bins."""
     between = torch.lerp(below.double(), above.double(), share.double()).to(torch.float32)
     return torch.where((share > 0) & (above > below), torch.maximum(between, torch.nextafter(below, INFINITY)), below)

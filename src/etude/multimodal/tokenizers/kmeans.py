@@ -1,4 +1,4 @@
-"""k-means: a greedy k-means++ start, then Lloyd's passes, in chunks that never hold all distances."""
+"""k-means: greedy k-means++ initialisation, then Lloyd iterations, in chunks of distances."""
 
 import math
 from typing import NamedTuple
@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_CHUNK = 2**21  # distances held at a time
+_CHUNK = 2**21  # distances in memory at a time
 _START_ROWS, _START_ROWS_PER_CENTROID = 16384, 8
 
 
 class Assignment(NamedTuple):
-    """To which centroid rows belong, and their squared distance to it."""
+    """The nearest centroid of each row, and the squared distance to it."""
 
     labels: Tensor
     distances: Tensor
@@ -25,7 +25,7 @@ def kmeans(rows: Tensor, size: int, *, seed: int, iterations: int, tolerance: fl
     """
     generator = torch.Generator().manual_seed(seed)
     mean, scale = _frame(rows)
-    # Around the origin and of size 1: squares would overflow, vanish, or swallow the distances far from the origin.
+    # Centred and scaled to size 1: squares would overflow, underflow, or lose small distances far from the origin.
     moved = torch.cat([((part.double() - mean) / scale).to(torch.float32) for part in _parts(rows)])
     centroids = _start(moved, size, generator)
     if centroids.shape[0] > 1:
@@ -35,7 +35,7 @@ def kmeans(rows: Tensor, size: int, *, seed: int, iterations: int, tolerance: fl
 
 
 def _finished(rows: Tensor, centroids: Tensor) -> tuple[Tensor, float]:
-    """Take the means of the rows themselves once more, in float64, and measure the distances to them."""
+    """Recompute the means of the rows in float64, and measure the distances to them."""
     sums, counts = _totals(rows, nearest_exactly(rows, centroids).labels, centroids.shape[0])
     means = torch.where(counts[:, None] > 0, sums / counts[:, None].clamp(min=1), centroids.double())
     rounded = torch.unique(means.to(torch.float32), dim=0)
@@ -43,7 +43,7 @@ def _finished(rows: Tensor, centroids: Tensor) -> tuple[Tensor, float]:
 
 
 def nearest(rows: Tensor, centroids: Tensor) -> Assignment:
-    """Return the nearest centroid of every row, the first one of several that are equally near.
+    """Return the nearest centroid of every row, the first of equally near ones.
 
     >>> nearest(torch.tensor([[0.0], [2.0], [9.0]]), torch.tensor([[1.0], [8.0]])).labels
     tensor([0, 0, 1])
@@ -58,8 +58,7 @@ def nearest(rows: Tensor, centroids: Tensor) -> Assignment:
 
 
 def nearest_exactly(rows: Tensor, centroids: Tensor) -> Assignment:
-    """Return the same without rounding errors, of float32 rows and centroids: in float64, and from differences
-    where products leave open which centroid is nearest, so that every centroid is nearest to itself.
+    """Return the same without rounding errors, for float32 rows and centroids: in float64, and from differences
 
     >>> nearest_exactly(torch.tensor([[4e8], [1e-5], [0.0]]), torch.tensor([[0.0], [1e-5], [4e8]])).labels
     tensor([2, 1, 0])
@@ -86,19 +85,19 @@ def nearest_exactly(rows: Tensor, centroids: Tensor) -> Assignment:
 
 
 def _frame(rows: Tensor) -> tuple[Tensor, float]:
-    """The middle of the rows, and a power of two as large as they reach from it; float64."""
+    """The midpoint of the rows, and a power of two bounding their distance from it; float64."""
     mean = torch.stack([part.double().sum(0) for part in _parts(rows)]).sum(0) / rows.shape[0]
     reach = max(float((part.double() - mean).abs().max()) for part in _parts(rows))
     return mean, 2.0 ** math.frexp(reach)[1]
 
 
 def _parts(rows: Tensor) -> tuple[Tensor, ...]:
-    """Rows in parts that are small enough to copy."""
+    """Split rows into parts that are small enough to copy."""
     return torch.split(rows, max(1, _CHUNK // rows.shape[1]))
 
 
 def _start(rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Choose the first centroids among the rows, or among some of them if there are very many."""
+    """Choose the initial centroids among the rows, or among a sample of very many rows."""
     number = max(_START_ROWS, _START_ROWS_PER_CENTROID * size)
     if rows.shape[0] > number:
         chosen = torch.randperm(rows.shape[0], generator=generator)[:number]
@@ -109,7 +108,7 @@ def _start(rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
 
 
 def _spread(rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Greedy k-means++: each time, of several rows drawn by their squared distance, the one that lowers the sum most.
+    """Greedy k-means++: of several rows drawn by squared distance, choose the one that lowers the sum most.
 
     Ends early when every row is a centroid already.
     """
@@ -132,12 +131,12 @@ def _spread(rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
 
 
 def _exact(rows: Tensor, others: Tensor) -> Tensor:
-    """Squared distances from differences: 0 for equal rows, which products of large numbers would not give."""
+    """Squared distances from differences: exactly 0 for equal rows, unlike products of large numbers."""
     return torch.cdist(rows, others, compute_mode="donot_use_mm_for_euclid_dist").square_()
 
 
 def _lloyd(rows: Tensor, centroids: Tensor, iterations: int, tolerance: float) -> Tensor:
-    """Move centroids to the means of their rows until they (as a sum of squares) hardly move."""
+    """Move centroids to the means of their rows until the squared movement is small."""
     for _ in range(iterations):
         labels, distances = nearest(rows, centroids)
         sums, counts = _totals(rows, labels, centroids.shape[0])
@@ -151,7 +150,7 @@ def _lloyd(rows: Tensor, centroids: Tensor, iterations: int, tolerance: float) -
 
 
 def _totals(rows: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Sums and numbers of the rows of every centroid, in float64."""
+    """Sums and counts of the rows of every centroid, in float64."""
     sums = torch.zeros(size, rows.shape[1], dtype=torch.float64, device=rows.device)
     for part, own in zip(_parts(rows), torch.split(labels, len(_parts(rows)[0])), strict=True):
         sums.index_add_(0, own, part.double())
@@ -159,7 +158,7 @@ def _totals(rows: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _fill_empty(rows: Tensor, labels: Tensor, distances: Tensor, sums: Tensor, counts: Tensor) -> None:
-    """Give centroids without rows the farthest rows of the others, one each."""
+    """Assign to each centroid without rows one of the farthest rows of the others."""
     empty = (counts == 0).nonzero()[:, 0]
     if not len(empty):
         return

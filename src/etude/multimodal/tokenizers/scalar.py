@@ -1,4 +1,4 @@
-"""ScalarTokenizer: real numbers as codes of bins, and back as the centres of bins."""
+"""ScalarTokenizer: real numbers as codes of bins, and back as bin centres."""
 
 import logging
 import math
@@ -25,9 +25,10 @@ logger = logging.getLogger("etude")
 class ScalarTokenizer(Tokenizer):
     """Bins of a scalar: `edges` (V + 1,), strictly increasing, and a centre for each bin in `values` (V,), float32.
 
-    Bin i holds what is at least `edges[i]` and less than `edges[i + 1]`; the last bin also its upper edge. Its centre
-    lies in it, so that encode(decode(codes)) gives the same codes. Values are taken as float32: subtract an offset
-    first from those that float32 cannot tell apart, such as Julian dates. Without `values` the centres are midpoints.
+    Bin i holds values from `edges[i]` up to, but not including, `edges[i + 1]`; the last bin includes its upper edge.
+    Its centre is inside, so that encode(decode(codes)) gives the same codes. Values are converted to float32:
+    subtract an offset first from values that are too close for float32, such as Julian dates. Without `values` the
+    centres are midpoints.
 
     >>> tokenizer = ScalarTokenizer.fit(torch.arange(100.0), bins=4)
     >>> tokenizer.edges
@@ -46,7 +47,7 @@ class ScalarTokenizer(Tokenizer):
         increases = self.edges.dim() == 1 and len(self.edges) > 1 and bool((self.edges.diff() > 0).all())
         if not increases or not bool(self.edges.isfinite().all()):
             first = self.edges.flatten()[:8].tolist()
-            raise DataError(f"edges must be two or more finite numbers that increase, as float32; found {first} …")
+            raise DataError(f"edges must be two or more finite, increasing numbers in float32; found {first} …")
         self.values = midpoints(self.edges) if values is None else as_floats(values, "centres").cpu().clone()
         bins = len(self.edges) - 1
         if self.values.shape != (bins,):
@@ -68,20 +69,20 @@ class ScalarTokenizer(Tokenizer):
         low: float | None = None,
         high: float | None = None,
     ) -> Self:
-        """Return bins for values of any shape; NaN and infinite ones are passed over.
+        """Return bins for values of any shape; NaN and infinite ones are ignored.
 
         strategy: "quantile" puts equally many values in each bin, and its centre is their mean (the middle, if no
             value is in it); "uniform" makes bins of equal width, and their centres are the middles.
-        low, high: where bins begin and end, in place of the smallest and the largest value. Values outside are not
+        low, high: where bins begin and end, instead of the smallest and the largest value. Values outside are not
             used for fitting; `encode` puts them in the first and the last bin.
 
-        There are fewer than `bins` if several quantiles fall on one value, or edges are equal as float32; a value on
-        which several fall has a bin of its own. A warning tells. Raises DataError if there is nothing to fit to.
+        There are fewer than `bins`, with a warning, if several quantiles fall on one value, which then has its own
+        bin, or if edges are equal in float32. Raises DataError if there are no values to fit.
         """
         if bins < 1:
             raise DataError(f"bins is {bins}; there must be at least 1")
         if strategy not in ("quantile", "uniform"):
-            raise DataError(f"strategy is {strategy!r}; it is 'quantile' or 'uniform'")
+            raise DataError(f"strategy is {strategy!r}; it must be 'quantile' or 'uniform'")
         low, high = _bound("low", low), _bound("high", high)
         if low is not None and high is not None and not low < high:
             raise DataError(f"low is {low} and high is {high} (as float32); low must be less")
@@ -114,7 +115,7 @@ class ScalarTokenizer(Tokenizer):
 
 
 def _bound(name: str, bound: float | None) -> float | None:
-    """Return a bound as the float32 that values are compared with."""
+    """Return a bound rounded to float32, as values are."""
     if bound is None:
         return None
     rounded = float(as_floats(bound, name))
@@ -124,7 +125,7 @@ def _bound(name: str, bound: float | None) -> float | None:
 
 
 def _used(numbers: Tensor, low: float | None, high: float | None) -> Tensor:
-    """The values to fit to, sorted."""
+    """The values to fit, sorted."""
     if infinite := int(numbers.isinf().sum()):
         logger.warning("%d values are infinite (or beyond float32) and not used for fitting", infinite)
     used = numbers[numbers.isfinite()]
@@ -132,12 +133,14 @@ def _used(numbers: Tensor, low: float | None, high: float | None) -> Tensor:
     used = used if high is None else used[used <= high]
     if not used.numel():
         where = "" if low is None and high is None else " between low and high"
-        raise DataError(f"there are no finite values{where} to fit bins to, among {numbers.numel()}")
+        raise DataError(
+            f"there are no finite values{where} to fit bins to, among {numbers.numel()}; check the values"
+        )
     return used.sort().values
 
 
 def _widened(edges: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Let the first bin begin at `low` and the last one end at `high`."""
+    """Set the start of the first bin to `low` and the end of the last one to `high`."""
     first = edges[:1] if low is None else torch.tensor([low])
     last = edges[-1:] if high is None else torch.tensor([high])
     return torch.cat((first, edges[1:-1], last))

@@ -1,4 +1,4 @@
-"""VectorTokenizer: vectors as codes of the nearest centroid of a codebook, and back as the centroids."""
+"""VectorTokenizer: vectors as codes of the nearest centroid of a codebook, and back as centroids."""
 
 import logging
 from typing import Any, ClassVar, Self
@@ -15,10 +15,10 @@ logger = logging.getLogger("etude")
 
 
 class VectorTokenizer(Tokenizer):
-    """A codebook: `values` (V, D), float32, no two centroids equal. A vector's code is that of the nearest one.
+    """A codebook: `values` (V, D), float32, with distinct centroids. A vector's code is the nearest one.
 
-    Which one is nearest is decided without rounding errors, so that encode(decode(codes)) gives the same codes. A
-    vector with a NaN or an infinite number is missing.
+    The nearest one is found without rounding errors, so that encode(decode(codes)) gives the same codes. A vector
+    with NaN or infinity is missing.
 
     >>> vectors = torch.tensor([[0.0, 0.0], [0.0, 1.0], [9.0, 9.0], [9.0, 10.0], [torch.nan, 0.0]])
     >>> tokenizer = VectorTokenizer.fit(vectors, size=2)
@@ -41,7 +41,7 @@ class VectorTokenizer(Tokenizer):
         if not bool(self.values.isfinite().all()):
             raise DataError("centroids must be finite numbers within float32")
         if (distinct := torch.unique(self.values, dim=0).shape[0]) < self.size:
-            raise DataError(f"no two centroids may be equal: of {self.size}, {distinct} are distinct")
+            raise DataError(f"centroids must be distinct: of {self.size}, {distinct} are")
 
     @classmethod
     def fit(
@@ -53,13 +53,13 @@ class VectorTokenizer(Tokenizer):
         iterations: int = 50,
         tolerance: float = 1e-4,
     ) -> Self:
-        """Return a codebook for vectors (N, D) by k-means; missing vectors are passed over.
+        """Return a codebook for vectors (N, D) by k-means; missing vectors are ignored.
 
-        iterations: passes over the vectors at most. Fitting ends earlier when centroids move by less than `tolerance`
+        iterations: maximum number of passes. Fitting ends earlier when centroids move by less than `tolerance`
             (squared, in units of the mean variance).
 
-        If there are fewer distinct vectors than `size`, so are centroids; a warning tells. The same vectors and seed
-        give the same bits on the CPU for the same number of threads.
+        If there are fewer distinct vectors than `size`, there are fewer centroids, with a warning. The same vectors
+        and seed give the same bits on the CPU for the same number of threads.
         """
         for name, number in (("size", size), ("iterations", iterations)):
             if number < 1:
@@ -70,19 +70,21 @@ class VectorTokenizer(Tokenizer):
         present = rows.isfinite().all(1)
         rows = rows if bool(present.all()) else rows[present]
         if not len(rows):
-            raise DataError(f"there are no vectors of finite numbers to fit to, among {len(present)}")
+            raise DataError(f"there are no finite vectors to fit, among {len(present)}; check the values")
         centroids, inertia = kmeans(rows, size, seed=seed, iterations=iterations, tolerance=tolerance)
         if len(centroids) < size:
-            logger.warning("%d centroids instead of %d: no more vectors are distinct", len(centroids), size)
+            logger.warning(
+                "%d centroids instead of %d: there are only that many distinct vectors", len(centroids), size
+            )
         return cls(centroids, inertia=inertia)
 
     @property
     def width(self) -> int:
-        """Numbers of a vector."""
+        """Dimension of a vector."""
         return self.values.shape[1]
 
     def encode(self, vectors: Any) -> Tensor:
-        """Return the codes of vectors (…, D), int64 of shape (…); -1 for vectors with NaN or infinite numbers."""
+        """Return the codes of vectors (…, D), int64 of shape (…); -1 for vectors with NaN or infinity."""
         rows = as_floats(vectors, "vectors")
         if not rows.dim() or rows.shape[-1] != self.width:
             raise DataError(f"vectors must have {self.width} numbers each, found shape {tuple(rows.shape)}")
@@ -91,7 +93,7 @@ class VectorTokenizer(Tokenizer):
         return codes.masked_fill_(~rows.isfinite().all(1), MISSING).reshape(shape)
 
     def facts(self) -> dict[str, Any]:
-        """Return the inertia of a tokenizer that was fitted."""
+        """Return the inertia of a fitted tokenizer."""
         return {} if self.inertia is None else {"inertia": self.inertia}
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Comparisons: one model for all tasks with one for each, and several weightings; `etude compare`."""
+"""Comparisons: one model for all tasks with one model per task, and several weightings; `etude compare`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""`etude compare`: one model for all tasks against one model for each, or several weightings."""
+"""`etude compare`: one model for all tasks against one model per task, or several weightings."""
 
 from functools import partial
 from pathlib import Path
@@ -13,15 +13,17 @@ def compare(
         str, typer.Argument(metavar="EXPERIMENT", help="An experiment with tasks, or the path of its file.")
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes, such as training.epochs=3.")
+        list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Overrides, such as training.epochs=3.")
     ] = None,
     weightings: Annotated[
         str | None,
-        typer.Option(help="Train the experiment with each of these instead, such as static,uncertainty,pcgrad."),
+        typer.Option(help="Compare these weightings instead, such as static,uncertainty,pcgrad."),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the runs [default: runs/EXPERIMENT/compare, or compare-weightings there]."),
+        typer.Option(
+            help="Folder of the runs [default: runs/EXPERIMENT/compare or runs/EXPERIMENT/compare-weightings]."
+        ),
     ] = None,
     budget: Annotated[
         str,
@@ -33,15 +35,15 @@ def compare(
     seeds: Annotated[
         str | None,
         typer.Option(
-            help="How many, such as 5, from training.seed on, or which, such as 0,1,2; with one, no difference is "
-            "called better [default: training.seed]."
+            help="Number of seeds, such as 5, from training.seed on, or a list, such as 0,1,2; one seed shows no "
+            "significant difference [default: training.seed]."
         ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No live display.")] = False,
 ) -> None:
     """Compare a multi-task model with one model per task, or with itself under several weightings.
 
-    The models have the same size and the same budget. Started again, the command goes on where it was stopped.
+    The models have the same size and the same budget. If interrupted, run the command again to continue.
     """
     from etude.multitask.compare import compare_tasks, compare_weightings
 
@@ -57,7 +59,7 @@ def compare(
 
 
 def _numbers(text: str | None) -> list[int] | int | None:
-    """Read the seeds: a list of them, or how many.
+    """Parse the seeds: a list, or a number of seeds.
 
     >>> _numbers("0, 1"), _numbers("3"), _numbers("7,")
     ([0, 1], 3, [7])
@@ -74,7 +76,7 @@ def _numbers(text: str | None) -> list[int] | int | None:
         seeds = []
     if not seeds or min(seeds) < (0 if is_list else 1) or len(set(seeds)) < len(seeds):
         raise ConfigError(
-            f"--seeds {shorten(text)}: give whole numbers separated by commas, each once, such as 0,1,2, or how many, "
-            f"such as 3"
+            f"--seeds {shorten(text)}: pass distinct integers separated by commas, such as 0,1,2, or a number of "
+            "seeds, such as 3"
         )
     return seeds if is_list else seeds[0]

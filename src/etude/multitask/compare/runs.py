@@ -1,4 +1,4 @@
-"""The runs of a comparison, trained and evaluated by a runner that is passed in; several weightings over seeds."""
+"""The runs of a comparison, trained and evaluated by a given runner; several weightings over seeds."""
 
 import json
 import os
@@ -23,11 +23,11 @@ from etude.multitask.compare.tables import (
 from etude.multitask.sections import variants_of
 
 Tell = Callable[[str], None]
-"""Receives what a comparison does now."""
+"""Receives progress messages of a comparison."""
 
 
 class ComparedRuns:
-    """Trains the runs of a comparison, each in `seed-<seed>/<name>`, and keeps what they found.
+    """Trains the runs of a comparison, each in `seed-<seed>/<name>`, and collects their results.
 
     `runner` loads, trains and evaluates whole experiments: an `etude.experiment.ExperimentRunner`.
     """
@@ -48,7 +48,7 @@ class ComparedRuns:
         self._check_splits(config)
         self.runs: list[ComparedRun] = []
         self.found: dict[str, list[Measured]] = {}
-        """Numbers by the name of the run, for each seed."""
+        """Metrics by the name of the run, for each seed."""
 
     def add(self, name: str, config: Any, data: Any, message: str) -> ComparedRun:
         """Train a run and evaluate its last checkpoint, every task in its main variant."""
@@ -71,31 +71,31 @@ class ComparedRuns:
         return comparison
 
     def _check_splits(self, config: Any) -> None:
-        """Raise ConfigError if a task has nothing that it can be compared on."""
+        """Raise ConfigError if a task cannot be compared."""
         splits = self.data.splits
         held_out = [part for part in (splits.validation, splits.test) if part is not None]
         for name, section in config.tasks.items():
             stream = next(variants_of(name, section)).stream
             if not any(stream is None or not isinstance(part, Streams) or stream in part.parts for part in held_out):
                 raise ConfigError(
-                    f"{config.document.place(f'tasks.{name}')}: its data has neither a validation nor a test part, so "
-                    f"there is nothing to compare models on"
+                    f"{config.document.place(f'tasks.{name}')}: its data has neither a validation nor a test split; "
+                    "add one to compare models"
                 )
 
 
 def folder_of(config: Any, out: str | Path | None, name: str) -> Path:
-    """Return the folder of a comparison: `out`, or the one of this name among the runs of the experiment."""
+    """Return the folder of a comparison: `out`, or the default one among the runs of the experiment."""
     return Path(out) if out is not None else Path("runs") / config.name / name
 
 
 def chosen_seeds(config: Any, seeds: Sequence[int] | int | None) -> tuple[int, ...]:
-    """Return the seeds: those given, so many from that of the config on, or that one alone."""
+    """Return the seeds: those given, or the given number of seeds starting at that of the config, by default one."""
     first = config.training.seed
     return tuple(range(first, first + (seeds or 1))) if not isinstance(seeds, Sequence) else tuple(seeds)
 
 
 def with_training(config: Any, **changes: Any) -> Any:
-    """Return the experiment with other settings of training."""
+    """Return the experiment with other training settings."""
     training = config.sections["training"].model_copy(update=changes)
     return replace(config, sections={**config.sections, "training": training})
 
@@ -113,17 +113,17 @@ def compare_weightings(
 ) -> Comparison:
     """Train the experiment with every weighting and seed, evaluate all runs and write `compare.json` and `compare.md`.
 
-    A weighting is a name; the one that the experiment itself names keeps its settings, others have their defaults.
-    Every run has a folder `seed-<seed>/<weighting>` in `out` (`runs/<experiment>/compare-weightings` by default).
-    Finished runs are not trained again, one that was stopped goes on. Raises ConfigError, before anything is trained,
-    for a weighting that is not known or cannot be made, and for the reasons of `compare_tasks`.
+    A weighting is a name; that of the experiment keeps its settings, others have their defaults. Every run has a
+    folder `seed-<seed>/<weighting>` in `out` (`runs/<experiment>/compare-weightings` by default). Finished runs are
+    not repeated, and an interrupted one is continued. Raises ConfigError, before anything is trained, for an unknown
+    or invalid weighting, and for the reasons of `compare_tasks`.
     """
     own = runner.load(experiment, overrides)
     if not own.tasks:
-        raise ConfigError(f"{own.document.place('tasks')}: there are no tasks whose losses could be weighed")
+        raise ConfigError(f"{own.document.place('tasks')}: there are no tasks; add at least two")
     if len(set(weightings)) < len(weightings) or not weightings:
         raise ConfigError(
-            f"weightings {', '.join(weightings) or '(none)'}: name each once, such as static,uncertainty"
+            f"weightings {', '.join(weightings) or '(none)'}: list each once, such as static,uncertainty"
         )
     for name in weightings:
         lookup("weighting", name)

@@ -1,4 +1,4 @@
-"""The table of a comparison: numbers of every task from several models, over seeds, and which model is better."""
+"""The table of a comparison: metrics of every task from several models, over seeds, and which model is better."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,17 +7,17 @@ from statistics import fmean, stdev
 from typing import Any
 
 LOWER_IS_BETTER = frozenset({"loss", "nll", "perplexity", "mse", "rmse", "mae", "error"})
-"""Words in the names of numbers that are better if they are lower."""
+"""Words in names of metrics for which lower is better."""
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""Student's t for two-sided 95 % intervals, for 1 … 15 degrees of freedom; beyond, the last one, which is wider."""
+"""Student's t for two-sided 95 % intervals, for 1 … 15 degrees of freedom; more use the last, wider one."""
 
 Measured = Mapping[str, Mapping[str, float]]
-"""Split → numbers of one run."""
+"""Split → metrics of one run."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedNumber:
-    """One number of one task from several models, for every seed.
+    """One metric of one task from several models, for every seed.
 
     >>> multi, single = (0.5, 0.6, 0.56), (0.4, 0.52, 0.47)
     >>> ComparedNumber("quality", "f1", "test", {"multi-task": multi, "single-task": single}).better
@@ -33,7 +33,7 @@ class ComparedNumber:
 
     @property
     def better(self) -> str:
-        """The model with the best mean, if 0 is not in the 95 % interval of its difference from the next; "unclear"."""
+        """The model with the best mean, if the 95 % interval of its lead over the next excludes 0; else "unclear"."""
         means = {name: fmean(values) for name, values in self.values.items()}
         if len(means) < 2 or not all(map(math.isfinite, means.values())):
             return "unclear"
@@ -44,7 +44,7 @@ class ComparedNumber:
 
 
 def difference_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean difference of pairs, one pair for each seed; all numbers for one seed."""
+    """Return the 95 % interval of the mean paired difference over seeds; unbounded for one seed."""
     pairs = [one - other for one, other in zip(first, second, strict=True)]
     margin = math.inf
     if len(pairs) > 1:
@@ -54,10 +54,10 @@ def difference_interval(first: Sequence[float], second: Sequence[float]) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """One of the runs that were compared."""
+    """One of the compared runs."""
 
     name: str
-    """multi-task, or the task it learned alone; or the weighting."""
+    """multi-task, or the only task it learned; or the weighting."""
     seed: int
     folder: str
     steps: int
@@ -68,7 +68,7 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A whole comparison: its runs, a table of their numbers, and what a reader of the table must know."""
+    """A whole comparison: its runs, a table of their metrics, and notes for the reader."""
 
     experiment: str
     settings: Mapping[str, Any]
@@ -110,15 +110,15 @@ class Comparison:
 
 
 def note_on_chance(seeds: Sequence[int]) -> str:
-    """Return what seeds say about the numbers."""
+    """Return a note about the number of seeds."""
     if len(seeds) == 1:
-        return "one seed: a difference may be chance, so none is called better; try several with --seeds 5"
+        return "one seed: a difference may be chance, so none is significant; use several with --seeds 5"
     shown = f"mean ± standard deviation over the seeds {', '.join(map(str, seeds))}"
     return f"{shown}; unclear: 0 lies in the 95 % interval of the mean difference between the best two"
 
 
 def make_rows(task: str, found: Mapping[str, Sequence[Measured]]) -> Iterable[ComparedNumber]:
-    """Yield the numbers of a task that all runs have, of the test split where it has any; a run for each seed.
+    """Yield the metrics of a task that all runs have, of the test split if possible; one run per seed.
 
     >>> (row,) = make_rows("a", {"multi-task": [{"test": {"a/loss": 1.0}}], "single-task": [{"test": {"a/loss": 2.0}}]})
     >>> row.number, row.values, row.better

@@ -1,4 +1,4 @@
-"""One model for all tasks against one model for each, of the same size and for the same budget."""
+"""One model for all tasks against one model per task, of the same size and for the same budget."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -35,15 +35,14 @@ def compare_tasks(
     """Train the experiment and one model per task, evaluate them all and write `compare.json` and `compare.md`.
 
     A single-task model has the same trunk, the head of the task without variants, and its stream; optimizer, schedule
-    and batch size are the same, and there is no curriculum, no weighting and no callback. `budget`: "share" gives it as
-    many samples as the multi-task run read for its task, rounded up to a whole step, "whole" as many steps as the whole
-    multi-task run. All models are compared after their last step, on the test split
-    where there is one, else on validation. Runs that are finished in `out` (`runs/<experiment>/compare` by default) are
-    not trained again, one that was stopped goes on. Raises ConfigError if there is nothing to compare, or no checkpoint
-    to evaluate.
+    and batch size are the same, and there is no curriculum, no weighting and no callback. `budget`: "share" gives it
+    as many samples as the multi-task run read for its task, rounded up to a whole step, "whole" as many steps as the
+    whole multi-task run. All models are compared after their last step, on the test split if there is one, else on
+    validation. Finished runs in `out` (`runs/<experiment>/compare` by default) are not repeated, and an interrupted
+    one is continued. Raises ConfigError if there is nothing to compare, or no checkpoint to evaluate.
     """
     if budget not in BUDGETS:
-        raise ConfigError(f"budget '{budget}' is not known{suggest(budget, BUDGETS)}")
+        raise ConfigError(f"unknown budget '{budget}'{suggest(budget, BUDGETS)}")
     config = runner.load(experiment, overrides)
     if len(config.tasks or {}) < 2:
         raise ConfigError(
@@ -73,13 +72,13 @@ def compare_tasks(
 
 
 def single_task_config(config: Any, task: str, data: Any) -> Any:
-    """Return the experiment with one task alone, in its main variant."""
+    """Return the experiment with only one task, in its main variant."""
     name = f"{config.name}: {task} alone"
     return replace(config, name=name, sections={**sections_of_one(config.sections, task, data.splits), "name": name})
 
 
 def steps_for(data: Any, samples: int) -> int:
-    """Return the fewest optimizer steps that read so many samples of the training data or more.
+    """Return the fewest optimizer steps that read at least this many samples of the training data.
 
     An epoch may end with a smaller batch, and with a step of fewer micro-batches.
     """
@@ -98,7 +97,7 @@ def sections_of_one(sections: Mapping[str, Any], task: str, splits: DataSplits) 
     """Return the sections with one task, without variants and with its own streams; no weighting, phase or callback."""
     section: TaskSection = sections["tasks"][task]
     main = next(variants_of(task, section))
-    vocabulary = splits.vocab_size  # of all streams: the models are to be of the same size
+    vocabulary = splits.vocab_size  # from all streams, so that the models have the same size
     head = _with_vocabulary(main.head, vocabulary)
     kept = {key: value for key, value in sections.items() if key not in ("weighting", "curriculum", "callbacks")}
     return kept | {

@@ -1,8 +1,7 @@
-"""Curricula: which tasks are trained when, and how much each counts. Pure functions of epoch, step and state.
+"""Curricula: which tasks are trained when, and with what weight. Pure functions of epoch, step and state.
 
-Epochs are counted as people count them: the first epoch is 1, and `Clock.epoch` is one less. A fraction says how far
-an epoch has come: 11.5 is the middle of epoch 11. Steps are optimizer steps taken so far, as in `Clock.step`: 0
-before the first.
+Epochs are counted from 1, and `Clock.epoch` is one less. A fraction is the progress within an epoch: 11.5 is the
+middle of epoch 11. Steps are optimizer steps taken so far, as in `Clock.step`: 0 before the first.
 """
 
 from etude.multitask.curriculum.curriculum import Begun, Curriculum, PhaseStart

@@ -1,4 +1,4 @@
-"""Follow a curriculum in a run: begin its phases, set the weights of the tasks, the data and the learning rate."""
+"""Apply a curriculum to a run: start its phases, set task weights, data and learning rate."""
 
 import math
 import sys
@@ -21,18 +21,18 @@ _STATE = record_of(
 
 
 class CurriculumCallback(Callback):
-    """Sets the tasks, weights, data and learning rate of each step as its curriculum says. It is the first callback.
+    """Sets the tasks, weights, data and learning rate of each step from its curriculum. It is the first callback.
 
-    It acts on the task, the loaders and the learning rate of the run. A list of phases takes the weights of the tasks
-    from the task.
+    It changes the task, the loaders and the learning rate of the run. For a list of phases, the task weights are
+    those of the task.
 
-    A phase begins before a step, never between a step and the validation that follows it: at the beginning of an
-    epoch, or inside one if a number of steps is reached or a validation said that a metric is. Numbers of an epoch,
-    of a log point and of a checkpoint carry the `phase` they were measured in.
+    A phase begins before a step, never between a step and the validation after it: at the beginning of an epoch, or
+    inside one when a number of steps or a validation metric is reached. Metrics of an epoch, a log point and a
+    checkpoint include the `phase` in which they were measured.
 
-    The task is given its active tasks, the training loader what to read, the sequence length included; that of
-    validation only which streams, so that it always measures the same samples of a stream. All this depends only on
-    epoch, step and the phases that have begun, so a resumed run goes on in the same way.
+    A phase sets the active tasks, and what the training loader reads, including the sequence length. For the
+    validation loader it sets only the streams, so that validation always uses the same samples of a stream. All this
+    depends only on epoch, step and the phases that have begun, so a resumed run continues identically.
 
     Each phase is reported once: to the user, to the run folder as an event of kind "phase", to the other callbacks by
     `on_phase_begin`. A phase that began after the checkpoint that a run resumes from begins again.
@@ -50,7 +50,7 @@ class CurriculumCallback(Callback):
         self._clock = Clock()
         self._is_main = True
         self._moment = (1, 0)
-        """The epoch, counted from 1, and the step that the present weights are for."""
+        """The epoch, counted from 1, and the step that the current weights are for."""
         self._measured: dict[str, float] = {}
         """Metrics that phases wait for, since the last step."""
         self._missed: set[str] = set()
@@ -59,11 +59,11 @@ class CurriculumCallback(Callback):
             self.on_step_begin = self._before_step  # type: ignore[method-assign]  # else a step costs nothing
 
     def bind(self, parts: RunParts) -> None:
-        """Act on the task, the loaders and the learning rate of the run."""
+        """Take the task, the loaders and the learning rate of the run."""
         if not isinstance(parts.task, MultiTask):
             raise ConfigError(
                 f"a curriculum ({type(self).__name__}) needs several tasks, but {type(parts.task).__name__} is a "
-                f"single task; give the Trainer task=MultiTask({{...}}), or leave the curriculum out"
+                f"single task; pass task=MultiTask({{...}}), or remove the curriculum"
             )
         curriculum = self._given
         if not isinstance(curriculum, Curriculum):
@@ -73,13 +73,13 @@ class CurriculumCallback(Callback):
         self._validates = parts.val_loader is not None
 
     def acts_in_steps(self) -> bool:
-        """It changes what a step trains."""
+        """True: it changes what a step trains."""
         return True
 
     # --- hooks
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Check that every phase can be applied; start over if the run does."""
+        """Check that every phase can be applied; reset if the run starts."""
         self._clock, self._is_main = run.clock, run.is_main
         if not run.resumed:
             self.state, self._measured, self._missed = (), {}, set()
@@ -87,17 +87,17 @@ class CurriculumCallback(Callback):
         self._rehearse()
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Begin the phases of this epoch; ramps that count epochs go on."""
-        # In an epoch that is resumed nothing begins until it is sure that it has a step left.
+        """Begin the phases of this epoch; update ramps that count epochs."""
+        # In a resumed epoch nothing begins until it is certain that a step is left.
         if self._clock.position == 0 or not self.state:
             self._go_on(epoch)
 
     def on_validation_end(self, epoch: int, metrics: Logs) -> None:
-        """Take the numbers that phases wait for; a phase that they begin begins before the next step."""
+        """Record the metrics that phases wait for; a phase they trigger begins before the next step."""
         self._take(metrics, expected=lambda name: name.startswith("val_"))
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Take the numbers that phases wait for."""
+        """Record the metrics that phases wait for."""
         self._take(logs, expected=lambda name: not (self._validates and name.startswith("val_")))
 
     def _before_step(self, step: int) -> None:
@@ -107,7 +107,7 @@ class CurriculumCallback(Callback):
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return when phases began, and the moment that the present weights are for."""
+        """Return when phases began, and the epoch and step of the current weights."""
         epoch, step = self._moment
         return {
             "begun": [entry._asdict() for entry in self.state],
@@ -117,7 +117,7 @@ class CurriculumCallback(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict` and apply the phase of that moment."""
+        """Restore `state_dict` and apply its phase."""
         check_kind(_STATE, state, "state")
         self.state = tuple(PhaseStart(**entry) for entry in state["begun"])
         self._moment, self._measured = (state["epoch"], state["step"]), dict(state["measured"])
@@ -127,7 +127,7 @@ class CurriculumCallback(Callback):
     # --- phases
 
     def _go_on(self, epoch: int) -> None:
-        """Begin the phases that are due, and set everything for the steps from here on."""
+        """Begin the phases that are due, and apply them from this step on."""
         before, step = self.state, self._clock.step
         self._moment = (epoch + 1, step)
         self.state = self.curriculum.advance(before, *self._moment, self._measured)
@@ -137,7 +137,7 @@ class CurriculumCallback(Callback):
             self._announce(self.state[:count])
 
     def _apply(self, state: Begun, position: int | None = None) -> None:
-        """Set tasks, data (from this position of the epoch on) and learning rate to those of the moment."""
+        """Set tasks, data (from this position of the epoch on) and learning rate for the current step."""
         epoch, step = self._moment
         phase = self.curriculum.current_phase(epoch, step, state)
         self._clock.phase = self._number(phase)
@@ -191,7 +191,7 @@ class CurriculumCallback(Callback):
     # --- metrics
 
     def _take(self, logs: Logs, expected: Callable[[str], bool]) -> None:
-        """Remember the numbers that phases wait for; say once if an expected one is missing."""
+        """Remember the metrics that phases wait for; warn once if an expected one is missing."""
         waiting = [phase for phase in self.curriculum.upcoming(self.state) if not phase.begins.fixed]
         if not waiting:
             return
@@ -211,7 +211,7 @@ class CurriculumCallback(Callback):
     # --- checks
 
     def _rehearse(self) -> None:
-        """Try every phase now, so that a mistake in a late one is an error before the first step."""
+        """Try every phase now, so that a mistake in a late one is found before the first step."""
         for phase in self.curriculum.phases:
             self._check(phase)
             weights = {task: self.curriculum.weights[task] for task in self.curriculum.active_tasks(phase)}
@@ -227,7 +227,7 @@ class CurriculumCallback(Callback):
         if asked and self._loader is None:
             raise ConfigError(
                 f"phase '{phase.name}' sets {' and '.join(asked)}, but the training data has no streams to choose; "
-                f"use data of named streams (data: streams), or leave {' and '.join(asked)} out"
+                f"use data of named streams (data: streams), or remove {' and '.join(asked)}"
             )
         if phase.lr_scale == 1:
             return
@@ -236,12 +236,12 @@ class CurriculumCallback(Callback):
             why = "a torch scheduler sets the learning rate" if driven else "no learning rate is given to scale"
             raise ConfigError(
                 f"phase '{phase.name}' has lr_scale {phase.lr_scale:g}, but {why}; "
-                f"use a scheduler of etude, or leave lr_scale out"
+                f"use a scheduler of etude, or remove lr_scale"
             )
 
 
 def _words(facts: Mapping[str, Any]) -> str:
-    """Return a phase in one line.
+    """Describe a phase in one line.
 
     >>> facts = {"phase": "both", "number": 2, "phases": 3, "tasks": ["code", "tests"], "new_tasks": ["tests"]}
     >>> facts |= {"weights": {"code": 1.0, "tests": 0.1}, "variants": {"code": "masked"}, "lr_scale": 0.5}

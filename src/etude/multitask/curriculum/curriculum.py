@@ -1,4 +1,4 @@
-"""A curriculum: phases in order, which of them have begun, the phase at a moment, its tasks and their weights."""
+"""A curriculum: an ordered list of phases, which of them have begun, and the tasks and weights at any time."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ class PhaseStart(NamedTuple):
     epoch: float
     """The epoch at which it began, counted from 1; a fraction if that was inside an epoch."""
     step: int
-    """The steps that had been taken by then."""
+    """The number of steps taken by then."""
 
 
 Begun = tuple[PhaseStart, ...]
@@ -25,15 +25,15 @@ Begun = tuple[PhaseStart, ...]
 
 
 class Curriculum:
-    """Phases, and the tasks they are made of.
+    """Phases, and the tasks they train.
 
-    `tasks` are the names of all tasks, or a mapping from names to their static weights; left out, the tasks are those
-    the phases name. Every question is a pure function of epoch, step and, where phases begin by a metric (or by a step
-    with a ramp in epochs), of the state that `advance` returns: asked again after a resume, the answers are the same.
+    `tasks` are the names of all tasks, or a mapping from names to static weights; by default all tasks that the
+    phases name. Every method is a pure function of epoch, step and, if phases begin by a metric (or by a step with a
+    ramp in epochs), the state that `advance` returns, so results are the same after a resume.
 
-    A task is new in a phase if the phase before did not train it; it then follows that phase's ramp. The tasks of the
-    first phase have their full weight from the start. A phase that begins by a metric is passed over if a later one
-    with a fixed start begins first.
+    A task is new in a phase if the previous phase did not train it; its weight then follows the ramp of the phase.
+    The tasks of the first phase have their full weight from the start. A phase that begins by a metric is skipped if
+    a later one with a fixed start begins first.
 
     >>> phases = [Phase("a", 1, ["code"]), Phase("b", 3, ["code", "tests"])]
     >>> curriculum = Curriculum(phases, {"code": 1.0, "tests": 0.5})
@@ -69,7 +69,7 @@ class Curriculum:
             if not start.reached(epoch, step, metrics or {}):
                 if start.fixed:
                     break
-                waiting = True  # only a fixed start may pass over it
+                waiting = True  # only a fixed start may skip it
             elif start.fixed or not waiting:
                 at = (float(start.epoch or epoch), step if start.step is None else start.step)
                 starts.append(PhaseStart(phase.name, *at))
@@ -77,16 +77,16 @@ class Curriculum:
         return tuple(starts) if len(starts) > len(state) else state
 
     def current_phase(self, epoch: float, step: int = 0, state: Begun | None = None) -> Phase:
-        """Return the phase at this moment."""
+        """Return the current phase."""
         return self.phases[self._place(self._state(epoch, step, state))]
 
     def active_tasks(self, at: Phase | float, step: int = 0, state: Begun | None = None) -> tuple[str, ...]:
-        """Return the tasks of a phase, or of the phase at an epoch, in the order in which they are defined."""
+        """Return the tasks of a phase, or of the phase at an epoch, in definition order."""
         phase = at if isinstance(at, Phase) else self.current_phase(at, step, state)
         return self.tasks if phase.tasks == ALL else tuple(name for name in self.tasks if name in phase.tasks)
 
     def loss_weights(self, epoch: float, step: int = 0, state: Begun | None = None) -> dict[str, float]:
-        """Return the weight of every active task: its static weight times how far its ramp has come."""
+        """Return the weight of every active task: its static weight times its ramp factor."""
         state = self._state(epoch, step, state)
         factors: dict[str, float] = {}
         for number, entry in enumerate(state):
@@ -100,7 +100,7 @@ class Curriculum:
         return self.phases[self._place(state) + 1 :]
 
     def next_change(self, step: int, state: Begun) -> int | None:
-        """Return the earliest step after `step` at which the phase or a weight changes by steps alone; None: never.
+        """Return the next step after `step` at which the phase or a weight changes by steps alone; None if never.
 
         >>> from etude.multitask.curriculum import Ramp
         >>> curriculum = Curriculum([Phase("a", 1, ["x"]), Phase("b", Start(step=10), ["x", "y"], Ramp(steps=3))])
@@ -116,7 +116,7 @@ class Curriculum:
             if length is not None and step < entry.step + length:
                 return step + 1
         for phase in self.upcoming(state):
-            if phase.begins.fixed:  # it holds up all phases after it
+            if phase.begins.fixed:  # it blocks all later phases
                 return phase.begins.step
         return None
 
@@ -125,13 +125,13 @@ class Curriculum:
             _check_epoch(epoch)
             return state
         for phase in self.phases[1:]:
-            # In which epoch a step falls is not known here: a ramp in the other unit would start at the wrong moment.
+            # The epoch of a step is unknown here: a ramp in the other unit would start at the wrong time.
             start, ramp = phase.begins, phase.ramp
             same_unit = (start.step is None) == (ramp.steps is None) or start == Start(epoch=1)
             if not start.fixed or not (same_unit or ramp == Ramp(ramp.start, 0) or ramp.steps == 0):
                 raise ConfigError(
-                    f"phase '{phase.name}' begins at {start.text} with {ramp}, which epoch and step do not tell; "
-                    f"give the state that Curriculum.advance returns, or the ramp in the unit of the start"
+                    f"phase '{phase.name}' begins at {start.text} with {ramp}, which needs more than epoch and "
+                    "step; pass the state that Curriculum.advance returns, or use the same unit for ramp and start"
                 )
         return self.advance((), epoch, step)
 
@@ -155,17 +155,18 @@ def _check_epoch(epoch: float) -> None:
 def _check_phases(phases: tuple[Phase, ...]) -> None:
     if not phases or phases[0].begins not in (Start(epoch=1), Start(step=0)):
         first = f"'{phases[0].name}' begins at {phases[0].begins.text}" if phases else "there are no phases"
-        raise ConfigError(f"the first phase of a curriculum begins at epoch 1 or step 0, but {first}")
+        raise ConfigError(f"the first phase of a curriculum must begin at epoch 1 or step 0, but {first}")
     names = [phase.name for phase in phases]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"two phases are called '{twice[0]}'; give each its own name")
+        raise ConfigError(f"two phases are named '{twice[0]}'; rename one of them")
     for unit in ("epoch", "step"):
         timed = [(phase, at) for phase in phases if (at := getattr(phase.begins, unit)) is not None]
         for (earlier, first), (later, second) in pairwise(timed):
             if first >= second:
                 raise ConfigError(
                     f"phase '{later.name}' begins at {later.begins.text}, not after '{earlier.name}' "
-                    f"({earlier.begins.text}), which stands above it; list phases in the order in which they begin"
+                    f"({earlier.begins.text}), which is listed before it; list phases in the order in which they "
+                    "begin"
                 )
 
 
@@ -173,7 +174,7 @@ def _check_tasks(phases: tuple[Phase, ...], weights: Mapping[str, float]) -> Non
     for task, weight in weights.items():
         check_weight(weight, f"the weight of task '{task}'")
     if not weights:
-        raise ConfigError("no tasks are defined for the curriculum; name at least one")
+        raise ConfigError("no tasks are defined for the curriculum; define at least one")
     for phase in phases:
         named = () if phase.tasks == ALL else phase.tasks
         for task in (*named, *phase.variants):

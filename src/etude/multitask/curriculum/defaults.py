@@ -1,4 +1,4 @@
-"""The default curriculum of a code model, in four phases, and questions to it.
+"""The default curriculum of a code model, in four phases, and functions of it.
 
 | phase | epochs | tasks |
 |---|---|---|
@@ -66,9 +66,9 @@ def active_tasks(phase: Phase | float) -> tuple[str, ...]:
 def loss_weights(epoch: float, weights: Mapping[str, float] | None = None) -> dict[str, float]:
     """Return the weights of the default curriculum's active tasks at an epoch, counted from 1.
 
-    New tasks grow from 0.1 to 1 over five epochs. `weights` are static weights, such as `default_weights()`: those of
-    tasks that are not active are left out, a task that is not named has the weight 1, and tasks of your own come in
-    with the last phase. Raises ConfigError for a name that looks like a misspelt one.
+    The weights of new tasks grow from 0.1 to 1 over five epochs. `weights` are static weights, such as
+    `default_weights()`: those of inactive tasks are ignored, a task without one has the weight 1, and your own tasks
+    are added in the last phase. Raises ConfigError for a name that looks misspelt.
 
     >>> loss_weights(10)
     {'code_generation': 1.0}

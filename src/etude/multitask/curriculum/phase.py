@@ -1,4 +1,4 @@
-"""A phase of a curriculum: when it begins, what it trains, and how new tasks come in."""
+"""A phase of a curriculum: when it begins, what it trains, and how new tasks are introduced."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -9,9 +9,9 @@ from etude.core.errors import ConfigError
 from etude.core.spelling import nearest, suggest
 
 ALL = "all"
-"""As the tasks of a phase: every task that is defined."""
+"""Value of `tasks` for a phase that trains every defined task."""
 _STRICT = {"extra": "forbid"}
-"""Read by pydantic where it makes these classes from a file: a key that is not known is a mistake."""
+"""Used by pydantic when it builds these classes from a file: unknown keys are errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Start:
     step: int | None = None
     """The number of optimizer steps taken before the phase."""
     metric: str | None = None
-    """The metric that decides; it comes with `below` or `above`."""
+    """The metric that starts the phase; requires `below` or `above`."""
     below: float | None = None
     """The phase begins once the metric is at or below this."""
     above: float | None = None
@@ -42,7 +42,7 @@ class Start:
         bounds = [value for value in (self.below, self.above) if value is not None]
         if len(ways) != 1 or len(bounds) != (self.metric is not None) or not all(map(math.isfinite, bounds)):
             raise ConfigError(
-                f"a phase begins in one way: epoch, step, or metric with a finite number below or above; "
+                "a phase needs exactly one start: epoch, step, or metric with a finite number below or above; "
                 f"found {' and '.join(ways) or 'none'}, and {bounds or 'no number'}"
             )
         if (self.epoch is not None and self.epoch < 1) or (self.step is not None and self.step < 0):
@@ -50,12 +50,12 @@ class Start:
 
     @property
     def fixed(self) -> bool:
-        """Whether the start is known beforehand."""
+        """Whether the start is known in advance."""
         return self.metric is None
 
     @property
     def text(self) -> str:
-        """The start in words."""
+        """The start as text."""
         if self.epoch is not None:
             return f"epoch {self.epoch}"
         if self.step is not None:
@@ -63,7 +63,7 @@ class Start:
         return f"{self.metric} <= {self.below}" if self.below is not None else f"{self.metric} >= {self.above}"
 
     def reached(self, epoch: float, step: int, metrics: Mapping[str, float]) -> bool:
-        """Return whether the phase may begin now. A metric that is missing or NaN has not reached anything."""
+        """Return whether the phase may begin now. A missing or NaN metric never starts it."""
         if self.epoch is not None:
             return epoch >= self.epoch
         if self.step is not None:
@@ -83,18 +83,18 @@ class Ramp:
     __pydantic_config__: ClassVar[Mapping[str, str]] = _STRICT
 
     start: float = 0.1
-    """The factor with which a new task begins."""
+    """The initial factor of a new task."""
     epochs: float = 5.0
-    """The epochs until a new task counts in full; 0: at once."""
+    """Epochs until a new task has its full weight; 0: immediately."""
     steps: int | None = None
-    """The steps until a new task counts in full, instead of epochs."""
+    """Steps until a new task has its full weight, instead of epochs."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.start <= 1 and 0 <= self.epochs < math.inf and (self.steps or 0) >= 0):
-            raise ConfigError(f"a ramp starts between 0 and 1 and takes 0 or more epochs or steps, found {self}")
+            raise ConfigError(f"a ramp must start between 0 and 1 and take 0 or more epochs or steps, found {self}")
 
     def at(self, epochs: float, steps: int) -> float:
-        """Return the factor so many epochs and steps after the task came in."""
+        """Return the factor this many epochs and steps after the task was added."""
         passed, length = (epochs, self.epochs) if self.steps is None else (steps, self.steps)
         if passed >= length:
             return 1.0
@@ -103,7 +103,7 @@ class Ramp:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of training with the same tasks. It lasts until the next phase begins.
+    """A part of training with the same tasks. It lasts until the next phase begins.
 
     >>> Phase("warm-up", 1, ["code_generation"]).start
     Start(epoch=1, step=None, metric=None, below=None, above=None)
@@ -115,9 +115,9 @@ class Phase:
     start: Start | int
     """When it begins; a number is an epoch, counted from 1."""
     tasks: Sequence[str] | str
-    """The tasks that are trained, all of them, not only the new ones; "all" for every task there is."""
+    """All tasks that are trained, not only new ones; "all" for every defined task."""
     ramp: Ramp = field(default_factory=Ramp)
-    """How the tasks that come in with this phase grow to their full weight."""
+    """How the weights of new tasks grow to their full value."""
     variants: Mapping[str, str] = field(default_factory=dict)
     """The variant of a task in this phase: {"code_generation": "masked"}."""
     mixture: Mapping[str, float] | None = None
@@ -131,17 +131,19 @@ class Phase:
         if isinstance(self.start, int):
             object.__setattr__(self, "start", Start(epoch=self.start))
         if isinstance(self.tasks, str) and self.tasks != ALL:
-            raise ConfigError(f"phase '{self.name}': tasks is '{self.tasks}'; give a list of names, or '{ALL}'")
+            raise ConfigError(f"phase '{self.name}': tasks is '{self.tasks}'; use a list of names, or '{ALL}'")
         if not isinstance(self.tasks, str):
             object.__setattr__(self, "tasks", tuple(dict.fromkeys(self.tasks)))
         if not self.name or not self.tasks:
-            raise ConfigError(f"phase '{self.name}' has no name or no tasks; give both, or leave the phase out")
+            raise ConfigError(f"phase '{self.name}' has no name or no tasks; set both, or remove the phase")
         for source, weight in (self.mixture or {}).items():
             check_weight(weight, f"phase '{self.name}': the mixture weight of '{source}'")
         if self.mixture is not None and not any(self.mixture.values()):
             raise ConfigError(f"phase '{self.name}': no source of the mixture has a weight above 0")
         if self.sequence_length is not None and self.sequence_length < 1:
-            raise ConfigError(f"phase '{self.name}': sequence_length is {self.sequence_length}; give 1 or more")
+            raise ConfigError(
+                f"phase '{self.name}': sequence_length is {self.sequence_length}; it must be at least 1"
+            )
         check_weight(self.lr_scale, f"phase '{self.name}': lr_scale")
 
     @property
@@ -152,16 +154,16 @@ class Phase:
 
 
 def check_spelling(names: Iterable[str], tasks: Collection[str]) -> None:
-    """Raise ConfigError for a name that looks like a misspelt task; tasks that are named do not count as such."""
+    """Raise ConfigError for a name that looks like a misspelt task; exact names are fine."""
     given = tuple(names)
     missing = [task for task in tasks if task not in given]
     for name in given:
         if name not in tasks and nearest(name, missing, cutoff=0.8):
-            raise ConfigError(f"the weights name the task '{name}', which is not there{suggest(name, tasks)}")
+            raise ConfigError(f"the weights name the unknown task '{name}'{suggest(name, tasks)}")
 
 
 def check_weight(weight: float, what: str) -> float:
-    """Return the weight; raise ConfigError unless it is a finite number, 0 or more."""
+    """Return the weight; raise ConfigError unless it is finite and at least 0."""
     if not 0 <= weight < math.inf:
-        raise ConfigError(f"{what} is {weight}; give a finite number, 0 or more")
+        raise ConfigError(f"{what} is {weight}; it must be finite and at least 0")
     return weight

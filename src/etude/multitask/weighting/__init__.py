@@ -1,12 +1,12 @@
-"""Ways to weigh the losses of several tasks. None of them knows the engine, and none waits for the device.
+"""Weightings of the losses of several tasks. They are independent of the engine and never synchronise.
 
 Tasks have a fixed order, and everything is a vector over them: `losses` are the tasks' mean losses in this step, and
 `scale` is a factor for each task from outside: the static weight, times the ramp of a curriculum, times 0 if the task
-is not trained now or has no labels in this batch. What a loss says where the scale is 0 is not looked at.
+is not trained now or has no labels in this batch. Losses whose scale is 0 are ignored.
 
-The objective is `(coefficients · losses).sum() + penalty`: the coefficients go into `LossTerm.weight`, the penalty is a
-term of its own. Where `known_ahead` is true, the coefficients do not depend on this step's losses, so that the
-micro-batches of a step can be weighed one after the other. `Weighting.needs` says what a step has to give a weighting:
+The objective is `(coefficients · losses).sum() + penalty`: the coefficients go into `LossTerm.weight`, the penalty is
+a separate term. If `known_ahead` is true, the coefficients do not depend on this step's losses, so that the
+micro-batches of a step can be weighted one by one. `Weighting.needs` is what a step must pass to a weighting:
 
 | name | class | needs |
 |---|---|---|
@@ -20,7 +20,7 @@ micro-batches of a step can be weighed one after the other. `Weighting.needs` sa
 | those of torchjd | `TorchjdAggregator` | gradients |
 | | `TorchjdScalarizer` | losses of the step, for `coefficients` |
 
-In a step of a loop by hand, `scale` may be left out, and `combine` is `merge` for gradients that are not scaled yet:
+In a hand-written loop `scale` may be omitted, and `combine` is `merge` for gradients that are not scaled yet:
 
     weighting(losses, scale).backward()
     if weighting.needs == "gradients":
@@ -28,8 +28,8 @@ In a step of a loop by hand, `scale` may be left out, and `combine` is `merge` f
         assign_gradients(merged, shared)                           # heads keep the gradients of the plain sum
     optimizer.step()
 
-State is buffers and parameters: `state_dict` holds tensors only, and `to(device)` moves it. On several processes every
-process must be given the same losses and gradients, that is, the reduced ones; then all of them stay the same.
+State is buffers and parameters: `state_dict` holds tensors only, and `to(device)` moves it. With several processes
+all of them must receive the same, reduced losses and gradients; then their weightings stay in sync.
 """
 
 from etude.multitask.weighting.base import Needs, Weighting, assign_gradients

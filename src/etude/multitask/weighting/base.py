@@ -1,4 +1,4 @@
-"""What every weighting has, and the tasks' gradients as the rows of a matrix."""
+"""The base class of weightings, and the tasks' gradients as rows of a matrix."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ class Weighting(nn.Module):
     """Turns the losses of several tasks into one objective."""
 
     needs: ClassVar[Needs] = "nothing"
-    """What a step has to give it.
+    """What a step must pass to it.
 
     nothing           the coefficients are known before the step
     losses            the losses of the step, for `coefficients`
@@ -26,9 +26,9 @@ class Weighting(nn.Module):
     gradients         for `combine`, each task's gradient of all shared parameters
     """
     has_penalty: ClassVar[bool] = False
-    """Whether the objective adds something to the weighted losses."""
+    """Whether the objective adds a penalty to the weighted losses."""
     layer: str | None = None
-    """The layer of the trunk whose gradients it looks at; None: the last one that the tasks share."""
+    """The layer of the trunk whose gradients it uses; None: the last one that the tasks share."""
 
     def __init__(self, tasks: Sequence[str]) -> None:
         super().__init__()
@@ -50,60 +50,60 @@ class Weighting(nn.Module):
         return weights if scale is None else weights * scale
 
     def weights_of(self, losses: Tensor, scale: Tensor | None) -> Tensor:
-        """Return the weights before they are scaled; those of tasks that are not active do not matter."""
+        """Return the weights before scaling; those of inactive tasks do not matter."""
         return torch.ones_like(losses).detach()
 
     def latest(self, scale: Tensor) -> Tensor:
-        """Return the coefficients as they are now, or as they were last where only a step finds them."""
+        """Return the current coefficients, or those of the last step if they depend on it."""
         return self.coefficients(torch.zeros_like(scale), scale)
 
     def penalties(self, scale: Tensor | None = None) -> Tensor | None:
-        """Return what the objective adds for each task, (tasks,), or None."""
+        """Return the penalty of each task, (tasks,), or None."""
         found = self.penalties_of()
         return found if found is None or scale is None else found * scale
 
     def penalties_of(self) -> Tensor | None:
-        """Return the same, before it is scaled."""
+        """Return the penalty before scaling."""
         return None
 
-    # --- what a step gives it
+    # --- what a step passes to it
 
     def end_epoch(self, losses: Tensor, scale: Tensor | None = None) -> None:
-        """Take in the mean losses of an epoch."""
+        """Process the mean losses of an epoch."""
 
     def after_update(self, before: Tensor, after: Tensor, scale: Tensor | None = None) -> None:
-        """Take in the losses of one batch before and after an update of the model."""
+        """Process the losses of one batch before and after an update of the model."""
 
     def observe(self, losses: Tensor, gradients: Tensor, scale: Tensor | None = None) -> None:
-        """Take in the losses and the tasks' gradients (tasks, elements), before any weighting."""
+        """Process the losses and the tasks' unweighted gradients (tasks, elements)."""
 
     def combine(self, gradients: Tensor, *, step: int, scale: Tensor | None = None) -> Tensor:
-        """Return one gradient (elements,) of its own, made of the tasks' gradients (tasks, elements), which stay."""
+        """Return one new gradient (elements,) combined from those of the tasks (tasks, elements)."""
         if scale is None:
             return self.merge(gradients, step, torch.ones_like(gradients[:, 0], dtype=torch.bool))
         return self.merge(torch.where(scale[:, None] > 0, gradients, 0.0) * scale[:, None], step, scale > 0)
 
     def merge(self, gradients: Tensor, step: int, active: Tensor) -> Tensor:
-        """Return the same of gradients that are scaled already; those of tasks that are not active are zeros."""
-        raise NotImplementedError(f"{type(self).__name__} makes no gradients")
+        """Return the same for gradients that are already scaled; those of inactive tasks are zeros."""
+        raise NotImplementedError(f"{type(self).__name__} does not combine gradients")
 
-    # --- where its numbers are
+    # --- device and dtype
 
     @property
     def device(self) -> torch.device:
-        """Where its numbers are."""
+        """The device of its tensors."""
         tensor = self._first()
         return torch.device("cpu") if tensor is None else tensor.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its numbers."""
+        """The dtype of its tensors."""
         tensor = self._first()
         return torch.float32 if tensor is None else tensor.dtype
 
     @property
     def has_state(self) -> bool:
-        """Whether it has numbers of its own: these are to be saved and moved with the model."""
+        """Whether it has tensors of its own, which must be saved and moved with the model."""
         return self._first() is not None
 
     def _first(self) -> Tensor | None:
@@ -118,20 +118,20 @@ class Weighting(nn.Module):
         return objective if penalties is None else objective + penalties.sum()
 
     def check(self, losses: Tensor) -> None:
-        """Raise ConfigError unless there is one loss for each task; looks at shapes only."""
+        """Raise ConfigError unless there is one loss per task; only shapes are checked."""
         if losses.shape != (len(self.tasks),):
             raise ConfigError(
                 f"the weighting has the tasks {', '.join(self.tasks)}, but the losses have the shape "
-                f"{tuple(losses.shape)}; give one loss for each task, in this order"
+                f"{tuple(losses.shape)}; pass one loss per task, in this order"
             )
 
     def vector(self, values: Mapping[str, float], default: float, what: str) -> Tensor:
-        """Return the values by task as a vector; raises ConfigError for an unknown task or a value not finite."""
+        """Return the values by task as a vector; raises ConfigError for an unknown task or a non-finite value."""
         for task, value in values.items():
             if task not in self.tasks:
                 raise ConfigError(f"{what} names the task '{task}'{suggest(task, self.tasks)}")
             if not math.isfinite(value):
-                raise ConfigError(f"{what}: {task} is {value}; give a finite number")
+                raise ConfigError(f"{what}: {task} is {value}; it must be finite")
         return torch.tensor([float(values.get(task, default)) for task in self.tasks])
 
 
@@ -143,12 +143,12 @@ def is_active(losses: Tensor, scale: Tensor | None) -> Tensor:
 def positive(value: float, what: str) -> float:
     """Return the value; raises ConfigError unless it is finite and above 0."""
     if not 0 < value < math.inf:
-        raise ConfigError(f"{what} is {value}; give a finite number above 0")
+        raise ConfigError(f"{what} is {value}; it must be finite and above 0")
     return value
 
 
 def assign_gradients(gradient: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Make one vector the gradients of the parameters, in place of those they have."""
+    """Assign the slices of one vector as gradients of the parameters."""
     start = 0
     for parameter in parameters:
         parameter.grad = gradient[start : start + parameter.numel()].view_as(parameter).to(parameter.dtype)

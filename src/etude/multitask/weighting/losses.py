@@ -1,4 +1,4 @@
-"""Weights that need nothing of a step: fixed ones, learned ones, and those that follow the losses of epochs."""
+"""Weights that need nothing from a step: fixed ones, learned ones, and those that follow the losses of epochs."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -13,7 +13,7 @@ from etude.multitask.weighting.base import Weighting, is_active, positive
 
 @register("weighting", "static")
 class StaticWeights(Weighting):
-    """Σ weight·loss, with fixed weights; 1 for a task that is not named.
+    """Σ weight·loss, with fixed weights; 1 for a task without one.
 
     >>> StaticWeights(["code", "tests"], {"tests": 0.5})(torch.tensor([1.0, 4.0])).item()
     3.0
@@ -34,12 +34,12 @@ class StaticWeights(Weighting):
 
 @register("weighting", "uncertainty")
 class UncertaintyWeighting(Weighting):
-    """Uncertainty (Kendall, Gal and Cipolla 2018).
+    """Uncertainty weighting (Kendall, Gal and Cipolla 2018).
 
-    Learns s = log σ² of each task: e⁻ˢ·loss + s/2, or half of the first part for a task of regression.
+    Learns s = log σ² of each task: e⁻ˢ·loss + s/2, with half of the first term for a regression task.
 
-    The half belongs to a squared error, which is the likelihood of Gaussian noise σ; `sigma` is then the noise that
-    was found. `log_variances` is a parameter: give it to the optimizer, without weight decay.
+    The half belongs to a squared error, the negative log-likelihood of Gaussian noise σ; `sigma` is then the learned
+    noise. `log_variances` is a parameter: add it to the optimizer, without weight decay.
 
     >>> weighting = UncertaintyWeighting(["depth", "label"], regression=["depth"])
     >>> weighting(torch.tensor([4.0, 1.0])).item()
@@ -52,7 +52,7 @@ class UncertaintyWeighting(Weighting):
     def __init__(
         self, tasks: Sequence[str], regression: Sequence[str] = (), initial: Mapping[str, float] | None = None
     ) -> None:
-        """Name the tasks of regression; `initial` are values of log σ² to begin with, 0 for a task not named."""
+        """Name the regression tasks; `initial` has initial values of log σ², 0 for a task without one."""
         super().__init__(tasks)
         self.register_buffer("halves", self.vector(dict.fromkeys(regression, 0.5), 1.0, "regression"))
         self.log_variances = nn.Parameter(self.vector(initial or {}, 0.0, "initial"))
@@ -63,19 +63,19 @@ class UncertaintyWeighting(Weighting):
         return torch.exp(self.log_variances.detach() / 2)
 
     def weights_of(self, losses: Tensor, scale: Tensor | None) -> Tensor:
-        """Return 1/σ², or 1/2σ² for regression, with gradient history."""
+        """Return 1/σ², or 1/2σ² for regression, differentiably."""
         return self.halves * torch.exp(-self.log_variances)
 
     def penalties_of(self) -> Tensor:
-        """Return log σ of each task: what keeps σ from growing without end."""
+        """Return log σ of each task, which keeps σ from growing without bound."""
         return self.log_variances / 2
 
 
 @register("weighting", "imtl_l")
 class ImpartialLosses(Weighting):
-    """IMTL-L (Liu et al. 2021): eˢ·loss - s with a learned s for each task, which brings all losses to the same size.
+    """IMTL-L (Liu et al. 2021): eˢ·loss - s with a learned s per task, which brings all losses to the same size.
 
-    `log_scales` is a parameter: give it to the optimizer, without weight decay.
+    `log_scales` is a parameter: add it to the optimizer, without weight decay.
 
     >>> ImpartialLosses(["depth", "label"])(torch.tensor([4.0, 1.0])).item()
     5.0
@@ -84,16 +84,16 @@ class ImpartialLosses(Weighting):
     has_penalty: ClassVar[bool] = True
 
     def __init__(self, tasks: Sequence[str], initial: Mapping[str, float] | None = None) -> None:
-        """Give values of s to begin with, 0 for a task not named."""
+        """Set the initial values of s, 0 for a task without one."""
         super().__init__(tasks)
         self.log_scales = nn.Parameter(self.vector(initial or {}, 0.0, "initial"))
 
     def weights_of(self, losses: Tensor, scale: Tensor | None) -> Tensor:
-        """Return eˢ, with gradient history."""
+        """Return eˢ, differentiably."""
         return torch.exp(self.log_scales)
 
     def penalties_of(self) -> Tensor:
-        """Return -s of each task: what keeps it from shrinking without end."""
+        """Return -s of each task, which keeps the scale from shrinking without bound."""
         return -self.log_scales
 
 
@@ -103,7 +103,7 @@ class DynamicWeightAverage(Weighting):
 
     K·softmax(r / temperature) over the K active tasks, where r is the last epoch's loss over that of the one before.
 
-    A task with fewer than two epochs behind it has r = 1.
+    A task with fewer than two finished epochs has r = 1.
 
     >>> weighting = DynamicWeightAverage(["a", "b"])
     >>> weighting.end_epoch(torch.tensor([2.0, 2.0])); weighting.end_epoch(torch.tensor([1.0, 2.0]))
@@ -122,17 +122,17 @@ class DynamicWeightAverage(Weighting):
 
     @torch.no_grad()
     def weights_of(self, losses: Tensor, scale: Tensor | None) -> Tensor:
-        """Return the weights, which add up to the number of active tasks."""
+        """Return the weights, which sum to the number of active tasks."""
         active = is_active(losses, scale)
         ratio = torch.where(self.before > 0, self.last / self.before, 1.0)  # 0 until a task has had two epochs
         logits = torch.where(active, ratio / self.temperature, -torch.inf)
-        # With no task at all the softmax is NaN; every coefficient is then 0.
+        # Without any task the softmax is NaN; every coefficient is then 0.
         shares = torch.where(active, torch.softmax(logits, 0), 0.0)
         return shares * active.sum()
 
     @torch.no_grad()
     def end_epoch(self, losses: Tensor, scale: Tensor | None = None) -> None:
-        """Take in the mean losses of an epoch; tasks that are not active keep what they had."""
+        """Process the mean losses of an epoch; inactive tasks keep their values."""
         self.check(losses)
         active = is_active(losses, scale)
         self.before.copy_(torch.where(active, self.last, self.before))

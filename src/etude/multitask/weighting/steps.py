@@ -1,4 +1,4 @@
-"""Weightings that every step gives something: FAMO the losses around an update, GradNorm and PCGrad gradients."""
+"""Weightings that use every step: FAMO the losses around an update, GradNorm and PCGrad gradients."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -13,11 +13,11 @@ from etude.multitask.weighting.base import Needs, Weighting, is_active, positive
 
 _EPSILON = 1e-8
 _LEAST = 1e-4
-"""Weights of GradNorm stay above this: a negative one would drive its loss up."""
+"""Lower bound of GradNorm's weights: a negative one would increase its loss."""
 
 
 class VectorAdam(nn.Module):
-    """Adam with torch's defaults for a vector that some weighting adjusts; `weight_decay` is added to the gradient."""
+    """Adam with torch's defaults for the vector of a weighting; `weight_decay` is added to the gradient."""
 
     mean: Tensor
     square: Tensor
@@ -31,7 +31,7 @@ class VectorAdam(nn.Module):
 
     @torch.no_grad()
     def step(self, values: Tensor, gradient: Tensor, active: Tensor) -> None:
-        """Update the values in place where a task is active; the others, and their state, stay as they are."""
+        """Update the values in place for active tasks; other values and their state do not change."""
         gradient = gradient + self.weight_decay * values
         first, second = self.betas
         count = self.count + active
@@ -51,15 +51,15 @@ class FAMO(Weighting):
 
     It follows Σ z·∇log(loss), z = softmax(logits); the logits learn from how much each log loss fell in an update.
 
-    `floor` are the least values the losses can have, 0 for a task not named: a loss must stay above its floor. `lr` and
-    `decay` belong to the logits. With `decay` the weights forget, as the objective changes while a model learns.
+    `floor` has lower bounds of the losses, 0 for a task without one: a loss must stay above its floor. `lr` and
+    `decay` apply to the logits. With `decay` old information fades, as the objective changes during training.
     """
 
     needs: ClassVar[Needs] = "updates"
     logits: Tensor
     floors: Tensor
     used: Tensor
-    """The coefficients of every task in the last step it was active in, for people."""
+    """The coefficients of every task in the last step in which it was active, for logs."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class FAMO(Weighting):
 
     @torch.no_grad()
     def weights_of(self, losses: Tensor, scale: Tensor | None) -> Tensor:
-        """Return z / (c·height): the height is the loss over its floor, and c makes the weights add up to 1."""
+        """Return z / (c·height): the height is the loss above its floor, and c makes the weights sum to 1."""
         active = is_active(losses, scale)
         shares = torch.where(active, self.shares(active) / self._height(losses), 0.0)
         total = shares.sum()
@@ -110,11 +110,12 @@ class FAMO(Weighting):
 class GradNorm(Weighting):
     """GradNorm (Chen et al. 2018): weights that bring the tasks' gradient norms to a common scale.
 
-    Weights move down the gradient of Σ |w·‖g‖ − mean(w·‖g‖)·rᵅ|, and add up to the number of tasks.
+    Weights follow gradient descent on Σ |w·‖g‖ − mean(w·‖g‖)·rᵅ|, and sum to the number of tasks.
 
-    g is a task's gradient of the shared `layer` (such as `trunk.fc`; by default the one that the forward pass uses
-    last), r its loss relative to where it began, over the mean of the same. A larger `alpha` pulls harder at tasks that
-    lag. `initial` are the losses to count from, log(classes) say; for a task not named, the first loss that is seen.
+    g is a task's gradient with respect to the shared `layer` (such as `trunk.fc`; by default the last one in the
+    forward pass), and r its loss relative to the initial one, divided by the mean of these ratios. A larger `alpha`
+    favours slow tasks more. `initial` has initial losses, such as log(classes); the default is the first observed
+    loss.
     """
 
     needs: ClassVar[Needs] = "layer_gradients"
@@ -144,7 +145,7 @@ class GradNorm(Weighting):
 
     @torch.no_grad()
     def observe(self, losses: Tensor, gradients: Tensor, scale: Tensor | None = None) -> None:
-        """Adjust the weights from the losses and the tasks' gradients; they take effect from the next step on."""
+        """Adjust the weights from the losses and the tasks' gradients; they take effect in the next step."""
         self.check(losses)
         active = is_active(losses, scale)
         number = active.sum().clamp_min(1)
@@ -159,18 +160,19 @@ class GradNorm(Weighting):
         together = torch.where(active, self.weights, 0.0).sum()
         self.adam.step(self.weights, torch.sign(weighed - target) * norms, active)
         kept = torch.where(active, self.weights.clamp_min(_LEAST), 0.0)
-        # The active ones share what they had together: a step without one of the tasks does not unlearn weights.
+        # Active tasks keep their total weight: a step without one of the tasks does not reset weights.
         self.weights.copy_(torch.where(active, kept * together / kept.sum().clamp_min(_LEAST), self.weights))
 
 
 @register("weighting", "pcgrad")
 class PCGrad(Weighting):
-    """PCGrad (Yu et al. 2020): of every two gradients in conflict, each loses what goes against the other.
+    """PCGrad (Yu et al. 2020): for every two conflicting gradients, each loses its component against the other.
 
-    The sum of the tasks' gradients after each was projected, in random order, off those it conflicts with.
+    Sums the tasks' gradients after each was projected, in random order, onto the normal plane of those it conflicts
+    with.
 
     The order is a function of the seed and the step, so there is no state to save. Parameters that only one task uses
-    have no conflict: they take the gradient of the plain sum, which is what the coefficients give.
+    have no conflict: they get the gradient of the weighted sum.
 
     >>> PCGrad(["a", "b"]).combine(torch.tensor([[1.0, 0.0], [-1.0, 1.0]]), step=0).tolist()
     [0.5, 1.5]
@@ -183,25 +185,25 @@ class PCGrad(Weighting):
         self.seed = seed
 
     def order(self, step: int) -> Tensor:
-        """Return, for every task, the order in which it is compared with the others: (tasks, tasks - 1)."""
+        """Return for every task the order in which it is compared with the others: (tasks, tasks - 1)."""
         generator = torch.Generator().manual_seed(mix(self.seed, step))
         number = len(self.tasks)
         met = [torch.randperm(number - 1, generator=generator) for _ in range(number)]
-        # Positions among the others become numbers of tasks by stepping over the task itself.
+        # Indices among the others become task indices by skipping the task itself.
         return torch.stack([others + (others >= task) for task, others in enumerate(met)])
 
     @torch.no_grad()
     def merge(self, gradients: Tensor, step: int, active: Tensor) -> Tensor:
         """Return the sum of the projected gradients.
 
-        A projected gradient is a combination of the gradients, so the work is done on their products (tasks, tasks);
-        the gradients themselves are read twice, whatever the number of tasks.
+        A projected gradient is a linear combination of the gradients, so the work is done on their inner products
+        (tasks, tasks); the gradients themselves are read only twice for any number of tasks.
         """
         products = gradients @ gradients.T
         rows = torch.arange(len(self.tasks), device=gradients.device)
         shares = torch.eye(len(self.tasks), dtype=products.dtype, device=gradients.device)
         for other in self.order(step).to(gradients.device, non_blocking=True).T:
-            conflict = (shares * products[other]).sum(1).clamp_max(0.0)  # with the gradient as projected so far
+            conflict = (shares * products[other]).sum(1).clamp_max(0.0)  # with the gradient projected so far
             length = products[other, other]
             shares[rows, other] -= torch.where(length > 0, conflict / length, 0.0)
         return shares.sum(0) @ gradients

@@ -1,11 +1,11 @@
-"""The aggregators and scalarizers of torchjd as weightings by name: `weighting: {name: mgda, max_iters: 50}`.
+"""Aggregators and scalarizers of torchjd as named weightings: `weighting: {name: mgda, max_iters: 50}`.
 
-An aggregator makes one gradient of shared parameters from those of the tasks; a scalarizer makes one loss, and its
-derivatives are the coefficients. The keys of a section are torchjd's own arguments; one that is a vector over tasks is
-given by task name. Where torchjd has a method in both forms, the aggregator is meant. PCGrad, FAMO, DWA, IMTL-L,
+An aggregator combines the tasks' gradients of shared parameters into one; a scalarizer combines the losses into one,
+and its derivatives are the coefficients. The keys of a section are torchjd's own arguments; vectors over tasks are
+mappings from task names. If torchjd has a method in both forms, the aggregator is used. PCGrad, FAMO, DWA, IMTL-L,
 uncertainty (torchjd: UW) and static (Constant, Sum) are our own.
 
-Most of these methods solve a small problem on the host: every step waits for the device once.
+Most of these methods solve a small problem on the host, so every step synchronises once.
 """
 
 import functools
@@ -50,29 +50,28 @@ CLASSES = {
     "trimmed_mean": "aggregation.TrimmedMean",
     "upgrad": "aggregation.UPGrad",
 }
-"""Names in config files, and the classes of torchjd they stand for."""
+"""Names in config files, and the torchjd classes they refer to."""
 
 STATE: dict[str, dict[str, tuple[int, float]]] = {
     "GradVac": {"gramian_weighting._phi_t": (2, 0.0)},
     "NashMTL": {"weighting.prvs_alpha": (1, 1.0)},
     "PCD": {"gramian_weighting._sq_norm_ema": (1, 0.0), "gramian_weighting._n_steps": (0, 0.0)},
 }
-"""What a method keeps from step to step: attributes, how many of their dimensions are tasks, and their first value.
-Methods with a state that is not listed are refused: a resumed run would not be the same."""
+"""State of a method across steps: attributes, how many of their dimensions are tasks, and their initial value."""
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 Vector = Mapping[str, float]
 """Numbers by task."""
 
 _NEEDS_ALL_TASKS = frozenset({"PCD"})
-"""Methods whose state is of no use to a part of the tasks."""
+"""Methods whose state cannot be used with only some of the tasks."""
 
 
 class TorchjdWeighting(Weighting):
-    """A method of torchjd, made from its class and its settings; vectors over tasks are mappings from task names.
+    """A torchjd method, created from its class and settings; vectors over tasks are mappings from task names.
 
-    `seed` is that of methods that draw random numbers, which are a function of it and the step. Tasks that are inactive
-    in a step are left out of the method, and so is their part of its state.
+    Methods that draw random numbers derive them from `seed` and the step. Tasks that are inactive in a step are
+    excluded from the method, and so is their part of its state.
     """
 
     def __init__(self, tasks: Sequence[str], kind: type, seed: int = 0, **settings: Any) -> None:
@@ -88,17 +87,17 @@ class TorchjdWeighting(Weighting):
 
         if issubclass(kind, Stateful) and not self._state:
             raise ConfigError(
-                f"{kind.__name__} of torchjd keeps a state that checkpoints cannot hold, so that a run could not be "
-                f"resumed; choose another weighting"
+                f"{kind.__name__} of torchjd has state that checkpoints cannot hold, so a run could not be resumed; "
+                "choose another weighting"
             )
         for path, (dimensions, first) in self._state.items():
             self.register_buffer(_buffer(path), torch.full((len(self.tasks),) * dimensions, first))
-        self._make(range(len(self.tasks)), torch.zeros(()))  # settings that it refuses are refused now
+        self._make(range(len(self.tasks)), torch.zeros(()))  # reject invalid settings early
 
     def _check_vector(self, name: str, values: Mapping[str, float]) -> None:
         self.vector(values, 0.0, name)
         if missing := [task for task in self.tasks if task not in values]:
-            raise ConfigError(f"{name} has no number for the task '{missing[0]}'; give one for each task")
+            raise ConfigError(f"{name} has no value for the task '{missing[0]}'; set one for each task")
 
     def _make(self, places: Sequence[int], like: Tensor) -> Any:
         """Return the method for these tasks."""
@@ -119,7 +118,7 @@ class TorchjdWeighting(Weighting):
             if self._state:
                 self._call(
                     method, values
-                )  # it makes what depends on shapes now; the state that this leaves is replaced
+                )  # this call creates what depends on shapes; the state it leaves is replaced
         return self._methods[key]
 
     def _call(self, method: Any, values: Tensor) -> Tensor:
@@ -132,7 +131,7 @@ class TorchjdWeighting(Weighting):
         return result
 
     def _places(self, active: Tensor) -> list[int]:
-        """Return the numbers of the tasks that are active in this step; the host waits for the device here."""
+        """Return the values of the active tasks of this step; this synchronises with the device."""
         places = [place for place, part in enumerate(active.tolist()) if part]
         if 0 < len(places) < len(self.tasks) and self.kind.__name__ in _NEEDS_ALL_TASKS:
             raise TrainingError(
@@ -144,13 +143,13 @@ class TorchjdWeighting(Weighting):
 
 
 class TorchjdAggregator(TorchjdWeighting):
-    """Makes the gradient of shared parameters; the others take that of the weighted sum."""
+    """Combines the gradients of shared parameters; others get that of the weighted sum."""
 
     needs: ClassVar[Needs] = "gradients"
 
     @torch.no_grad()
     def merge(self, gradients: Tensor, step: int, active: Tensor) -> Tensor:
-        """Return what the aggregator makes of the gradients of the active tasks."""
+        """Return the aggregate of the gradients of the active tasks."""
         places = self._places(active)
         if not places:
             return torch.zeros_like(gradients[0])
@@ -164,17 +163,17 @@ class TorchjdAggregator(TorchjdWeighting):
         return result.to(gradients.dtype)
 
     def _put_state(self, method: Any, places: Sequence[int], step: int) -> None:
-        """Give the method its state, of these tasks."""
+        """Set the method's state for these tasks."""
         for path, (dimensions, _) in self._state.items():
             part, _, name = path.partition(".")
             value, now = self._kept(path)[_at(places, dimensions)], getattr(getattr(method, part), name)
             new = value.to(now) if isinstance(now, Tensor) else value.cpu().double().numpy()
             setattr(getattr(method, part), name, new)
-        if self.kind.__name__ == "NashMTL":  # its own count of calls: at 0 it would set its problem up again
+        if self.kind.__name__ == "NashMTL":  # its call counter: at 0 it would set up its problem again
             method.weighting.step = float(step or method.update_weights_every)
 
     def _keep_state(self, method: Any, places: Sequence[int]) -> None:
-        """Keep the state that the method has now."""
+        """Store the method's current state."""
         for path, (dimensions, _) in self._state.items():
             kept = self._kept(path)
             kept[_at(places, dimensions)] = torch.as_tensor(operator.attrgetter(path)(method)).to(kept)
@@ -184,18 +183,18 @@ class TorchjdAggregator(TorchjdWeighting):
 
 
 class TorchjdScalarizer(TorchjdWeighting):
-    """Weighs the losses by the derivatives of one loss made of them all."""
+    """Weights the losses by the derivatives of a combined loss."""
 
     needs: ClassVar[Needs] = "losses"
     used: Tensor
-    """The coefficients of every task in the last step it was active in, for people."""
+    """The coefficients of every task in the last step in which it was active, for logs."""
 
     def __init__(self, tasks: Sequence[str], kind: type, seed: int = 0, **settings: Any) -> None:
         super().__init__(tasks, kind, seed, **settings)
         self.register_buffer("used", torch.zeros(len(self.tasks)))
 
     def coefficients(self, losses: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Return the derivatives by the losses of the active tasks, times the scale."""
+        """Return the derivatives with respect to the losses of the active tasks, times the scale."""
         places = self._places(is_active(losses, scale))
         found = torch.zeros_like(losses)
         if places:
@@ -213,7 +212,7 @@ class TorchjdScalarizer(TorchjdWeighting):
 
 
 class _Factory:
-    """Makes one of the weightings; torchjd is imported when its signature is asked for, or when it is called."""
+    """Creates one of the weightings; torchjd is imported when its signature is needed or when it is called."""
 
     def __init__(self, path: str) -> None:
         self._module, _, self._class = path.rpartition(".")
@@ -235,7 +234,7 @@ class _Factory:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of the class as a file can give it, and `tasks` and `seed`; open if torchjd is not there to tell it."""
+        """The signature of the class as a file can give it, with `tasks` and `seed`; open if torchjd is missing."""
         parameters = [
             inspect.Parameter("tasks", _KEYWORD, annotation=Sequence[str]),
             inspect.Parameter("seed", _KEYWORD, annotation=int, default=0),
@@ -252,7 +251,7 @@ class _Factory:
 
 
 def _in_files(hint: Any) -> Any:
-    """Return the type of an argument as a file can give it: a vector as a mapping; None for what no file can hold."""
+    """Return the type of an argument in a file: a mapping for a vector; None if no file can hold it."""
     members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     kept = [one for one in members if one in (int, float, bool, str) or typing.get_origin(one) is typing.Literal]
     if not kept and Tensor in members:
@@ -272,7 +271,7 @@ def _buffer(path: str) -> str:
 
 
 def _at(places: Sequence[int], dimensions: int) -> Any:
-    """Return an index: the elements of these tasks along so many dimensions."""
+    """Return an index of the elements of these tasks along this many dimensions."""
     return (..., list(places), ([[place] for place in places], list(places)))[dimensions]
 
 
