@@ -6,9 +6,15 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import torch
 
 from etude.monitor import collect_environment
+
+
+@pytest.fixture(autouse=True)
+def git_may_look(monkeypatch):
+    monkeypatch.delenv("GIT_DIR", raising=False)
 
 
 def git(folder, *arguments):

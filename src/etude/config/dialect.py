@@ -50,7 +50,8 @@ def _loader() -> Any:
 def _dumper() -> Any:
     import yaml
 
-    dumper: Any = type("ConfigDumper", (yaml.SafeDumper,), {"ignore_aliases": lambda _self, _data: True})
+    base: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    dumper: Any = type("ConfigDumper", (base,), {"ignore_aliases": lambda _self, _data: True})
     dumper.add_representer(str, _represent_text)
     for tag in ("int", "float"):
         dumper.add_implicit_resolver(_PREFIX + tag, _PATTERNS[tag], list(_CORE[tag][1]))
