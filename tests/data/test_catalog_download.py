@@ -64,7 +64,7 @@ def test_over_http(idx_data, fetch, serve):
     ("answer", "reason"),
     [
         (lambda handler: handler.send_error(404, "Gone fishing"), f"{IMAGES}.gz: HTTP 404 Gone fishing"),
-        (lambda handler: send(handler, b"abc", length=1000), "broke off after 3 of 1000 bytes"),
+        (lambda handler: send(handler, b"abc", length=1000), "ended after 3 of 1000 bytes"),
         (lambda handler: send(handler, b"<html>log in</html>"), "not a readable gzip file"),
         (lambda handler: send(handler, gzip.compress(b"other")), "its SHA-256 is"),
         (lambda handler: send(handler, gzip.compress(bytes(5000))), "truncated or oversized gzip"),

@@ -77,7 +77,7 @@ def test_the_folder_comes_first_and_the_rest_from_elsewhere(idx_data, fetch, tmp
     mirror = file_mirror(idx_data, tmp_path / "mirror", names=[TEST_IMAGES, TEST_LABELS])
     assert_complete(fetch(folder, [mirror]), idx_data)
     assert sorted(path.name for path in cache.iterdir()) == sorted([LABELS, TEST_IMAGES, TEST_LABELS])
-    assert "not complete" in caplog.text
+    assert "incomplete" in caplog.text
 
 
 def test_a_download_is_cached_unpacked_and_used_again(idx_data, fetch, tmp_path, cache):

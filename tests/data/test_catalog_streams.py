@@ -65,7 +65,7 @@ def test_a_section_of_data_sections(tmp_path):
     widths = [{part["stream"]: part["input_ids"].shape for part in batch} for batch in loader.iterate(0)]
     assert all(one["code"] == (6, 8) and len(one["prose"]) == 2 for one in widths)
     assert {batch["stream"] for batch in splits.make_loader("validation", 8).iterate(0)} == {"code"}
-    with pytest.raises(DataError, match="no test part"):
+    with pytest.raises(DataError, match="no test split"):
         splits.make_loader("test", 8)
 
 
@@ -91,7 +91,7 @@ def test_different_tokenizers_are_refused(tmp_path, how):
     other = {"files": {"tokenizer": {"b": 1}}, "told": {"told": "y"}, "mixed": {"tokenizer": {"a": 1}}}[how]
     first, second = folder(tmp_path / "a", **one), folder(tmp_path / "b", **other)
     silent = folder(tmp_path / "c")
-    with pytest.raises(EtudeError, match="'a' and 'b' were made with different tokenizers"):
+    with pytest.raises(EtudeError, match="'a' and 'b' have different tokenizers"):
         build_component("data", section(c=silent, a=first, b=second))
     shutil.copytree(first, tmp_path / "d")
     build_component("data", section(a=first, c=silent, d=tmp_path / "d"))

@@ -138,7 +138,7 @@ HOSTILE = {
     "null label": (good + '{"text": "a", "label": null}\n', [":3", "'label' is null"]),
     "a label of numbers": (good + '{"text": "a", "label": 1.5}\n', [":3", "1.5"]),
     "a text that is none": (good + '{"text": 5, "label": "x"}\n', [":3", "'text'", "5"]),
-    "one class": ('{"text": "a", "label": "x"}\n' * 3, ["'x'", "nothing to learn"]),
+    "one class": ('{"text": "a", "label": "x"}\n' * 3, ["'x'", "others"]),
 }
 
 

@@ -262,7 +262,7 @@ def test_positions_beyond_the_data_are_refused():
     loader = DataLoader(*tensors(10), 4)
     assert list(loader.iterate(0, 10)) == []
     for position in (-1, 11):
-        with pytest.raises(DataError, match=f"cannot start at sample {position}: an epoch has 10"):
+        with pytest.raises(DataError, match=f"cannot start at sample {position}: an epoch has only 10"):
             loader.iterate(0, position)
 
 
@@ -282,12 +282,12 @@ def test_positions_beyond_the_data_are_refused():
         (lambda: DataLoader(torch.zeros(4), batch_size=0), "batch_size is 0"),
         (lambda: DataLoader(torch.tensor(4.0)), "data is a single number"),
         (lambda: DataLoader(torch.zeros(4), ["a"] * 4, 2), "labels: a list cannot become a tensor"),
-        (lambda: DataLoader(torch.zeros(4), {1, 2, 3, 4}, 2), "labels is a set; give a tensor"),
+        (lambda: DataLoader(torch.zeros(4), {1, 2, 3, 4}, 2), "labels is a set; pass a tensor"),
         (lambda: DataLoader(np.array(["a", "b"])), "cannot become a tensor"),
         (lambda: DataLoader(torch.zeros(4), prefetch=-1), "prefetch is -1"),
         (lambda: DataLoader("data/tokenized"), "data/tokenized: no such file"),
         (lambda: DataLoader(iter([1])), "data is a list_iterator"),
-        (lambda: DataLoader([1, 2, 3], 2), "give the batch size by name: batch_size=2"),
+        (lambda: DataLoader([1, 2, 3], 2), "pass the batch size by name: batch_size=2"),
         (lambda: DataLoader([(1, 2), (3, 4)], torch.zeros(2)), "in the samples of a dataset"),
         (lambda: DataLoader([]), "the data is empty"),
     ],

@@ -30,7 +30,7 @@ def test_datasets_are_parts_too():
 
 
 def test_a_missing_part_is_an_error():
-    with pytest.raises(DataError, match="the data has no test part"):
+    with pytest.raises(DataError, match="the data has no test split"):
         DataSplits(PART).make_loader("test", 4)
 
 

@@ -154,7 +154,7 @@ def test_a_far_position_of_a_mixture_costs_no_more_than_a_near_one():
 @pytest.mark.parametrize(
     ("sizes", "weights", "words"),
     [
-        ([10], [1, 2], "one weight for each"),
+        ([10], [1, 2], "one weight per data set"),
         ([10, 10], [1, 0], "must be positive"),
         ([10, 10], [1, -2], "must be positive"),
         ([10, 10], [1, float("nan")], "must be positive"),

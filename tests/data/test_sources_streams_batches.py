@@ -188,8 +188,8 @@ def test_mappings_and_single_tensors_become_named_dicts():
         ({"a": LoaderData(torch.arange(4), {"bucket_batches": 2})}, "'a': bucket_batches is 2"),
         ({"a": LoaderData(torch.arange(4), {"collate_fn": len})}, "'a': collate_fn"),
         ({}, "no streams"),
-        ({"all": torch.arange(4)}, "called 'all'"),
-        ({"a.b": torch.arange(4)}, "called 'a.b'"),
+        ({"all": torch.arange(4)}, "named 'all'"),
+        ({"a.b": torch.arange(4)}, "named 'a.b'"),
         ({"a": Streams({"b": torch.arange(4)})}, "consists of streams itself"),
     ],
 )
@@ -209,7 +209,7 @@ def test_streams_that_cannot_be(data, message):
         ({"weights": {"a": 1, "b": float("inf"), "code": 1}}, "weight of stream 'b' is inf"),
         ({"weights": {"a": 1, "b": "2", "code": 1}}, "weight of stream 'b' is '2'"),
         ({"weights": {"a": 0, "b": 0, "code": 0}}, "all 0"),
-        ({"weights": {"a": 1, "b": 1}}, "leave out code"),
+        ({"weights": {"a": 1, "b": 1}}, "no weight for code"),
         ({"weights": {"a": 1, "b": 1e-9, "code": 1}}, "too small"),
         ({"draw": "both"}, "draw is 'both'"),
         ({"draw": "together", "batch_size": 2}, "each of 3 streams"),
@@ -235,7 +235,7 @@ def test_settings_that_cannot_be(options, message):
         ({"only": ["x"]}, "only: unknown stream 'x'"),
         ({"only": ["c"]}, "their weights are 0"),
         ({"weights": {"a": 1}, "only": ["b"]}, "their weights are 0"),
-        ({"only": []}, "streams to be read are none"),
+        ({"only": []}, "selected streams are none"),
         ({"sequence_length": 4}, "stream 'a' has no token sequences"),
     ],
 )

@@ -71,7 +71,7 @@ def test_masked_samples_of_a_source_without_lengths_cannot_be_resized():
 
     masked = MaskedTokens(Plain(), mask_id=1, vocab_size=10)
     assert not isinstance(masked, ResizableSource)
-    with pytest.raises(DataError, match="samples of x, a Plain, cannot be cut"):
+    with pytest.raises(DataError, match="samples of x, a Plain, do not support another length"):
         TokenMixture({"x": Plain()}).with_length(3)
 
 

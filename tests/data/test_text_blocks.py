@@ -210,7 +210,7 @@ def test_labels_of_a_mixture_are_padded_to_the_longest():
 @pytest.mark.parametrize(
     ("weights", "size", "words"),
     [
-        ({"a": 1}, None, "one weight for each"),
+        ({"a": 1}, None, "one weight per source"),
         ({"a": 1, "b": -1}, None, "must be positive"),
         (None, 5, "only with"),
     ],

@@ -85,7 +85,7 @@ def test_it_is_the_collate_fn_of_a_loader(loader):
         ([], "no samples"),
         ([[1], [[2]]], "one dimension"),
         ([{"input_ids": [1]}, {"tokens": [1]}], "different keys"),
-        ([([1],)], "all \\(ids, labels\\)"),
+        ([([1],)], "all be \\(ids, labels\\)"),
         ([{"input_ids": [1], "x": [1, 2]}, {"input_ids": [1], "x": [1]}], "x has different shapes"),
         ([{"input_ids": [None]}], "input_ids of a sample is list"),
         ([torch.zeros(2, dtype=torch.bfloat16)], "cannot be converted to an array"),

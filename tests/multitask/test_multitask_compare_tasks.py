@@ -68,7 +68,7 @@ def test_table_holds_the_numbers_of_the_runs(etude, experiment, tmp_path):
     assert {row["task"]: row["split"] for row in rows.values()} == {
         "writing": "test",
         "annotation": "test",
-        "quality": "validation",  # its stream has no test part
+        "quality": "validation",  # its stream has no test split
     }
     row = rows["quality", "f1"]
     for kind, folder in (("multi-task", "multi-task"), ("single-task", "quality")):

@@ -10,7 +10,7 @@ from torch import Tensor
 from etude.core.errors import TrainingError
 
 TOKENS_PER_PLACE = 32
-"""Below this length the kernel is not worthwhile: it launches blocks and pads buffers for empty documents too."""
+"""With fewer tokens per slot the kernel is not worthwhile: it launches blocks and pads buffers for empty slots."""
 
 
 class VarlenAttention:

@@ -1,1 +1,1 @@
-"""Catalog: data sets that a config can name, and where their files come from."""
+"""Catalog: data sets that a config can name, and the sources of their files."""

@@ -1,4 +1,4 @@
-"""Arrays for config files: .npz, .safetensors, or a folder of .npy files. Nothing that is read can run code."""
+"""Arrays for config files: .npz, .safetensors, or a folder of .npy files. Reading them never executes code."""
 
 import json
 import zipfile
@@ -21,9 +21,9 @@ from etude.data.splits import DataSplits, check_labels
 
 INPUTS = ("inputs", "x", "X", "data", "images", "features")
 LABELS = ("labels", "y", "Y", "targets", "target")
-"""Names under which inputs and labels are looked for."""
+"""Usual names of inputs and labels."""
 MAX_RATIO = 100
-"""Arrays that are larger than MAX_BYTES and so many times as large as in their archive are not unpacked."""
+"""Arrays above MAX_BYTES are not unpacked if this many times larger than in their archive."""
 _DTYPES = {
     "F64": "f8",
     "F32": "f4",
@@ -35,7 +35,7 @@ _DTYPES = {
     "U8": "u1",
     "BOOL": "?",
 }
-"""Types of safetensors that NumPy has."""
+"""Dtypes of safetensors that NumPy supports."""
 
 
 @register("data", "arrays")
@@ -48,10 +48,10 @@ def load_arrays(
     test: Share | str = 0.1,
     seed: Annotated[int, Ge(0)] = 0,
 ) -> DataSplits:
-    """Arrays of inputs and labels, with a sample in each row.
+    """Arrays of inputs and labels, one sample per row.
 
-    Whole numbers as labels are classes, other numbers are predicted as numbers. Files are mapped into memory and read
-    as they are needed, but for .npz, which are read at once.
+    Integer labels are classes, other numbers are regression targets. Files are memory-mapped and read as needed,
+    except for .npz, which are read at once.
 
     path: a .npz or .safetensors file, or a folder with .npy files.
     inputs, labels: the names of the arrays (of the files, without .npy); usual names are found.
@@ -87,14 +87,14 @@ def load_arrays(
 
 
 def _num_classes(labels: list[Array]) -> int | None:
-    """Return the number of classes if labels are classes. Raises DataError for one that cannot be."""
+    """Return the number of classes if labels are classes. Raises DataError for an invalid one."""
     if labels[0].ndim > 1 or labels[0].dtype.kind not in "iu":
         return None
     number = max(int(one.max()) for one in labels) + 1
     for one in labels:
         check_labels(torch.from_numpy(one), max(number, 1))
     if number < 2:
-        raise DataError("labels has one class, 0; there is nothing to learn")
+        raise DataError("labels has only one class, 0; add samples of others")
     return number
 
 
@@ -109,18 +109,17 @@ def _read(
     }
     for name, array in found.items():
         if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
-            raise DataError(f"{path}: {name} is of type {array.dtype}; save numbers")
+            raise DataError(f"{path}: {name} is of type {array.dtype}; save it as numbers")
         if array.ndim == 0 or not len(array):
             raise DataError(f"{path}: {name} has no samples")
         if like is not None and array.shape[1:] != like[name].shape[1:]:
             raise DataError(
-                f"{path}: {name} has the shape {array.shape}, in the training file {like[name].shape}; make them alike"
+                f"{path}: {name} has the shape {array.shape}, in the training file {like[name].shape}; use the same "
+                "shape"
             )
     lengths = {name: len(array) for name, array in found.items()}
     if lengths["inputs"] != lengths["labels"]:
-        raise DataError(
-            f"{path}: {lengths['inputs']} inputs and {lengths['labels']} labels; there must be one for each"
-        )
+        raise DataError(f"{path}: {lengths['inputs']} inputs and {lengths['labels']} labels; save equally many")
     found["labels"] = _as_labels(path, found["labels"])
     return found
 
@@ -149,7 +148,7 @@ def _name(path: Path, there: Mapping[str, Any], given: str | None, usual: tuple[
 
 
 class ArrayFiles(Mapping[str, Array]):
-    """Arrays by name, opened when they are asked for."""
+    """Arrays by name, opened on access."""
 
     def __init__(self, path: Path, openers: Mapping[str, Any]) -> None:
         self.path, self._openers = path, openers
@@ -170,7 +169,7 @@ class ArrayFiles(Mapping[str, Array]):
 
 
 def _open(path: Path) -> ArrayFiles:
-    """Return the arrays of a file or folder by name. Raises DataError for what is neither."""
+    """Return the arrays of a file or folder by name. Raises DataError for anything else."""
     try:
         if path.is_dir():
             files = sorted(path.glob("*.npy"))
@@ -185,7 +184,7 @@ def _open(path: Path) -> ArrayFiles:
         raise DataError(f"{path} does not exist") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} cannot be read ({' '.join(str(error).split())})") from error
-    raise DataError(f"{path} is no file of arrays; give a .npz or .safetensors file, or a folder of .npy files")
+    raise DataError(f"{path} is not a file of arrays; use a .npz or .safetensors file, or a folder of .npy files")
 
 
 def _unpacked(path: Path, name: str) -> Array:
@@ -205,7 +204,7 @@ def _open_safetensors(path: Path) -> ArrayFiles:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > path.stat().st_size:
-            raise ValueError("it is truncated, or no safetensors file")
+            raise ValueError("it is truncated or not a safetensors file")
         header = json.loads(file.read(size))
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     return ArrayFiles(

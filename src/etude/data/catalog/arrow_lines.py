@@ -1,4 +1,4 @@
-"""Lines of a delimited file read by pyarrow, where it is installed and reads them exactly as we do."""
+"""Lines of a delimited file read by pyarrow, if installed and if it reads them exactly as we do."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -8,27 +8,27 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.data.catalog.decimals import Numbers, Places
-from etude.data.catalog.delimited import MISSING, PLAIN, Block, Layout, PlainLines, Unread
+from etude.data.catalog.delimited import MISSING, PLAIN, Block, FileLayout, PlainLines, Unread
 
 MIN_BYTES = 2**25
-"""Of a file: smaller ones are read before pyarrow is imported."""
+"""Minimum file size for which pyarrow is imported."""
 ARROW_BLOCKS = 4
-"""Blocks of our own reader that pyarrow reads in one call: it takes a while to begin."""
+"""Blocks that pyarrow reads in one call, because each call has overhead."""
 CHUNK_BYTES = 2**20
-"""Of what pyarrow reads at a time: more would not stay in the cache. Longer lines are left to our own reader."""
+"""Bytes that pyarrow reads at a time, to fit the cache. Longer lines are left to our own reader."""
 _NULLS = sorted({"".join(one) for word in MISSING for one in product(*((char, char.upper()) for char in word))})
 
 
 class ArrowReader:
-    """Reads blocks of plain lines; what it is not sure of is left to our own reader, as is the rest of that file."""
+    """Reads blocks of plain lines; uncertain blocks, and the rest of that file, are left to our own reader."""
 
-    def __init__(self, layout: Layout, numbers: Sequence[int], texts: Sequence[int]) -> None:
+    def __init__(self, layout: FileLayout, numbers: Sequence[int], texts: Sequence[int]) -> None:
         """`numbers` and `texts` are the columns to read. Raises ImportError without pyarrow."""
         import pyarrow as pa  # type: ignore[import-untyped, import-not-found, unused-ignore]
         from pyarrow import csv  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
         self._pa, self._csv, self.numbers, self.texts = pa, csv, numbers, texts
-        self.is_sure = layout.form == PLAIN and layout.columns > 1  # of one column, an empty line is no row
+        self.is_sure = layout.form == PLAIN and layout.columns > 1  # with one column, an empty line is not a row
         category = pa.dictionary(pa.int32(), pa.string())
         types = {str(place): pa.float64() for place in numbers} | {str(place): category for place in texts}
         names = [str(place) for place in range(layout.columns)]
@@ -43,7 +43,7 @@ class ArrowReader:
         self._read_options = csv.ReadOptions(use_threads=False, column_names=names, block_size=CHUNK_BYTES)
 
     def read(self, group: Sequence[Unread]) -> Block | None:
-        """Return lines that follow each other; None if they have to be read otherwise."""
+        """Return consecutive lines; None if they must be read by our own reader."""
         plain = [lines for lines in group if isinstance(lines, PlainLines)]
         text = b"".join(part for lines in plain for part in lines.parts)
         if not self.is_sure or len(plain) < len(group) or text.startswith(b"\xef\xbb\xbf"):
@@ -53,7 +53,7 @@ class ArrowReader:
         except self._pa.ArrowException:
             self.is_sure = False
             return None
-        if len(table) < sum(lines.count for lines in plain):  # empty lines, which it passes over
+        if len(table) < sum(lines.count for lines in plain):  # empty lines, which pyarrow skips
             return None
         block = ArrowBlock(plain[0].layout, plain[0].line, self, table)
         self.is_sure = self.is_sure and block.is_sure
@@ -63,7 +63,7 @@ class ArrowReader:
 class ArrowBlock(Block):
     """Rows that pyarrow has read."""
 
-    def __init__(self, layout: Layout, line: int, reader: ArrowReader, table: Any) -> None:
+    def __init__(self, layout: FileLayout, line: int, reader: ArrowReader, table: Any) -> None:
         super().__init__(layout, line + np.arange(len(table)), table.nbytes)
         self._values = np.empty((len(reader.numbers), len(table)))
         self._texts = dict(zip(reader.texts, table.columns[len(reader.numbers) :], strict=True))
@@ -71,7 +71,7 @@ class ArrowBlock(Block):
         for values, cells in zip(self._values, table.columns, strict=False):
             filled = cells.fill_null(np.nan) if cells.null_count else cells
             np.concatenate([_array(chunk, np.float64) for chunk in filled.chunks], out=values)
-            # -nan and nan(1) are no missing values.
+            # -nan and nan(1) are not missing values
             self.is_sure = self.is_sure and np.count_nonzero(np.isnan(values)) == cells.null_count
 
     def numbers(self, columns: Sequence[int]) -> Numbers:  # noqa: ARG002
@@ -79,18 +79,18 @@ class ArrowBlock(Block):
         return self._values.T
 
     def categories(self, column: int) -> tuple[Places, list[str]]:
-        """Return a column as places in a list of its texts."""
+        """Return a column as indices into a list of its texts."""
         cells = self._texts[column].combine_chunks()
         return _array(cells.indices, np.int32), [text.strip() for text in cells.dictionary.to_pylist()]
 
 
 def _array(cells: Any, dtype: Any) -> npt.NDArray[Any]:
-    """Return cells none of which is null; `to_numpy` would import pandas."""
+    """Return cells without nulls; `to_numpy` would import pandas."""
     return np.frombuffer(cells.buffers()[1], dtype, len(cells))
 
 
-def arrow_reader(layout: Layout, numbers: Sequence[int], texts: Sequence[int]) -> ArrowReader | None:
-    """Return what reads a large file faster, if it is installed."""
+def arrow_reader(layout: FileLayout, numbers: Sequence[int], texts: Sequence[int]) -> ArrowReader | None:
+    """Return a faster reader for a large file, if installed."""
     try:
         return ArrowReader(layout, numbers, texts) if layout.path.stat().st_size >= MIN_BYTES else None
     except (ImportError, OSError):  # it is not installed, or not for this machine

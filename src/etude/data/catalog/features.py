@@ -1,4 +1,4 @@
-"""From tables to one float32 matrix per part: numbers standardised, categories as 0 and 1, missing values filled."""
+"""From tables to one float32 matrix per part: numbers standardised, categories one-hot, missing values filled."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,18 +24,18 @@ BLOCK_ROWS = 2**11
 
 @dataclass(slots=True)
 class Part:
-    """Rows of a table that make a part of the data."""
+    """The rows of a table that make a part of the data."""
 
     table: Table
     rows: Rows | slice
 
     @property
     def num_rows(self) -> int:
-        """How many rows it has."""
+        """The number of rows."""
         return self.table.num_rows if isinstance(self.rows, slice) else len(self.rows)
 
     def where(self, place: int) -> str:
-        """Return the place of a row in its file."""
+        """Return the location of a row in its file."""
         return self.table.where(place if isinstance(self.rows, slice) else int(self.rows[place]))
 
     def blocks(self) -> list[slice]:
@@ -43,14 +43,14 @@ class Part:
         return [slice(begin, min(begin + BLOCK_ROWS, self.num_rows)) for begin in range(0, self.num_rows, BLOCK_ROWS)]
 
     def numbers(self, block: slice) -> npt.NDArray[np.float32]:
-        """Return all numbers of some of its rows, less the table's reference."""
+        """Return all numbers of some of its rows, minus the table's reference."""
         numbers = self.table.numbers
         return numbers[block] if isinstance(self.rows, slice) else numbers.take(self.rows[block], 0)
 
     def gaps(
         self, block: slice, values: npt.NDArray[np.float32], places: Sequence[int], names: Sequence[str]
     ) -> Flags | None:
-        """Return where some columns of a block have no numbers; None if they are all there.
+        """Return where some columns of a block are missing; None if nothing is missing.
 
         Raises DataError for infinities.
         """
@@ -66,7 +66,7 @@ class Part:
         return gaps
 
     def codes(self, name: str, categories: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Return the part's values of a column of texts as places in `categories`: -1 missing, -2 none of them."""
+        """Return the part's values of a text column as indices into `categories`: -1 missing, -2 unknown."""
         column = self.table.texts[name]
         known = {category: place for place, category in enumerate(categories)}
         places = np.array([*(known.get(value, -2) for value in column.values), -1], dtype=np.int64)
@@ -84,7 +84,7 @@ class FeatureOptions:
     standardize: bool = True
     standardize_target: bool = False
     named: frozenset[str] = frozenset()
-    """Columns that the user named, which are features whatever they hold."""
+    """Columns named by the user, which are always features."""
 
     def table_format(self, categorical: Sequence[str] | None, exclude: Sequence[str] | None) -> TableFormat:
         """Return how tables are read."""
@@ -107,33 +107,32 @@ def make_splits(parts: Mapping[str, Part], options: FeatureOptions) -> DataSplit
     if not names:
         but = "".join(f" and {name!r} ({reason})" for name, reason in left_out.items())
         raise DataError(
-            f"{train.table.path} has no column besides the target {options.target!r}{but}; "
-            f"there is nothing to learn from"
+            f"{train.table.path} has no column besides the target {options.target!r}{but}; add a feature column"
         )
-    layout = Layout(parts, names, options)
-    report(train.table, left_out, layout.constant)
-    facts |= {"features": layout.features, "rows": {part: one.num_rows for part, one in parts.items()}}
+    columns = FeatureColumns(parts, names, options)
+    report(train.table, left_out, columns.constant)
+    facts |= {"features": columns.features, "rows": {part: one.num_rows for part, one in parts.items()}}
     facts |= {"left_out": left_out} if left_out else {}
-    # Of what was read, not of what was computed: that may differ in its last digits on another machine.
+    # Of the input, not of computed values: those may differ in their last digits on another machine.
     content = (one.table.keys[one.rows] for one in parts.values())
-    digest = fingerprint(content, {"options": options, "features": layout.features, "rows": facts["rows"]})
-    facts |= {"mean": layout.mean.tolist(), "std": layout.std.tolist()} if options.standardize else {}
+    digest = fingerprint(content, {"options": options, "features": columns.features, "rows": facts["rows"]})
+    facts |= {"mean": columns.mean.tolist(), "std": columns.std.tolist()} if options.standardize else {}
     is_classes = "classes" in facts
     tensors: dict[str, Any] = {
-        part: TensorData(torch.from_numpy(layout.matrix(one)), torch.from_numpy(labels[part]))
+        part: TensorData(torch.from_numpy(columns.matrix(one)), torch.from_numpy(labels[part]))
         for part, one in parts.items()
     }
     return DataSplits(
         **tensors,
         num_classes=len(facts["classes"]) if is_classes else None,
         num_targets=None if is_classes else 1,
-        input_shape=(len(layout.features),),
+        input_shape=(len(columns.features),),
         facts={"fingerprint": digest, **facts},
     )
 
 
-class Layout:
-    """The features that columns become, and the matrix of a part."""
+class FeatureColumns:
+    """The features made from columns, and the matrix of a part."""
 
     def __init__(self, parts: Mapping[str, Part], names: Sequence[str], options: FeatureOptions) -> None:
         self._options, self._train = options, parts["train"]
@@ -163,18 +162,18 @@ class Layout:
             few = ", ".join(repr(shorten(value)) for value in self._train.table.texts[name].values[:3])
             raise DataError(
                 f"{self._train.table.path}: column {name!r} has {len(values)} different texts (such as {few}); a "
-                f"category takes at most {MAX_CATEGORIES}: leave it out with `exclude: [{name}]`, or fix what should "
-                f"be numbers"
+                f"category takes at most {MAX_CATEGORIES}: exclude it with `exclude: [{name}]`, or fix values that "
+                "should be numbers"
             )
         return [f"{name}={value}" for value in values]
 
     def _moments(self) -> tuple[Numbers, Numbers]:
-        """Return mean and standard deviation of the training part; 0 for values that are all the same."""
+        """Return mean and standard deviation of the training part; 0 for constant columns."""
         mean, std, count = moments(self._train, self.numbers)
         for place in np.flatnonzero(count == 0).tolist():
             raise DataError(
-                f"{self._train.table.path}: column {self.numbers[place]!r} has no value to train on; "
-                f"leave it out with `exclude: [{self.numbers[place]}]`"
+                f"{self._train.table.path}: column {self.numbers[place]!r} has no training values; exclude it with "
+                f"`exclude: [{self.numbers[place]}]`"
             )
         return mean, std
 
@@ -221,7 +220,7 @@ class Layout:
             name = self.numbers[place]
             raise DataError(
                 f"{part.where(block.start + row)}: column {name!r} has no value; set missing to mean or indicator, "
-                f"or leave the column out with `exclude: [{name}]`"
+                f"or exclude the column with `exclude: [{name}]`"
             )
         return gaps
 
@@ -240,13 +239,13 @@ class Layout:
         if lowest < 0 and self._options.missing == "error" and (codes == -1).any():
             raise DataError(
                 f"{part.where(int(np.argmax(codes == -1)))}: column {name!r} has no value; set missing to mean (all "
-                f"categories 0), or leave the column out with `exclude: [{name}]`"
+                f"categories 0), or exclude the column with `exclude: [{name}]`"
             )
         return codes
 
 
 def moments(part: Part, names: Sequence[str]) -> tuple[Numbers, Numbers, npt.NDArray[np.int64]]:
-    """Return mean, standard deviation and number of the values that are there; 0 where they are all the same."""
+    """Return mean, standard deviation and count of the values that are present; 0 for constant columns."""
     total, square = np.zeros(len(names)), np.zeros(len(names))
     count = np.full(len(names), part.num_rows)
 
@@ -272,7 +271,7 @@ def moments(part: Part, names: Sequence[str]) -> tuple[Numbers, Numbers, npt.NDA
 
 
 def _runs(places: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Yield runs of columns that are neighbours before and after."""
+    """Yield runs of columns that are adjacent before and after."""
     cuts = np.flatnonzero((np.diff(places) != 1) | (np.diff(targets) != 1)) + 1
     for run in np.split(np.arange(len(places)), cuts) if places else ():
         first, last = run[0], run[-1]
@@ -280,7 +279,7 @@ def _runs(places: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[slice
 
 
 def in_order(values: Sequence[str]) -> list[str]:
-    """Return texts sorted, by their value if all of them are numbers.
+    """Return sorted texts, numerically if all of them are numbers.
 
     >>> in_order(["10", "9", "1"]), in_order(["b", "10", "9"])
     (['1', '9', '10'], ['10', '9', 'b'])
@@ -298,11 +297,11 @@ def _labels(parts: Mapping[str, Part], options: FeatureOptions) -> tuple[dict[st
         classes = in_order(train.table.texts[name].values)
         if len(classes) < 2:
             raise DataError(
-                f"{train.table.path}: the target {name!r} has one class, {classes}; there is nothing to learn"
+                f"{train.table.path}: the target {name!r} has only one class, {classes}; add rows of others"
             )
         labels: dict[str, npt.NDArray[Any]] = {part: one.codes(name, classes) for part, one in parts.items()}
         for part, codes in labels.items():
-            _refuse(parts[part], name, codes == -1, "no value; every row needs one")
+            _refuse(parts[part], name, codes == -1, "no value; set one in every row")
             unseen = f"a class that the training file does not have ({shorten(', '.join(classes))})"
             _refuse(parts[part], name, codes == -2, unseen)
         return labels, {"target": name, "classes": classes}
@@ -316,13 +315,11 @@ def _labels(parts: Mapping[str, Part], options: FeatureOptions) -> tuple[dict[st
         found = one.table.numbers[one.rows, place, None]
         gaps = one.gaps(slice(0, None), found, [0], [name])
         if gaps is not None:
-            _refuse(one, name, gaps[:, 0], "no value; every row needs one")
+            _refuse(one, name, gaps[:, 0], "no value; set one in every row")
         values = found + (one.table.reference[place] - facts.get("target_mean", 0.0))
         labels[part] = (values / facts.get("target_std", 1.0)).astype(np.float32)
     if train.num_rows > 1 and (labels["train"] == labels["train"][0]).all():
-        raise DataError(
-            f"{train.table.path}: the target {name!r} is the same in every row; there is nothing to learn"
-        )
+        raise DataError(f"{train.table.path}: the target {name!r} is the same in every row; choose another target")
     return labels, facts
 
 

@@ -1,4 +1,4 @@
-"""Files known by their SHA-256: taken from a folder or from the cache, and verified whenever they are read."""
+"""Files known by their SHA-256: read from a folder or the cache, and always verified."""
 
 import hashlib
 import logging
@@ -14,15 +14,15 @@ from etude.core.files import write_bytes
 logger = logging.getLogger("etude")
 
 MAX_BYTES = 256 * 2**20
-"""No file read here is larger; guards against archives that unpack without end."""
+"""Maximum size of any file read here; guards against archives that unpack without end."""
 
 Content = bytes | memoryview
 Found = tuple[Mapping[str, Content], str]
-"""The files a source had, by name, and why it did not have the others ("" if it had all)."""
+"""The files of a source, by name, and why others are missing ("" if none are)."""
 
 
 def mismatch(raw: Content, sha256: str) -> str:
-    """Return "" if the bytes have this checksum, else what is wrong, in short.
+    """Return "" if the bytes have this checksum, else a short description of the mismatch.
 
     >>> mismatch(b"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
     ''
@@ -46,9 +46,9 @@ def gunzip(packed: Content) -> bytes:
 
 
 def from_folder(folder: Path, files: Mapping[str, str]) -> Found:
-    """Take files, plain or as .gz, from a folder the user named (or its raw/ or MNIST/raw/).
+    """Read files, plain or as .gz, from a folder the user named (or its raw/ or MNIST/raw/).
 
-    Raises DataError if a file is there but damaged: the user should know rather than get another one.
+    Raises DataError if a file exists but is damaged, instead of silently using another one.
     """
     if not folder.is_dir():
         return {}, "no such folder"
@@ -63,7 +63,7 @@ def from_folder(folder: Path, files: Mapping[str, str]) -> Found:
 
 
 def from_cache(folder: Path, files: Mapping[str, str]) -> Found:
-    """Take files from the cache; a damaged one is reported and passed over, so that it is fetched again."""
+    """Read files from the cache; a damaged one is reported and skipped, so that it is downloaded again."""
     found: dict[str, Content] = {}
     damaged = []
     for name, sha256 in files.items():
@@ -77,18 +77,18 @@ def from_cache(folder: Path, files: Mapping[str, str]) -> Found:
 
 
 def store(folder: Path, name: str, raw: Content) -> None:
-    """Keep a file in the cache; one that cannot be kept is only reported."""
+    """Store a file in the cache; a failure is only logged."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_bytes(folder / name, bytes(raw))
-        (folder / f"{name}.gz").unlink(missing_ok=True)  # a packed file here was absent or damaged
+        (folder / f"{name}.gz").unlink(missing_ok=True)  # a packed file here was missing or damaged
     except OSError as error:
         logger.warning("%s cannot be cached in %s (%s)", name, folder, error.strerror)
 
 
 def _read_verified(path: Path, sha256: str) -> Content:
     try:
-        raw: Content = np.fromfile(path, np.uint8).data  # which can be written, so that an array of it needs no copy
+        raw: Content = np.fromfile(path, np.uint8).data  # writable, so that an array needs no copy
         problem = mismatch(raw := gunzip(raw) if path.suffix == ".gz" else raw, sha256)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})") from error

@@ -1,4 +1,4 @@
-"""Parts of a data set: which samples are held out, and a fingerprint that tells whether data is still the same."""
+"""Splitting a data set: which samples are held out, and a fingerprint that shows whether data has changed."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -15,29 +15,31 @@ Rows = npt.NDArray[np.intp]
 
 
 def hold_out(keys: npt.NDArray[np.uint64], validation: float, test: float) -> dict[str, Rows]:
-    """Return the samples of each part, in order: those with the smallest keys are held out, as many as asked for.
+    """Return the samples of each part, in order: those with the smallest keys are held out.
 
-    Keys that depend on a sample's content alone make parts that do not change with the order of samples.
+    Keys that depend only on a sample's content give splits that do not depend on the order of samples.
 
     >>> hold_out(np.array([5, 1, 9, 3], dtype=np.uint64), validation=0.25, test=0.25)
     {'train': array([0, 2]), 'validation': array([3]), 'test': array([1])}
 
-    Raises DataError if a part that is asked for would be empty.
+    Raises DataError if a requested part would be empty.
     """
     total = len(keys)
     sizes = {"test": round(test * total), "validation": round(validation * total)}
     for part, share in (("validation", validation), ("test", test)):
         if share and not sizes[part]:
-            raise DataError(f"{part} is {share} of {total} samples, which is none; give a larger share, 0, or a file")
+            raise DataError(f"{part} is {share} of {total} samples, which is none; set a larger share, 0, or a file")
     if sum(sizes.values()) >= total:
-        raise DataError(f"validation {validation} and test {test} leave none of {total} samples to train on")
+        raise DataError(
+            f"validation {validation} and test {test} leave none of {total} samples to train on; lower them"
+        )
     is_held, is_test = _smallest(keys, sum(sizes.values())), _smallest(keys, sizes["test"])
     masks = {"train": ~is_held, "validation": is_held & ~is_test, "test": is_test}
     return {part: np.flatnonzero(mask) for part, mask in masks.items() if mask.any()}
 
 
 def _smallest(keys: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.bool_]:
-    """Return which keys are the smallest, as many as asked for; of equal ones, the first. Sorting would take longer."""
+    """Return a mask of the `count` smallest keys, the first of equal ones. A full sort would be slower."""
     limit = np.partition(keys, count)[count]
     found: npt.NDArray[np.bool_] = keys < limit
     found[np.flatnonzero(keys == limit)[: count - np.count_nonzero(found)]] = True
@@ -45,7 +47,7 @@ def _smallest(keys: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.bool_]
 
 
 def mix_keys(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Spread the bits of 64-bit numbers (the finalizer of SplitMix64)."""
+    """Mix the bits of 64-bit numbers (the finalizer of SplitMix64)."""
     keys = keys + np.uint64(0x9E3779B97F4A7C15)
     keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -53,7 +55,7 @@ def mix_keys(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def shares(validation: float | str | None, test: float | str | None) -> tuple[float, float]:
-    """Return the shares to hold out: 0 for a part that is a file of its own."""
+    """Return the shares to hold out: 0 for a part with its own file."""
     return validation if isinstance(validation, float) else 0.0, test if isinstance(test, float) else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Datasets of Hugging Face for config files: texts with classes, or tables, from a saved folder or by name."""
+"""Hugging Face datasets for config files: texts with classes, or tables, from a saved folder or by name."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,9 +19,9 @@ from etude.data.catalog.texts import LabeledText, label_name, text_splits
 from etude.data.splits import DataSplits
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "valid", "dev"), "test": ("test",)}
-"""Names under which the parts are looked for."""
+"""Usual names of the splits."""
 SURVEYED = 2000
-"""Samples that show whether a column has texts or categories."""
+"""Number of samples that decide whether a column has texts or categories."""
 
 
 @register("data", "huggingface")
@@ -47,11 +47,10 @@ def load_huggingface(
     """A dataset of the `datasets` library: texts if `text` names their column, else a table.
 
     path: a folder made by `save_to_disk`, or the name of a dataset, which is downloaded unless it is in the cache.
-    target: the column to predict.
-    text: the column of texts to sort into classes; `tokenizer` and `max_length` are those of the data set `jsonl`.
-    columns, exclude, categorical, task, missing, unseen, standardize, standardize_target: of a table, as of `csv`.
-    subset: of a dataset that has several, by name.
-    validation, test: the name of a split, or the share of training samples held out where there is no such
+    target: the column to predict. text: the column of texts to classify; `tokenizer` and `max_length` are those of
+    the data set `jsonl`. columns, exclude, categorical, task, missing, unseen, standardize, standardize_target: of a
+    table, as of `csv`. subset: the name of a subset, if the dataset has several. validation, test: the name of a
+    split, or the share of training samples held out where there is no such
         split.
     """
     splits = _open(path, subset)
@@ -61,11 +60,11 @@ def load_huggingface(
     if text is not None:
         of_tables = {"columns": columns, "exclude": exclude, "categorical": categorical, "task": task}
         if given := [name for name, value in of_tables.items() if value is not None]:
-            raise ConfigError(f"{' and '.join(given)} goes with a table, and text: {text} says that this is none")
+            raise ConfigError(f"{' and '.join(given)} is for tables, but text: {text} selects texts; remove one")
         texts = {part: list(_texts(path, splits[name], text, target)) for part, name in names.items()}
         return text_splits(texts.pop("train"), texts, held, seed, tokenizer, max_length)
     if columns is not None and exclude:
-        raise ConfigError("give columns or exclude, not both")
+        raise ConfigError("set columns or exclude, not both")
     named = frozenset([*(columns or ()), *(categorical or ())])
     options = FeatureOptions(target, task, missing, unseen, standardize, standardize_target, named)
     form = options.table_format(categorical, exclude)
@@ -78,7 +77,7 @@ def load_huggingface(
 
 
 def _open(path: str, subset: str | None) -> Mapping[str, Any]:
-    """Return the splits of a dataset by name. Raises DataError in one line if it cannot be had."""
+    """Return the splits of a dataset by name. Raises DataError in one line if it cannot be loaded."""
     try:
         import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError as error:
@@ -87,11 +86,11 @@ def _open(path: str, subset: str | None) -> Mapping[str, Any]:
     is_saved = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
     try:
         found = datasets.load_from_disk(str(folder)) if is_saved else datasets.load_dataset(path, subset)
-    except Exception as error:  # of the network, the hub, a file system or a format: the library raises them all
+    except Exception as error:  # the library raises errors of the network, the hub, file systems and formats
         reason = shorten(" ".join(str(error).split()), 200)
         raise DataError(
-            f"{path} cannot be loaded ({type(error).__name__}: {reason}); without a network, save it elsewhere with "
-            f"save_to_disk and give that folder"
+            f"{path} cannot be loaded ({type(error).__name__}: {reason}); without a network, save it on another "
+            "machine with save_to_disk and use that folder"
         ) from error
     return found if isinstance(found, datasets.DatasetDict) else {"train": found}
 
@@ -113,7 +112,7 @@ def training_table(path: str, target: str) -> Table:
 
 
 def _split_names(path: str, splits: Mapping[str, Any], validation: float | str, test: float | str) -> dict[str, str]:
-    """Return the split of the dataset for each part that has one."""
+    """Return the dataset split of each part that has one."""
     found: dict[str, str] = {}
     for part, given in (("train", "train"), ("validation", validation), ("test", test)):
         if isinstance(given, str) and given not in splits:
@@ -148,7 +147,7 @@ def _table(path: str, samples: Any, form: TableFormat, wanted: list[str] | None,
 
 
 def _with_classes(arrow: Any, target: str, classes: list[str]) -> Any:
-    """Return a table whose target has the names of its classes; -1 stands for none."""
+    """Return a table whose target has the names of its classes; -1 means missing."""
     import pyarrow as pa  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     place = arrow.schema.get_field_index(target)

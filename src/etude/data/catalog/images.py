@@ -1,4 +1,4 @@
-"""Folders of images for config files: a class per folder, decoded by Pillow, in memory where they fit."""
+"""Folders of images for config files: one folder per class, decoded by Pillow, in memory if they fit."""
 
 import hashlib
 import os
@@ -28,12 +28,12 @@ SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", 
 OTHER_SUFFIXES = frozenset(
     (".avif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".svg", ".tga", ".dng", ".cr2", ".nef")
 )
-"""Of pictures that are not read."""
+"""Extensions of images that are not read."""
 SPLIT_FOLDERS = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
 IN_MEMORY_BYTES = 2**30
-"""Decoded images up to this size are kept in memory."""
+"""Decoded images up to this total size are kept in memory."""
 SAMPLED_IMAGES = 2000
-"""Of so many training images mean and standard deviation are computed."""
+"""Number of training images for computing mean and standard deviation."""
 _THREADS = min(8, os.cpu_count() or 1)
 
 Size = Annotated[int, Gt(0)]
@@ -57,16 +57,15 @@ def load_image_folder(
 ) -> DataSplits:
     """Images in one folder per class: path/cat/*.jpg, or path/train/cat/*.jpg.
 
-    path: the folder. Folders train, validation (or val) and test in it are the parts, if there is a train.
-    size: height and width, or one number for both; that of the first image by default.
-    channels: 3 for color, 1 for gray.
-    fit: images of another shape are cut to the middle by `crop`, or distorted by `stretch`.
-    mean, std: per channel, in units of 0 … 1; computed from up to 2,000 training images by default.
-    augment: random changes of training images, by name: horizontal_flip, vertical_flip, random_crop, color_jitter.
-    validation, test: a folder, or the share of training images held out where there is no folder of that name. Which
+    path: the folder. Folders train, validation (or val) and test in it are the parts, if there is a train. size:
+    height and width, or one number for both; that of the first image by default. channels: 3 for color, 1 for gray.
+    fit: images of another shape are center-cropped (`crop`) or distorted (`stretch`). mean, std: per channel, in
+    units of 0 … 1; computed from up to 2,000 training images by default. augment: random augmentations of training
+    images, by name: horizontal_flip, vertical_flip, random_crop, color_jitter. validation, test: a folder, or the
+    share of training images held out where there is no folder of that name. Which
         images depends on their paths and `seed`.
-    skip_broken: leave out images that cannot be decoded, and say how many; otherwise they are an error.
-    in_memory: keep decoded images; by default where they take at most 1 GiB. Others are decoded batch by batch, by
+    skip_broken: skip images that cannot be decoded, with a warning; otherwise they are an error.
+    in_memory: keep decoded images; by default if they take at most 1 GiB. Others are decoded batch by batch, by
         threads, or by the worker processes of `training.num_workers`.
     """
     folder = Path(path).expanduser()
@@ -80,7 +79,7 @@ def load_image_folder(
     labels = found.labels()[kept]
     counts = np.bincount(labels[rows["train"]], minlength=len(found.classes)) if "train" in rows else np.zeros(1)
     if not counts.all():
-        raise DataError(f"{folder}: class {found.classes[int(np.argmin(counts))]!r} has no image to train on")
+        raise DataError(f"{folder}: class {found.classes[int(np.argmin(counts))]!r} has no training image; add one")
     scaling = _scaling(arrays, rows["train"], channels, mean, std)
     change = Augmentations(augment) if augment else None
     parts: dict[str, Any] = {
@@ -104,12 +103,12 @@ def load_image_folder(
 
 @dataclass(frozen=True, slots=True)
 class FoundImages:
-    """The images of each part, in the order of their paths."""
+    """The images of each part, in path order."""
 
     classes: list[str]
     parts: dict[str, list[Path]]
     roots: dict[str, Path]
-    """The folder that holds the folders of the classes, for each part."""
+    """The folder of the class folders, for each part."""
 
     def labels(self) -> npt.NDArray[np.int64]:
         """Return the class of every image."""
@@ -118,7 +117,7 @@ class FoundImages:
         return np.array(found, dtype=np.int64)
 
     def rows(self, kept: Rows) -> dict[str, Rows]:
-        """Return the places among the `kept` images that are of each part."""
+        """Return the indices of the `kept` images of each part."""
         bounds = np.cumsum([0, *(len(files) for files in self.parts.values())])
         edges = np.searchsorted(kept, bounds)
         return {
@@ -128,7 +127,7 @@ class FoundImages:
         }
 
     def listing(self, kept: Rows, *, with_content: bool) -> Iterator[str | bytes]:
-        """Yield part, path and size of every kept image, and its bytes if asked for."""
+        """Yield part, path and size of every kept image, and its bytes if requested."""
         files = [(file, part) for part, one in self.parts.items() for file in one]
         for file, part in (files[row] for row in kept.tolist()):
             yield f"{part} {file.relative_to(self.roots[part]).as_posix()} {file.stat().st_size}"
@@ -141,9 +140,9 @@ def _class_of(file: Path, root: Path) -> str:
 
 
 def find_images(folder: Path, validation: float | str, test: float | str, seed: int) -> FoundImages:
-    """Return the images of a folder by part. Raises DataError where there are none, and for classes only a test has."""
+    """Return the images of a folder by part. Raises DataError if a class has no training images."""
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder; give one with a folder of images for each class")
+        raise DataError(f"{folder} is not a folder; use one with a folder of images per class")
     roots = {"train": folder / "train" if (folder / "train").is_dir() else folder}
     for part, given in (("validation", validation), ("test", test)):
         if isinstance(given, str):
@@ -160,7 +159,9 @@ def find_images(folder: Path, validation: float | str, test: float | str, seed: 
         )
     for part, files in parts.items():
         if unknown := sorted({_class_of(file, roots[part]) for file in files} - set(classes)):
-            raise DataError(f"{roots[part]}/{unknown[0]}: there is no such class to train on ({listed(classes)})")
+            raise DataError(
+                f"{roots[part]}/{unknown[0]}: there are no training images of this class ({listed(classes)})"
+            )
     of_validation, of_test = shares(validation, test)
     held = hold_out(
         _keys(parts["train"], roots["train"], seed),
@@ -175,14 +176,14 @@ def find_images(folder: Path, validation: float | str, test: float | str, seed: 
 def _images_in(root: Path) -> list[Path]:
     """Return the images in the folders of a folder, sorted by path."""
     if not root.is_dir():
-        raise DataError(f"{root} is no folder")
+        raise DataError(f"{root} is not a folder")
     folders = [place for place in root.iterdir() if place.is_dir() and not place.name.startswith(".")]
     files = [(place, file) for place in folders for file in place.rglob("*") if not file.name.startswith(".")]
     found = [(place, file) for place, file in files if file.suffix.lower() in SUFFIXES and file.is_file()]
     others = Counter(suffix for _, file in files if (suffix := file.suffix.lower()) in OTHER_SUFFIXES)
     if others:
         counts = listed([f"{count:,} {suffix}" for suffix, count in sorted(others.items())])
-        logger.warning("%s: pictures left out: %s; save them as .png or .jpg", root, counts)
+        logger.warning("%s: skipped images: %s; save them as .png or .jpg", root, counts)
     if (empty := {*folders} - {place for place, _ in found}) and found:
         logger.warning("%s: no images, so no class, in %s", root, listed(sorted(place.name for place in empty)))
     return sorted((file for _, file in found), key=lambda file: file.relative_to(root).as_posix())
@@ -198,7 +199,7 @@ def _keys(files: Sequence[Path], root: Path, seed: int) -> npt.NDArray[np.uint64
 
 
 class DecodedImages:
-    """Images that are decoded when they are asked for: like an array (N, C, H, W) of bytes."""
+    """Images that are decoded on access: like an array (N, C, H, W) of bytes."""
 
     dtype = np.dtype(np.uint8)
     ndim = 4
@@ -211,7 +212,7 @@ class DecodedImages:
         return len(self.files)
 
     def __getitem__(self, rows: Any) -> npt.NDArray[np.uint8]:
-        """Return the images at some places. Raises DataError with the path of one that is broken."""
+        """Return the images at some indices. Raises DataError with the path of a broken one."""
         places = np.arange(len(self))[rows]
         result = np.empty((len(places), *self.shape[1:]), np.uint8)
         if broken := self.decode(places, result.__setitem__):
@@ -219,7 +220,7 @@ class DecodedImages:
         return result
 
     def decode(self, rows: Rows, store: Callable[[int, Array], None]) -> list[tuple[int, DataError]]:
-        """Decode images in threads and store them one by one; return the places of those that are broken."""
+        """Decode images in threads and store them one by one; return the indices of broken ones."""
 
         def one(place: int) -> tuple[int, DataError] | None:
             try:
@@ -228,7 +229,7 @@ class DecodedImages:
                 return place, error
             return None
 
-        if len(rows) == 1 or get_worker_info() is not None:  # workers decode side by side as it is
+        if len(rows) == 1 or get_worker_info() is not None:  # workers already decode in parallel
             return [found for found in map(one, range(len(rows))) if found is not None]
         with ThreadPoolExecutor(_THREADS) as threads:
             return [found for found in threads.map(one, range(len(rows))) if found is not None]
@@ -246,7 +247,7 @@ def decode_image(file: Path, shape: tuple[int, int, int], fit: Fit) -> npt.NDArr
 
 
 def _open(file: Path, least: int | None = None) -> Any:
-    """Return a Pillow image, decoded and upright; a large JPEG at a half or less, if `least` pixels are left."""
+    """Return a Pillow image, decoded and upright; a large JPEG is downscaled if `least` pixels remain."""
     image_module, image_ops = _pillow()
     try:
         with image_module.open(file) as image:
@@ -259,9 +260,9 @@ def _open(file: Path, least: int | None = None) -> Any:
 
 
 def _as_bytes(image: Any, image_module: Any) -> Any:
-    """Return an image of 16 bits per pixel in 8: Pillow's own conversion cuts off what is above 255.
+    """Return an image of 16 bits per pixel in 8 bits: Pillow's own conversion clips values above 255.
 
-    Raises ValueError for pixels whose range is not known.
+    Raises ValueError if the range of the pixels is unknown.
     """
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers of an unknown range; convert it to 8 bits")
@@ -299,11 +300,11 @@ def first_image(files: Sequence[Path], *, skip_broken: bool) -> tuple[Path, tupl
                 raise DataError(f"{error}; replace it, or set skip_broken") from error
             continue
         return file, (height, width)
-    raise DataError(f"none of the {len(files)} images can be decoded, such as {files[0]}")
+    raise DataError(f"none of the {len(files)} images can be decoded; check files such as {files[0]}")
 
 
 def _decode_all(images: DecodedImages, *, keep: bool, skip_broken: bool) -> tuple[Any, Rows]:
-    """Return the images, decoded if they are to be kept in memory, and the places of those that are not broken."""
+    """Return the images, decoded if they are kept in memory, and the indices of those that are not broken."""
     everything = np.arange(len(images))
     if not keep and not skip_broken:
         return images, everything
@@ -313,7 +314,7 @@ def _decode_all(images: DecodedImages, *, keep: bool, skip_broken: bool) -> tupl
     if broken and not skip_broken:
         raise DataError(f"{broken[0][1]}; replace it, or set skip_broken")
     if broken:
-        logger.warning("%d of %d images are broken and left out, such as %s", len(broken), len(images), broken[0][1])
+        logger.warning("%d of %d images are broken and skipped, such as %s", len(broken), len(images), broken[0][1])
     kept = np.delete(everything, [place for place, _ in broken])
     if array is not None:
         return (array[kept] if broken else array), kept
@@ -328,7 +329,7 @@ def _scaling(
     given = {"mean": mean, "std": std}
     for name, values in given.items():
         if values is not None and len(values) != channels:
-            raise ConfigError(f"{name} has {len(values)} numbers; give one for each of {channels} channels")
+            raise ConfigError(f"{name} has {len(values)} numbers; set one for each of {channels} channels")
     found = None
     if mean is None or std is None:
         sample = np.linspace(0, len(rows) - 1, min(len(rows), SAMPLED_IMAGES)).astype(int)

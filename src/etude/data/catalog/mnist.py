@@ -1,4 +1,4 @@
-"""MNIST and Fashion-MNIST: idx files from a folder or the cache, else downloaded; verified, split and normalised."""
+"""MNIST and Fashion-MNIST: idx files from a folder, the cache or a download; verified, split and normalised."""
 
 import math
 import os
@@ -26,17 +26,17 @@ FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3
 
 
 class Source(NamedTuple):
-    """A data set of four idx files: where they are, and how their pixels are distributed."""
+    """A data set of four idx files: their sources, and pixel statistics."""
 
     title: str
     sha256: tuple[str, ...]
-    """Of the unpacked bytes of each file."""
+    """Checksums of the unpacked files."""
     mean: float
     std: float
     mirrors: tuple[str, ...]
     npm_package: str | None = None
     folders: tuple[Path, ...] = ()
-    """Where packages of the system put them."""
+    """Folders of system packages."""
 
 
 MNIST = Source(
@@ -63,7 +63,7 @@ FASHION_MNIST = Source(
     mean=0.2860,
     std=0.3530,
     mirrors=("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",),
-    folders=(Path("/usr/share/datasets/fashion-mnist"),),  # of Debian's package dataset-fashion-mnist
+    folders=(Path("/usr/share/datasets/fashion-mnist"),),  # Debian's package dataset-fashion-mnist
 )
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -79,12 +79,12 @@ def load_mnist(
 ) -> DataSplits:
     """The MNIST digits: 60,000 training and 10,000 test images of 28x28 pixels.
 
-    root: folder with the four idx files, plain or .gz; $ETUDE_DATA_DIR/mnist if not given.
-    validation_size: hold out this many of the last training images for validation. With 0, train on all of them
-        and validate on the test images, as in LeCun et al. 1998, where nothing is chosen by that number.
-    normalize: to mean 0 and standard deviation 1 over the training set; else pixels are only scaled to 0 … 1.
-    download: fetch the files if they are neither in `root` nor in the cache.
-    limit: keep only the first samples of every part, for a quick try.
+    root: folder with the four idx files, plain or .gz; by default $ETUDE_DATA_DIR/mnist. validation_size: hold out
+    this many of the last training images for validation. With 0, train on all of them
+        and validate on the test images, as in LeCun et al. 1998; do not select models by that metric.
+    normalize: to mean 0 and standard deviation 1 over the training set; otherwise pixels are scaled to 0 … 1.
+    download: download the files if they are neither in `root` nor in the cache.
+    limit: keep only the first samples of every part, for a quick test.
     """
     arrays = fetch_mnist(root, download=download)
     return make_splits(arrays, validation_size=validation_size, normalize=normalize, limit=limit)
@@ -101,11 +101,11 @@ def load_fashion_mnist(
     """Fashion-MNIST: 60,000 training and 10,000 test images of clothes, of 28x28 pixels, in ten classes.
 
     root: folder with the four idx files, plain or .gz; $ETUDE_DATA_DIR/fashion-mnist if not given. The folder of
-        Debian's package dataset-fashion-mnist is found by itself.
+        Debian's package dataset-fashion-mnist is found automatically.
     validation_size: hold out this many of the last training images for validation; with 0 the test images validate.
-    normalize: to mean 0 and standard deviation 1 over the training set; else pixels are only scaled to 0 … 1.
+    normalize: to mean 0 and standard deviation 1 over the training set; otherwise pixels are scaled to 0 … 1.
     download: fetch the files if they are not here.
-    limit: keep only the first samples of every part, for a quick try.
+    limit: keep only the first samples of every part, for a quick test.
     """
     arrays = fetch_mnist(root, download=download, source=FASHION_MNIST)
     return make_splits(arrays, FASHION_MNIST, validation_size=validation_size, normalize=normalize, limit=limit)
@@ -147,9 +147,9 @@ def fetch_mnist(
 ) -> dict[str, npt.NDArray[np.generic]]:
     """Return the arrays of the four files by name.
 
-    Looks in `root` (or $ETUDE_DATA_DIR/mnist), in the cache, in folders of the system, on the mirrors and in the npm
-    package, in this order, and caches what it had to fetch. Raises DataError that names every place tried if a file is
-    missing, or the file if one in `root` is damaged.
+    Searches `root` (or $ETUDE_DATA_DIR/mnist), the cache, system folders, the mirrors and the npm package, in this
+    order, and caches downloads. Raises DataError with every location tried if a file is missing, or with the file if
+    one in `root` is damaged.
     """
     folder = source.title.lower()
     cache, shared = cache_folder(folder), os.environ.get("ETUDE_DATA_DIR")
@@ -164,19 +164,19 @@ def fetch_mnist(
             return {file: parse_idx(raw[file], file) for file in files}
         tried.append(f"{place}: {problem}")
         if root is not None and len(tried) == 1:
-            logger.warning("%s is not complete in %s (%s); looking elsewhere", source.title, root, problem)
+            logger.warning("%s is incomplete in %s (%s); searching elsewhere", source.title, root, problem)
     if not download:
         tried.append("download is off")
     raise DataError(
         f"{source.title} could not be found: {'; '.join(tried)}. "
-        f"Put {', '.join(files)} (or their .gz) into {cache}, or set root to the folder that has them"
+        f"Put {', '.join(files)} (or their .gz) into {cache}, or set root to their folder"
     )
 
 
 def _places(
     root: str | Path | None, cache: Path, source: Source, download: bool
 ) -> Iterator[tuple[str, Callable[[Mapping[str, str]], Found], bool]]:
-    """Yield the places to look in, in order: name, how to look, and whether what is found there is to be cached."""
+    """Yield the locations to search, in order: name, how to search, and whether to cache what is found."""
     if root is not None:
         folder = Path(root).expanduser()
         yield f"folder {folder}", partial(from_folder, folder), False
@@ -190,7 +190,7 @@ def _places(
 
 
 def read_idx(path: str | Path) -> npt.NDArray[np.generic]:
-    """Read an idx file. Raises DataError if it is missing, truncated or no idx file."""
+    """Read an idx file. Raises DataError if it is missing, truncated or not an idx file."""
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
@@ -201,7 +201,7 @@ def read_idx(path: str | Path) -> npt.NDArray[np.generic]:
 def parse_idx(raw: Content, name: str) -> npt.NDArray[np.generic]:
     """Return the array in the bytes of an idx file, in the machine's byte order; `name` is for error messages.
 
-    It can be written; where the bytes can be too, it is a view of them if they need no other order.
+    It is writable; if the bytes are writable and in native order, it is a view of them.
 
     >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]), "example").tolist()
     [7, 8, 9]
@@ -225,14 +225,14 @@ class Normalize:
     """Turns images into float32 of mean 0 and standard deviation 1: (x - mean) / std.
 
     `mean` and `std` are in units of 0 … 1, one number or one per channel (the dimension before height and width).
-    Whole numbers such as uint8 are taken to run from 0 to 255.
+    Integers such as uint8 are assumed to range from 0 to 255.
 
     >>> Normalize(mean=0.0, std=0.5)(torch.tensor([[0, 255]], dtype=torch.uint8))
     tensor([[0., 2.]])
     """
 
     elementwise = True
-    """Several batches may be normalised together."""
+    """Elementwise, so several batches may be normalised together."""
 
     def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
         self.mean, self.std = mean, std

@@ -1,4 +1,4 @@
-"""Samples of arrays in memory or in mapped files: gathered by batch, normalised, augmented by sample."""
+"""Samples of arrays in memory or mapped files: gathered by batch, normalised, augmented per sample."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ from etude.data.catalog.holdout import Rows, mix_keys
 
 Array = npt.NDArray[Any]
 Augment = Callable[[Array, "npt.NDArray[np.uint64]"], Array]
-"""A function of samples and of a random number for each of them."""
+"""A function of samples and one random number per sample."""
 SAMPLE_BYTES = 2**30
-"""Of larger arrays, evenly spaced samples up to this size tell the mean, and whether data is still the same."""
+"""Larger arrays are represented by evenly spaced samples up to this size, for the mean and the fingerprint."""
 _BLOCK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Inputs become (x - mean) / std in float32: per feature of (N, F), per channel of (N, C, H, W), else all alike."""
+    """Inputs become (x - mean) / std in float32: per feature of (N, F), per channel of (N, C, H, W), or overall."""
 
     mean: Array
     std: Array
 
     @classmethod
     def of(cls, inputs: Array, rows: Rows) -> "Scaling":
-        """Compute the numbers from some rows. Raises DataError for values that are not finite."""
+        """Compute the statistics from some rows. Raises DataError for non-finite values."""
         axes = (0, 2, 3) if inputs.ndim == 4 else (0,) if inputs.ndim == 2 else tuple(range(inputs.ndim))
         total, square, count = 0.0, 0.0, 0
         shift: Any = None
@@ -37,9 +37,9 @@ class Scaling:
             values = block.astype(np.float64)
             if not np.isfinite(values).all():
                 bad = int(np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1))[0])
-                raise DataError(f"sample {place[bad]} of the inputs has values that are not finite; fix it")
+                raise DataError(f"sample {place[bad]} of the inputs has non-finite values; fix them")
             shift = values.mean(axes, keepdims=True) if shift is None else shift
-            values -= shift  # so that squares of large numbers lose nothing
+            values -= shift  # so that squares of large numbers keep their precision
             total, square = total + values.sum(axes), square + np.square(values).sum(axes)
             count += values.size // np.asarray(total).size
         mean = total / count
@@ -50,7 +50,7 @@ class Scaling:
         return cls(np.asarray(mean), np.asarray(std))
 
     def facts(self) -> dict[str, Any]:
-        """Return the numbers as plain data."""
+        """Return the statistics as plain data."""
         return {"mean": self.mean.tolist(), "std": self.std.tolist()}
 
     def __call__(self, values: Array) -> npt.NDArray[np.float32]:
@@ -83,11 +83,11 @@ class ArrayRows:
 
     @property
     def decodes(self) -> bool:
-        """Whether inputs are no array, but decoded when they are asked for."""
+        """Whether inputs are decoded on access instead of being an array."""
         return not isinstance(self.inputs, np.ndarray)
 
     def gather(self, indices: Rows, *, epoch: int, seed: int) -> Batch:
-        """Return the samples at `indices`; augmentation depends on (seed, epoch, index) only."""
+        """Return the samples at `indices`; augmentation depends only on (seed, epoch, index)."""
         rows = indices if self.rows is None else self.rows[indices]
         values = self.inputs[rows]
         if self.augment is not None:
@@ -104,7 +104,7 @@ def sample_keys(indices: Rows, epoch: int, seed: int) -> npt.NDArray[np.uint64]:
 
 
 def as_inputs(values: Array) -> Array:
-    """Return what a model takes: numbers as float32, bytes as 0 … 1, other whole numbers as int64.
+    """Return model inputs: numbers as float32, bytes as 0 … 1, other integers as int64.
 
     >>> as_inputs(np.array([0, 255], np.uint8)), as_inputs(np.array([7], np.int32)).dtype
     (array([0., 1.], dtype=float32), dtype('int64'))
@@ -115,7 +115,7 @@ def as_inputs(values: Array) -> Array:
 
 
 def spaced(array: Array, rows: Rows) -> Rows:
-    """Return evenly spaced ones of the rows, all of them if they are not too large together."""
+    """Return evenly spaced rows, or all of them if they are not too large together."""
     most = max(1, SAMPLE_BYTES // max(1, array[:1].nbytes))
     return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(np.intp)]
 
@@ -128,7 +128,7 @@ def _blocks(array: Array, rows: Rows) -> Iterator[tuple[Rows, Array]]:
 
 
 def digest_blocks(arrays: Mapping[str, Array]) -> Iterator[Any]:
-    """Yield what a fingerprint of arrays is made of: shape, type, and the samples, or some of them."""
+    """Yield the input of a fingerprint of arrays: shape, dtype, and all or some samples."""
     for name, array in arrays.items():
         yield f"{name} {array.dtype.str} {array.shape}"
         for _, block in _blocks(array, spaced(array, np.arange(len(array)))):

@@ -1,4 +1,4 @@
-"""Columns that are no features: names of rows, copies of what is to be predicted, and texts that should be numbers."""
+"""Columns that are not features: row ids, copies of the target, and texts that should be numbers."""
 
 import logging
 import re
@@ -12,13 +12,13 @@ from etude.data.catalog.table import MIN_ROWS, Numbers, Table
 
 logger = logging.getLogger("etude")
 MAX_CATEGORIES = 32
-"""Of a feature: each of them is a column of the matrix."""
+"""Maximum categories of a feature: each becomes a column of the matrix."""
 _FIRST = slice(0, 1000)
 _LIKE_NUMBERS = re.compile(r"[-+]?\s?[$€£¥]?\s?\d[\d.,'_]*(e[-+]?\d+)?\s?[%$€£¥]?", re.IGNORECASE)
 
 
 def screen(table: Table, target: str, named: frozenset[str]) -> dict[str, str]:
-    """Return the columns to leave out and why; none that the user named."""
+    """Return the columns to exclude and why; none that the user named."""
     found: dict[str, str] = {}
     for name in table.names:
         if name == target or name in named or table.num_rows < MIN_ROWS:
@@ -32,7 +32,7 @@ def screen(table: Table, target: str, named: frozenset[str]) -> dict[str, str]:
 
 
 def _check_texts(table: Table, name: str) -> None:
-    """Raise DataError for a column of numbers that was read as text, because some of them are written otherwise."""
+    """Raise DataError for a column of numbers that was read as text, because some values have another form."""
     values = table.texts[name].values if name in table.texts else []
     if len(values) <= MAX_CATEGORIES:
         return
@@ -42,8 +42,8 @@ def _check_texts(table: Table, name: str) -> None:
     odd = next((place for place, value in enumerate(values) if not _is_number(value)), 0)
     row = int(np.argmax(table.texts[name].codes == odd))
     raise DataError(
-        f"{table.where(row)}: column {name!r} holds {shorten(values[odd])!r}, which is no number, but numbers "
-        f"elsewhere; fix the column, or leave it out with `exclude: [{name}]`"
+        f"{table.where(row)}: column {name!r} holds {shorten(values[odd])!r}, which is not a number, but numbers "
+        f"elsewhere; fix the column, or exclude it with `exclude: [{name}]`"
     )
 
 
@@ -56,22 +56,22 @@ def _is_number(text: str) -> bool:
 
 
 def report(table: Table, left_out: Mapping[str, str], constant: Sequence[str]) -> None:
-    """Say in one line each what is left out, and which features say nothing."""
+    """Log in one line each what is excluded, and which features carry no information."""
     if left_out:
         reasons = ", ".join(f"{name!r} ({reason})" for name, reason in left_out.items())
-        logger.warning("%s: left out: %s; a column named under columns is kept", table.path, reasons)
+        logger.warning("%s: excluded: %s; name a column under columns to keep it", table.path, reasons)
     if constant:
         logger.warning("%s: the same value in every training row: %s", table.path, listed(constant))
     if counts := [name for name in table.names if name in table.row_counts and name not in left_out]:
         logger.warning(
-            "%s: does nothing but count the rows: %s; exclude it unless it means something",
+            "%s: only counts the rows: %s; exclude it unless it is meaningful",
             table.path,
             listed(counts),
         )
 
 
 def _is_copy(table: Table, name: str, target: str, rows: slice) -> bool:
-    """Return whether a column has the target's values, in some rows."""
+    """Return whether a column equals the target, in some rows."""
     if name not in table.texts and target not in table.texts:
         return name in table.copies
     if name in table.texts and target in table.texts:
@@ -84,7 +84,7 @@ def _is_copy(table: Table, name: str, target: str, rows: slice) -> bool:
 
 
 def _numbers(table: Table, name: str, rows: slice) -> Numbers | None:
-    """Return a column as numbers; None if its texts are none."""
+    """Return a column as numbers; None if its texts are not numbers."""
     if name not in table.texts:
         (place,) = table.places([name])
         found: Numbers = table.numbers[rows, place] + table.reference[place]

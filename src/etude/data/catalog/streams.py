@@ -1,4 +1,4 @@
-"""The data sets `streams` and `token_mixture`: several data sets under names, trained on in given proportions."""
+"""The data sets `streams` and `token_mixture`: several named data sets, trained on in given proportions."""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -34,12 +34,12 @@ def load_streams(
 ) -> DataSplits:
     """Several data sets under names: a training batch comes from one of them, or from all.
 
-    streams: a data set for each name, with its own arguments.
-    weights: proportions of training samples, by the same names; in proportion to their sizes by default. A stream of
+    streams: a data set for each name, with its own arguments. weights: proportions of training samples, by name; by
+    default in proportion to their sizes. A stream of
         weight 0 is read only in phases that name it.
-    draw: `alternate` makes every batch of one stream; with `together` every batch has a part of each; with `mixed`
-        samples of token data are drawn one by one and make one batch, which names no stream.
-    epoch_samples: samples of an epoch; by default as many as all streams have. Streams go on where they stopped.
+    draw: with `alternate` every batch has one stream; with `together` every batch has samples of each; with `mixed`
+        samples of token data are drawn one by one into one batch, which names no stream.
+    epoch_samples: samples per epoch; by default as many as all streams have. Streams continue where they stopped.
     """
     return combine_streams(streams, weights, draw, epoch_samples)
 
@@ -59,10 +59,9 @@ def load_token_mixture(
 
     The same as `streams` of `tokens` with `draw: mixed`.
 
-    roots: a folder or URL for each name.
-    weights: the proportions, by the same names; they need not add up to 1.
-    epoch_samples: samples drawn in an epoch; by default as many as there are.
-    The other arguments are those of the data set `tokens`. All files must be made with the same tokenizer.
+    roots: a folder or URL for each name. weights: the proportions, by the same names; they need not add up to 1.
+    epoch_samples: samples per epoch; by default as many as there are. The other arguments are those of the data set
+    `tokens`. All files must be made with the same tokenizer.
     """
     check_shared_schema(roots)
     splits = {}
@@ -82,9 +81,9 @@ def combine_streams(
 ) -> DataSplits:
     """Return data sets as one whose parts are `Streams`, or a `TokenMixture` if `draw` is "mixed".
 
-    A part lacks the streams that do not have it.
+    A part contains only the streams that have it.
 
-    Raises DataError for names, weights and numbers that cannot be, and if token ids of streams mean different things.
+    Raises DataError for invalid names, weights and numbers, and if token ids of streams have different meanings.
 
     >>> import torch
     >>> from etude.data.splits import TensorData
@@ -94,7 +93,7 @@ def combine_streams(
     """
     for name, data in splits.items():
         if not isinstance(data, DataSplits):
-            raise DataError(f"stream '{name}' is a {type(data).__name__}; a data component returns a DataSplits")
+            raise DataError(f"stream '{name}' is a {type(data).__name__}; it must be a DataSplits")
     _check_same_tokenizer(splits)
     schemas = {name: data.token_schema for name, data in splits.items() if data.token_schema is not None}
     check_same_schema(schemas, "streams")
@@ -124,13 +123,13 @@ def combine_streams(
 
 
 def _mixed(parts: Mapping[str, Any], weights: Mapping[str, float] | None, size: int | None) -> LoaderData:
-    """Return parts as one source; samples of similar length go together if any of the parts asks for it."""
+    """Return parts as one source; samples are bucketed by length if any of the parts requires it."""
     whole = {name: part if isinstance(part, LoaderData) else LoaderData(part) for name, part in parts.items()}
     for name, part in whole.items():
         if not isinstance(part.data, BatchSource) or set(part.options) - {BUCKETS}:
             raise DataError(
-                f"stream '{name}' has no token data, or options of its own, and cannot be mixed with others into one "
-                f"batch; set draw to alternate or together"
+                f"stream '{name}' has no token data, or its own options, and cannot be mixed into one batch; set "
+                "draw to alternate or together"
             )
     buckets = max(part.options.get(BUCKETS, 0) for part in whole.values())
     mixture = TokenMixture({name: part.data for name, part in whole.items()}, weights, size)
@@ -144,29 +143,29 @@ def _common(values: Any) -> Any:
 
 
 def _check_no_tokenizer(splits: Mapping[str, DataSplits], schemas: Collection[str]) -> None:
-    """Refuse text of a tokenizer beside streams with a schema, which says that ids mean something else."""
+    """Refuse text tokens beside streams with a schema, which gives ids another meaning."""
     for name, data in splits.items():
         if schemas and name not in schemas and _tokenizer_print(data) is not None:
             raise DataError(
-                f"stream '{name}' has the ids of a text tokenizer, and a file beside '{next(iter(schemas))}' says that "
-                f"its ids mean something else; one model cannot learn from both"
+                f"stream '{name}' has the ids of a text tokenizer, but a file beside '{next(iter(schemas))}' gives "
+                "its ids another meaning; train them separately"
             )
 
 
 def _check_same_tokenizer(splits: Mapping[str, DataSplits]) -> None:
-    """Refuse to train one model on ids that mean different things."""
+    """Refuse to train one model on ids with different meanings."""
     prints = {name: _tokenizer_print(data) for name, data in splits.items()}
     known = [(name, found) for name, found in prints.items() if found is not None]
     for name, found in known[1:]:
         if found != known[0][1]:
             raise DataError(
-                f"streams '{known[0][0]}' and '{name}' were made with different tokenizers, so their ids mean "
-                f"different things; tokenize them with the same --tokenizer"
+                f"streams '{known[0][0]}' and '{name}' have different tokenizers, so their ids mean different "
+                "things; tokenize them with the same --tokenizer"
             )
 
 
 def _tokenizer_print(data: DataSplits) -> str | None:
-    """The checksum of the tokenizer that made the ids, as far as the files tell."""
+    """The checksum of the tokenizer of the ids, if the files record it."""
     part = data.train.data if isinstance(data.train, LoaderData) else data.train
     found = _print_in(part)
     if found is None and isinstance(data.tokenizer, Path):

@@ -17,21 +17,21 @@ from etude.data.catalog.holdout import mix_keys
 Numbers = npt.NDArray[np.float64]
 Kind = Literal["number", "text"]
 MAX_VALUES = 10_000
-"""Different texts of a column at most, unless every row has its own: more are names, not categories."""
+"""Maximum number of distinct texts in a column, unless every row has its own: more are ids, not categories."""
 MIN_ROWS = 20
-"""With fewer rows, another value in each of them says nothing about a column."""
+"""With fewer rows, distinct values in each of them prove nothing about a column."""
 KEY_NAMES = re.compile(
     r"(?i:unnamed(: ?\d+)?|column_\d+|#|no|nr|id|idx|index|key|guid|uuid|row|(.*[\W_])(id|key))|.*[a-z]I[dD]"
 )
-"""Names of columns whose whole numbers tell rows apart, if they do."""
+"""Names of columns whose distinct integers are row ids."""
 _REFERENCE_ROWS = 64
-"""The reference is the median of so many values, of the first block that has any: near the others."""
+"""The reference is the median of this many values: close to the others, and independent of the blocks."""
 _HALF, _ONE = np.uint64(32), np.uint64(1)
 
 
 @dataclass(slots=True)
 class TextColumn:
-    """A column of texts: which of its values each row has, -1 for none."""
+    """A text column: the code of each row's value, -1 for none."""
 
     codes: Codes
     values: list[str]
@@ -39,56 +39,56 @@ class TextColumn:
 
 @dataclass(slots=True)
 class Table:
-    """Columns by name, in the order of the file."""
+    """Columns by name, in file order."""
 
     path: Path
     names: list[str]
     numbers: npt.NDArray[np.float32]
-    """(rows, columns of numbers), less `reference`: so that float32 keeps large numbers that differ by little."""
+    """(rows, numeric columns), minus `reference`, so that float32 keeps small differences of large numbers."""
     reference: Numbers
     texts: dict[str, TextColumn]
     keys: Keys
-    """Of every row, a random-looking number that depends on its content, not on its place."""
+    """A pseudo-random number per row that depends on its content, not on its position."""
     row_names: set[str]
-    """Columns that have another value in every row, and by their kind or name only tell rows apart."""
+    """Columns with a distinct value in every row that are row ids by their kind or name."""
     row_counts: set[str]
     """Columns that count the rows: 0, 1, 2 …"""
     copies: set[str]
-    """Columns of numbers that are those of the target."""
+    """Numeric columns that equal the target."""
     lines: npt.NDArray[np.int64] | None
     """The line of each row in its file."""
 
     @property
     def num_rows(self) -> int:
-        """How many rows it has."""
+        """The number of rows."""
         return len(self.keys)
 
     def places(self, names: Iterable[str]) -> list[int]:
-        """Return where columns of numbers are in the matrix."""
+        """Return the indices of numeric columns in the matrix."""
         numbers = [name for name in self.names if name not in self.texts]
         return [numbers.index(name) for name in names]
 
     def where(self, row: int) -> str:
-        """Return the place of a row, for messages."""
+        """Return the location of a row, for messages."""
         return f"{self.path}, row {row + 1}" if self.lines is None else f"{self.path}:{self.lines[row]}"
 
     def kinds(self) -> dict[str, Kind]:
-        """Return what each column holds."""
+        """Return the kind of each column."""
         return {name: "text" if name in self.texts else "number" for name in self.names}
 
 
 class TableBuilder:
-    """Fills a table block by block: of what is read, nothing is kept but float32 numbers and codes."""
+    """Fills a table block by block: only float32 numbers and codes are kept."""
 
     def __init__(
         self, path: Path, kinds: Mapping[str, Kind], relative: Iterable[str], target: str | None, expected_rows: int
     ) -> None:
-        """`kinds` says what the columns hold, `relative` which numbers will be standardised."""
+        """`kinds` are the kinds of the columns, `relative` marks numbers that will be standardised."""
         self.path, self.kinds = path, kinds
         self.number_names = [name for name, kind in kinds.items() if kind == "number"]
         self.texts = {name: Texts() for name, kind in kinds.items() if kind == "text"}
         self._codes: dict[str, list[Codes]] = {name: [] for name in self.texts}
-        # Memory that nobody wrote to is not taken.
+        # Untouched memory is not allocated by the system.
         self._matrix = np.empty((expected_rows, len(self.number_names)), np.float32)
         self._reference = np.array([np.nan if name in relative else 0.0 for name in self.number_names])
         factors = mix_keys(np.arange(len(kinds), dtype=np.uint64)) | _ONE
@@ -110,7 +110,7 @@ class TableBuilder:
         return not np.isnan(self._reference).any()
 
     def number_keys(self, numbers: Numbers) -> Keys:
-        """Mix the bits of every row: a product for each column, its halves together, and a weighted sum."""
+        """Hash every row: a product per column, its halves combined, and a weighted sum."""
         keys = np.zeros(len(numbers), np.uint64)
         bits, half = np.empty_like(keys), np.empty_like(keys)
         for column, factor in zip(numbers.T.view(np.uint64), self._number_factors, strict=True):
@@ -139,7 +139,7 @@ class TableBuilder:
         for place in np.flatnonzero(np.isnan(self._reference)):
             finite = numbers[np.isfinite(numbers[:, place]), place][:_REFERENCE_ROWS]
             self._reference[place] = np.median(finite) if len(finite) else np.nan
-        with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and refused later
+        with np.errstate(over="ignore"):  # values beyond float32 become infinite, and are rejected later
             np.subtract(numbers, np.nan_to_num(self._reference), out=self._matrix[begin:end], casting="same_kind")
         for name, found in codes.items():
             keys += mix_keys(self.texts[name].keys(found)) * self._factors[name]
@@ -150,7 +150,7 @@ class TableBuilder:
         self._size = end
 
     def _look(self, numbers: Numbers) -> None:
-        """Find columns that count rows or copy the target so far; keep the numbers of those with the name of a key."""
+        """Update which columns count rows or copy the target; keep the numbers of those named like a key."""
         for place, found in self._names_of_rows.items():
             found.append(numbers[:, place].copy())
         if len(self._counts):
@@ -166,14 +166,14 @@ class TableBuilder:
             few = ", ".join(repr(shorten(value)) for value in list(values)[:3])
             raise DataError(
                 f"{self.path}: column {name!r} has more than {MAX_VALUES:,} different texts (such as {few}); "
-                f"leave it out with `exclude: [{name}]`, or fix what should be numbers"
+                f"exclude it with `exclude: [{name}]`, or fix values that should be numbers"
             )
 
     def table(self) -> Table:
         """Return the table. Raises DataError if it has no rows."""
         rows = self._size
         if not rows:
-            raise DataError(f"{self.path} has no rows")
+            raise DataError(f"{self.path} has no rows; add some")
         texts = {
             name: TextColumn(np.concatenate(self._codes[name]), list(found.known))
             for name, found in self.texts.items()

@@ -1,4 +1,4 @@
-"""Tables of files: delimited text, and what Arrow reads."""
+"""Tables from files: delimited text, and formats that Arrow reads."""
 
 import re
 from collections import deque
@@ -35,13 +35,13 @@ _THOUSANDS = re.compile(r"-?\d{1,3}([,.' ]\d{3})+([.,]\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class TableFormat:
-    """How a file is written, and which of its columns are wanted."""
+    """The format of a file, and its selected columns."""
 
     delimiter: str | None = None
     encoding: str = "utf-8"
     form: NumberForm = PLAIN
     texts: frozenset[str] = frozenset()
-    """Columns to be taken as text, even if they look like numbers."""
+    """Columns that are read as text, even if they look like numbers."""
     exclude: tuple[str, ...] = ()
     target: str | None = None
     standardize: bool = False
@@ -50,18 +50,18 @@ class TableFormat:
     parquet: bool = False
 
     def read(self, path: Path, names: Sequence[str] | None, kinds: Mapping[str, Kind] | None = None) -> Table:
-        """Read a file: the columns `names`, or all but the excluded ones. `kinds` says what they hold if that is known.
+        """Read a file: the columns `names`, or all but the excluded ones. `kinds` are their kinds, if known.
 
-        Raises DataError with the place of what cannot be.
+        Raises DataError with the location of an invalid value.
         """
         if path.is_dir():
-            raise DataError(f"{path} is a folder; give a file")
+            raise DataError(f"{path} is a folder; pass a file")
         if not path.exists():
             raise DataError(f"{path} does not exist")
         return read_parquet(self, path, names) if self.parquet else read_delimited(self, path, names, kinds)
 
     def wanted(self, path: Path, there: Sequence[str], names: Sequence[str] | None) -> list[str]:
-        """Return the columns to read. Raises DataError for one that is not there."""
+        """Return the columns to read. Raises DataError for an unknown one."""
         for name in names if names is not None else (*self.exclude, *self.texts):
             if name not in there:
                 hint = did_you_mean(name, there) or f" (there are: {shorten(', '.join(there), 200)})"
@@ -69,7 +69,7 @@ class TableFormat:
         return [name for name in there if (name not in self.exclude if names is None else name in names)]
 
     def builder(self, path: Path, kinds: Mapping[str, Kind], expected_rows: int) -> TableBuilder:
-        """Return what fills a table of these columns."""
+        """Return a builder of a table with these columns."""
         relative = [name for name in kinds if (self.standardize_target if name == self.target else self.standardize)]
         return TableBuilder(path, kinds, relative, self.target, expected_rows)
 
@@ -77,7 +77,7 @@ class TableFormat:
 def read_delimited(
     form: TableFormat, path: Path, names: Sequence[str] | None, kinds: Mapping[str, Kind] | None = None
 ) -> Table:
-    """Read a delimited text file. Without `kinds`, the first rows say whether a column has numbers or text."""
+    """Read a delimited text file. Without `kinds`, the first rows decide whether a column has numbers or text."""
     delimiter = form.delimiter or ("\t" if path.suffix in (".tsv", ".tab") else ",")
     there, blocks = read_blocks(path, delimiter, form.encoding, form.form)
     places = {name: there.index(name) for name in form.wanted(path, there, names)}
@@ -114,7 +114,7 @@ def read_delimited(
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield what a function returns for each item, in order; as many threads as torch has work ahead."""
+    """Yield the results of a function for each item, in order; as many threads as torch has work ahead."""
     threads = min(torch.get_num_threads(), MAX_THREADS)
     if threads == 1:
         yield from map(function, items)
@@ -130,7 +130,7 @@ def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
 
 
 def _kinds(block: Block, places: Mapping[str, int], texts: frozenset[str]) -> dict[str, Kind]:
-    """Return what columns hold, by their first rows."""
+    """Return the kinds of columns, from their first rows."""
     names = {place: name for name, place in places.items()}
     numbers = [place for place, name in names.items() if name not in texts]
     while numbers:
@@ -149,7 +149,7 @@ def _kinds(block: Block, places: Mapping[str, int], texts: frozenset[str]) -> di
 
 
 def read_parquet(form: TableFormat, path: Path, names: Sequence[str] | None) -> Table:
-    """Read a Parquet file: numbers and booleans as numbers, texts as they are."""
+    """Read a Parquet file: numbers and booleans as numbers, texts unchanged."""
     try:
         from pyarrow import ArrowException, parquet  # type: ignore[import-untyped, import-not-found, unused-ignore]
     except ImportError as error:
@@ -166,7 +166,7 @@ def read_parquet(form: TableFormat, path: Path, names: Sequence[str] | None) -> 
 def arrow_table(
     form: TableFormat, path: Path, schema: Any, wanted: Sequence[str], batches: Iterable[Any], num_rows: int
 ) -> Table:
-    """Return a table of Arrow's record batches. Raises DataError for a type that is neither numbers nor text."""
+    """Return a table from Arrow record batches. Raises DataError for a type that is neither numbers nor text."""
     import pyarrow as pa  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     kinds = {name: _arrow_kind(path, name, schema.field(name).type, form) for name in wanted}
@@ -193,4 +193,4 @@ def _arrow_kind(path: Path, name: str, kind: Any, form: TableFormat) -> Kind:
         return "text"
     if types.is_floating(kind) or types.is_integer(kind) or types.is_boolean(kind) or types.is_decimal(kind):
         return "number"
-    raise DataError(f"{path}: column {name!r} is of type {kind}, neither numbers nor text; leave it out with exclude")
+    raise DataError(f"{path}: column {name!r} is of type {kind}, neither numbers nor text; exclude it with exclude")

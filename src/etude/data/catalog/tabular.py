@@ -1,4 +1,4 @@
-"""Tables for config files: `csv` and `parquet`. A column is the target, the others are features."""
+"""Tables for config files: `csv` and `parquet`. One column is the target, the others are features."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,16 +42,15 @@ def load_csv(
 ) -> DataSplits:
     """A delimited text file whose first line names its columns.
 
-    path: the file to train on.
-    target: the column to predict: texts are classes, numbers are predicted as numbers.
-    columns: the columns to learn from; by default all but the target, its copies and names of rows (ids and keys).
-    exclude: instead, columns to leave out.
-    categorical: columns of numbers that are categories. Columns of text always are: one feature of 0 and 1 for each
+    path: the file to train on. target: the column to predict: texts are classes, numbers are regression targets.
+    columns: the feature columns; by default all but the target, its copies and row ids. exclude: instead, columns to
+    exclude. categorical: numeric columns that are categories. Text columns always are: one feature of 0 and 1 for
+    each
         of up to 32 values.
     task: `classification` for numbers that are classes.
-    missing: values that are empty, NA, N/A, NaN, null or none: an `error`; `mean` takes the training part's mean, and
-        no category; `indicator` adds a feature that says where values were missing.
-    unseen: a category of a validation or test file that the training file does not have: an `error`, or `zeros`.
+    missing: values that are empty, NA, N/A, NaN, null or none: an `error`; `mean` uses the training part's mean, and
+        no category; `indicator` adds a feature that marks missing values.
+    unseen: a category of a validation or test file that the training file lacks: an `error`, or `zeros`.
     standardize: numbers to mean 0 and standard deviation 1 over the training part.
     standardize_target: the same for a target of numbers; losses are then in units of its standard deviation.
     validation, test: a file, or the share of rows held out. Which rows depends on their content and `seed` only.
@@ -100,17 +99,18 @@ def _load(
     options: FeatureOptions,
 ) -> DataSplits:
     if columns is not None and form.exclude:
-        raise ConfigError("give columns or exclude, not both")
+        raise ConfigError("set columns or exclude, not both")
     if columns is not None and options.target in columns:
-        raise ConfigError(
-            f"the target {options.target!r} is one of the columns to learn from; take it out of columns"
-        )
+        raise ConfigError(f"the target {options.target!r} is one of the feature columns; remove it from columns")
     names = None if columns is None else [*columns, options.target]
     main = form.read(Path(path).expanduser(), names)
     form.wanted(main.path, main.names, [options.target])
     kinds = main.kinds()
     if options.task == "regression" and kinds[options.target] == "text":
-        raise DataError(f"{main.path}: task is regression, but the target {options.target!r} holds text")
+        raise DataError(
+            f"{main.path}: task is regression, but the target {options.target!r} holds text; set task "
+            "to classification"
+        )
     rows = hold_out(mix_keys(main.keys ^ np.uint64(seed)), *shares(validation, test))
     parts = {part: Part(main, found if len(rows) > 1 else slice(None)) for part, found in rows.items()}
     left_out = screen(main, options.target, options.named)
@@ -125,7 +125,7 @@ def _check_characters(delimiter: str | None, decimal: str, thousands: str | None
     given = {"delimiter": delimiter or ",", "decimal": decimal, "thousands": thousands}
     for name, character in given.items():
         if character is not None and (not character.isascii() or character in '"\n\r' or character.isalnum()):
-            raise ConfigError(f"{name} is {character!r}; give one ASCII character such as , ; | or a tab")
+            raise ConfigError(f"{name} is {character!r}; use one ASCII character such as , ; | or a tab")
     if decimal == thousands or decimal == (delimiter or ","):
         other = "thousands" if decimal == thousands else "delimiter"
-        raise ConfigError(f"decimal and {other} are both {decimal!r}; set the other one")
+        raise ConfigError(f"decimal and {other} are both {decimal!r}; change one of them")

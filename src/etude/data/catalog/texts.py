@@ -1,4 +1,4 @@
-"""Texts with a class each: encoded once, padded by batch; the data set `jsonl`."""
+"""Texts with a class each: encoded once, padded per batch; the data set `jsonl`."""
 
 import hashlib
 import json
@@ -24,14 +24,14 @@ from etude.data.text.padding import filled, padded_width, scatter
 Encode = Callable[[list[str]], list[Any]]
 PAD_ID = 0
 PAD_MULTIPLE = 8
-"""Widths of batches are multiples of this: a GPU then meets few shapes, and likes them."""
+"""Widths of batches are multiples of this, so that a GPU has few, efficient shapes."""
 BUCKET_BATCHES = 100
 _AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class LabeledText:
-    """A text, its class and its place, for messages."""
+    """A text, its class and its location, for messages."""
 
     text: str
     label: str
@@ -39,7 +39,7 @@ class LabeledText:
 
 
 class TextRows:
-    """Encoded texts of any length, padded to the longest of a batch: a source that tells how long its samples are."""
+    """Encoded texts of any length, padded to the longest of a batch; the source knows the lengths of its samples."""
 
     def __init__(self, ids: npt.NDArray[np.int32], ends: Rows, labels: npt.NDArray[np.int64], rows: Rows) -> None:
         """Text i is ids[ends[i - 1] : ends[i]]; `rows` are the texts of this part."""
@@ -78,11 +78,10 @@ def load_jsonl(
     test: Share | str = 0.1,
     seed: Annotated[int, Ge(0)] = 0,
 ) -> DataSplits:
-    """A file with a JSON object in each line: a text and its class.
+    """A JSONL file: a JSON object with a text and its class per line.
 
-    text, label: the keys; labels are texts, whole numbers or booleans.
-    tokenizer: `bytes` makes a token of every byte of UTF-8; else a tokenizer.json, or a folder that has one.
-    max_length: longer texts are cut to this many tokens.
+    text, label: the keys; labels are strings, integers or booleans. tokenizer: `bytes` for one token per UTF-8 byte;
+    otherwise a tokenizer.json, or a folder with one. max_length: longer texts are truncated to this many tokens.
     validation, test: a file, or the share of lines held out. Which lines depends on their content and `seed`.
     """
     main = list(_read_lines(Path(path).expanduser(), text, label))
@@ -102,15 +101,15 @@ def text_splits(
     tokenizer: str,
     max_length: int,
 ) -> DataSplits:
-    """Return texts as token ids by part: shares of `main` are held out, `others` are parts of their own."""
+    """Return texts as token ids by part: shares of `main` are held out, `others` are separate parts."""
     classes = in_order(sorted({one.label for one in main}))
     if len(classes) < 2:
-        raise DataError(f"{main[0].where}: all texts have the class {classes[0]!r}; there is nothing to learn")
+        raise DataError(f"{main[0].where}: all texts have the class {classes[0]!r}; add texts of others")
     place = {name: number for number, name in enumerate(classes)}
     everything = [*main, *(one for part in others.values() for one in part)]
     for one in everything:
         if one.label not in place:
-            raise DataError(f"{one.where}: there is no class {shorten(one.label)!r} to train on")
+            raise DataError(f"{one.where}: the class {shorten(one.label)!r} has no training texts")
     encode, vocab_size = _encoder(tokenizer)
     ids, ends = _encoded([one.text for one in everything], encode, max_length)
     labels = np.array([place[one.label] for one in everything], dtype=np.int64)
@@ -134,7 +133,7 @@ def text_splits(
 
 
 def _keys(texts: Sequence[LabeledText]) -> npt.NDArray[np.uint64]:
-    """Return a number for each text that depends on its content only."""
+    """Return a number for each text that depends only on its content."""
     digests = (hashlib.blake2b(f"{one.label}\0{one.text}".encode(), digest_size=8).digest() for one in texts)
     return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
 
@@ -157,7 +156,7 @@ def _parse(line: bytes, text: str, label: str, where: str) -> LabeledText:
     try:
         entry = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
-        raise DataError(f"{where}: no JSON in UTF-8 ({error})") from error
+        raise DataError(f"{where}: not JSON in UTF-8 ({error})") from error
     if not isinstance(entry, dict):
         raise DataError(
             f"{where}: a {type(entry).__name__}; every line must be an object with {text!r} and {label!r}"
@@ -167,22 +166,20 @@ def _parse(line: bytes, text: str, label: str, where: str) -> LabeledText:
             found = f"{key!r} is null" if key in entry else f"there is no {key!r}"
             raise DataError(f"{where}: {found} (there are: {shorten(', '.join(entry))})")
     if not isinstance(entry[text], str):
-        raise DataError(f"{where}: {text!r} is {shorten(repr(entry[text]))}; it must be a text")
-    readable = entry[text].encode(errors="replace").decode()  # JSON may hold halves of characters
+        raise DataError(f"{where}: {text!r} is {shorten(repr(entry[text]))}; it must be a string")
+    readable = entry[text].encode(errors="replace").decode()  # JSON may contain unpaired surrogates
     return LabeledText(readable, label_name(entry[label], where), where)
 
 
 def label_name(value: Any, where: str) -> str:
-    """Return the name of a class. Raises DataError for a value that cannot be one."""
+    """Return the name of a class. Raises DataError for an invalid value."""
     if not isinstance(value, (str, int)):
-        raise DataError(
-            f"{where}: the label is {shorten(repr(value))}; give a text, a whole number or true and false"
-        )
+        raise DataError(f"{where}: the label is {shorten(repr(value))}; use a string, an integer or a boolean")
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _encoder(tokenizer: str) -> tuple[Encode, int]:
-    """Return a function that makes ids of texts, and the size of the vocabulary. Id 0 of bytes is padding."""
+    """Return a function that encodes texts, and the vocabulary size. For bytes, id 0 is padding."""
     if tokenizer == "bytes":
         return lambda texts: [np.frombuffer(text.encode(), np.uint8) + np.int32(1) for text in texts], 257
     file = _tokenizer_file(tokenizer)
@@ -192,8 +189,8 @@ def _encoder(tokenizer: str) -> tuple[Encode, int]:
         raise ConfigError("a tokenizer.json needs the tokenizers library: pip install 'etude[text]'") from error
     try:
         found = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises no narrower class
-        raise DataError(f"{file} is no tokenizer.json ({shorten(' '.join(str(error).split()), 120)})") from error
+    except Exception as error:  # the library raises only Exception
+        raise DataError(f"{file} is not a tokenizer.json ({shorten(' '.join(str(error).split()), 120)})") from error
     found.no_truncation()
     found.no_padding()
     return lambda texts: [one.ids for one in found.encode_batch(texts)], max(found.get_vocab().values()) + 1
@@ -203,12 +200,12 @@ def _tokenizer_file(tokenizer: str) -> Path:
     path = Path(tokenizer).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise DataError(f"tokenizer: {file} does not exist; give `bytes`, a tokenizer.json, or a folder that has one")
+        raise DataError(f"tokenizer: {file} does not exist; use `bytes`, a tokenizer.json, or a folder with one")
     return file
 
 
 def _encoded(texts: Sequence[str], encode: Encode, max_length: int) -> tuple[npt.NDArray[np.int32], Rows]:
-    """Return the ids of all texts one after the other, and where each ends."""
+    """Return the concatenated ids of all texts, and where each ends."""
     chunks: list[npt.NDArray[np.int32]] = []
     lengths: list[int] = []
     for begin in range(0, len(texts), _AT_ONCE):

@@ -27,12 +27,12 @@ Length = Annotated[int, Ge(2)]
 Share = Annotated[float, Ge(0), Lt(1)]
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
-"""Names under which the files of a split are looked for."""
+"""Usual file names of a split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How samples are made of a token file."""
+    """How samples are made from a token file."""
 
     way: Way = "blocks"
     length: int = 1024
@@ -42,13 +42,13 @@ class Reading:
     bucket_batches: int = 100
     attention: Literal["ids", "starts", "full"] = "starts"
     schema: TokenSchema | None = None
-    """Tells the id of padding and those of special tokens, where the files have one."""
+    """Defines the padding id and special tokens, if the files have a schema."""
 
     def source(self, file: TokenFile, *, training: bool) -> BatchSource:
-        """Return the samples of a file; blocks move from epoch to epoch in training."""
+        """Return the samples of a file; in training, blocks start at other tokens in each epoch."""
         source: BatchSource
         pad_id = 0 if self.schema is None else self.schema.pad_id
-        # Samples of a schema are there to be predicted token by token, whatever labels they have besides.
+        # Samples with a schema are predicted token by token, whatever other labels they have.
         labels = None if self.schema is None or LABELS in file.streams else "next"
         if self.way == "blocks":
             source = TokenBlocks(file, self.length, moving=training and file.num_tokens > 2 * self.length)
@@ -68,7 +68,7 @@ class Reading:
         return self._masked(source, file) if self.mask_rate else source
 
     def split(self, file: TokenFile, split: str) -> LoaderData | None:
-        """Return a part of the data; one that is not trained on and too short for a single sample is left out."""
+        """Return a part of the data; one that is too short for a sample is skipped, unless it is for training."""
         try:
             return self.part(self.source(file, training=split == "train"))
         except DataError as error:
@@ -78,7 +78,7 @@ class Reading:
             return None
 
     def part(self, source: BatchSource) -> LoaderData:
-        """Return what a loader is made of; documents of similar length go together."""
+        """Return the loader arguments; documents of similar length are bucketed."""
         return LoaderData(source, {"bucket_batches": self.bucket_batches} if self.way == "documents" else {})
 
     def _masked(self, source: BatchSource, file: TokenFile) -> BatchSource:
@@ -90,8 +90,8 @@ class Reading:
         if mask_id is None or size is None:
             lacks = "no mask token" if mask_id is None else "no vocabulary size"
             raise DataError(
-                f"{file.path} tells {lacks}, which masked language modelling needs: "
-                f"set mask_id, or make the file with `etude tokenize`"
+                f"{file.path} has {lacks}, which masked language modelling needs; set mask_id, or create the file "
+                "with `etude tokenize`"
             )
         known = [value for value in special.values() if isinstance(value, int)]
         return MaskedTokens(source, mask_id=mask_id, vocab_size=size, rate=self.mask_rate, special_ids=sorted(known))
@@ -114,29 +114,29 @@ def load_tokens(
 ) -> DataSplits:
     """Token files train.bin, validation.bin (or val.bin) and test.bin of a folder or a URL.
 
-    A folder with a vocab.json holds several modalities: what it says of ids comes along as `token_schema`.
+    A folder with a vocab.json has several modalities: it is returned as `token_schema`.
 
-    root: folder with the files; `etude tokenize` makes them, and those of nanoGPT, llm.c and Megatron open too.
-    read: `blocks` of `length` tokens cut from the text as it runs; `documents` padded to the longest of the batch; or
+    root: folder with the files; `etude tokenize` creates them, and those of nanoGPT, llm.c and Megatron work too.
+    read: consecutive `blocks` of `length` tokens; `documents` padded to the longest of the batch; or
         documents `packed` into full blocks, with masks at their boundaries.
     length: tokens per block; longer documents are split.
     packing: `split` fills blocks to the last token and cuts documents; `fit` keeps documents whole.
     mask_rate: share of tokens hidden for masked language modelling (0.15 in BERT); 0 predicts next tokens.
-    mask_id: the token put in place of hidden ones, if the file does not tell.
-    bucket_batches: with `documents`, batches over which samples of similar length are brought together; 0 does not.
+    mask_id: the token that replaces hidden ones, if the file does not define it.
+    bucket_batches: with `documents`, batches within which samples of similar length are grouped; 0 disables it.
     dtype: of files without a header (those of nanoGPT are uint16).
     document_end: of files without a header, the token that ends a document.
-    vocab_size: if the file does not tell, or to leave room for more tokens.
+    vocab_size: if the file does not define it, or to reserve more tokens.
     memory_map: files are always mapped into memory.
-    attention: with `packed`, `starts` says where documents begin, with which our transformer needs no mask on a GPU;
-        `ids` leaves that out; `full` adds a mask of length x length for models that cannot part documents by
+    attention: with `packed`, `starts` adds where documents begin, so that our transformer needs no mask on a GPU;
+        `ids` omits that; `full` adds a mask of length x length for models that cannot separate documents by
         `document_ids` or `position_ids`, such as encoders.
     """
     schema = find_schema(root)
     reading = Reading(read, length, packing, mask_rate, mask_id, bucket_batches, attention, schema)
     files = {split: find_split(root, split) for split in SPLIT_NAMES}
     if files["train"] is None:
-        raise DataError(f"{root} has no train.bin; make it with `etude tokenize --out {root}`, or set root")
+        raise DataError(f"{root} has no train.bin; create it with `etude tokenize --out {root}`, or set root")
     opened = {
         split: open_tokens(path, dtype=dtype, document_end=document_end)
         for split, path in files.items()

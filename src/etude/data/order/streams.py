@@ -13,7 +13,7 @@ from etude.data.order.permutation import Indices, Order
 
 ENDLESS = 2**62
 SMALLEST_SHARE = 2e-6
-"""The smallest share of a stream: counts are exact fractions with this denominator limit."""
+"""The smallest share of a stream: counts are exact fractions, whose denominators stay small."""
 _ROOM = 2**40
 """Maximum number of batches of a stream; more than any run has."""
 
