@@ -75,7 +75,6 @@ def test_continuing_equals_never_stopping(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_continuing_equals_never_stopping_on_a_gpu(name: str, tmp_path: Path) -> None:
     torch.use_deterministic_algorithms(True)

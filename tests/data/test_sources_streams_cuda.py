@@ -7,7 +7,7 @@ from token_samples import numbered, opened_documents
 from etude.core.batch import JointBatch
 from etude.data import StreamLoader, TensorData, TokenBlocks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 def data():

@@ -8,7 +8,6 @@ from etude.data import DataLoader, TokenBlocks, TokenDocuments, TokenWriter
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
 

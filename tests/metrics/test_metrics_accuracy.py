@@ -230,7 +230,6 @@ def test_registered_and_open_to_other_metrics():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_cuda_an_update_never_waits():
     logits, targets = (tensor.cuda() for tensor in sample(7, (16, 5), classes=6))
     accuracy, best_of_two = Accuracy(), Accuracy(top_k=2)

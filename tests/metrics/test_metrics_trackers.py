@@ -122,7 +122,6 @@ def test_a_window_below_one_is_refused():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_cuda_an_update_never_waits():
     tracker = LossTracker(window_size=2)
     tracker.update(8.0)

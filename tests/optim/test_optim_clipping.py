@@ -118,7 +118,6 @@ def test_a_limit_that_is_not_positive_is_refused(limit):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_cuda_clipping_never_waits_and_mixed_devices_add_up():
     params = with_gradients(LARGE)
     expected = plain_norm([param.grad for param in params])

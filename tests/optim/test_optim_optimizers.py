@@ -293,7 +293,6 @@ def test_decay_groups_spare_norms_biases_and_frozen_parameters():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("ours", "theirs", "arguments"), CASES)
 def test_on_cuda_the_step_is_torchs_and_never_waits(ours, theirs, arguments):
     left = [nn.Parameter(param.detach().cuda()) for param in parameters()]
