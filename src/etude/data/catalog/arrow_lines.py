@@ -44,9 +44,9 @@ class ArrowReader:
 
     def read(self, group: Sequence[Unread]) -> Block | None:
         """Return consecutive lines; None if they must be read by our own reader."""
-        plain = [lines for lines in group if isinstance(lines, PlainLines)]
+        plain = [lines for lines in group if isinstance(lines, PlainLines) and self.is_sure]
         text = b"".join(part for lines in plain for part in lines.parts)
-        if not self.is_sure or len(plain) < len(group) or text.startswith(b"\xef\xbb\xbf"):
+        if len(plain) < len(group) or text.startswith(b"\xef\xbb\xbf"):
             return None
         try:
             table = self._csv.read_csv(self._pa.BufferReader(text), self._read_options, **self._options)
@@ -74,9 +74,9 @@ class ArrowBlock(Block):
             # -nan and nan(1) are not missing values
             self.is_sure = self.is_sure and np.count_nonzero(np.isnan(values)) == cells.null_count
 
-    def numbers(self, columns: Sequence[int]) -> Numbers:  # noqa: ARG002
+    def numbers(self, columns: Sequence[int], count: int | None = None) -> Numbers:  # noqa: ARG002
         """Return the reader's columns as numbers."""
-        return self._values.T
+        return self._values.T[:count]
 
     def categories(self, column: int) -> tuple[Places, list[str]]:
         """Return a column as indices into a list of its texts."""

@@ -73,10 +73,13 @@ class Block:
         """Return a column as indices into a list of its texts; None if they are unknown."""
         return None
 
-    def numbers(self, columns: Sequence[int]) -> Numbers:
-        """Return columns as numbers (rows, columns), NaN for missing ones. Raises NotANumber for other text."""
-        rows = range(len(self.lines))
-        found = [self._floats(self.texts(column), rows, repeat(column)) for column in columns]
+    def numbers(self, columns: Sequence[int], count: int | None = None) -> Numbers:
+        """Return columns of all rows, or of the first `count`, as numbers (rows, columns), NaN for missing ones.
+
+        Raises NotANumber for other text.
+        """
+        rows = range(len(self.lines))[:count]
+        found = [self._floats(self.texts(column, rows), rows, repeat(column)) for column in columns]
         return np.array(found, np.float64).reshape(len(columns), len(rows)).T.copy()
 
     def _floats(self, texts: Sequence[str], rows: Iterable[int], columns: Iterable[int]) -> list[float]:
@@ -134,13 +137,13 @@ class PlainBlock(Block):
         starts, ends, _ = self._cells
         return self._parser.words(np.frombuffer(self.buffer, "<u8"), starts[:, column], ends[:, column])
 
-    def numbers(self, columns: Sequence[int]) -> Numbers:
+    def numbers(self, columns: Sequence[int], count: int | None = None) -> Numbers:
         """Return columns as numbers: parsed at once, except those of another form."""
         begin, end = min(columns, default=0), max(columns, default=-1) + 1
         # Parsing some texts between the numbers in vain is faster than copying the cell positions.
         is_most = 4 * len(columns) > 3 * (end - begin)
         chosen: slice | list[int] = slice(begin, end) if is_most else list(columns)
-        starts, ends, decimals = (places[:, chosen] for places in self._cells)
+        starts, ends, decimals = (places[:count, chosen] for places in self._cells)
         text, shape = np.frombuffer(self.buffer, "<u8"), starts.shape
         values, bad = self._parser.parse(text, starts.reshape(-1), ends.reshape(-1), decimals.reshape(-1))
         values, bad = values.reshape(shape), bad.reshape(shape)

@@ -20,6 +20,7 @@ Task = Literal["classification", "regression"]
 Missing = Literal["error", "mean", "indicator"]
 Flags = npt.NDArray[np.bool_]
 BLOCK_ROWS = 2**11
+LONG_ROW = 256
 
 
 @dataclass(slots=True)
@@ -182,8 +183,9 @@ class FeatureColumns:
         matrix = np.empty((part.num_rows, len(self.features)), np.float32)
         places, targets = part.table.places(self.numbers), [self._places[name] for name in self.numbers]
         runs = list(_runs(places, targets))
-        # Of all columns and of every row of a block: arrays of the same form are faster than rows of one form.
-        shift, scale = np.zeros((2, BLOCK_ROWS, part.table.numbers.shape[1]), np.float32)
+        width = part.table.numbers.shape[1]
+        # Short rows are repeated: NumPy takes longer to begin a row than to compute it.
+        shift, scale = np.zeros((2, BLOCK_ROWS if width < LONG_ROW else 1, width), np.float32)
         scale[:] = 1.0
         if self._options.standardize:
             shift[:, places], scale[:, places] = self.mean - part.table.reference[places], self.std

@@ -137,8 +137,9 @@ class TableBuilder:
             self._matrix = larger
         self._look(numbers)
         for place in np.flatnonzero(np.isnan(self._reference)):
-            finite = numbers[np.isfinite(numbers[:, place]), place][:_REFERENCE_ROWS]
-            self._reference[place] = np.median(finite) if len(finite) else np.nan
+            finite = np.sort(numbers[np.isfinite(numbers[:, place]), place][:_REFERENCE_ROWS])
+            if size := len(finite):  # np.median would import numpy.ma
+                self._reference[place] = finite[(size - 1) // 2 : size // 2 + 1].mean()
         with np.errstate(over="ignore"):  # values beyond float32 become infinite, and are rejected later
             np.subtract(numbers, np.nan_to_num(self._reference), out=self._matrix[begin:end], casting="same_kind")
         for name, found in codes.items():
