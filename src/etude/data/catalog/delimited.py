@@ -272,7 +272,7 @@ def _blocks(layout: FileLayout, rest: bytes, pieces: Iterator[bytes], line: int)
     parser = DecimalParser()
     # The C allocator keeps freed memory for reuse up to the largest freed block (at most 32 MB); without this, every
     # array of every block would be requested from the system and cleared.
-    np.empty(2**24, np.uint8)
+    np.empty(31 * 2**20, np.uint8)
     stream = chain([rest], pieces)
     tail, piece = b"", next(stream, None)
     while piece is not None:
