@@ -86,3 +86,24 @@ def test_a_disk_that_is_full_for_a_while_costs_no_row(tmp_path, monkeypatch, cap
     assert "No space left on device; training continues" in caplog.text
     callbacks.on_epoch_end(1, {"loss": 0.5})
     assert epochs(tmp_path / "log.csv") == [0, 1]
+
+
+def test_the_file_is_written_again_for_new_columns_only(tmp_path, monkeypatch):
+    callback, written = CSVLogger("log.csv"), []
+    callback.on_train_begin(Life(tmp_path).run_info())
+    monkeypatch.setattr(
+        "etude.callbacks.csv_logger.write_text", lambda path, text: (written.append(text), path.write_text(text))
+    )
+    for epoch in range(6):
+        callback.on_epoch_end(epoch, {"loss": 1.0} | ({"val_loss": 2.0} if epoch % 3 == 2 else {}))
+    assert len(written) == 2
+    assert epochs(tmp_path / "log.csv") == [0, 1, 2, 3, 4, 5]
+    assert (tmp_path / "log.csv").read_text().splitlines()[-2:] == ["4,1.0,", "5,1.0,2.0"]
+
+
+def test_a_row_that_was_cut_short_by_a_kill_is_dropped(tmp_path):
+    Life(tmp_path, total_epochs=2).whole(CSVLogger("log.csv"))
+    with (tmp_path / "log.csv").open("a") as file:
+        file.write("2,0.")
+    Life(tmp_path, total_epochs=1).whole(CSVLogger("log.csv", append=True))
+    assert epochs(tmp_path / "log.csv") == [0, 1, 0]

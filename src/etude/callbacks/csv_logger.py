@@ -26,8 +26,8 @@ class CSVLogger(Callback):
     """Writes the metrics of every epoch as a row of `filename`; a new metric becomes a new column.
 
     An existing file is replaced, unless `append` is set. A resumed run continues its own file: rows of repeated
-    epochs are replaced. A relative path is inside the run folder, if there is one. The file is replaced atomically in
-    every epoch; a full disk loses rows until there is space again, but never ends the run.
+    epochs are replaced. A relative path is inside the run folder, if there is one. A new column replaces the file
+    atomically; a full disk loses rows until there is space again, but never ends the run.
     """
 
     def __init__(self, filename: str, append: bool = False) -> None:
@@ -36,6 +36,8 @@ class CSVLogger(Callback):
         self._run: RunInfo | None = None
         self._rows: list[Mapping[str, Any]] | None = None
         """Contents of the file; None until it has been started."""
+        self._columns: list[str] = []
+        """Those of the file; none if it has to be written again."""
         self._resumed: int | None = None
         """Rows of the file that a resumed run keeps."""
 
@@ -56,11 +58,16 @@ class CSVLogger(Callback):
         """Write the row."""
         if self._run is not None and not self._run.is_main:
             return
-        rows = self._begin()
-        rows.append({"epoch": epoch, **logs})
+        rows, row = self._begin(), {"epoch": epoch, **logs}
+        rows.append(row)
         try:
-            write_text(self._path, _as_csv(rows))
+            if set(row) <= set(self._columns):
+                with self._path.open("a", encoding="utf-8", newline="") as file:
+                    file.write(_as_csv(self._columns, [row]))
+            else:
+                self._write(rows)
         except OSError as error:
+            self._columns = []
             logger.warning(f"cannot write {self._path}: {error.strerror or error}; training continues")
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,25 +91,30 @@ class CSVLogger(Callback):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 rows: list[Mapping[str, Any]] = []
                 if path.exists() and (self.append or self._resumed is not None):
-                    rows.extend(csv.DictReader(path.read_text(encoding="utf-8").splitlines(keepends=True)))
+                    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+                    # The last line lacks its end if a process was killed while it wrote it.
+                    rows.extend(csv.DictReader(lines if lines and lines[-1].endswith("\n") else lines[:-1]))
                 self._rows = rows[: self._resumed]
-                write_text(path, _as_csv(self._rows))
+                self._write(self._rows)
             except OSError as error:
                 raise RunFolderError(
                     f"CSVLogger cannot write {path}: {error.strerror or error}; choose a writable filename"
                 ) from error
         return self._rows
 
+    def _write(self, rows: list[Mapping[str, Any]]) -> None:
+        """Replace the file: a column for every metric of any row."""
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        write_text(self._path, _as_csv(columns, [{name: name for name in columns}, *rows] if rows else []))
+        self._columns = columns
 
-def _as_csv(rows: list[Mapping[str, Any]]) -> str:
-    """Return a table with a column for every metric of any row.
 
-    >>> _as_csv([{"epoch": 0, "loss": 0.5}, {"epoch": 1, "val_loss": 0.7}]).splitlines()
-    ['epoch,loss,val_loss', '0,0.5,', '1,,0.7']
+def _as_csv(columns: list[str], rows: list[Mapping[str, Any]]) -> str:
+    """Return rows as lines; a metric that a row does not have is an empty cell.
+
+    >>> _as_csv(["epoch", "loss", "val_loss"], [{"epoch": 0, "loss": 0.5}, {"epoch": 1, "val_loss": 0.7}]).splitlines()
+    ['0,0.5,', '1,,0.7']
     """
     text = io.StringIO()
-    table = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
-    if rows:
-        table.writeheader()
-        table.writerows(rows)
+    csv.DictWriter(text, columns, lineterminator="\n").writerows(rows)
     return text.getvalue()
