@@ -101,6 +101,7 @@ def test_share_of_the_budget(etude, experiment, tmp_path):
         assert list(config["tasks"]) == [task]
         assert "curriculum" not in config
         assert "weighting" not in config
+        assert config["scheduler"]["warmup_steps"] == round(9 * alone["step"] / whole["step"])
         assert set(config["data"]["streams"]) == {"functions" if task == "quality" else "code"}
 
 
@@ -257,6 +258,8 @@ def test_in_python_the_arguments_are_those_of_the_command(etude, experiment, tmp
         ),
         (["--seeds", "0,²"], {}, "--seeds 0,²: pass distinct integers separated by commas"),
         (["--seeds", "9" * 5000], {}, "distinct integers separated by commas"),
+        (["--seeds", "9" * 20], {}, "distinct integers separated by commas"),
+        (["--seeds", f"{2**63},"], {}, "distinct integers separated by commas"),
         (
             ["training.save_checkpoints=false"],
             {},

@@ -74,7 +74,8 @@ def _numbers(text: str | None) -> list[int] | int | None:
         seeds = [int(word) for word in text.removesuffix(",").split(",")]
     except ValueError:
         seeds = []
-    if not seeds or min(seeds) < (0 if is_list else 1) or len(set(seeds)) < len(seeds):
+    low, high = (0, 2**63) if is_list else (1, 1000)
+    if not seeds or not low <= min(seeds) <= max(seeds) < high or len(set(seeds)) < len(seeds):
         raise ConfigError(
             f"--seeds {shorten(text)}: pass distinct integers separated by commas, such as 0,1,2, or a number of "
             "seeds, such as 3"

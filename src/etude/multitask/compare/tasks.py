@@ -37,9 +37,10 @@ def compare_tasks(
     A single-task model has the same trunk, the head of the task without variants, and its stream; optimizer, schedule
     and batch size are the same, and there is no curriculum, no weighting and no callback. `budget`: "share" gives it
     as many samples as the multi-task run read for its task, rounded up to a whole step, "whole" as many steps as the
-    whole multi-task run. All models are compared after their last step, on the test split if there is one, else on
-    validation. Finished runs in `out` (`runs/<experiment>/compare` by default) are not repeated, and an interrupted
-    one is continued. Raises ConfigError if there is nothing to compare, or no checkpoint to evaluate.
+    whole multi-task run; its warm-up is shortened in proportion. All models are compared after their last step, on the
+    test split if there is one, else on validation. Finished runs in `out` (`runs/<experiment>/compare` by default) are
+    not repeated, and an interrupted one is continued. Raises ConfigError if there is nothing to compare, or no
+    checkpoint to evaluate.
     """
     if budget not in BUDGETS:
         raise ConfigError(f"unknown budget '{budget}'{suggest(budget, BUDGETS)}")
@@ -59,7 +60,7 @@ def compare_tasks(
             own, share = runner.data(alone), multi.samples[task]
             steps = multi.steps if budget == "whole" else steps_for(own, share)
             rare = {"validate_interval": 0, "validate_every_steps": None, "checkpoint_interval": 0}
-            alone = with_training(alone, epochs=None, max_steps=steps, **rare)
+            alone = _with_warmup(with_training(alone, epochs=None, max_steps=steps, **rare), steps / multi.steps)
             read = runs.add(task, alone, own, f"a model for {task} alone, {steps} steps").samples[task]
             if budget == "share" and read != share:
                 differing[f"{task} {read:,} instead of {share:,}"] = None
@@ -91,6 +92,16 @@ def steps_for(data: Any, samples: int) -> int:
         samples -= whole
         epoch += 1
     return max(1, steps - (-samples // (loader.batch_size * accumulator.steps_at(epoch))))
+
+
+def _with_warmup(config: Any, share: float) -> Any:
+    """Return the experiment with its warm-up shortened to this share, like the run."""
+    scheduler = config.selection("scheduler")
+    steps = None if scheduler is None else (scheduler.defaults | scheduler.arguments).get("warmup_steps")
+    if not isinstance(steps, int) or share >= 1:
+        return config
+    arguments = {**scheduler.arguments, "warmup_steps": min(steps, max(1, round(steps * share)))}
+    return replace(config, sections={**config.sections, "scheduler": replace(scheduler, arguments=arguments)})
 
 
 def sections_of_one(sections: Mapping[str, Any], task: str, splits: DataSplits) -> dict[str, Any]:
