@@ -130,7 +130,7 @@ class TestLabels:
             TokenDocuments(file, labels="rolls")
 
     def test_a_stream_with_a_name_of_the_batch_is_refused(self):
-        with pytest.raises(DataError, match="'position_ids': batches use that name"):
+        with pytest.raises(DataError, match="'position_ids', which batches use"):
             TokenDocuments(opened_documents(self.documents, streams=["position_ids"]))
 
 

@@ -179,8 +179,8 @@ class TestMaskedTokens:
         ({"rate": 0.0}, "rate is 0.0"),
         ({"rate": 1.5}, "rate is 1.5"),
         ({"mask_share": 0.8, "random_share": 0.3}, "at most 1 together"),
-        ({"random_share": -0.1}, "not negative"),
-        ({"mask_id": 60}, "ids are 0 to 59"),
+        ({"random_share": -0.1}, "not be negative"),
+        ({"mask_id": 60}, "ids must be 0 to 59"),
         ({"special_ids": range(60)}, "all 60 ids are special"),
     ],
 )

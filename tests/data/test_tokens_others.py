@@ -93,12 +93,12 @@ def damage(path, offset, raw):
         ("sequences and", 18, struct.pack("<Q", 4)),
         ("sequences and", 18, struct.pack("<Q", 2**63)),
         ("sequences and", 26, struct.pack("<Q", 2**61)),
-        ("one after the other", 42, struct.pack("<i", 7)),
-        ("one after the other", 34, struct.pack("<i", 1)),
-        ("one after the other", 34, struct.pack("<i", -5)),
-        ("one after the other", 46, struct.pack("<q", 4)),
-        ("one after the other", 54, struct.pack("<q", 6)),
-        ("one after the other", 54, struct.pack("<q", 2**62)),
+        ("contiguous", 42, struct.pack("<i", 7)),
+        ("contiguous", 34, struct.pack("<i", 1)),
+        ("contiguous", 34, struct.pack("<i", -5)),
+        ("contiguous", 46, struct.pack("<q", 4)),
+        ("contiguous", 54, struct.pack("<q", 6)),
+        ("contiguous", 54, struct.pack("<q", 2**62)),
         ("do not contain all", 78, struct.pack("<q", 9)),
         ("do not contain all", 78, struct.pack("<q", -1)),
         ("do not contain all", 86, struct.pack("<q", 2)),
@@ -190,7 +190,7 @@ def test_wrong_ids_of_document_ends(tmp_path):
         open_tokens(tmp_path / "train.bin", document_end=1, document_start=2)
     with TokenWriter(tmp_path / "own.bin") as writer:
         writer.add([1])
-    with pytest.raises(DataError, match="leave out document_end"):
+    with pytest.raises(DataError, match="remove document_end"):
         open_tokens(tmp_path / "own.bin", document_end=1)
 
 

@@ -288,7 +288,7 @@ def test_a_checksum_goes_through_all_chunks(path, tmp_path, monkeypatch):
     raw = bytearray(path.read_bytes())
     raw[64 + 9000] ^= 1
     (tmp_path / "x.bin").write_bytes(raw)
-    with pytest.raises(DataError, match=r"its tokens do not have their checksum; make or copy it again"):
+    with pytest.raises(DataError, match=r"its tokens do not match their checksum; create or copy it again"):
         check_tokens(tmp_path / "x.bin")
 
 

@@ -166,7 +166,9 @@ def test_failed_requests_are_tried_again(url, caplog):
     assert tokens.rows([20_000], 5)[0].tolist() == IDS[20_000:20_005].tolist()
     assert "connection lost; trying again" in caplog.text
     Recorded.failures += [OSError("connection\nlost")] * 10
-    with pytest.raises(DataError, match=r"recorded://.*connection lost, 4 times\); check address and connection"):
+    with pytest.raises(
+        DataError, match=r"recorded://.*connection lost, 4 times\); check the address and the connection"
+    ):
         tokens.rows([30_000], 5)
     Recorded.failures.clear()
     assert tokens.rows([30_000], 5)[0].tolist() == IDS[30_000:30_005].tolist()

@@ -160,8 +160,8 @@ def test_two_writers_of_one_file_do_not_disturb_each_other(tmp_path):
         ("must be 0 … 65535 to fit uint16, found 65536", [65536], {}),
         ("found -1", [3, -1], {}),
         ("found -1", [3, -1], {"dtype": "uint32"}),
-        ("whole numbers, found float64", [0.5], {}),
-        ("whole numbers, found bool", [True], {}),
+        ("integers, found float64", [0.5], {}),
+        ("integers, found bool", [True], {}),
         ("found shape", [[1, 2]], {}),
         ("found shape", 7, {}),
     ],
@@ -180,12 +180,12 @@ def test_ids_that_do_not_fit_are_refused_and_not_written(tmp_path, words, ids, o
     [
         ("add up to 3, but there are 2", {"lengths": [3]}),
         ("lengths must be 0 .* found -1", {"lengths": [3, -1]}),
-        (r"streams that were declared \(a\), found none", {"streams": {}}),
-        (r"labels that were declared \(b\), found b, c", {"labels": {"b": [1], "c": [1]}}),
+        (r"declared streams \(a\), found none", {"streams": {}}),
+        (r"declared labels \(b\), found b, c", {"labels": {"b": [1], "c": [1]}}),
         (r"'a' must have shape \(2,\)", {"streams": {"a": [1]}}),
         (r"'b' must have shape \(1,\)", {"labels": {"b": [1, 2]}}),
         ("'a' must be -128 … 127 to fit int8, found 200", {"streams": {"a": [1, 200]}}),
-        ("'b' must be whole numbers", {"labels": {"b": [0.5]}}),
+        ("'b' must be integers", {"labels": {"b": [0.5]}}),
     ],
 )
 def test_what_does_not_fit_together_is_refused(tmp_path, words, arguments):

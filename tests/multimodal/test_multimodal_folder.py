@@ -133,7 +133,7 @@ def test_large_vocabularies_have_room(tmp_path):
         ([("image", torch.zeros(1))], "integers"),
         ([("image", np.zeros((2, 2), int))], "one code or a row"),
         (["image"], "is a modality and needs codes"),
-        (["STOP"], "is no special token"),
+        (["STOP"], "is not a special token"),
         ([("BOS", [0])], "has no codes"),
     ],
 )

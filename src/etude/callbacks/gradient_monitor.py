@@ -156,7 +156,7 @@ class GradientMonitor(Callback):
     def on_log(self, record: Logs) -> None:
         """Read the measurements, and check every step until the next log point if updates were skipped."""
         self._read()
-        # A loss scale skips single updates while it adapts; that is no reason to check every step.
+        # A loss scale skips single updates while it adapts; this does not require checking every step.
         self._watching = self._gradients is not None and record.get("skipped", 0) > int(self._gradients.is_scaled)
         if self._watching:
             self._look_back()

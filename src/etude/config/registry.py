@@ -83,7 +83,7 @@ def register(
         if previous is not None and _origin(previous.factory) != _origin(factory):
             raise ConfigError(
                 f"{kind} '{name}' is registered twice: by {_origin(previous.factory)} and by {_origin(factory)}; "
-                f"give one of them another name"
+                "rename one of them"
             )
         known[name] = Component(kind, name, factory, dict(aliases or {}), dict(companions or {}), provided, inside)
         return factory

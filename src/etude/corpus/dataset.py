@@ -36,11 +36,14 @@ def load_text_corpus(
 ) -> DataSplits:
     """Text or code, tokenized on first use.
 
-    inputs: files, folders or globs; the Python standard library of this machine if none are given. out: folder for
-    the token files; the cache by default. vocab_size: of the tokenizer trained on the training split. tokenizer: a
-    Hugging Face tokenizer.json to use instead. validation, test: share of the documents, chosen by their content.
-    cut_chars: split longer documents at line ends into documents of at most this size. The other arguments are those
-    of the data set `tokens`.
+    inputs: files, folders or globs; the Python standard library of this machine if none are given.
+    out: folder for the token files; the cache by default.
+    vocab_size: of the tokenizer trained on the training split.
+    tokenizer: a Hugging Face tokenizer.json to use instead.
+    validation, test: share of the documents, chosen by their content.
+    cut_chars: split longer documents at line ends into documents of at most this size.
+
+    The other arguments are those of the data set `tokens`.
     """
     chosen = inputs or ["stdlib"]
     options: dict[str, Any] = {"validation": validation, "test": test, "cut_chars": cut_chars}

@@ -19,7 +19,10 @@ SPLITS = ("train", "validation", "test")
 
 
 class Index:
-    """Documents sorted by digest. Test is the beginning and validation the end, so either share can be changed"""
+    """Documents sorted by digest. Test is the beginning and validation the end.
+
+    So changing one share does not move documents between the others, and adding documents moves no existing ones.
+    """
 
     def __init__(self, rows: Locations, options: CorpusOptions) -> None:
         rows = rows[np.lexsort((rows["raw"], rows["low"], rows["high"]))]

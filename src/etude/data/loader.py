@@ -276,9 +276,9 @@ class StreamLoader(DataLoader):
         """Change what is read; return whether anything changed.
 
         weights: proportions in training; omitted streams are not read. Default: the loader's original weights.
-        sequence_length: tokens per sample, at most those of the data section. Default: each stream's own. only: the
-        streams that are read; their relative proportions do not change. position: where the current epoch continues
-        with it. Default: it applies from the next `iterate` on.
+        sequence_length: tokens per sample, at most those of the data section. Default: each stream's own.
+        only: the streams that are read; their relative proportions do not change.
+        position: where the current epoch continues with it. Default: it applies from the next `iterate` on.
 
         The order depends only on the choice, not on earlier ones. Raises DataError for unknown streams, an invalid
         length, or if no stream is left; then nothing changes.

@@ -113,13 +113,11 @@ class DataSplits:
     token_schema: TokenSchema | None = None
     """Token data: the meaning of ids, if a file beside the token files defines it."""
     num_types: int | None = None
-    """Of token data with a stream `types`: types are below this number. A model that leaves out `n_types` is given
-    it."""
+    """Token data with a stream `types`: types are below this number. Used for a model that omits `n_types`."""
     num_targets: int | None = None
-    """Where numbers are predicted and no classes: how many per sample. A model that leaves out `out_features` is given
-    it."""
+    """Regression targets per sample, if there are no classes. Used for a model that omits `out_features`."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Plain data that checkpoints keep, such as class names and normalisation constants. A run is resumed"""
+    """Plain data for checkpoints, such as class names. A run is resumed only with the same `fingerprint`."""
 
     def __post_init__(self) -> None:
         for part in (self.train, self.validation, self.test):

@@ -340,7 +340,7 @@ class CallbackList:
         """Call the hook of every callback; before that, raise ConfigError if two would write the same file."""
         outputs = [(type(one).__name__, name) for one in self._callbacks for name in one.writes(vars(one))]
         for writer, problem in output_problems(outputs, run.run_dir):
-            raise ConfigError(f"{writer}: {problem}; give it another file name")
+            raise ConfigError(f"{writer}: {problem}; choose another file name")
         self._call("on_train_begin", run)
 
     def on_exception(self, error: BaseException) -> None:

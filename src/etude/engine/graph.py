@@ -150,7 +150,7 @@ class Graph:
     numbers: Numbers
     replay: Callable[[], object]
     layout: StepReport
-    """The report it was recorded with; its tensors stand for columns of a row of `numbers`."""
+    """The report it was recorded with; its tensors represent columns of a row of `numbers`."""
     is_checked: bool = False
 
     def run(self, tensors: list[Tensor], lr: float) -> StepReport:

@@ -130,7 +130,7 @@ class StepLog:
         self.epoch = RunningSums()
         """Since the start of the epoch."""
         self.tokens = 0.0
-        """Since the start of the run, over all ranks: whole numbers, exact in float64."""
+        """Since the start of the run, over all ranks: integers, exact in float64."""
         self.bad_streak = 0
         """Consecutive skipped updates up to now."""
         self._pending: list[_Entry] = []

@@ -22,7 +22,7 @@ IN_VALIDATION = "now: this validation is repeated when the run is resumed"
 OTHER_PROCESS = "signal to another process"
 POLL_S = 0.5
 """How often ranks exchange whether one of them was asked to stop."""
-REMEDIES = "To go on, lower the learning rate, clip by training.gradient_clip_norm, or look for NaN in the data"
+REMEDIES = "To continue, lower the learning rate, set training.gradient_clip_norm, or check the data for NaN"
 FINDER = "the callback find_nonfinite names the samples and the first layer"
 USUAL_SHARE = 0.1
 """Share of updates that a loss scale may skip while it adapts, before a warning."""
@@ -160,7 +160,7 @@ class FiniteCheck:
         if tally.bad_losses and not tally.skipped:
             return (
                 f"the loss was not finite in {_share(tally.bad_losses, tally.steps)} steps of epoch {epoch}, though "
-                f"its gradients were; averages leave these steps out"
+                f"its gradients were; averages exclude these steps"
             )
         if tally.counts and not tally.skipped and not any(tally.counts.values()):
             return f"nothing was learned in epoch {epoch}: all of its labels are padding, masked or missing"

@@ -178,8 +178,8 @@ def present_labels(targets: Tensor, mask: Tensor | None, ignore_index: int | Non
         mask = mask.unsqueeze(-1).expand(targets.shape)
     if mask.shape != targets.shape:
         raise TrainingError(
-            f"a mask of shape {tuple(mask.shape)} does not fit labels of shape {tuple(targets.shape)}; give both "
-            "the same shape"
+            f"a mask of shape {tuple(mask.shape)} does not fit labels of shape {tuple(targets.shape)}; use the same "
+            "shape for both"
         )
     if not mask.is_floating_point():
         mask = mask.ne(0)

@@ -20,9 +20,10 @@ def huggingface_causal_lm(
 ) -> nn.Module:
     """A causal language model of Hugging Face's transformers.
 
-    architecture: a model type such as `gpt2` or `llama`, with new weights. pretrained: instead, a folder (or a name
-    in the local cache) whose config and weights are loaded. vocab_size: taken from the data by default. settings:
-    keys of the model's own config, such as {n_layer: 4, n_embd: 128} for gpt2.
+    architecture: a model type such as `gpt2` or `llama`, with new weights.
+    pretrained: instead, a folder (or a name in the local cache) whose config and weights are loaded.
+    vocab_size: taken from the data by default.
+    settings: keys of the model's own config, such as {n_layer: 4, n_embd: 128} for gpt2.
     """
     transformers = _transformers()
     if (architecture is None) == (pretrained is None):

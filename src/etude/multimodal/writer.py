@@ -115,7 +115,7 @@ class MultimodalWriter:
         name, given = (segment, None) if isinstance(segment, str) else segment
         if given is None:
             if name not in self.vocab.special:
-                why = "is a modality and needs codes" if name in self.vocab.modalities else "is no special token"
+                why = "is a modality and needs codes" if name in self.vocab.modalities else "is not a special token"
                 raise DataError(f"{name!r} {why}; special tokens are {', '.join(self.vocab.special)}")
             return np.full((1, 1) if rows else 1, self.vocab.special[name]), 0
         if name in self.vocab.special:

@@ -33,7 +33,10 @@ class TaskGradientReport:
     """
 
     sums: dict[str, list[float]] = field(default_factory=dict)
-    """Norms by task, and cosines by pair, `a/b` in alphabetical order: the sum over the steps in"""
+    """Norms by task and cosines by pair, `a/b` in alphabetical order, for the steps with gradients.
+
+    Each entry is the sum, the number of steps, and the number of steps with a negative cosine.
+    """
 
     def add(self, tasks: tuple[str, ...], products: list[list[float]], conflicts: bool = True) -> None:
         """Add a step. A gradient that is zero (no labels in the batch) or not finite is ignored."""
@@ -120,7 +123,7 @@ class TaskGradientMonitor(TaskGradientWatcher):
         """
         super().__init__()
         if every_steps < 1:
-            raise ConfigError(f"every_steps is {every_steps}; give 1 or more")
+            raise ConfigError(f"every_steps is {every_steps}; it must be at least 1")
         self.every_steps = every_steps
         self.conflicts = conflicts
         self.report: TaskGradientReport | None = None

@@ -43,7 +43,9 @@ def cosine_schedule_with_warmup(
     [0.0, 1.0, 2.0, 1.1, 0.2, 0.2]
     """
     if warmup_steps < 0 or total_steps < 1:  # not by `checked`, which takes 13 µs: this is called in every step
-        raise ConfigError(f"warmup_steps is {warmup_steps} and total_steps is {total_steps}; give at least 0 and 1")
+        raise ConfigError(
+            f"warmup_steps is {warmup_steps} and total_steps is {total_steps}; they must be at least 0 and 1"
+        )
     warmup_steps = _fit_warmup_once(warmup_steps, total_steps)
     return base_lr * _warmup_cosine(step, warmup_steps, total_steps, min_lr_ratio)
 

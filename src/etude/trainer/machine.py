@@ -45,7 +45,7 @@ class Machine:
         loss_scale: float = 65536.0,
         batch_size: int | None = None,
     ) -> None:
-        """Choose a device; `world` is a single process if left out.
+        """Choose a device; `world` is a single process by default.
 
         `batch_size` is used in remedies; None if the user's own loader makes all batches. Raises ConfigError if the
         device does not exist.

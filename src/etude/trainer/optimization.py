@@ -117,7 +117,7 @@ def _check_settings(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> 
         made = [float(one.get(name, 0.0)) for one in (optimizer.defaults, *optimizer.param_groups)]
         if value is not None and value not in made:
             raise ConfigError(
-                f"training.{key} is {value:g}, but the given optimizer has {name} {made[-1]:g}; leave one of them out"
+                f"training.{key} is {value:g}, but the given optimizer has {name} {made[-1]:g}; remove one of them"
             )
 
 
@@ -279,7 +279,7 @@ def _planned(scheduler: SchedulerLike, config: TrainerConfig) -> PlannedSchedule
 def _given(scheduler: SchedulerLike, config: TrainerConfig) -> PlannedSchedule | None:
     """Return a given scheduler if it is as long as the run; the config must not ask for another one."""
     if config.use_scheduler is False:
-        raise ConfigError("a scheduler is given, but training.use_scheduler is false; leave one of them out")
+        raise ConfigError("a scheduler is given, but training.use_scheduler is false; remove one of them")
     if idle := [
         f"training.{name}" for name in ("scheduler_type", "warmup_steps") if getattr(config, name) is not None
     ]:

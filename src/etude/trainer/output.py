@@ -226,7 +226,7 @@ def _check_switches(output_dir: Any, config: TrainerConfig, overwrite: Any, resu
     if output_dir is None and (overwrite or resume):
         raise ConfigError(f"{'overwrite' if overwrite else 'resume'}=True needs an output_dir")
     if output_dir is None and config.checkpoint_dir is not None:
-        raise ConfigError("training.checkpoint_dir needs a run folder: give the Trainer an output_dir")
+        raise ConfigError("training.checkpoint_dir needs a run folder; pass the Trainer an output_dir")
 
 
 def _warn_of_ignored(output_dir: Any, config: TrainerConfig) -> None:

@@ -85,7 +85,7 @@ class Trainer:
                 (stepped once per optimizer step; use the `LRSchedule` callback to step it per epoch). Without one,
                 `warmup_steps`, `scheduler_type` and `use_scheduler` of the config make one as long as the run.
             loss: a `LossStrategy`, a torch loss or a function of (predictions, labels), or of (output, batch) under
-                that name; found from the shapes of the first batch if left out.
+                that name; by default chosen from the shapes of the first batch.
             task: replaces `loss` by full control over how model and batch become loss terms.
             curriculum: phases that switch the tasks of `task`, a `MultiTask`, on and off during the run: short for
                 a `CurriculumCallback` that comes first.

@@ -55,8 +55,9 @@ def load_arrays(
 
     path: a .npz or .safetensors file, or a folder with .npy files.
     inputs, labels: the names of the arrays (of the files, without .npy); usual names are found.
-    standardize: inputs to mean 0 and standard deviation 1 over the training part: per feature of (N, F), per channel of
-        (N, C, H, W), else by one number. Without it bytes are scaled to 0 … 1 and other whole numbers stay as they are.
+    standardize: inputs to mean 0 and standard deviation 1 over the training part: per feature of (N, F), per channel
+        of (N, C, H, W), else by one number. Without it bytes are scaled to 0 … 1 and other whole numbers stay as they
+        are.
     validation, test: another file or folder with the same names, or the share of samples held out, chosen by `seed`.
     """
     main = _read(Path(path).expanduser(), inputs, labels)

@@ -228,7 +228,7 @@ def read_blocks(
 
 
 def _errors_in_order(blocks: Iterator[Unread]) -> Iterator[Unread]:
-    """Make an error a block that raises it: whoever reads ahead finds those of earlier lines first."""
+    """Turn an error into a block that raises it, so that errors of earlier lines come first."""
     try:
         yield from blocks
     except DataError as error:

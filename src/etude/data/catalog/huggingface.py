@@ -47,11 +47,11 @@ def load_huggingface(
     """A dataset of the `datasets` library: texts if `text` names their column, else a table.
 
     path: a folder made by `save_to_disk`, or the name of a dataset, which is downloaded unless it is in the cache.
-    target: the column to predict. text: the column of texts to classify; `tokenizer` and `max_length` are those of
-    the data set `jsonl`. columns, exclude, categorical, task, missing, unseen, standardize, standardize_target: of a
-    table, as of `csv`. subset: the name of a subset, if the dataset has several. validation, test: the name of a
-    split, or the share of training samples held out where there is no such
-        split.
+    target: the column to predict.
+    text: the column of texts to classify; `tokenizer` and `max_length` are those of the data set `jsonl`.
+    columns, exclude, categorical, task, missing, unseen, standardize, standardize_target: of a table, as of `csv`.
+    subset: the name of a subset, if the dataset has several.
+    validation, test: the name of a split, or the share of training samples held out where there is no such split.
     """
     splits = _open(path, subset)
     names = _split_names(path, splits, validation, test)

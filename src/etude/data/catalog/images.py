@@ -57,12 +57,14 @@ def load_image_folder(
 ) -> DataSplits:
     """Images in one folder per class: path/cat/*.jpg, or path/train/cat/*.jpg.
 
-    path: the folder. Folders train, validation (or val) and test in it are the parts, if there is a train. size:
-    height and width, or one number for both; that of the first image by default. channels: 3 for color, 1 for gray.
-    fit: images of another shape are center-cropped (`crop`) or distorted (`stretch`). mean, std: per channel, in
-    units of 0 … 1; computed from up to 2,000 training images by default. augment: random augmentations of training
-    images, by name: horizontal_flip, vertical_flip, random_crop, color_jitter. validation, test: a folder, or the
-    share of training images held out where there is no folder of that name. Which
+    path: the folder. Folders train, validation (or val) and test in it are the parts, if there is a train.
+    size: height and width, or one number for both; that of the first image by default.
+    channels: 3 for color, 1 for gray.
+    fit: images of another shape are center-cropped (`crop`) or distorted (`stretch`).
+    mean, std: per channel, in units of 0 … 1; computed from up to 2,000 training images by default.
+    augment: random augmentations of training images, by name: horizontal_flip, vertical_flip, random_crop,
+        color_jitter.
+    validation, test: a folder, or the share of training images held out where there is no folder of that name. Which
         images depends on their paths and `seed`.
     skip_broken: skip images that cannot be decoded, with a warning; otherwise they are an error.
     in_memory: keep decoded images; by default if they take at most 1 GiB. Others are decoded batch by batch, by

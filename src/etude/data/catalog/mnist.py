@@ -79,9 +79,9 @@ def load_mnist(
 ) -> DataSplits:
     """The MNIST digits: 60,000 training and 10,000 test images of 28x28 pixels.
 
-    root: folder with the four idx files, plain or .gz; by default $ETUDE_DATA_DIR/mnist. validation_size: hold out
-    this many of the last training images for validation. With 0, train on all of them
-        and validate on the test images, as in LeCun et al. 1998; do not select models by that metric.
+    root: folder with the four idx files, plain or .gz; by default $ETUDE_DATA_DIR/mnist.
+    validation_size: hold out this many of the last training images for validation. With 0, train on all of them and
+        validate on the test images, as in LeCun et al. 1998; do not select models by that metric.
     normalize: to mean 0 and standard deviation 1 over the training set; otherwise pixels are scaled to 0 … 1.
     download: download the files if they are neither in `root` nor in the cache.
     limit: keep only the first samples of every part, for a quick test.

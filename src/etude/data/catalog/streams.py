@@ -34,9 +34,9 @@ def load_streams(
 ) -> DataSplits:
     """Several data sets under names: a training batch comes from one of them, or from all.
 
-    streams: a data set for each name, with its own arguments. weights: proportions of training samples, by name; by
-    default in proportion to their sizes. A stream of
-        weight 0 is read only in phases that name it.
+    streams: a data set for each name, with its own arguments.
+    weights: proportions of training samples, by name; by default in proportion to their sizes. A stream of weight 0
+        is read only in phases that name it.
     draw: with `alternate` every batch has one stream; with `together` every batch has samples of each; with `mixed`
         samples of token data are drawn one by one into one batch, which names no stream.
     epoch_samples: samples per epoch; by default as many as all streams have. Streams continue where they stopped.
@@ -59,9 +59,11 @@ def load_token_mixture(
 
     The same as `streams` of `tokens` with `draw: mixed`.
 
-    roots: a folder or URL for each name. weights: the proportions, by the same names; they need not add up to 1.
-    epoch_samples: samples per epoch; by default as many as there are. The other arguments are those of the data set
-    `tokens`. All files must be made with the same tokenizer.
+    roots: a folder or URL for each name.
+    weights: the proportions, by the same names; they need not add up to 1.
+    epoch_samples: samples per epoch; by default as many as there are.
+
+    The other arguments are those of the data set `tokens`. All files must have the same tokenizer.
     """
     check_shared_schema(roots)
     splits = {}

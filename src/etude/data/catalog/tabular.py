@@ -42,11 +42,12 @@ def load_csv(
 ) -> DataSplits:
     """A delimited text file whose first line names its columns.
 
-    path: the file to train on. target: the column to predict: texts are classes, numbers are regression targets.
-    columns: the feature columns; by default all but the target, its copies and row ids. exclude: instead, columns to
-    exclude. categorical: numeric columns that are categories. Text columns always are: one feature of 0 and 1 for
-    each
-        of up to 32 values.
+    path: the file to train on.
+    target: the column to predict: texts are classes, numbers are regression targets.
+    columns: the feature columns; by default all but the target, its copies and row ids.
+    exclude: instead, columns to exclude.
+    categorical: numeric columns that are categories. Text columns always are: one feature of 0 and 1 for each of up
+        to 32 values.
     task: `classification` for numbers that are classes.
     missing: values that are empty, NA, N/A, NaN, null or none: an `error`; `mean` uses the training part's mean, and
         no category; `indicator` adds a feature that marks missing values.

@@ -80,8 +80,9 @@ def load_jsonl(
 ) -> DataSplits:
     """A JSONL file: a JSON object with a text and its class per line.
 
-    text, label: the keys; labels are strings, integers or booleans. tokenizer: `bytes` for one token per UTF-8 byte;
-    otherwise a tokenizer.json, or a folder with one. max_length: longer texts are truncated to this many tokens.
+    text, label: the keys; labels are strings, integers or booleans.
+    tokenizer: `bytes` for one token per UTF-8 byte; otherwise a tokenizer.json, or a folder with one.
+    max_length: longer texts are truncated to this many tokens.
     validation, test: a file, or the share of lines held out. Which lines depends on their content and `seed`.
     """
     main = list(_read_lines(Path(path).expanduser(), text, label))

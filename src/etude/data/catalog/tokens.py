@@ -117,8 +117,8 @@ def load_tokens(
     A folder with a vocab.json has several modalities: it is returned as `token_schema`.
 
     root: folder with the files; `etude tokenize` creates them, and those of nanoGPT, llm.c and Megatron work too.
-    read: consecutive `blocks` of `length` tokens; `documents` padded to the longest of the batch; or
-        documents `packed` into full blocks, with masks at their boundaries.
+    read: consecutive `blocks` of `length` tokens; `documents` padded to the longest of the batch; or documents
+        `packed` into full blocks, with masks at their boundaries.
     length: tokens per block; longer documents are split.
     packing: `split` fills blocks to the last token and cuts documents; `fit` keeps documents whole.
     mask_rate: share of tokens hidden for masked language modelling (0.15 in BERT); 0 predicts next tokens.

@@ -2,7 +2,7 @@
 
     numbers              logits; one kernel for everything else
     vectors, mse, huber  logits; probabilities; expected values, a product with the table; penalty and its slopes; then
-                         one kernel computes slopes @ table.T and turns the block it has at hand into gradients
+                         one kernel computes slopes @ table.T and turns its current block into gradients
     vectors, others      logits; products of the vectors with the true ones; one kernel for losses, gradients and
                          probabilities; expected values for the squared error
 

@@ -58,7 +58,9 @@ def nearest(rows: Tensor, centroids: Tensor) -> Assignment:
 
 
 def nearest_exactly(rows: Tensor, centroids: Tensor) -> Assignment:
-    """Return the same without rounding errors, for float32 rows and centroids: in float64, and from differences
+    """Return the same without rounding errors, for float32 rows and centroids.
+
+    Computed in float64, and from differences if products are not accurate enough, so every centroid is its own nearest.
 
     >>> nearest_exactly(torch.tensor([[4e8], [1e-5], [0.0]]), torch.tensor([[0.0], [1e-5], [4e8]])).labels
     tensor([2, 1, 0])

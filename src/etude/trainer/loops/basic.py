@@ -136,7 +136,7 @@ def _shares(metrics: Iterable[MetricObject]) -> tuple[list[LossTracker | Tally],
             kinds.setdefault(type(metric), []).append(metric)
         elif not isinstance(metric, TrainingMetrics):
             raise ConfigError(
-                f"metrics: cannot update {metric!r}; give objects of etude.metrics, such as F1(3), or of a subclass"
+                f"metrics: cannot update {metric!r}; pass objects of etude.metrics, such as F1(3), or of a subclass"
             )
     for kind, found in kinds.items():
         if len(found) > 2:

@@ -76,7 +76,7 @@ class TrainingLoop(EngineLoop):
             seed: of the order of data that is not a loader.
             progress: show a line for the current epoch; by default only on a terminal.
             output_dir: the run folder, as that of a `Trainer`: numbers, events and a checkpoint after every epoch, from
-                which `load_checkpoint` goes on.
+                which `load_checkpoint` continues.
             overwrite: remove the existing run in `output_dir` when training starts.
         """
         if not isinstance(gradient_accumulator, GradientAccumulator | None):
