@@ -15,15 +15,12 @@ from safetensors.torch import load_file
 from etude.cli.main import _print_metrics
 from etude.experiment import load_experiment_config
 from forked_python import run_python
+from run_files import weights
 
 
 def metrics(folder, split):
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [record for record in records if record["split"] == split]
-
-
-def weights(folder):
-    return (folder / "checkpoints" / "last" / "model.safetensors").read_bytes()
 
 
 # ------------------------------------------------------------------------------------------------ train, resume

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from etude.multimodal import MultimodalWriter, ScalarTokenizer, build_vocab_spec, write_modalities
+from run_files import weights
 
 CONFIG = """\
 model: {name: causal_transformer_lm, d_model: 16, n_layers: 1, n_heads: 2, max_len: 16}
@@ -38,10 +39,6 @@ def readings(etude):
             writer.add_rows(["BOS", ("class", kinds), ("scalar", values), "EOS"])
     Path("x.yaml").write_text(CONFIG)
     return etude
-
-
-def weights(folder):
-    return (Path(folder) / "checkpoints" / "last" / "model.safetensors").read_bytes()
 
 
 def test_train_evaluate_and_resume(readings):

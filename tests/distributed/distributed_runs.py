@@ -105,16 +105,3 @@ class Runs:
     def call(self, size: int, check: str) -> Ended:
         """Call a function of `distributed_checks.py` in several processes."""
         return self.server.run(size, ["call", check], self.root / "logs" / check)
-
-
-TIMING = {"samples_per_s", "tokens_per_s", "mfu", "data_wait", "epoch_s", "time"}
-
-
-def records(folder: Path, split: str | None = None) -> list[dict[str, Any]]:
-    """Return what a run recorded, without what depends on the clock on the wall."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if k not in TIMING} for line in lines if split in (None, line["split"])]
-
-
-def weights(folder: Path) -> bytes:
-    return (folder / "checkpoints" / "last" / "model.safetensors").read_bytes()

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from distributed_runs import records
 from safetensors.torch import load
 
 from etude.distributed import World
@@ -10,6 +9,7 @@ from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.losses import SupervisedTask
+from run_files import records
 
 pytestmark = pytest.mark.distributed
 

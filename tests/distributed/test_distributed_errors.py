@@ -3,7 +3,8 @@
 import fcntl
 
 import pytest
-from distributed_runs import records
+
+from run_files import records
 
 pytestmark = pytest.mark.distributed
 

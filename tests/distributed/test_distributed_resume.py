@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from distributed_runs import records, weights
 from safetensors.torch import load
+
+from run_files import records, weights
 
 pytestmark = pytest.mark.distributed
 

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch.distributed
-from distributed_runs import HERE, TIMEOUT_S, records, weights
+from distributed_runs import HERE, TIMEOUT_S
+
+from run_files import records, weights
 
 pytestmark = pytest.mark.distributed
 

@@ -1,6 +1,5 @@
 """Signals while a run validates: it stops between two batches, and a resumed run repeats the validation."""
 
-import json
 import os
 import signal
 import time
@@ -11,10 +10,10 @@ from torch import nn
 
 from etude import Callback, Trainer
 from etude.engine.stopping import Interrupts
+from run_files import records, weights
 
 X = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
 Y = (X[:, 0] > 0).long()
-TIMING = {"samples_per_s", "data_wait", "epoch_s", "time", "mfu"}
 
 
 class Validation(list):
@@ -45,13 +44,12 @@ def make(folder, validation, callbacks=(), **config):
 
 def facts(folder):
     """What a run leaves, whatever its speed."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     checkpoints = folder / "checkpoints"
     return (
-        [{key: value for key, value in record.items() if key not in TIMING} for record in records],
+        records(folder),
         sorted(path.name for path in checkpoints.glob("step-*")),
         [(checkpoints / name).resolve().name for name in ("last", "best")],
-        (checkpoints / "last" / "model.safetensors").read_bytes(),
+        weights(folder),
         (checkpoints / "last" / "state.safetensors").read_bytes(),
     )
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from run_files import records, steady, weights
+
 HERE = Path(__file__).parent
-TIMING = {"time", "samples_per_s", "tokens_per_s", "mfu", "data_wait", "epoch_s"}
 STEPS_PER_EPOCH, EPOCHS, SAVE_EVERY = 12, 3, 3
 
 
@@ -105,19 +106,14 @@ def facts(folder: Path) -> dict[str, object]:
     """Everything a run leaves that does not depend on how fast it was."""
     last = folder / "checkpoints" / "last"
     result = json.loads((folder / "result.json").read_text())
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {
-        "model": (last / "model.safetensors").read_bytes(),
+        "model": weights(folder),
         "optimizer and random generators": (last / "state.safetensors").read_bytes(),
         "checkpoints": sorted(path.name for path in (folder / "checkpoints").glob("step-*")),
         "links": [(folder / "checkpoints" / name).readlink().name for name in ("last", "best")],
-        "metrics.jsonl": [_steady(json.loads(line)) for line in lines],
-        "result.json": {**result, "metrics": _steady(result["metrics"])},
+        "metrics.jsonl": records(folder),
+        "result.json": {**result, "metrics": steady(result["metrics"])},
     }
-
-
-def _steady(record: dict[str, object]) -> dict[str, object]:
-    return {key: value for key, value in record.items() if key not in TIMING}
 
 
 def wait_for(condition: Callable[[], object], process: Process | None = None) -> None:

@@ -135,16 +135,6 @@ def run(folder, diary, accumulation=1, **config):
     return trainer(folder, diary, curriculum=phases(config.pop("step")), **config)
 
 
-def weights(folder):
-    return (folder / "checkpoints" / "last" / "model.safetensors").read_bytes()
-
-
-def records(folder):
-    timing = {"samples_per_s", "tokens_per_s", "mfu", "data_wait", "epoch_s", "time"}
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in timing} for line in lines]
-
-
 def events(folder, kind="phase"):
     lines = (json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines())
     return [{k: v for k, v in event.items() if k != "time"} for event in lines if event["kind"] == kind]

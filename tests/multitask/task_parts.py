@@ -1,7 +1,5 @@
 """Models, tasks and batches for tests of several tasks in a step, and the same step in plain torch."""
 
-import json
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -14,6 +12,7 @@ from etude.engine.update import Updater
 from etude.losses import ClassificationLoss, MultiLabelLoss
 from etude.metrics import F1
 from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
+from run_files import records, weights
 
 NAN = float("nan")
 TASKS = ("kind", "flags", "size")
@@ -258,7 +257,4 @@ def trainer(name, folder, callbacks=(), **config):
 
 
 def left_behind(folder):
-    timing = {"samples_per_s", "data_wait", "epoch_s", "time"}
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    records = [{key: value for key, value in line.items() if key not in timing} for line in lines]
-    return (folder / "checkpoints" / "last" / "model.safetensors").read_bytes(), records
+    return weights(folder), records(folder)

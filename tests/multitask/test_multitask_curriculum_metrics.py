@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from curriculum_runs import STEPS, Diary, Model, events, loader, records, run, tasks, trainer
+from curriculum_runs import STEPS, Diary, Model, events, loader, run, tasks, trainer
 
 from etude import Callback, EarlyStopping, Trainer
 from etude.callbacks import LRSchedule, ModelCheckpoint
@@ -13,6 +13,7 @@ from etude.core import Clock, TrainingError
 from etude.engine.callback import CallbackList, RunInfo, RunParts
 from etude.multitask import CurriculumCallback
 from etude.multitask.curriculum import Phase, Ramp, Start
+from run_files import records
 
 
 def by_metric(values, curriculum, **config):

@@ -9,17 +9,16 @@ from curriculum_runs import (
     Sequences,
     events,
     loader,
-    records,
     run,
     tasks,
     trainer,
-    weights,
 )
 
 from etude import Callback, Trainer
 from etude.core import CheckpointError
 from etude.data import StreamLoader, Streams
 from etude.multitask.curriculum import Phase
+from run_files import records, weights
 
 
 @pytest.mark.parametrize("accumulation", ACCUMULATION)

@@ -1,6 +1,5 @@
 """Batches of any kind through the whole trainer: graphs, packed sequences, dataclasses, lists of images."""
 
-import json
 from dataclasses import dataclass
 
 import pytest
@@ -13,12 +12,12 @@ from batch_classes import GraphBatch, OneGraph, graphs
 from etude import Callback, DataLoader, Trainer
 from etude.core import DataError, LossTerm, TrainingError
 from etude.engine.capture import Capture
+from run_files import records, weights
 from stub_recorder import RunAgain
 
 SIZES = [3, 5, 2, 4, 6, 3, 2, 5, 4, 3, 6, 2, 3]  # nodes of each graph
 BATCH = 4
 EPOCHS = 2
-TIMING = {"samples_per_s", "batches_per_s", "data_wait", "epoch_s", "time"}
 
 
 class MeanOfNodes(nn.Module):
@@ -77,15 +76,6 @@ def trainer(folder=None, loader="torch", callbacks=(), model=None, data=None, va
         progress=False,
         **options,
     )
-
-
-def records(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in TIMING} for line in lines]
-
-
-def weights(folder):
-    return (folder / "checkpoints" / "last" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("loader", LOADERS)

@@ -21,9 +21,9 @@ from etude import (
 from etude.callbacks import ProgressDisplay
 from etude.core import LossTerm
 from etude.metrics import LossTracker
+from run_files import records
 
 VOCABULARY, LENGTH, STRIDE = 64, 16, 3
-TIMING = {"time", "samples_per_s", "tokens_per_s", "mfu", "data_wait", "epoch_s"}
 
 
 def sequences(count: int) -> torch.Tensor:
@@ -142,11 +142,10 @@ def test_a_resumed_run_has_the_same_records(tmp_path):
     train(tmp_path / "straight", 16)
     for steps in (4, 5, 16):
         train(tmp_path / "resumed", steps)
-    records = []
-    for name in ("straight", "resumed"):
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        records.append([{k: v for k, v in line.items() if k not in TIMING} for line in lines])
-    straight, resumed = ({(r["step"], r["split"]): r for r in some if r["split"] == "train"} for some in records)
+    straight, resumed = (
+        {(one["step"], one["split"]): one for one in records(tmp_path / name, "train")}
+        for name in ("straight", "resumed")
+    )
     assert straight == resumed
     real = [int(row["attention_mask"].sum()) for row in batches(padded, 8, 4).dataset]
     assert straight[15, "train"]["tokens"] == sum(real) + sum(real[: 7 * 4])

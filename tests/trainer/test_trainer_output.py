@@ -21,6 +21,7 @@ from etude.monitor import FINISHED, RunFolder
 from etude.trainer.machine import Machine
 from etude.trainer.output import Output
 from forked_python import run_python
+from run_files import weights
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
@@ -54,10 +55,6 @@ def files(folder):
         for path in folder.rglob("*")
         if path.is_file() and path.name != ".lock"
     }
-
-
-def weights(folder):
-    return (folder / "checkpoints" / "last" / "model.safetensors").read_bytes()
 
 
 class Fail(Callback):

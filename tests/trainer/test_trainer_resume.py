@@ -16,6 +16,7 @@ from etude.checkpoint.store import write_checkpoint
 from etude.core import CheckpointError, RunFolderError
 from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
 from etude.optim import SGD, AdamW, RMSprop, warmup_cosine
+from run_files import records, weights
 
 EPOCHS, SAMPLES, BATCH = 3, 50, 8
 STEPS_PER_EPOCH = 7  # the last batch of an epoch has 2 samples
@@ -130,18 +131,6 @@ def trainer(folder, *, loader="etude", optimizer="adamw", callbacks=(), **config
         output_dir=folder,
         progress=False,
     )
-
-
-def weights(folder):
-    return (folder / "checkpoints" / "last" / "model.safetensors").read_bytes()
-
-
-def records(folder):
-    import json
-
-    timing = {"samples_per_s", "tokens_per_s", "mfu", "data_wait", "epoch_s", "time"}
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in timing} for line in lines]
 
 
 def straight(tmp_path, **kwargs):

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import random
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from etude import (
     ValidationLoop,
 )
 from etude.core import DataError, Task, TrainingError
+from run_files import records, weights
 
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(5))
 Y = (X[:, 0] > 0).long() + (X[:, 1] > 0.5).long()
@@ -111,11 +111,7 @@ def trainer(folder, val, *, model=None, loss=None, tried=2, callbacks=(), **conf
 
 def outcome(folder):
     """Return weights and records of a run, without times."""
-    timing = {"samples_per_s", "tokens_per_s", "mfu", "data_wait", "epoch_s", "time"}
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    records = [{key: value for key, value in line.items() if key not in timing} for line in lines]
-    last = folder / "checkpoints" / "last"
-    return (last / "model.safetensors").read_bytes(), (last / "state.safetensors").read_bytes(), records
+    return weights(folder), (folder / "checkpoints/last/state.safetensors").read_bytes(), records(folder)
 
 
 @pytest.mark.parametrize("name", SOURCES)

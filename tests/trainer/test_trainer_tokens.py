@@ -9,6 +9,7 @@ from etude.data import TokenWriter, load_tokens
 from etude.experiment import load_config, train_experiment
 from etude.experiment.build import build_trainer
 from etude.monitor import RunFolder
+from run_files import weights
 
 VOCAB = 64
 
@@ -75,10 +76,6 @@ def write_config(folder, way, root):
         text += "loss: masked_language_modeling\n"
     path.write_text(text)
     return path
-
-
-def weights(folder):
-    return (folder / "checkpoints" / "last" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("way", WAYS)
