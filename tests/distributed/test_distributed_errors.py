@@ -62,7 +62,7 @@ def test_a_mistake_ends_all_processes_with_one_line(runs, mistake):
 
 def test_no_cuda_device_for_a_process_is_told(runs):
     config = runs.write("run", {"device": "cuda"})
-    told(runs.train(2, config)[1], "device 'cuda' is not there")
+    told(runs.train(2, config)[1], "device 'cuda' is not available")
 
 
 def test_run_folders_that_cannot_be_used(runs):

@@ -119,7 +119,7 @@ def test_the_model_takes_the_vocabulary_of_the_data_unless_told(root, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["data.root=nowhere"], "nowhere has no train.bin; make it with `etude tokenize --out nowhere`"),
+        (["data.root=nowhere"], "nowhere has no train.bin; .*`etude tokenize --out nowhere`"),
         (["data.length=100000"], "too few for a block of 100000"),
         (["data.read=dokuments"], "documents"),
         (["data.lenght=5"], "length"),
