@@ -1,4 +1,4 @@
-"""How long a large CSV file takes to load, against pandas and pyarrow, and with how much memory.
+"""How long a large CSV file takes to load, against pandas, pyarrow and polars, and with how much memory.
 
 python -m benchmarks.csv_loading [--quick] [--no-peers] [--json FILE]
 """
@@ -34,8 +34,9 @@ READERS = {
     "from etude.data.catalog.tabular import load_csv\nread = lambda: load_csv(path, 'y')",
     BASE: "import pandas\nread = lambda: pandas.read_csv(path)",
     "pyarrow.csv.read_csv": "from pyarrow import csv\nread = lambda: csv.read_csv(path)",
+    "polars.read_csv": "import polars\nread = lambda: polars.read_csv(path)",
 }
-NEEDS = {OWN: "pyarrow", BASE: "pandas", "pyarrow.csv.read_csv": "pyarrow"}
+NEEDS = {OWN: "pyarrow", BASE: "pandas", "pyarrow.csv.read_csv": "pyarrow", "polars.read_csv": "polars"}
 MEASURED = """
 import json, resource, time
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
