@@ -196,7 +196,7 @@ def test_a_weighting_with_state_must_be_part_of_the_model():
 
 def test_a_model_must_tell_what_its_tasks_share():
     task, model = make_task(make_weighting("pcgrad")), nn.Linear(2, 2)
-    with pytest.raises(TrainingError, match="Linear does not tell which parameters"):
+    with pytest.raises(TrainingError, match="Linear does not define which parameters"):
         make_objective(
             task,
             ObjectiveParts(model, list(model.parameters()), torch.device("cpu"), World(), MixedPrecision("fp32")),
@@ -206,7 +206,7 @@ def test_a_model_must_tell_what_its_tasks_share():
 def test_batches_for_no_task_are_an_error_in_one_line():
     step = make_step(make_model(), make_task(streams=True))
     for parts in ([make_batch(3, 0, stream="other")], [make_batch(3, 0, stream="other")] * 2):
-        with pytest.raises(TrainingError, match="nothing would be trained"):
+        with pytest.raises(TrainingError, match="no active task learns from the stream"):
             step(parts)
 
 
