@@ -14,7 +14,7 @@ from etude.core.errors import DataError
 from etude.core.loader import BatchIterator
 from etude.data import BatchSampler, DataLoader, DataLoaderFactory, LoaderData, Normalize, Streams, TensorData
 from etude.data.sources.base import send
-from etude.data.transfer.cuda import ahead
+from etude.data.transfer.epoch import ahead
 
 
 def tensors(n):

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from etude.core import HeadOutput
 from etude.multimodal import build_vocab_spec
 from etude.multimodal.loss import make_reconstruction
-from etude.multimodal.loss.blocks import logits_sums, squared_error_sums
 from etude.multimodal.loss.fused import LossPart, expected_value_sums
+from etude.multimodal.loss.terms import logits_sums, squared_error_sums
 
 KINDS = ["mse", "huber", "wasserstein", "hl_gauss"]
 DELTA, SIGMA = 0.7, 0.6

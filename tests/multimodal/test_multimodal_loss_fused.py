@@ -20,8 +20,8 @@ from meaningful_problem import (
 
 from etude.core import HeadOutput, TrainingError
 from etude.multimodal.loss import fused, make_reconstruction, meaningful_terms
-from etude.multimodal.loss.blocks import logits_sums
 from etude.multimodal.loss.fused import chunked_expectation, expected_value_sums
+from etude.multimodal.loss.terms import logits_sums
 
 # ------------------------------------------------------------------------------------------ values and gradients
 

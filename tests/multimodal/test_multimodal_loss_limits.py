@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from etude.core import HeadOutput
 from etude.multimodal.loss import fused, make_reconstruction, meaningful_terms
-from etude.multimodal.loss.blocks import logits_sums
 from etude.multimodal.loss.fused import ExpectationProblem, LossPart, chunked_expectation, expected_value_sums
+from etude.multimodal.loss.terms import logits_sums
 from largest_tensor import Largest
 
 # ------------------------------------------------------------------------------------------ large and small numbers

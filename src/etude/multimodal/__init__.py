@@ -8,7 +8,6 @@ loss/               cross entropy, and the error of the values that tokens repre
 facts               the data about a vocabulary in checkpoints
 training            `Trainer(vocab=…, codebooks=…)`
 feature             the section `vocab` of experiment files
-training_section    `training.meaningful_loss`, which is moved to the section `loss`
 """
 
 from etude.multimodal.codebooks import load_codebook, load_npz_key
