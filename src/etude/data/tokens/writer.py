@@ -169,6 +169,9 @@ class _Part:
     ) -> None:
         self.title, self.kind, self.width, self.vocab_size = title, kind, width, vocab_size
         self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype.kind != "f":
+            limits = np.iinfo(self.dtype)
+            self.lowest, self.highest = int(limits.min), int(limits.max) if vocab_size is None else vocab_size - 1
         self.file: IO[bytes] | None = None
         self._count = self._crc = 0
 
@@ -185,16 +188,15 @@ class _Part:
             return array
         if array.dtype.kind not in "iu":
             raise DataError(f"{self.title} must be integers, found {array.dtype}")
-        limits, kept = np.iinfo(self.dtype), np.iinfo(array.dtype)
-        highest = int(limits.max) if self.vocab_size is None else self.vocab_size - 1
-        if kept.min < limits.min or kept.max > highest:
-            low, high = int(array.min()), int(array.max())
-            if low < limits.min or high > highest:
-                found = low if low < limits.min else high
-                why = (
-                    f"to fit {self.dtype.name}" if self.vocab_size is None else f"for a vocabulary of {highest + 1:,}"
-                )
-                raise DataError(f"{self.title} must be {limits.min} … {highest} {why}, found {found}")
+        if array.dtype == self.dtype and self.vocab_size is None:
+            return array
+        low, high = int(np.minimum.reduce(array)), int(np.maximum.reduce(array))
+        if low < self.lowest or high > self.highest:
+            found = low if low < self.lowest else high
+            why = (
+                f"to fit {self.dtype.name}" if self.vocab_size is None else f"for a vocabulary of {self.vocab_size:,}"
+            )
+            raise DataError(f"{self.title} must be {self.lowest} … {self.highest} {why}, found {found}")
         return array
 
     def write(self, array: NDArray[Any]) -> None:
