@@ -42,6 +42,7 @@ BROKEN = {
     "ignite": "OSError('libtorch_cuda.so: cannot open shared object file')",
     "lightning": "ImportError('cannot import name x from y')",
     "pandas": "ImportError('numpy of another version')",
+    "polars": "ImportError('needs another processor')",
     "pyarrow": "OSError('libarrow.so: cannot open shared object file')",
     "litdata": "RuntimeError('operator torchvision::nms does not exist')",
     "torchdata": "ModuleNotFoundError('no module', name='something_else')",
