@@ -15,45 +15,6 @@ from etude.callbacks import CallbackList, ProgressDisplay, progress
 from etude.core import Clock
 from etude.engine.callback import RunInfo
 
-
-class Terminal(io.StringIO):
-    """A terminal that remembers what it was sent and can say what is on its screen."""
-
-    def isatty(self) -> bool:
-        return True
-
-    def screen(self) -> list[str]:
-        lines, row, column = [""], 0, 0
-        for control, text in re.findall(r"(\x1b\[[?\d;]*[A-Za-z])|([^\x1b])", self.getvalue()):
-            if control.endswith("A"):
-                row -= int(control[2:-1])
-                assert row >= 0, "went up beyond its own lines"
-            elif control == "\x1b[2K":
-                lines[row], column = "", 0
-            elif text == "\r":
-                column = 0
-            elif text == "\n":
-                row, column = row + 1, 0
-                lines += [""] * (row == len(lines))
-            elif text:
-                assert column == len(lines[row]), "wrote over something"
-                lines[row] += text
-                column += 1
-        return lines
-
-    @property
-    def cursor_is_visible(self) -> bool:
-        return self.getvalue().rfind("\x1b[?25l") <= self.getvalue().rfind("\x1b[?25h")
-
-
-@pytest.fixture
-def terminal(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("LINES", "30")
-    return Terminal()
-
-
 # --- in a file
 
 

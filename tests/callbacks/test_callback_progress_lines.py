@@ -6,9 +6,9 @@ import re
 
 import pytest
 from callback_life import Life
+from callback_terminal import picture
 from hypothesis import given, strategies as st
 from rich.cells import cell_len
-from rich.console import Console
 
 from etude.callbacks import ProgressDisplay
 from etude.callbacks.progress_lines import (
@@ -24,21 +24,6 @@ from etude.callbacks.progress_lines import (
     number,
     rate,
 )
-from etude.callbacks.terminal import frame
-
-
-def text_of(drawn, width=200) -> list[str]:
-    """Return the lines of a frame or a table without their styles."""
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    with console.capture() as text:
-        console.print(drawn)
-    return [line.rstrip() for line in text.get().splitlines()]
-
-
-def picture(view, width, height) -> list[str]:
-    """Return what a terminal of this size shows."""
-    return text_of(frame(view, width, height), width)
-
 
 LANGUAGE = ["tokens_per_s", "mfu", "data_wait", "perplexity", "tokens"]
 PERPLEXITIES = ["perplexity", "val_perplexity"]

@@ -9,9 +9,9 @@ import re
 import pytest
 import torch
 from callback_life import report
+from callback_terminal import picture, text_of
 from hypothesis import given, strategies as st
 from rich.cells import cell_len
-from test_callback_progress import picture, terminal, text_of
 from torch import nn
 
 from etude.callbacks import CallbackList, CSVLogger, ProgressDisplay, RunRecorder, progress
@@ -30,8 +30,6 @@ from etude.callbacks.terminal import group_table
 from etude.core import Clock
 from etude.engine.callback import RunInfo
 from etude.monitor import RunFolder
-
-__all__ = ["terminal"]
 
 TASKS = (
     "code_generation", "ontology_annotation", "test_generation", "quality", "security", "clarification", "explanation",
