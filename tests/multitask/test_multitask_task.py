@@ -279,7 +279,7 @@ def test_a_loss_of_several_terms_is_refused_when_its_labels_are_counted():
     vocab = build_vocab_spec(v_scalar=4)
     loss = MeaningfulLoss(vocab, {"scalar": torch.arange(4.0)})
     task = MultiTask({"value": TaskSpec("value", loss, labels="ids")})
-    words = "task 'value': its loss has the weighted terms loss_ce, loss_sca, a task has one, 'loss'; split the task"
+    words = "task 'value': its loss has the weighted terms loss_ce, loss_sca, but a task must have exactly one, 'loss'; split the task"
     with pytest.raises(TrainingError, match=words):
         task.counts({"input": torch.zeros(2, 3), "ids": torch.tensor([[6, 7, 1], [2, 9, 3]])})
 
@@ -354,7 +354,7 @@ ONE_LINE = {
     "negative": (
         lambda: MultiTask({"a": TaskSpec("kind", weight=-1.0)}),
         ConfigError,
-        "task 'a' is -1.0; .* 0 or more",
+        "task 'a' is -1.0; .* at least 0",
     ),
     "nan": (lambda: MultiTask({"a": TaskSpec("kind", weight=NAN)}), ConfigError, "task 'a' is nan; .*finite"),
     "infinite": (lambda: MultiTask({"a": TaskSpec("kind", weight=math.inf)}), ConfigError, "is inf; .*finite"),
@@ -366,7 +366,7 @@ ONE_LINE = {
     "variants of variants": (
         lambda: MultiTask({"a": TaskSpec("k", variants={"b": TaskSpec("k", variants={"c": TaskSpec("k")})})}),
         ConfigError,
-        "variant 'b' has variants of its own",
+        "variant 'b' has variants itself",
     ),
     "unknown task": (
         lambda: MultiTask(specs()).activate({"knd": 1.0}),
@@ -406,7 +406,7 @@ ONE_LINE = {
     "no stream": (
         lambda: MultiTask({"a": TaskSpec("kind", stream="s")})(make_model(), make_batch(), metrics=False),
         TrainingError,
-        "'a' reads the stream 's', but batches do not tell their stream",
+        "'a' reads the stream 's', but batches do not name their stream",
     ),
     "no labels in the stream": (
         lambda: MultiTask({"a": TaskSpec("kind", stream="s", labels="kinds")})(
@@ -446,7 +446,7 @@ ONE_LINE = {
             {"size": 0}
         ),
         TrainingError,
-        "^task 'a': how many labels its loss counts is not known.*grad_accum_steps",
+        "^task 'a': the count of its loss depends on the model.*grad_accum_steps",
     ),
 }
 
