@@ -291,7 +291,7 @@ def test_a_class_that_is_held_out_whole(folder):
     seeds = [
         seed for seed in range(50) if "dog/1.png" in str(images.find_images(root, 0.2, 0.0, seed).parts["validation"])
     ]
-    with pytest.raises(DataError, match="'dog' has no image to train on"):
+    with pytest.raises(DataError, match="'dog' has no training image"):
         load_image_folder(str(root), validation=0.2, test=0.0, seed=seeds[0])
 
 

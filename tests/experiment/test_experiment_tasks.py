@@ -166,7 +166,7 @@ TASK = EXPERIMENT["tasks"]["quality"]
             {},
             (
                 "command line: curriculum.0.variants.quality: phase 'begin' does not train 'quality'; "
-                "name it in its tasks"
+                "add it to its tasks"
             ),
         ),
         (

@@ -279,7 +279,9 @@ def test_a_loss_of_several_terms_is_refused_when_its_labels_are_counted():
     vocab = build_vocab_spec(v_scalar=4)
     loss = MeaningfulLoss(vocab, {"scalar": torch.arange(4.0)})
     task = MultiTask({"value": TaskSpec("value", loss, labels="ids")})
-    words = "task 'value': its loss has the weighted terms loss_ce, loss_sca, but a task must have exactly one, 'loss'; split the task"
+    words = (
+        "task 'value': its loss has the weighted terms loss_ce, loss_sca, but a task must have exactly one, 'loss'"
+    )
     with pytest.raises(TrainingError, match=words):
         task.counts({"input": torch.zeros(2, 3), "ids": torch.tensor([[6, 7, 1], [2, 9, 3]])})
 
