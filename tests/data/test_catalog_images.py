@@ -282,7 +282,7 @@ def test_mistakes_in_arguments(folder, tmp_path):
     root = str(folder(classes(3)))
     with pytest.raises(ConfigError, match="mean has 2 numbers"):
         load_image_folder(root, mean=[0.5, 0.5])
-    with pytest.raises(DataError, match="no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         load_image_folder(str(tmp_path / "nothing"))
 
 
