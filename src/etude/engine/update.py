@@ -7,7 +7,6 @@ loss scale and clipping become one factor passed to it: no extra pass over the g
 import math
 import operator
 from collections.abc import Hashable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -159,7 +158,10 @@ class Updater:
         for rate in self._rates:
             rate.lend()
         try:
-            with InPieces() if _is_recorded(self.device) else nullcontext():  # type: ignore[no-untyped-call]
+            if _is_recorded(self.params[0]):
+                with InPieces():  # type: ignore[no-untyped-call]
+                    take_step(self.optimizer)
+            else:
                 take_step(self.optimizer)
         finally:
             for rate in self._rates:
@@ -191,16 +193,16 @@ class Updater:
         return any(param.grad is not None and id(param) not in self._met for param in self.params)
 
     def _constant(self, value: float, like: Tensor) -> Tensor:
-        if _is_recorded(like.device):  # a graph must not read memory that may be freed
+        if _is_recorded(like):  # a graph must not read memory that may be freed
             return torch.full((), value, dtype=torch.float32, device=like.device)
         if value not in self._constants:
             self._constants = {value: torch.full((), value, dtype=torch.float32, device=like.device)}
         return self._constants[value]
 
 
-def _is_recorded(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def _is_recorded(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured on the tensor's device."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class DeviceRate:

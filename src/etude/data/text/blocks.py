@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,22 +56,28 @@ class TokenBlocks:
         return TokenBlocks(self.file, length, moving=self.moving)
 
     def gather(self, indices: Indices, *, epoch: int, seed: int) -> dict[str, Tensor]:
-        """Return the blocks at `indices`: ids and labels are views of one tensor, so that they are sent together."""
-        tokens, batch = next(self._read(indices, 1, epoch, seed))
-        whole = torch.from_numpy(tokens)
-        return {"input_ids": whole[:, :-1], LABELS: whole[:, 1:], **batch}
+        """Return the blocks at `indices`; ids and labels are views of one tensor and move to a device together."""
+        rows, streams = self._read(indices, 1, epoch, seed)
+        tokens = torch.from_numpy(rows[0].astype(np.int64))
+        batch = {"input_ids": tokens[:, :-1], LABELS: tokens[:, 1:]}
+        return batch | {name: torch.from_numpy(values[0].astype(np.int64)) for name, values in streams.items()}
 
     def gather_many(self, indices: Indices, number: int, *, epoch: int, seed: int) -> Iterator[dict[str, Tensor]]:
         """Return `number` batches whose tokens are read together, and converted to int64 one batch at a time."""
         length, from_numpy = self.length, torch.from_numpy
-        for tokens, batch in self._read(indices, number, epoch, seed):
-            # Views are created in NumPy, which is faster than in torch.
-            yield {"input_ids": from_numpy(tokens[:, :length]), LABELS: from_numpy(tokens[:, 1:]), **batch}
+        rows, streams = self._read(indices, number, epoch, seed)
+        for place, part in enumerate(rows):
+            # Slicing arrays is faster than slicing tensors.
+            tokens = part.astype(np.int64)
+            batch = {"input_ids": from_numpy(tokens[:, :length]), LABELS: from_numpy(tokens[:, 1:])}
+            for name, values in streams.items():
+                batch[name] = from_numpy(values[place].astype(np.int64))
+            yield batch
 
     def _read(
         self, indices: Indices, number: int, epoch: int, seed: int
-    ) -> Iterator[tuple[npt.NDArray[np.int64], dict[str, Tensor]]]:
-        """Return the tokens of each batch, with the one after each block, and its streams."""
+    ) -> tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]]:
+        """Return the tokens of `number` batches, each block with the token after it, and their streams."""
         length = self.length
         starts = indices * length
         if self.moving:
@@ -79,8 +86,4 @@ class TokenBlocks:
         streams = {
             name: self.file.rows(starts, length, name).reshape(number, -1, length) for name in self.file.streams
         }
-        for place, part in enumerate(rows):
-            yield (
-                part.astype(np.int64),
-                {name: torch.from_numpy(values[place].astype(np.int64)) for name, values in streams.items()},
-            )
+        return rows, streams
