@@ -1,5 +1,6 @@
 """What users give a Trainer: what should simply work does, and every misuse is one line that names the argument."""
 
+import re
 import signal
 
 import numpy as np
@@ -283,3 +284,12 @@ def test_whatever_gives_itself_as_an_array_is_data_for_training_validation_and_e
     other = Trainer(net(), (X, Y), (X, Y), config=config, progress=False)
     assert one.train()["val_loss"] == other.train()["val_loss"]
     assert one.evaluate((table, labels)) == other.evaluate((X, Y))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [("epochs", "config={'epochs': …}"), ("learning_rate", "config={'learning_rate': …}"), ("epoch", "'epochs'")],
+)
+def test_a_setting_as_an_argument_is_explained(wrong, hint):
+    with pytest.raises(TypeError, match=f"no argument '{wrong}'.*{re.escape(hint)}"):
+        Trainer(nn.Linear(2, 2), (torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)), **{wrong: 3})

@@ -11,6 +11,7 @@ from etude.multimodal.loss import MeaningfulLoss
 from etude.multimodal.loss.combined import CODEBOOK_NAMES, join_codebooks
 from etude.multimodal.loss.settings import read_settings
 from etude.trainer.arguments import plain_task
+from etude.trainer.config import TrainerConfig
 
 ARGUMENTS = ("vocab", "codebooks", *CODEBOOK_NAMES, "edges", "use_ce")
 """Further arguments of a `Trainer`: those of `MeaningfulLoss`, and codebooks as separate arguments."""
@@ -29,7 +30,7 @@ def make_task(
     """
     for name in modalities:
         if name not in ARGUMENTS:
-            known = [*ARGUMENTS, *inspect.signature(of).parameters]
+            known = [*ARGUMENTS, *inspect.signature(of).parameters, *TrainerConfig.model_fields]
             raise TypeError(f"{of.__name__}() has no argument '{name}'{did_you_mean(name, known)}")
     options, vocab = read_settings(settings), modalities.get("vocab")
     other = "loss" if loss is not None else "task" if task is not None else None

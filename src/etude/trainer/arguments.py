@@ -89,6 +89,9 @@ def make_task(loss: Any, task: Any, config: TrainerConfig, modalities: Mapping[s
     """
     if not modalities and config.meaningful_loss is None:
         return plain_task(loss, task)
+    for name in modalities:
+        if name in TrainerConfig.model_fields:
+            raise TypeError(f"{of.__name__}() has no argument '{name}'; it is a setting: pass config={{'{name}': …}}")
     room = _room_for(of, modalities)
     made: Task = room.make_task(loss, task, config.meaningful_loss, modalities, of)
     return made
