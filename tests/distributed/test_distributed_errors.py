@@ -9,7 +9,7 @@ from run_files import records
 pytestmark = pytest.mark.distributed
 
 
-def told(ended, text, codes=(2, 2)):
+def assert_one_line(ended, text, codes=(2, 2)):
     """All processes ended with their code, and together they said one line."""
     assert ended.codes == list(codes), ended
     lines = [line for err in ended.err for line in err.splitlines()]
@@ -57,24 +57,24 @@ MISTAKES = {
 def test_a_mistake_ends_all_processes_with_one_line(runs, mistake):
     training, sections, text = MISTAKES[mistake]
     config = runs.write("run", training, **sections)
-    told(runs.train(2, config)[1], text)
+    assert_one_line(runs.train(2, config)[1], text)
 
 
 def test_no_cuda_device_for_a_process_is_told(runs):
     config = runs.write("run", {"device": "cuda"})
-    told(runs.train(2, config)[1], "device 'cuda' is not available")
+    assert_one_line(runs.train(2, config)[1], "device 'cuda' is not available")
 
 
 def test_run_folders_that_cannot_be_used(runs):
     config = runs.write("run", {"epochs": 1})
     folder, ended = runs.train(2, config)
     ended.ok()
-    told(runs.train(2, config)[1], "already holds a run")
-    told(runs.resume(2, folder), "is finished")
-    told(runs.resume(2, folder / "nowhere"), "there is no run folder")
+    assert_one_line(runs.train(2, config)[1], "already holds a run")
+    assert_one_line(runs.resume(2, folder), "is finished")
+    assert_one_line(runs.resume(2, folder / "nowhere"), "there is no run folder")
     with (folder / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        told(runs.resume(2, folder), "is in use by process")
+        assert_one_line(runs.resume(2, folder), "is in use by process")
 
 
 def test_damaged_checkpoints(runs):
@@ -90,13 +90,15 @@ def test_damaged_checkpoints(runs):
     assert [one["epoch"] for one in records(folder, "val")] == [0, 1, 2]
     for checkpoint in (folder / "checkpoints").glob("step-*"):
         (checkpoint / "model.safetensors").write_bytes(b"nothing")
-    told(runs.resume(2, folder, "training.epochs=4"), "is intact")
+    assert_one_line(runs.resume(2, folder, "training.epochs=4"), "is intact")
     assert older.exists()
 
 
 def test_a_warning_is_printed_once(runs):
     sections = {"data": {"name": "toy_classes", "validation": 0}, "callbacks": [{"name": "early_stopping"}]}
-    told(runs.train(2, runs.write("run", {"epochs": 1}, **sections))[1], "EarlyStopping did nothing", codes=(0, 0))
+    assert_one_line(
+        runs.train(2, runs.write("run", {"epochs": 1}, **sections))[1], "EarlyStopping did nothing", codes=(0, 0)
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -107,7 +109,7 @@ def test_a_process_that_is_killed_ends_the_others(runs, rank):
     _, ended = runs.train(3, config)
     codes = [2, 2, 2]
     codes[rank] = -9
-    told(ended, "lost the connection to another process", codes)
+    assert_one_line(ended, "lost the connection to another process", codes)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,5 +1,7 @@
 """On a CUDA device: a step of a language model never waits, and its MFU is a share of the data sheet's peak."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -81,4 +83,5 @@ def test_a_measured_peak_is_near_the_data_sheets(dtype, monkeypatch):
     print(
         f"{torch.cuda.get_device_name()} {dtype}: measured {measured / 1e12:.0f}, listed {listed / 1e12:.0f} TFLOP/s"
     )
-    assert 0.02 * listed < measured < 1.1 * listed  # other tests may use the device too
+    shares = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1  # other tests use the device too
+    assert (0.02 if shares else 0.15) * listed < measured < 1.1 * listed

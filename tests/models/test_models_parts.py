@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from etude.models.parts import ShortGelu, gelu
 
@@ -47,6 +48,28 @@ def test_an_infinite_or_missing_number_is_not_hidden() -> None:
 
 def test_on_a_cpu_gelu_is_torchs() -> None:
     assert torch.equal(gelu(POINTS), F.gelu(POINTS))
+
+
+@pytest.mark.parametrize(
+    ("compiling", "device", "dtype", "short"),
+    [
+        (True, "cuda", torch.bfloat16, True),
+        (True, "cuda", torch.float16, True),
+        (True, "cuda", torch.float32, False),
+        (True, "cpu", torch.bfloat16, False),
+        (False, "cuda", torch.bfloat16, False),
+    ],
+)
+def test_the_short_formula_is_for_half_precision_compiled_on_a_gpu(
+    monkeypatch, compiling, device, dtype, short
+) -> None:
+    used = []
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    monkeypatch.setattr(ShortGelu, "apply", lambda x: used.append("short") or x)
+    monkeypatch.setattr(F, "gelu", lambda x: used.append("torch") or x)
+    with FakeTensorMode():
+        gelu(torch.empty(4, device=device, dtype=dtype))
+    assert used == ["short" if short else "torch"]
 
 
 @pytest.mark.gpu

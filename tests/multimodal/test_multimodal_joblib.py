@@ -133,7 +133,7 @@ def test_the_top_of_the_file_comes_first(tmp_path):
     assert torch.equal(load_bytes(raw, tmp_path), torch.tensor(CENTROIDS, dtype=torch.float32))
 
 
-def test_a_missing_name_is_told_with_its_nearest(tmp_path):
+def test_a_missing_name_is_shown_with_its_nearest(tmp_path):
     message = refusal(dumped({"model": {"centriods": CENTROIDS}, "labels": np.arange(3)}), tmp_path)
     assert "'labels'" in message
     assert "key_candidates=('model.centriods',)" in message

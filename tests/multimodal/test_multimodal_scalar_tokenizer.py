@@ -137,7 +137,7 @@ def test_nan_and_infinite_values_do_not_change_what_is_fitted(caplog):
     assert "2 values are infinite" in caplog.text
 
 
-def test_ties_make_fewer_bins_and_are_told(caplog):
+def test_ties_make_fewer_bins_and_are_logged(caplog):
     values = [0.0] * 900 + np.linspace(0.01, 1, 100).tolist()
     with caplog.at_level(logging.WARNING, "etude"):
         tokenizer = ScalarTokenizer.fit(values, 20)
@@ -346,7 +346,7 @@ def test_missing_and_other_files_are_refused(tmp_path):
         ScalarTokenizer.load(tmp_path / "a.safetensors")
 
 
-def test_a_file_that_cannot_be_written_is_told_and_the_earlier_one_stays(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_written_is_reported_and_the_earlier_one_stays(tmp_path, monkeypatch):
     path = tmp_path / "a.safetensors"
     ScalarTokenizer.fit(np.arange(10), 4).save(path)
     before = path.read_bytes()

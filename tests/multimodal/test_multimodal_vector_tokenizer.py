@@ -91,7 +91,7 @@ def test_fewer_distinct_vectors_than_asked_are_the_centroids_themselves(distinct
         assert tokenizer.inertia == pytest.approx(0, abs=1e-6)
 
 
-def test_fewer_centroids_are_told(caplog):
+def test_fewer_centroids_are_logged(caplog):
     with caplog.at_level(logging.WARNING, "etude"):
         assert VectorTokenizer.fit([[1.0, 2.0]] * 9, 4).size == 1
     assert "1 centroids instead of 4" in caplog.text
@@ -179,7 +179,7 @@ def test_it_does_not_matter_how_far_from_the_origin_vectors_lie():
     assert far.inertia == pytest.approx(near.inertia, rel=1e-2)
 
 
-def test_close_centroids_far_from_the_origin_are_told_apart():
+def test_close_centroids_far_from_the_origin_stay_distinct():
     centroids = np.float32(1e4) + np.arange(6, dtype=np.float32)[:, None] * np.float32([[2**-9, 0]])
     tokenizer = VectorTokenizer(centroids)
     assert tokenizer.encode(centroids).tolist() == list(range(6))

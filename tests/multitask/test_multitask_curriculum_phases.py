@@ -293,9 +293,9 @@ def phases(*starts: Start | int) -> Sequence[Phase]:
     ],
 )
 def test_mistakes_are_told_in_words(build: Callable[[], object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as told:
+    with pytest.raises(ConfigError, match=words) as raised:
         build()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_saved_phase_that_is_gone_is_reported() -> None:

@@ -323,9 +323,9 @@ def test_a_vector_becomes_the_gradients_of_parameters() -> None:
     ],
 )
 def test_mistakes_are_told_in_words(build: Callable[[], object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as told:
+    with pytest.raises(ConfigError, match=words) as raised:
         build()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_sections_are_checked_by_the_signatures() -> None:
