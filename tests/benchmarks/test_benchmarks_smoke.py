@@ -148,7 +148,7 @@ def test_token_loader(tmp_path):
     assert all(row["slowest ms"] >= row["median ms"] > 0 for row in seeking)
 
 
-def test_batches_that_are_not_in_the_file_or_not_shuffled_are_told(tmp_path):
+def test_batches_that_are_not_in_the_file_or_not_shuffled_are_reported(tmp_path):
     corpus = token_peers.Corpus(tmp_path / "blocks.bin", tmp_path, 0)
     token_loader.write_tokens(corpus.path, 40 * token_peers.LENGTH)
     peer = next(one for one in token_peers.PEERS if one.name == "torch DataLoader, 0 workers")
@@ -231,7 +231,7 @@ def test_others(name, arguments):
     assert "etude" in done.stdout
 
 
-def test_all_benchmarks_are_run_and_a_failure_is_told(tmp_path, monkeypatch, capfd):
+def test_all_benchmarks_are_run_and_a_failure_is_reported(tmp_path, monkeypatch, capfd):
     from benchmarks import __main__ as everything
 
     commands = []

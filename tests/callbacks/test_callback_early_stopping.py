@@ -79,7 +79,7 @@ def test_epochs_without_validation_are_passed_over():
     assert callback.wait == 0
 
 
-def test_a_number_that_never_came_is_told_at_the_end(tmp_path, caplog):
+def test_a_number_that_never_came_is_reported_at_the_end(tmp_path, caplog):
     Life(tmp_path, with_validation=False, total_epochs=2).whole(EarlyStopping())
     assert "EarlyStopping did nothing: 'val_loss' was never reported" in caplog.text
     caplog.clear()

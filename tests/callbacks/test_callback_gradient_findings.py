@@ -128,7 +128,7 @@ def test_the_order_is_that_of_the_model_where_dtypes_are_mixed():
     assert health.findings[0].layers == ("2", "1", "0")
 
 
-def test_loss_that_is_not_finite_is_told_as_such():
+def test_loss_that_is_not_finite_is_reported_as_such():
     model = dense(8, 16, 4)
     x, y = data()
     backward(model, x * math.nan, y)
@@ -189,7 +189,7 @@ def test_a_run_says_it_once_in_the_log_the_display_and_the_run_folder(tmp_path, 
     assert [record.getMessage()[:7] for record in caplog.records] == ["layer 2"]
 
 
-def test_lasting_findings_are_told_at_growing_intervals():
+def test_lasting_findings_are_reported_at_growing_intervals():
     model, monitor = sick(), GradientMonitor()
     reported = []
     for look in range(1, 251):
@@ -201,7 +201,7 @@ def test_lasting_findings_are_told_at_growing_intervals():
     assert reported == [1, 10, 100]
 
 
-def test_state_holds_what_was_told_and_what_was_not():
+def test_state_holds_what_was_reported_and_what_was_not():
     model = sick()
     first, second = GradientMonitor(every=2), GradientMonitor(every=2)
     run = trainer(model, first)

@@ -35,7 +35,7 @@ def test_plain_lines_have_no_control_characters(tmp_path):
     assert len(lines) == 1 + 4 + 2 + 1
 
 
-def test_a_validation_inside_an_epoch_is_told_and_one_at_its_end_is_part_of_the_epoch(tmp_path):
+def test_a_validation_inside_an_epoch_is_reported_and_one_at_its_end_is_part_of_the_epoch(tmp_path):
     stream = io.StringIO()
     display = ProgressDisplay(stream=stream)
     clock = Clock()

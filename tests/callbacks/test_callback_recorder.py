@@ -37,7 +37,7 @@ def test_events_of_a_run_that_ends_and_one_that_stops_early(tmp_path):
     assert events(folder)[-1] == ("stop", "stopped: loss has not improved for 1 epoch (best 0.5 in epoch 2)")
 
 
-def test_errors_and_interrupts_are_told_apart(tmp_path):
+def test_errors_and_interrupts_are_distinguished(tmp_path):
     folder = RunFolder.create(tmp_path / "run")
     life = Life(folder.path, clock=Clock(step=STEPS, epoch=1), resumed=True)
     callbacks = CallbackList([RunRecorder(folder)])

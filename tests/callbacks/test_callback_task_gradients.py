@@ -109,7 +109,7 @@ def test_norms_alone():
     assert monitor.numbers() == {"quality/grad_norm": 5.0, "code/grad_norm": 5.0}
 
 
-def test_an_epoch_is_told_in_one_sentence():
+def test_an_epoch_is_reported_in_one_sentence():
     monitor, reported = TaskGradientMonitor(every_steps=1), Reported()
     callbacks = CallbackList([monitor, reported])
     for sign in (1.0, -1.0, -1.0):

@@ -273,7 +273,7 @@ def test_the_best_epoch_is_one_of_the_last_phase():
     assert best_row(rows) is rows[1]
 
 
-def test_a_phase_told_before_the_display_begins_is_shown_and_that_of_an_earlier_run_is_not():
+def test_a_phase_announced_before_the_display_begins_is_shown_and_that_of_an_earlier_run_is_not():
     stream = io.StringIO()
     display = ProgressDisplay(stream=stream)
     display.on_phase_begin("one", {"number": 1, "phases": 2, "tasks": ("a",)})

@@ -109,7 +109,7 @@ def test_a_model_that_cannot_be_sampled_from_costs_a_warning(tmp_path, caplog):
     assert "text_samples: no text could be sampled: " in caplog.text
 
 
-def test_mistakes_are_told_at_the_start(tmp_path):
+def test_mistakes_are_reported_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match="text_samples needs a tokenizer, and the data has none"):
         run(tmp_path, make(), TextSamples())
     with pytest.raises(DataError, match=r"nothing\.json does not exist"):

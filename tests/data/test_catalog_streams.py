@@ -69,7 +69,7 @@ def test_a_section_of_data_sections(tmp_path):
         splits.make_loader("test", 8)
 
 
-def test_mistakes_in_a_section_are_told_with_their_place(tmp_path):
+def test_mistakes_in_a_section_are_reported_with_their_place(tmp_path):
     code = folder(tmp_path / "code")
     wrong = section(code=code)
     wrong["streams"]["code"]["lenght"] = 3

@@ -40,7 +40,7 @@ def test_absent_and_other_files_are_named(tmp_path, members, reason):
 
 
 @pytest.mark.parametrize("damage", ["none", "empty", "cut", "flipped"])
-def test_damaged_wheels_are_told(tmp_path, damage):
+def test_damaged_wheels_are_reported(tmp_path, damage):
     wheel = write_wheel(tmp_path / "p.whl", {"stars.txt": CONTENT})
     raw = bytearray(wheel.read_bytes())
     raw[60] ^= 0xFF

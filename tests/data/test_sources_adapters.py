@@ -304,7 +304,7 @@ def test_beginning_leaves_the_callers_generators_alone(position):
     assert torch.equal(before[2], after[2])
 
 
-def test_a_distributed_sampler_is_told_the_epoch():
+def test_a_distributed_sampler_is_reported_the_epoch():
     def order(epoch):
         sampler = DistributedSampler(DATA, num_replicas=2, rank=0, seed=1)
         loader = ForeignLoader(TorchLoader(DATA, 4, sampler=sampler), world_size=2)
@@ -318,7 +318,7 @@ def test_a_distributed_sampler_is_told_the_epoch():
     assert order(3) != order(4)
 
 
-def test_a_batch_sampler_and_the_source_are_told_the_epoch():
+def test_a_batch_sampler_and_the_source_are_reported_the_epoch():
     class Told:
         epochs = ()
 

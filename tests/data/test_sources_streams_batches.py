@@ -88,7 +88,7 @@ class Recorded:
         return {"x": torch.from_numpy(indices)}
 
 
-def test_sources_are_told_the_pass_as_the_epoch():
+def test_sources_are_reported_the_pass_as_the_epoch():
     source = Recorded(10)
     list(StreamLoader({"a": source}, 4, epoch_samples=40, seed=5).iterate(0))
     assert [epoch for _, epoch, _ in source.asked] == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3]
@@ -98,7 +98,7 @@ def test_sources_are_told_the_pass_as_the_epoch():
     assert [epoch for _, epoch, _ in evaluated.asked] == [6, 6, 6]
 
 
-def test_all_ranks_are_told_the_same_pass():
+def test_all_ranks_are_reported_the_same_pass():
     sources = [Recorded(10) for _ in range(2)]
     for rank, source in enumerate(sources):
         list(StreamLoader({"a": source}, 4, epoch_samples=40, rank=rank, world_size=2).iterate(0))

@@ -91,6 +91,6 @@ def test_it_is_the_collate_fn_of_a_loader(loader):
         ([torch.zeros(2, dtype=torch.bfloat16)], "cannot be converted to an array"),
     ],
 )
-def test_samples_that_do_not_fit_are_told(samples, message):
+def test_samples_that_do_not_fit_are_reported(samples, message):
     with pytest.raises(DataError, match=message):
         collate(samples)

@@ -150,7 +150,7 @@ def test_a_changed_file_is_not_mixed_with_the_old_one(url, tmp_path):
         old.rows([20_000], 5)
 
 
-def test_versions_are_told_apart_by_their_first_bytes_where_nothing_else_does(url, tmp_path, monkeypatch):
+def test_versions_are_distinguished_by_their_first_bytes_where_nothing_else_does(url, tmp_path, monkeypatch):
     def info(self, path, **kwargs):
         return {"name": path, "size": len(MemoryFileSystem.cat_file(self, path)), "type": "file"}
 

@@ -60,7 +60,7 @@ def test_a_mistake_ends_all_processes_with_one_line(runs, mistake):
     assert_one_line(runs.train(2, config)[1], text)
 
 
-def test_no_cuda_device_for_a_process_is_told(runs):
+def test_no_cuda_device_for_a_process_is_reported(runs):
     config = runs.write("run", {"device": "cuda"})
     assert_one_line(runs.train(2, config)[1], "device 'cuda' is not available")
 

@@ -96,7 +96,7 @@ def test_a_loss_that_is_nan_with_finite_gradients_is_reported():
     assert "labels" not in message
 
 
-def test_masked_labels_are_still_told_from_nan():
+def test_masked_labels_are_still_distinguished_from_nan():
     x, _ = data(())
     trainer, messages = make(x=x, y=torch.full((40,), -100), epochs=1, loss=nn.CrossEntropyLoss(ignore_index=-100))
     trainer.train()

@@ -133,7 +133,7 @@ def test_a_single_task_model_has_the_size_and_the_first_weights_of_the_multi_tas
     trainer.train(1)
 
 
-def test_metrics_are_told_the_classes_of_the_head(load):
+def test_metrics_get_the_classes_of_the_head(load):
     tasks = copy.deepcopy(EXPERIMENT["tasks"])
     tasks["match"] = {
         "data": "functions",

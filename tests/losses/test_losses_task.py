@@ -113,7 +113,7 @@ def test_the_task_works_under_compile():
 
 @pytest.mark.parametrize("worst", [13, 400, -1])
 @pytest.mark.parametrize("fused_head", [False, "head"])
-def test_ids_that_the_model_does_not_know_are_told_in_words(worst, fused_head):
+def test_ids_that_the_model_does_not_know_are_explained(worst, fused_head):
     ids = torch.randint(13, (2, 5))
     ids[1, 2] = worst
     task = SupervisedTask(LanguageModelingLoss(fused_head=fused_head))

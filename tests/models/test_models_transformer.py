@@ -221,7 +221,7 @@ def test_it_learns_to_repeat():
     assert model.generate(half[0], 8, temperature=0)[8:].tolist() == half[0].tolist()
 
 
-def test_mistakes_are_told_in_words():
+def test_mistakes_are_explained():
     model = make()
     with pytest.raises(ConfigError, match=r"d_model 30 with n_heads 4: .* make d_model a multiple of 8"):
         CausalTransformerLM(vocab_size=10, d_model=30, n_heads=4)

@@ -337,7 +337,7 @@ def test_codebooks_that_do_not_fit_are_found_before_training(values, words):
         build_trainer(load(CONFIG, "loss.codebooks={image: wrong.npy}"), progress=False)
 
 
-def test_codebook_file_that_is_missing_is_told_when_it_is_read(stars):
+def test_codebook_file_that_is_missing_is_reported_when_it_is_read(stars):
     config = load(CONFIG, "loss.codebooks={image: none.npy}")
     with pytest.raises(DataError, match=r"loss: loss 'meaningful': none\.npy: no such file"):
         build_trainer(config, progress=False)

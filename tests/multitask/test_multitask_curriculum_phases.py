@@ -292,7 +292,7 @@ def phases(*starts: Start | int) -> Sequence[Phase]:
         ),
     ],
 )
-def test_mistakes_are_told_in_words(build: Callable[[], object], words: str) -> None:
+def test_mistakes_are_explained(build: Callable[[], object], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as raised:
         build()
     assert "\n" not in str(raised.value)

@@ -176,7 +176,7 @@ def test_a_language_model_head_hands_on_the_output_layer():
     assert not list(head.parameters())
 
 
-def test_a_language_model_head_has_its_own_layer_where_there_is_none_or_if_told_so():
+def test_a_language_model_head_has_its_own_layer_where_there_is_none_or_on_request():
     layer, hidden = nn.Linear(WIDTH, 11), torch.randn(2, 5, WIDTH)
     untied = LanguageModelHead(vocab_size=7, tied=False, in_features=WIDTH)
     untied.attach(layer, WIDTH)

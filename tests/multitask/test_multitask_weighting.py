@@ -322,7 +322,7 @@ def test_a_vector_becomes_the_gradients_of_parameters() -> None:
         (lambda: StaticWeights(TASKS)(torch.ones(2)), r"losses have the shape \(2,\)"),
     ],
 )
-def test_mistakes_are_told_in_words(build: Callable[[], object], words: str) -> None:
+def test_mistakes_are_explained(build: Callable[[], object], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as raised:
         build()
     assert "\n" not in str(raised.value)

@@ -107,7 +107,7 @@ def test_training_on_tokens_reports_what_language_models_are_judged_by(root, tmp
     assert outcome.metrics["val_loss"] < np.log(VOCAB) + 0.5
 
 
-def test_the_model_takes_the_vocabulary_of_the_data_unless_told(root, tmp_path):
+def test_the_model_takes_the_vocabulary_of_the_data_by_default(root, tmp_path):
     path = write_config(tmp_path, "blocks", root)
     assert build_trainer(load_config(path), progress=False).model.vocab_size == VOCAB
     larger = load_config(path, overrides=["model.vocab_size=100"])

@@ -82,7 +82,7 @@ def test_data_that_is_there_is_left_alone_or_refused(built, project, tmp_path):
         (lambda root: [str(root)], "no Python code was found"),
     ],
 )
-def test_inputs_without_code_are_told_in_one_line(tmp_path, make, words):
+def test_inputs_without_code_are_reported_in_one_line(tmp_path, make, words):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(DataError, match=words) as error:
         prepare(make(tmp_path), tmp_path / "out", OPTIONS)
@@ -103,7 +103,7 @@ def test_options_out_of_range_are_refused(options, words):
         Options(**options)
 
 
-def test_too_little_code_for_the_vocabulary_is_told(project, tmp_path):
+def test_too_little_code_for_the_vocabulary_is_reported(project, tmp_path):
     with pytest.raises(DataError, match=r"vocabulary of .* only"):
         prepare([str(project)], tmp_path / "out", Options(vocab_size=60_000))
     assert not (tmp_path / "out" / "schema.json").exists()

@@ -82,7 +82,7 @@ def test_padding_of_labels_of_tokens_is_no_label(built):
         assert (batch[name][~padded] >= 0).any()
 
 
-def test_a_stream_for_which_there_is_nothing_is_told(code_tasks_component, tmp_path):
+def test_a_stream_for_which_there_is_nothing_is_reported(code_tasks_component, tmp_path):
     folder = tmp_path / "code"
     folder.mkdir()
     for number in range(30):

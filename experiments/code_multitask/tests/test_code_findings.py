@@ -77,7 +77,7 @@ def test_every_rule_is_known_to_ruff_and_in_one_group():
     assert MEANING.keys() == {*QUALITY, *SECURITY}
 
 
-def test_a_missing_ruff_is_told_in_one_line(monkeypatch):
+def test_a_missing_ruff_is_reported_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "ruff", None)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(DataError, match=r"etude\[code\]"):

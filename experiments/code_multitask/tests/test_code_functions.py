@@ -91,7 +91,7 @@ def test_files_are_read_as_python_reads_them(tmp_path, raw, text):
         (b"# coding: klingon\n", "in an unknown encoding"),
     ],
 )
-def test_files_that_hold_no_code_are_told_apart(tmp_path, raw, reason):
+def test_files_that_hold_no_code_are_distinguished(tmp_path, raw, reason):
     (tmp_path / "a.py").write_bytes(raw)
     assert read_text(tmp_path / "a.py") == ("", reason)
 

@@ -100,7 +100,7 @@ def test_data_is_made_once_and_the_same_again(made, tmp_path, monkeypatch):
     assert contents(tmp_path / "again") == contents(out)
 
 
-def test_other_options_are_refused_unless_told_to_overwrite(made, tmp_path, monkeypatch):
+def test_other_options_are_refused_without_overwrite(made, tmp_path, monkeypatch):
     root = write_catalogue(tmp_path / "root", lines_of(12), monkeypatch)
     out = tmp_path / "stars"
     prepare(out, OPTIONS, root=str(root), download=False)
