@@ -109,7 +109,7 @@ def gpt2_sections(*, quick: bool) -> list[Section]:
             run = partial(etude, work, compile=mode, capture="auto", fused_head=fused)
             contestants[name] = Contestant(run, cuda=mode != "off")
     larger = {COMPILED: Contestant(partial(by_hand, twice, compiled=True))}
-    for capture, words in (("auto", ""), ("on", ", capture on")):
+    for capture, words in (("auto", ""), ("off", ", capture off")):
         run = partial(etude, twice, compile="step", capture=capture, fused_head=True)
         larger[f"Etude, compile step, fused head{words}"] = Contestant(run)
     layers, width, heads, vocabulary, length = sizes

@@ -11,8 +11,9 @@ class RunAgain:
 
     is_recording = False
 
-    def __init__(self, step, share=1.0):
-        self.step, self.share, self.recorded, self.replayed, self.recovered = step, share, 0, 0, 0
+    def __init__(self, step, share=1.0, room=True):
+        self.step, self.share, self.room = step, share, room
+        self.recorded, self.replayed, self.recovered = 0, 0, 0
 
     def record(self, function):
         self.recorded += 1
@@ -43,3 +44,6 @@ class RunAgain:
 
     def timed(self, function):
         return function(), self.share
+
+    def has_room(self):
+        return self.room

@@ -34,8 +34,8 @@ def make(model=None, **options):
     updater = Updater(AdamW(trained, lr=1e-2), clip_norm=1.0)
     task = options.pop("task", None) or SupervisedTask(ClassificationLoss())
     step = Step(model, task, updater, MixedPrecision("fp32"), metrics=True)
-    share = options.pop("share", 1.0)
-    step.capture = Capture(step, RunAgain(step, share), **options)
+    recorder = RunAgain(step, options.pop("share", 1.0), options.pop("room", True))
+    step.capture = Capture(step, recorder, **options)
     notices = []
     step.notice = notices.append
     return step, step.capture, notices
@@ -401,12 +401,23 @@ def test_gradients_that_a_callback_looks_at_are_those_of_usual_steps():
     assert "gradients" in notices[-1]
 
 
-def test_a_busy_device_is_left_alone():
-    step, capture, notices = make(share=0.2)
+@pytest.mark.parametrize("share", [0.2, 1.0])
+@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("needed", [True, False])
+def test_a_busy_device_with_little_memory_is_left_alone(share, room, needed):
+    step, capture, notices = make(share=share, room=room, needed=needed)
     for batch in batches(6):
         step([batch])
-    assert capture.recorder.recorded == 0
-    assert not notices
+    is_recorded = share == 1.0 or room or needed
+    assert capture.recorder.recorded == is_recorded
+    assert bool(notices) == is_recorded
+
+
+def test_a_state_is_copied_to_the_host_unless_it_is_large():
+    small = torch.empty(2**20, device="meta")  # stands in for a GPU
+    assert {copy.device.type for copy in module._room_for([small, small])} == {"cpu"}
+    large = torch.empty(2**30 + 1, device="meta")
+    assert {copy.device.type for copy in module._room_for([small, large])} == {"meta"}
 
 
 def test_few_graphs_are_kept_and_batches_of_ever_other_lengths_are_not_recorded(monkeypatch):

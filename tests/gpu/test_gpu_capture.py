@@ -410,3 +410,21 @@ def test_a_recording_may_follow_graphs_that_are_gone_while_their_memory_is_used(
     other, replay = recorder.record(lambda: one * 3)
     replay()
     assert (kept.tolist(), other.tolist()) == ([2.0] * 3, [3.0] * 3)
+
+
+def test_a_step_that_keeps_the_device_busy_is_captured_and_takes_no_more_memory():
+    generator = torch.Generator().manual_seed(1)
+    tensors = (torch.randn(8 * 4096, 2048, generator=generator), torch.randint(10, (8 * 4096,), generator=generator))
+    peaks = {}
+    for capture in ("off", "auto"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(12)], nn.Linear(2048, 10))
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trainer = train(model, capture, tensors=tensors, batch_size=4096, precision="fp32", deterministic=False)
+        peaks[capture] = torch.cuda.max_memory_allocated() - before
+        assert captured(trainer) == (capture == "auto")
+        del model, trainer
+    assert peaks["auto"] <= 1.02 * peaks["off"]

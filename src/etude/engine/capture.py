@@ -41,6 +41,8 @@ LARGEST_DIFFERENCE = 0.05
 """Largest difference between replayed and eager step, relative to the update: kernels sum in any order."""
 MOST_LOST = 4
 """Times in a row that graphs may be invalidated before one of them was replayed."""
+MOST_BYTES_ON_HOST = 2**32
+"""Size of weights and optimizer state up to which they are copied to the host, not to the device, to be compared."""
 _PARTS = ("the form of the batches", "what the task does", "its weights", "metrics", "settings of the optimizer")
 """Names of the first components of a key."""
 
@@ -168,8 +170,8 @@ class Capture:
             self._give_up(f"a step changes {place} on the host, which a graph cannot do")
         elif not is_due:
             return report
-        elif share < GPU_BOUND and not self.needed:
-            self.refused = "the device is already fully used without it"
+        elif share < GPU_BOUND and not self.needed and not self.recorder.has_room():
+            self.refused = "the device is already fully used without it, and its memory is short"
             self._graphs.clear()
         else:
             known = {id(tensor) for tensor in self._tensors_of_run()}
@@ -226,10 +228,10 @@ class Capture:
         """Run one step both ways from the same state; keep the result of the replay if both agree."""
         state, kept = [tensor.detach() for tensor in self._tensors_of_run()], rng_state()
         try:
-            before = [tensor.clone() for tensor in state]
-            room = [torch.empty_like(tensor) for tensor in state]
+            before, room = _room_for(state), _room_for(state)
         except torch.OutOfMemoryError:
             return self._refuse("there is not enough memory to compare it with the eager step", micro_batches)
+        torch._foreach_copy_(before, state)
         usual = self.step.run(
             [map_tensors(batch, torch.clone) for batch in micro_batches]
         )  # a model may modify its input
@@ -278,10 +280,17 @@ def _words_for(error: BaseException) -> str:
     return f"{first_line(cause)}{f' ({where})' if where else ''}"
 
 
+def _room_for(state: list[Tensor]) -> list[Tensor]:
+    """Return memory for a copy of these tensors: on the host, so that the device needs none, unless it is large."""
+    is_large = sum(tensor.nbytes for tensor in state) > MOST_BYTES_ON_HOST
+    return [torch.empty_like(tensor, device=tensor.device if is_large else "cpu") for tensor in state]
+
+
 def _difference(before: list[Tensor], usual: list[Tensor], replayed: list[Tensor]) -> float:
     """Return the difference of two steps relative to the size of the eager update."""
     apart = changed = 0.0
-    for old, one, other in zip(before, usual, replayed, strict=True):
+    for *copies, other in zip(before, usual, replayed, strict=True):
+        old, one = (copy.to(other.device) for copy in copies)
         if one.is_floating_point() and not _is_counter(old, one):
             apart += float((one.double() - other.double()).nan_to_num().square().sum())
             changed += float((one.double() - old.double()).nan_to_num().square().sum())

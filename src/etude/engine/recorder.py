@@ -17,7 +17,7 @@ from etude.engine.host_state import PLAIN
 T = TypeVar("T")
 
 GPU_BOUND = 0.6
-"""If the host needs at most this share of the device's time, recording would gain nothing."""
+"""If the host needs at most this share of the device's time, recording gains a few percent at most."""
 
 
 class Recorder(Protocol):
@@ -31,6 +31,9 @@ class Recorder(Protocol):
 
     def timed(self, function: Callable[[], T]) -> tuple[T, float]:
         """Call a function; return its result, and the host's time for it as a share of the device's time."""
+
+    def has_room(self) -> bool:
+        """Whether as much memory is free as this process has: a recording keeps the memory of a step for itself."""
 
 
 class CudaRecorder:
@@ -80,6 +83,11 @@ class CudaRecorder:
         end.record()
         end.synchronize()
         return result, 1e3 * seconds / max(begin.elapsed_time(end), 1e-6)
+
+    def has_room(self) -> bool:
+        """Compare the device's free memory with what torch's allocator holds after the first steps."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free >= torch.cuda.memory_reserved(self.device)
 
 
 @contextmanager
