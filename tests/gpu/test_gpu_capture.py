@@ -414,11 +414,12 @@ def test_a_recording_may_follow_graphs_that_are_gone_while_their_memory_is_used(
 
 def test_a_step_that_keeps_the_device_busy_is_captured_and_takes_no_more_memory():
     generator = torch.Generator().manual_seed(1)
-    tensors = (torch.randn(8 * 4096, 2048, generator=generator), torch.randint(10, (8 * 4096,), generator=generator))
+    tensors = (torch.randn(8 * 4096, 64, generator=generator), torch.randint(10, (8 * 4096,), generator=generator))
     peaks = {}
     for capture in ("off", "auto"):
         torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(12)], nn.Linear(2048, 10))
+        inner = [layer for _ in range(12) for layer in (nn.Linear(2048, 2048), nn.Tanh())]
+        model = nn.Sequential(nn.Linear(64, 2048), *inner, nn.Linear(2048, 10))
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

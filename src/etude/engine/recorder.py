@@ -61,6 +61,8 @@ class CudaRecorder:
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
         ):
             result = function()
+        # cuBLAS allocates memory for the stream of the recording, which only the graph needs, in its pool
+        torch._C._cuda_clearCublasWorkspaces()
         self._graphs.add(graph)
         return result, graph.replay
 
