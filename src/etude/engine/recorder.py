@@ -58,11 +58,10 @@ class CudaRecorder:
             self._pool = torch.cuda.graph_pool_handle()
         with (
             no_collection(),
+            _no_workspaces(),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
         ):
             result = function()
-        # cuBLAS allocates memory for the stream of the recording, which only the graph needs, in its pool
-        torch._C._cuda_clearCublasWorkspaces()
         self._graphs.add(graph)
         return result, graph.replay
 
@@ -90,6 +89,17 @@ class CudaRecorder:
         """Compare the device's free memory with what torch's allocator holds after the first steps."""
         free, _ = torch.cuda.mem_get_info(self.device)
         return free >= torch.cuda.memory_reserved(self.device)
+
+
+@contextmanager
+def _no_workspaces() -> Iterator[None]:
+    """Free the memory that cuBLAS keeps for every stream: before a recording, and that of its stream after it.
+
+    The recording's own is in the pool of its graph.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    yield
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextmanager
