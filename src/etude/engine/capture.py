@@ -245,6 +245,7 @@ class Capture:
             if not self._checked:
                 self.step.notice("steps are captured as CUDA graphs")
             self._checked.add(key)
+            torch.cuda.empty_cache()  # the memory of eager steps: the graph has its own
             return report
         torch._foreach_copy_(state, room)
         set_rng_state(drawn)

@@ -99,7 +99,7 @@ class TrainerConfig(SectionModel):
     )
     """torch.compile: of the step (true), of the model alone, or off; auto compiles the step of long runs on CUDA."""
     capture: Annotated[CaptureMode, _switch("on", CaptureMode)] = "auto"
-    """Replay whole steps as CUDA graphs: auto if the GPU would wait for the host; on always, or it is an error."""
+    """Replay whole steps as CUDA graphs: auto where they can be and memory allows; on always, or it is an error."""
     activation_checkpointing: bool | str | ActivationCheckpointing = Field(
         default=False, validation_alias=AliasChoices("activation_checkpointing", "gradient_checkpointing")
     )
