@@ -11,7 +11,21 @@ from etude.core import DataError
 from etude.data.catalog import arrow_lines, delimited
 from etude.data.catalog.table_files import TableFormat
 from etude.data.catalog.tabular import load_csv, load_parquet
+from forked_python import run_python
 
+READ_PARQUET = """
+import sys
+from etude.data.catalog.tabular import load_parquet
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pandas":
+            print("pandas is imported")
+
+sys.meta_path.insert(0, Finder())
+load_parquet(sys.argv[1], "y", missing="mean")
+print("read")
+"""
 FORMS = [
     "",
     " ",
@@ -127,3 +141,24 @@ def test_parquet_that_is_none(write):
     pytest.importorskip("pyarrow")
     with pytest.raises(DataError, match=r"d\.parquet"):
         load_parquet(write("a,y\n1,2\n", "d.parquet"), "y")
+
+
+@given(
+    st.lists(st.none() | st.integers(-100, 100), max_size=70),
+    st.integers(0, 9),
+    st.sampled_from(["int32", "float64"]),
+)
+def test_cells_are_values_and_nulls_are_the_missing_one(cells, start, kind):
+    pa = pytest.importorskip("pyarrow")
+    found = arrow_lines.arrow_values(pa.array(cells, kind).slice(start), -7)
+    assert found.dtype == kind
+    assert found.tolist() == [-7 if cell is None else cell for cell in cells[start:]]
+
+
+def test_parquet_is_read_without_pandas(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {"a": [1.0, None] * 20, "b": [True, None] * 20, "c": ["u", None] * 20, "y": ["no", "yes"] * 20}
+    parquet.write_table(pa.table(columns), tmp_path / "d.parquet")
+    found = run_python("-c", READ_PARQUET, tmp_path / "d.parquet")
+    assert (found.returncode, found.stdout.strip()) == (0, "read"), found.stderr

@@ -69,8 +69,7 @@ class ArrowBlock(Block):
         self._texts = dict(zip(reader.texts, table.columns[len(reader.numbers) :], strict=True))
         self.is_sure = True
         for values, cells in zip(self._values, table.columns, strict=False):
-            filled = cells.fill_null(np.nan) if cells.null_count else cells
-            np.concatenate([_array(chunk, np.float64) for chunk in filled.chunks], out=values)
+            np.concatenate([arrow_values(chunk, np.nan) for chunk in cells.chunks], out=values)
             # -nan and nan(1) are not missing values
             self.is_sure = self.is_sure and np.count_nonzero(np.isnan(values)) == cells.null_count
 
@@ -81,12 +80,16 @@ class ArrowBlock(Block):
     def categories(self, column: int) -> tuple[Places, list[str]]:
         """Return a column as indices into a list of its texts."""
         cells = self._texts[column].combine_chunks()
-        return _array(cells.indices, np.int32), [text.strip() for text in cells.dictionary.to_pylist()]
+        return arrow_values(cells.indices, -1), [text.strip() for text in cells.dictionary.to_pylist()]
 
 
-def _array(cells: Any, dtype: Any) -> npt.NDArray[Any]:
-    """Return cells without nulls; `to_numpy` would import pandas."""
-    return np.frombuffer(cells.buffers()[1], dtype, len(cells))
+def arrow_values(cells: Any, missing: float) -> npt.NDArray[Any]:
+    """Return numbers with `missing` in the place of nulls. pyarrow's `to_numpy` and `fill_null` would import pandas."""
+    dtype = np.dtype(cells.type.to_pandas_dtype())
+    values = np.frombuffer(cells.buffers()[1], dtype, len(cells), cells.offset * dtype.itemsize)
+    if not cells.null_count:
+        return values
+    return np.where(arrow_values(cells.is_null().cast("uint8"), 0).view(bool), dtype.type(missing), values)
 
 
 def arrow_reader(layout: FileLayout, numbers: Sequence[int], texts: Sequence[int]) -> ArrowReader | None:

@@ -14,7 +14,7 @@ import torch
 
 from etude.core.errors import DataError
 from etude.core.spelling import did_you_mean, shorten
-from etude.data.catalog.arrow_lines import ARROW_BLOCKS, arrow_reader
+from etude.data.catalog.arrow_lines import ARROW_BLOCKS, arrow_reader, arrow_values
 from etude.data.catalog.codes import Keys
 from etude.data.catalog.delimited import (
     PLAIN,
@@ -176,12 +176,12 @@ def arrow_table(
     for batch in batches:
         numbers = np.empty((len(batch), len(builder.number_names)))
         for place, name in enumerate(builder.number_names):
-            numbers[:, place] = batch.column(name).cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+            numbers[:, place] = arrow_values(batch.column(name).cast(pa.float64(), safe=False), np.nan)
         codes = {}
         for name, texts in builder.texts.items():
             column = batch.column(name).cast(pa.string()).dictionary_encode()
             known = [texts.known.setdefault(text, len(texts.known)) for text in column.dictionary.to_pylist()]
-            codes[name] = np.array([*known, -1], np.int32)[column.indices.fill_null(len(known)).to_numpy()]
+            codes[name] = np.array([*known, -1], np.int32)[arrow_values(column.indices, -1)]
         builder.add(numbers, builder.number_keys(numbers), codes)
     return builder.table()
 
