@@ -22,11 +22,11 @@ from etude.data import (
 )
 
 
-def folder(path, *, lengths=(40, 60), tokenizer=None, splits=("train", "validation"), told=None, vocab_size=500):
+def folder(path, *, lengths=(40, 60), tokenizer=None, splits=("train", "validation"), digest=None, vocab_size=500):
     """A folder of token files, as `etude tokenize` makes it."""
     path.mkdir()
     for split in splits:
-        meta = {"vocab_size": vocab_size} | ({} if told is None else {"tokenizer_sha256": told})
+        meta = {"vocab_size": vocab_size} | ({} if digest is None else {"tokenizer_sha256": digest})
         with TokenWriter(path / f"{split}.bin", dtype="uint16", meta=meta) as out:
             for ids in numbered(lengths):
                 out.add(ids)
@@ -85,10 +85,10 @@ def test_mistakes_in_a_section_are_reported_with_their_place(tmp_path):
         build_component("data", {"name": "streams", "streams": {}})
 
 
-@pytest.mark.parametrize("how", ["files", "told", "mixed"])
+@pytest.mark.parametrize("how", ["files", "digests", "mixed"])
 def test_different_tokenizers_are_refused(tmp_path, how):
-    one = {"files": {"tokenizer": {"a": 1}}, "told": {"told": "x"}, "mixed": {"told": "x"}}[how]
-    other = {"files": {"tokenizer": {"b": 1}}, "told": {"told": "y"}, "mixed": {"tokenizer": {"a": 1}}}[how]
+    one = {"files": {"tokenizer": {"a": 1}}, "digests": {"digest": "x"}, "mixed": {"digest": "x"}}[how]
+    other = {"files": {"tokenizer": {"b": 1}}, "digests": {"digest": "y"}, "mixed": {"tokenizer": {"a": 1}}}[how]
     first, second = folder(tmp_path / "a", **one), folder(tmp_path / "b", **other)
     silent = folder(tmp_path / "c")
     with pytest.raises(EtudeError, match="'a' and 'b' have different tokenizers"):

@@ -26,7 +26,7 @@ FORKING = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
 class Recorded(MemoryFileSystem):
-    """A memory file system that remembers what was asked of it, and fails when told to."""
+    """A memory file system that remembers what was asked of it, and fails on request."""
 
     protocol = "recorded"
     store = {}  # noqa: RUF012 - shared by all instances, as in its base

@@ -1,4 +1,4 @@
-"""What goes wrong in a run of several processes: all of them end, with exit code 2, and it is told in one line."""
+"""What goes wrong in a run of several processes: all of them end with exit code 2 and one line of explanation."""
 
 import fcntl
 

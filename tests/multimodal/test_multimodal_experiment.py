@@ -1,20 +1,17 @@
 """Config files over several modalities: `vocab`, the loss `meaningful`, where it may be written, and whole runs."""
 
 import json
-import re
-import shutil
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from star_configs import BOTH, CONFIG, IMAGE, SCALAR, load, strategy, without_loss, write
 
 from etude import Trainer
 from etude.checkpoint import CheckpointManager, read_checkpoint
-from etude.config import Document, build_selection
-from etude.core import CheckpointError, ConfigError, DataError, EtudeError
+from etude.config import Document
+from etude.core import CheckpointError, ConfigError
 from etude.data import TokenWriter, load_tokens
 from etude.experiment import (
     build_trainer,
@@ -25,78 +22,11 @@ from etude.experiment import (
     train_experiment,
     validate_experiment,
 )
-from etude.multimodal import (
-    MeaningfulLoss,
-    MultimodalWriter,
-    ScalarTokenizer,
-    VectorTokenizer,
-    VocabSpec,
-    build_vocab_spec,
-    write_modalities,
-)
+from etude.multimodal import MeaningfulLoss, ScalarTokenizer, VectorTokenizer, VocabSpec
 from etude.multimodal.loss import make_reconstruction
 from etude.multimodal.tokenizers import load_tokenizer
 
-IMAGE, SCALAR, CLASS = 9, 6, 3
-
-CONFIG = """\
-model: {name: transformer_lm, d_model: 16, n_layers: 1, n_heads: 2, max_len: 16, dropout: 0.1}
-data: {name: tokens, root: stars, read: documents, length: 12}
-optimizer: {name: adamw, lr: 0.01}
-training: {epochs: 3, batch_size: 8, log_interval: 1, device: cpu}
-loss:
-  name: meaningful
-  weights: {image: 0.5, scalar: 0.3}
-  sample_k: 5
-"""
-
-
-@pytest.fixture
-def stars(tmp_path, monkeypatch):
-    """A folder of multimodal data in the current folder; returns its vocabulary and tokenizers."""
-    monkeypatch.chdir(tmp_path)
-    vocab = build_vocab_spec(v_image=IMAGE, v_scalar=SCALAR, modalities={"class": CLASS})
-    draw = torch.Generator().manual_seed(3)
-    tokenizers = {
-        "image": VectorTokenizer(torch.randn(IMAGE, 2, generator=draw)),
-        "scalar": ScalarTokenizer(torch.tensor([-3, -2, 0, 0.5, 1, 2.5, 3])),
-    }
-    write_modalities("stars", vocab, tokenizers)
-    for split, rows in (("train", 40), ("validation", 16), ("test", 16)):
-        kinds = torch.randint(CLASS, (rows,), generator=draw)
-        brightness = kinds[:, None] * 2 + torch.randint(2, (rows, 2), generator=draw)
-        brightness[torch.rand(rows, 2, generator=draw) < 0.1] = -1
-        images = kinds[:, None] * 3 + torch.randint(3, (rows, 4), generator=draw)
-        with MultimodalWriter(f"stars/{split}.bin", vocab) as writer:
-            writer.add_rows(["BOS", ("class", kinds), ("scalar", brightness), ("image", images), "EOS"])
-    return vocab, tokenizers
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def write(text, name="x.yaml"):
-    Path(name).write_text(text)
-    return name
-
-
-def load(text, *overrides):
-    return load_config(write(text), overrides=overrides)
-
-
-def strategy(text, *overrides):
-    found = build_trainer(load(text, *overrides), progress=False).task.strategy
-    assert isinstance(found, MeaningfulLoss)
-    return found
-
-
-def without_loss(text=CONFIG):
-    return text.partition("loss:\n")[0]
-
-
-# ------------------------------------------------------------------------------------------------ building
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def test_loss_gets_vocabulary_codebooks_and_edges_of_the_data(stars):
@@ -184,9 +114,6 @@ loss: {name: meaningful, codebooks: {scalar: centers.npy}}
         build_trainer(load(text, "data.vocab_size=50"), progress=False)
 
 
-# ------------------------------------------------------------------------------------------------ two places, one loss
-
-
 def test_settings_under_training_become_the_loss(stars):
     text = (
         without_loss() + "training: {epochs: 3, batch_size: 8, log_interval: 1, device: cpu, meaningful_loss: %s}\n"
@@ -202,60 +129,6 @@ def test_settings_under_training_become_the_loss(stars):
     assert off.selection("loss") is None
     assert off.training.meaningful_loss["enabled"] is False
     assert validate_experiment(Document(off.to_dict())).to_dict() == off.to_dict()
-
-
-BOTH = "loss: {name: %s}\ntraining: {meaningful_loss: {enabled: %s, weight_image: 0.5}}\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (
-            BOTH % ("language_modeling", "true"),
-            (
-                "x.yaml:2: training.meaningful_loss: asks for the loss 'meaningful', and loss.name is "
-                "'language_modeling'; keep one"
-            ),
-        ),
-        (
-            BOTH % ("meaningful", "false"),
-            (
-                "x.yaml:2: training.meaningful_loss: turns the meaningful loss off, and loss.name is 'meaningful'; "
-                "keep one"
-            ),
-        ),
-        (
-            BOTH % ("meaningful, weights: {image: 0.4}", "true"),
-            (
-                "x.yaml:2: training.meaningful_loss.weight_image: 0.5 contradicts loss.weights.image, which is 0.4; "
-                "keep one"
-            ),
-        ),
-        (
-            "training:\n  meaningful_loss:\n    weight_imgae: 0.5\n",
-            (
-                "x.yaml:3: training.meaningful_loss.weight_imgae: unknown key; did you mean 'weight_image'? "
-                "(allowed: enabled, sample_k, weight, weights, kind, huber_delta, hl_sigma, use_ce, …)"
-            ),
-        ),
-        (
-            "training:\n  meaningful_loss:\n    sample_k: 0\n",
-            "x.yaml:3: training.meaningful_loss.sample_k: must be at least 1, got 0",
-        ),
-        (
-            "vocab: {image: 3}\ntraining:\n  meaningful_loss:\n    weight_scalar: 1\n",
-            (
-                "x.yaml:4: training.meaningful_loss.weight_scalar: the vocabulary has no modality 'scalar' "
-                "(there are: image)"
-            ),
-        ),
-    ],
-)
-def test_contradictions_are_one_line(tmp_path, monkeypatch, text, words):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        load(text)
-    assert str(caught.value) == words
 
 
 @pytest.mark.parametrize(
@@ -283,111 +156,10 @@ def test_the_later_one_holds(tmp_path, monkeypatch, text, override, loss, weight
     assert validate_experiment(Document(config.to_dict())).to_dict() == config.to_dict()
 
 
-# ------------------------------------------------------------------------------------------------ mistakes
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (
-            ["loss.weights={imgae: 1.0}"],
-            (
-                "command line: loss.weights.imgae: the vocabulary has no modality 'imgae'; did you mean 'image'? "
-                "(there are: image, scalar, class)"
-            ),
-        ),
-        (
-            ["loss.kind={spectrum: mse}"],
-            (
-                "command line: loss.kind.spectrum: the vocabulary has no modality 'spectrum' "
-                "(there are: image, scalar, class)"
-            ),
-        ),
-        (
-            ["vocab.image=8"],
-            (
-                "command line: vocab: differs from the vocabulary of the data: modality 'image' has 9 tokens from "
-                "id 6 in the data, 8 tokens from id 6 in this section; remove this section to use that of the data"
-            ),
-        ),
-        (
-            ["vocab={image: 9, modalities: {image: 3}}"],
-            "command line: vocab: the size of the modality 'image' is given twice; keep one",
-        ),
-        (["vocab.image=0"], "command line: vocab.image: must be at least 1, got 0"),
-        (["loss.vocab=3"], "command line: loss.vocab: is supplied when the component is built .*"),
-        (["loss.kind=hubber"], "command line: loss.kind: .*got 'hubber'; did you mean 'huber'.*"),
-    ],
-)
-def test_mistakes_are_found_before_the_data_is_read(stars, overrides, words):
-    with pytest.raises(ConfigError) as caught:
-        load(CONFIG, *overrides)
-    found = str(caught.value)
-    assert found == words or re.fullmatch(words, found), found
-    assert "\n" not in found
-
-
-@pytest.mark.usefixtures("stars")
-@pytest.mark.parametrize(
-    ("values", "words"), [(np.ones((7, 2)), "'image' .*7 .*9"), (np.full((9, 2), np.nan), "NaN")]
-)
-def test_codebooks_that_do_not_fit_are_found_before_training(values, words):
-    np.save("wrong.npy", values)
-    with pytest.raises(EtudeError, match=words):
-        build_trainer(load(CONFIG, "loss.codebooks={image: wrong.npy}"), progress=False)
-
-
-def test_codebook_file_that_is_missing_is_reported_when_it_is_read(stars):
-    config = load(CONFIG, "loss.codebooks={image: none.npy}")
-    with pytest.raises(DataError, match=r"loss: loss 'meaningful': none\.npy: no such file"):
-        build_trainer(config, progress=False)
-
-
-@pytest.mark.usefixtures("stars")
-def test_meaningful_loss_without_a_vocabulary():
-    shutil.copytree("stars", "bare")
-    Path("bare/vocab.json").unlink()
-    words = "x.yaml:5: loss: the meaningful loss needs a vocabulary, and neither the data nor a `vocab:` section"
-    with pytest.raises(ConfigError, match=words):
-        load(CONFIG, "data.root=bare")
-    # Where the config alone cannot tell, building does.
-    text = "model: lenet5\ndata: {name: mnist}\nloss: meaningful\n"
-    config = load(text)
-    with pytest.raises(
-        ConfigError, match=r"x\.yaml:3: loss: loss 'meaningful': the meaningful loss needs a vocabulary"
-    ):
-        build_selection(config.require("loss"), path="loss", document=config.document)
-
-
-@pytest.mark.parametrize("special", ["[]", "[PAD, MISS]", "[PAD, MISS, BOS, EOS, SEP, MASK]"])
-def test_special_tokens_without_a_modality_are_refused(special):
-    with pytest.raises(ConfigError, match=r"x\.yaml:1: vocab: .*no modality"):
-        load(f"vocab: {{special: {special}}}\nmodel: lenet5\n")
-    for says_nothing in ("vocab: {}\n", "vocab: {image: null, modalities: {}}\n"):
-        assert "vocab" not in load(f"{says_nothing}model: lenet5\n").to_dict()
-
-
-@pytest.mark.parametrize(
-    ("text", "path"),
-    [
-        ("model: lenet5\ntraining: {meaningful_loss: {weight: 1}}\n", r"training\.meaningful_loss"),
-        ("model: lenet5\nvocab: {image: 3}\n", "vocab"),
-    ],
-)
-def test_without_the_room_its_keys_are_refused(tmp_path, monkeypatch, text, path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "etude.multimodal.feature", None)  # as if it were not installed
-    with pytest.raises(ConfigError, match=rf"x\.yaml:2: {path}: "):
-        load(text)
-
-
 def test_schema_knows_the_section_and_the_loss():
     schema = json.dumps(experiment_schema())
     for word in ('"meaningful"', "hl_gauss", '"vocab"', '"spectrum"', "sample_k"):
         assert word in schema
-
-
-# ------------------------------------------------------------------------------------------------ runs
 
 
 def weights_of(folder):
@@ -458,10 +230,3 @@ def test_a_run_with_codebooks_of_its_own_resumes(tmp_path):
     np.savez("scalar.npz", bin_centers=np.linspace(0, 2, SCALAR))
     with pytest.raises(CheckpointError, match="codebook of 'scalar' has other values"):
         resume_run(tmp_path / "run", ["training.epochs=3"], progress=False)
-
-
-@pytest.mark.usefixtures("stars")
-def test_tasks_cannot_use_the_loss(stars):
-    text = without_loss() + "tasks:\n  tokens: {head: language_model, loss: {name: meaningful, weight: 0.2}}\n"
-    with pytest.raises(ConfigError, match=r"x\.yaml:6: tasks\.tokens\.loss: .* a task learns from one number"):
-        load(text)

@@ -1,4 +1,4 @@
-"""Several tasks at once: which batch is for which, sums over each task's own labels, one pass, clear mistakes."""
+"""Several tasks at once: which batch is for which, sums over each task's own labels, one pass."""
 
 import math
 
@@ -6,102 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
+from three_tasks import NAN, by_hand, gradients, language_model, make_batch, make_model, specs
 from torch import nn
 
 from etude.core.batch import DataBatch, JointBatch
-from etude.core.errors import ConfigError, DataError, TrainingError
 from etude.losses import BinaryLoss, ClassificationLoss, LanguageModelingLoss, MultiLabelLoss
-from etude.models import CausalTransformerLM
-from etude.multimodal import MeaningfulLoss
-from etude.multimodal.vocab import build_vocab_spec
-from etude.multitask import LanguageModelHead, LinearHead, MultiTask, MultiTaskModel, SequenceClassifier, TaskSpec
+from etude.multitask import MultiTask, TaskSpec
 from etude.multitask.spec import strategy_of
-from etude.multitask.weighting import (
-    FAMO,
-    DynamicWeightAverage,
-    GradNorm,
-    PCGrad,
-    StaticWeights,
-    UncertaintyWeighting,
-)
-
-NAN = float("nan")
-
-
-class Trunk(nn.Module):
-    """One layer; counts its calls."""
-
-    feature_dim = 5
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 5, dtype=torch.float64)
-        self.calls = []
-
-    def features(self, x, causal=None):
-        self.calls.append(causal)
-        return torch.tanh(self.layer(x))
-
-    def forward(self, x, causal=None):
-        return self.features(x, causal)
-
-
-def make_model(weighting=None):
-    torch.manual_seed(0)
-    sizes = {"kind": 3, "flags": 2, "belongs": 1, "kind:simple": 2, "size": 1}
-    heads = {name: LinearHead(size, in_features=5).double() for name, size in sizes.items()}
-    model = MultiTaskModel(Trunk(), heads)
-    model.weighting = weighting
-    model.head_calls = []
-    for name, head in model.heads.items():
-        head.register_forward_hook(lambda *_, name=name: model.head_calls.append(name))
-    return model
-
-
-def specs(**changes):
-    found = {
-        "kind": TaskSpec("kind", ClassificationLoss(), labels="kind"),
-        "flags": TaskSpec("flags", MultiLabelLoss(), labels="flags", weight=0.5),
-        "belongs": TaskSpec("belongs", BinaryLoss(), labels="belongs", weight=2.0),
-    }
-    return found | changes
-
-
-def make_batch(samples=8, seed=1, missing=0.4, **extra):
-    generator = torch.Generator().manual_seed(seed)
-    gone = torch.rand(3, samples, 2, generator=generator) < missing
-    kind = torch.randint(3, (samples,), generator=generator)
-    flags = (torch.rand(samples, 2, generator=generator) < 0.5).double()
-    belongs = (torch.rand(samples, generator=generator) < 0.5).double()
-    return {
-        "input": torch.randn(samples, 4, generator=generator, dtype=torch.float64),
-        "kind": kind.masked_fill(gone[0, :, 0], -100),
-        "flags": flags.masked_fill(gone[1], NAN),
-        "belongs": belongs.masked_fill(gone[2, :, 0], NAN),
-        **extra,
-    }
-
-
-def by_hand(model, batch):
-    """Sums and counts of the three losses, each over the labels that are there."""
-    hidden = torch.tanh(model.trunk.layer(batch["input"]))
-    found = {}
-    there = batch["kind"] != -100
-    logits = model.heads["kind"].layer(hidden)
-    found["kind"] = F.cross_entropy(logits[there], batch["kind"][there], reduction="sum"), int(there.sum())
-    for name in ("flags", "belongs"):
-        there = ~batch[name].isnan()
-        logits = model.heads[name].layer(hidden).view(batch[name].shape)
-        found[name] = (
-            F.binary_cross_entropy_with_logits(logits[there], batch[name][there], reduction="sum"),
-            int(there.sum()),
-        )
-    return found
-
-
-def gradients(model, loss):
-    params = [p for p in model.parameters() if p.requires_grad]
-    return torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True, materialize_grads=True)
+from etude.multitask.weighting import DynamicWeightAverage, GradNorm, PCGrad, StaticWeights, UncertaintyWeighting
 
 
 @settings(max_examples=25, deadline=None)
@@ -153,13 +65,6 @@ def test_a_task_without_any_labels_has_count_0_gradient_0_and_no_nan(name):
         assert float(term.count) == 0
     assert terms["t/loss"].sum.requires_grad  # ranks that train together meet in its gradient
     assert all(gradient.eq(0).all() for gradient in gradients(model, terms["t/loss"].sum))
-
-
-def language_model():
-    torch.manual_seed(0)
-    trunk = CausalTransformerLM(vocab_size=9, d_model=8, n_layers=1, n_heads=2, dropout=0.0, max_len=8)
-    heads = {"code": LanguageModelHead(), "quality": SequenceClassifier(3, in_features=8)}
-    return MultiTaskModel(trunk, heads)
 
 
 def test_labels_of_other_tasks_do_not_reach_a_loss():
@@ -275,17 +180,6 @@ def test_counts_ahead_are_those_of_the_terms_with_penalties():
     assert float(terms["flags/penalty"].count) == 1
 
 
-def test_a_loss_of_several_terms_is_refused_when_its_labels_are_counted():
-    vocab = build_vocab_spec(v_scalar=4)
-    loss = MeaningfulLoss(vocab, {"scalar": torch.arange(4.0)})
-    task = MultiTask({"value": TaskSpec("value", loss, labels="ids")})
-    words = (
-        "task 'value': its loss has the weighted terms loss_ce, loss_sca, but a task must have exactly one, 'loss'"
-    )
-    with pytest.raises(TrainingError, match=words):
-        task.counts({"input": torch.zeros(2, 3), "ids": torch.tensor([[6, 7, 1], [2, 9, 3]])})
-
-
 def test_terms_of_weight_0_are_not_among_those_that_ranks_agree_on():
     task = MultiTask(specs())
     task.activate({"kind": 1.0, "flags": 0.0})
@@ -347,129 +241,6 @@ def test_vectors_of_weights_are_kept_for_every_device():
     assert task.scale(torch.device("meta")) is meta
     task.activate({"flags": 0.25})
     assert task.scale(torch.device("cpu")).tolist() == [0.0, 0.25, 0.0]
-
-
-ONE_LINE = {
-    "no tasks": (lambda: MultiTask({}), ConfigError, "at least one"),
-    "slash": (lambda: MultiTask({"a/b": TaskSpec("kind")}), ConfigError, "'a/b' is not a valid task name"),
-    "empty name": (lambda: MultiTask({"": TaskSpec("kind")}), ConfigError, "non-empty"),
-    "negative": (
-        lambda: MultiTask({"a": TaskSpec("kind", weight=-1.0)}),
-        ConfigError,
-        "task 'a' is -1.0; .* at least 0",
-    ),
-    "nan": (lambda: MultiTask({"a": TaskSpec("kind", weight=NAN)}), ConfigError, "task 'a' is nan; .*finite"),
-    "infinite": (lambda: MultiTask({"a": TaskSpec("kind", weight=math.inf)}), ConfigError, "is inf; .*finite"),
-    "variant's weight": (
-        lambda: MultiTask({"a": TaskSpec("kind", variants={"b": TaskSpec("kind", weight=NAN)})}),
-        ConfigError,
-        "task 'a', variant 'b' is nan",
-    ),
-    "variants of variants": (
-        lambda: MultiTask({"a": TaskSpec("k", variants={"b": TaskSpec("k", variants={"c": TaskSpec("k")})})}),
-        ConfigError,
-        "variant 'b' has variants itself",
-    ),
-    "unknown task": (
-        lambda: MultiTask(specs()).activate({"knd": 1.0}),
-        ConfigError,
-        "'knd', which is not defined; did you mean 'kind'",
-    ),
-    "activate negative": (
-        lambda: MultiTask(specs()).activate({"kind": -0.5}),
-        ConfigError,
-        "'kind' is -0.5; .*finite",
-    ),
-    "activate nan": (
-        lambda: MultiTask(specs()).activate({"kind": NAN}),
-        ConfigError,
-        "'kind' is nan; .*finite",
-    ),
-    "unknown variant": (
-        lambda: MultiTask(specs()).activate({"kind": 1.0}, {"kind": "simple"}),
-        ConfigError,
-        r"'kind' has no variant 'simple' \(there are: none\)",
-    ),
-    "variant of unknown task": (
-        lambda: MultiTask(specs()).activate({"kind": 1.0}, {"kinds": "x"}),
-        ConfigError,
-        "did you mean 'kind'",
-    ),
-    "weighting of other tasks": (
-        lambda: MultiTask(specs(), GradNorm(["kind", "flags"])),
-        ConfigError,
-        "the weighting has the tasks kind, flags, but there are kind, flags, belongs",
-    ),
-    "weighting in another order": (
-        lambda: MultiTask(specs(), FAMO(["flags", "kind", "belongs"])),
-        ConfigError,
-        "in the same order",
-    ),
-    "no stream": (
-        lambda: MultiTask({"a": TaskSpec("kind", stream="s")})(make_model(), make_batch(), metrics=False),
-        TrainingError,
-        "'a' reads the stream 's', but batches do not name their stream",
-    ),
-    "no labels in the stream": (
-        lambda: MultiTask({"a": TaskSpec("kind", stream="s", labels="kinds")})(
-            make_model(), make_batch(stream="s"), metrics=False
-        ),
-        TrainingError,
-        "'a' are 'kinds', which no batch of the stream 's' has; did you mean 'kind'",
-    ),
-    "labels of another shape": (
-        lambda: MultiTask({"a": TaskSpec("flags", MultiLabelLoss(), labels="belongs")})(
-            make_model(), make_batch(), metrics=False
-        ),
-        TrainingError,
-        "^task 'a': binary labels of shape",
-    ),
-    "labels out of range": (
-        lambda: MultiTask({"a": TaskSpec("belongs", ClassificationLoss(), labels="kind")})(
-            make_model(), make_batch(seed=2, missing=0), metrics=False
-        ),
-        DataError,
-        "^task 'a': labels out of range",
-    ),
-    "no such head": (
-        lambda: MultiTask({"a": TaskSpec("knd", labels="kind")})(make_model(), make_batch(), metrics=False),
-        TrainingError,
-        "no head 'knd'; did you mean 'kind'",
-    ),
-    "metrics without labels": (
-        lambda: measured(
-            {"a": TaskSpec("kind", Unlabelled(), metrics={"f1": None})}, {"input": make_batch()["input"]}
-        ),
-        TrainingError,
-        "^task 'a': a metric needs a tensor of labels",
-    ),
-    "counts of a function": (
-        lambda: MultiTask({"a": TaskSpec("size", lambda x, y: (x - y).abs().max(), labels="size")}).counts(
-            {"size": 0}
-        ),
-        TrainingError,
-        "^task 'a': the count of its loss depends on the model.*grad_accum_steps",
-    ),
-}
-
-
-class Unlabelled(ClassificationLoss):
-    def terms(self, output, batch, *, metrics):
-        return super().terms(output, {"labels": torch.zeros(len(output), dtype=torch.int64)}, metrics=metrics)
-
-
-def measured(tasks, batch):
-    task = MultiTask(tasks)
-    task._measuring = True
-    task(make_model(), batch, metrics=True)
-
-
-@pytest.mark.parametrize("name", ONE_LINE)
-def test_mistakes_are_one_line(name):
-    act, kind, words = ONE_LINE[name]
-    with pytest.raises(kind, match=words) as caught:
-        act()
-    assert "\n" not in str(caught.value)
 
 
 def test_torch_losses_know_their_counts_ahead():

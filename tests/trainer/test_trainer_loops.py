@@ -1,70 +1,25 @@
 """The loops by epoch and from plain functions: every setting acts, numbers are exact, state goes on."""
 
 import copy
-import io
-import logging
 
 import pytest
 import torch
 import torch.nn.functional as F
+from loop_parts import data, functions, model, parameters, run
 from torch import nn
 
 from etude import (
-    F1,
-    Accuracy,
     BasicTrainingLoop,
     Callback,
-    ConfusionMatrix,
     DataLoader,
     EarlyStopping,
     GradientAccumulator,
-    LanguageModelingLoss,
-    LossTracker,
-    Precision,
-    ProgressDisplay,
-    Recall,
     TrainingLoop,
     TrainingMetrics,
     ValidationLoop,
 )
 from etude.core import CheckpointError, ConfigError
 from etude.optim import AdamW
-from etude.trainer.loops.epoch import EpochProgress
-
-
-def data(samples=44, classes=3):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(samples, 4, generator=generator)
-    return x, (x @ torch.randn(4, classes, generator=generator)).argmax(1)
-
-
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def parameters(one):
-    return torch.cat([p.detach().flatten() for p in one.parameters()])
-
-
-def functions(one, optimizer, known):
-    """Return forward, loss, update and zeroing; the engine knows what they belong to, or not."""
-    if known == "both":
-        return one.forward, F.cross_entropy, optimizer.step, optimizer.zero_grad
-    if known == "module":
-        return one, F.cross_entropy, lambda: optimizer.step(), lambda: optimizer.zero_grad()
-    return lambda x: one(x), F.cross_entropy, lambda: optimizer.step(), lambda: optimizer.zero_grad()
-
-
-def run(loop, one, known="both", epochs=2, batch_size=8, val_loader=None, metrics=None):
-    optimizer = torch.optim.SGD(one.parameters(), lr=0.2)
-    metrics = TrainingMetrics() if metrics is None else metrics
-    loader = DataLoader(*data(), batch_size, shuffle=False)
-    loop.run(*functions(one, optimizer, known), loader, epochs, metrics, val_loader)
-    return metrics
-
-
-# ------------------------------------------------------------------ plain functions
 
 
 @pytest.mark.parametrize("known", ["both", "module"])
@@ -169,9 +124,6 @@ def test_epochs_of_one_loop_see_the_data_in_new_orders():
 def test_settings_that_cannot_act_on_a_step_of_ones_own_are_refused(settings, name):
     with pytest.raises(ConfigError, match=name):
         TrainingLoop(**settings).run_epoch_manual(*data(), 8, lambda x, y: 0.0, 1, 1)
-
-
-# ------------------------------------------------------------------ stopping and going on
 
 
 def test_should_stop_tells_the_outer_loop():
@@ -299,135 +251,6 @@ def test_the_count_of_a_validation_callback_goes_on():
     other.validate_epoch(one, loader, 3)
     assert other.should_stop
     assert not loop.should_stop
-
-
-# ------------------------------------------------------------------ progress
-
-
-def test_progress_display_counts_the_steps_of_an_epoch():
-    one, stream = model(), io.StringIO()
-    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-    loop = TrainingLoop(log_interval=2, callbacks=[ProgressDisplay(stream=stream)])
-    for epoch in range(2):
-        loop.train_epoch(one, DataLoader(*data(), 8), optimizer, epoch=epoch)
-    assert "step 0" not in stream.getvalue()
-    for words in ("epoch 1  step 2 ", "epoch 1  step 4 ", "epoch 2  step 8 ", "epoch 2 done"):
-        assert words in stream.getvalue()
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize("kind", ["train", "validate"])
-def test_an_epoch_shows_a_line(kind, monkeypatch, capsys):
-    """On a terminal by itself; elsewhere if asked to."""
-    one, loader = model(), DataLoader(*data(), 8)
-
-    def epoch(**settings):
-        if kind == "train":
-            TrainingLoop(**settings).train_epoch(one, loader, torch.optim.SGD(one.parameters(), lr=0.1), epoch=2)
-        else:
-            ValidationLoop(**settings).validate_epoch(one, loader, 2)
-
-    label = "epoch 3" if kind == "train" else "validation 3"
-    epoch()
-    assert capsys.readouterr().out == ""
-    epoch(progress=True)
-    assert f"{label}  6/6" in capsys.readouterr().out
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    epoch()
-    assert f"{label}  6/6" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\n")
-    shown = len(terminal.getvalue())
-    epoch(progress=False)
-    assert len(terminal.getvalue()) == shown
-
-
-def test_a_closed_output_costs_the_line_not_the_run():
-    stream = io.StringIO()
-    stream.close()
-    bar = EpochProgress(True, stream)
-    bar.on_epoch_begin(0)
-    bar.on_epoch_end(0, {"loss": 0.5})
-
-
-# ------------------------------------------------------------------ metrics of BasicTrainingLoop
-
-
-METRICS = {
-    "loss": LossTracker,
-    "accuracy": Accuracy,
-    "f1": lambda: F1(3),
-    "precision": lambda: Precision(3, average="macro"),
-    "recall": lambda: Recall(3),
-    "confusion": lambda: ConfusionMatrix(3),
-}
-
-
-@pytest.mark.parametrize("name", METRICS)
-def test_every_metric_follows_training_and_validation(name):
-    """They hold the numbers of the last epoch: those of the same metric over all of its batches."""
-    (x, y), one = data(), model()
-    made = [METRICS[name]() for _ in range(3)]
-    optimizer = torch.optim.SGD(one.parameters(), lr=0.0)  # the model stays, so that both can be computed after
-    loop = BasicTrainingLoop(
-        one, optimizer, metrics=made[:2], config={"batch_size": 11, "device": "cpu"}, progress=False
-    )
-    loop.fit((x, y), (x[:20], y[:20]), epochs=2)
-    for metric, count in ((made[0], 44), (made[1], 20)):
-        made[2].reset()
-        if name == "loss":
-            made[2].update(F.cross_entropy(one(x[:count]), y[:count]))
-            assert metric.compute() == pytest.approx(made[2].compute(), rel=2e-2)  # a mean of means
-        else:
-            made[2].update(one(x[:count]), y[:count])
-            torch.testing.assert_close(torch.as_tensor(metric.compute()), torch.as_tensor(made[2].compute()))
-
-
-def test_metrics_of_tokens_line_up_with_the_labels():
-    """A language model predicts the next token: what the loss shifts, metrics see shifted."""
-    torch.manual_seed(0)
-    one = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7))
-    ids = (torch.arange(9) + torch.arange(32)[:, None]) % 7
-    accuracy = Accuracy()
-    loop = BasicTrainingLoop(
-        one,
-        AdamW(one.parameters(), lr=0.05),
-        metrics=[accuracy],
-        loss=LanguageModelingLoss(),
-        config={"batch_size": 8},
-        progress=False,
-    )
-    logs = loop.fit(DataLoader({"input_ids": ids}, batch_size=8), epochs=12)
-    assert accuracy.compute() == pytest.approx(logs["accuracy"])
-    assert accuracy.compute() > 0.9
-
-
-def test_training_metrics_follow_both():
-    one, summary = model(), TrainingMetrics()
-    loop = BasicTrainingLoop(one, metrics=[summary], config={"batch_size": 8}, progress=False)
-    logs = loop.fit(data(), data(), epochs=3)
-    assert (summary.current_epoch, summary.current_batch) == (2, 6)
-    assert (summary.train_loss, summary.val_loss) == (logs["loss"], logs["val_loss"])
-    assert summary.best_val_loss <= summary.val_loss
-
-
-@pytest.mark.parametrize("metrics", [["f1"], [lambda p, y: 0.0], [F1]])
-def test_what_cannot_be_updated_is_refused(metrics):
-    with pytest.raises(ConfigError, match="metrics"):
-        BasicTrainingLoop(model(), metrics=metrics)
-    with pytest.raises(ConfigError, match="at most two of F1"):
-        BasicTrainingLoop(model(), metrics=[F1(3), F1(3), F1(3)])
-
-
-def test_log_lines_of_functions_name_epoch_and_batch(caplog):
-    with caplog.at_level(logging.INFO, logger="etude"):
-        run(TrainingLoop(log_interval=3), model())
-    assert "epoch 1 batch 6 loss" in caplog.text
 
 
 def test_a_loop_keeps_what_its_loss_has_decided():

@@ -96,7 +96,7 @@ def _prepare(
             facts["fingerprint"] = _fingerprint(facts, files)
             if (out / SCHEMA).exists() and not overwrite:
                 return _same(out, options, facts)
-            tell(_files_told(files, skipped))
+            tell(_files_summary(files, skipped))
             try:
                 return _build(inputs, out, options, files, skipped, facts, tell)
             finally:
@@ -232,7 +232,7 @@ def _count_files(parsed: Sequence[Parsed]) -> dict[str, dict[str, int]]:
     }
 
 
-def _files_told(files: list[SourceFile], skipped: Counter[str]) -> str:
+def _files_summary(files: list[SourceFile], skipped: Counter[str]) -> str:
     tests = sum(file.is_test for file in files)
     left = "".join(f"; {count:,} {reason}" for reason, count in sorted(skipped.items()))
     return f"read {len(files) - tests:,} files of code and {tests:,} of tests{left}"
