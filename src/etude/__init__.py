@@ -101,6 +101,7 @@ if TYPE_CHECKING:
         TrainingLoop,
         ValidationLoop,
         configure_cuda_performance as configure_cuda_performance,
+        predict as predict,
         training_step as training_step,
     )
 

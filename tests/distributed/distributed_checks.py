@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader as TorchDataLoader, DistributedSampler, TensorDataset
 
-from etude import DataLoader, Trainer
+from etude import DataLoader, Trainer, predict
 from etude.core import CheckpointError, ConfigError, DataError
 from etude.core.task import LossTerm, Task
 from etude.data import as_loader
@@ -321,3 +321,46 @@ def sharded_parameters() -> None:
                 optimizer.step()
         for full, part in zip(whole, parts, strict=True):
             torch.testing.assert_close(part.full_tensor(), full.detach())
+
+
+def predictions() -> None:
+    """Several processes return what one returns: every sample once, in order, on every rank."""
+
+    class Forms(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+        def forward(self, x):
+            logits = self.layers(x)
+            return {"logits": logits, "class": logits.argmax(1), "pair": (x[:, :1], x.double())}
+
+    class Padded(nn.Module):
+        def forward(self, x):
+            return x[:, : int(x[:, 0].max())]
+
+    with world() as w:
+        for size in (1, 2, 7, 22):
+            inputs = torch.arange(float(3 * size)).view(size, 3)
+            sources = (
+                inputs,
+                TensorDataset(inputs, inputs[:, 0]),
+                DataLoader(inputs, batch_size=4, shuffle=True),
+                TorchDataLoader(TensorDataset(inputs), 4, sampler=DistributedSampler(inputs, w.size, w.rank)),
+                TorchDataLoader(TensorDataset(inputs), 4, shuffle=True, drop_last=True),
+            )
+            model = Forms()
+            alone = model.eval()(inputs)
+            for source in sources:
+                found = Trainer(model, config={"batch_size": 4}, progress=False, world=w, device="cpu").predict(
+                    source
+                )
+                torch.testing.assert_close(found, alone)
+                assert found["class"].dtype == torch.int64
+        ragged = torch.tensor([[2.0, 0, 0], [2, 1, 1], [3, 2, 2], [3, 3, 3], [1, 4, 4]])
+        found = predict(Padded(), ragged, batch_size=2)
+        assert [len(row) for row in found][-1] == 1
+        assert [row[0].item() for row in found] == ragged[:, 0].tolist()
+        with pytest.raises(ConfigError, match="list"):
+            Trainer(model, progress=False, world=w, device="cpu").predict([inputs])

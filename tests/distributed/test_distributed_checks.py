@@ -11,7 +11,7 @@ def test_world(runs, check, size):
     runs.call(size, check).ok()
 
 
-@pytest.mark.parametrize("check", ["collectives_of_a_step", "loaders", "micro_batches_without_weight"])
+@pytest.mark.parametrize("check", ["collectives_of_a_step", "loaders", "micro_batches_without_weight", "predictions"])
 def test_trainer(runs, check):
     runs.call(2, check).ok()
 

@@ -129,6 +129,10 @@ class Task:
         """Run the model on a batch as in training, for counting FLOPs."""
         return ModelCall(model)(model, batch)
 
+    def predict(self, model: nn.Module, batch: Batch) -> Any:
+        """Run the model on a batch for `Trainer.predict`; the batch may have no labels."""
+        return ModelCall(model)(model, batch)
+
     def decisions(self) -> dict[str, Any]:
         """Return decisions taken on the first batches, such as the loss, as plain data for checkpoints."""
         return {}

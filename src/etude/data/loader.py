@@ -140,6 +140,16 @@ class DataLoader:
         mine._read(self._source.shared(rank, world_size))
         return mine
 
+    def in_order(self) -> Self:
+        """Return a loader of every sample once, in the order of the data. Raises DataError for streams."""
+        if not isinstance(self._source, SampledBatches):
+            raise DataError("samples of several streams have no common order; use the loader of one stream")
+        samples, ordered = self._source.samples, copy.copy(self)
+        sampler = BatchSampler(samples.size, self.batch_size, shuffle=False, order=samples.order(shuffle=False))
+        ordered.shuffle = False
+        ordered._read(SampledBatches(samples, sampler.shared(self.rank, self.world_size)))
+        return ordered
+
     def iterate(self, epoch: int, position: int = 0) -> EpochIterator:
         """Return the batches of `epoch` from sample `position` on."""
         source = self._source

@@ -78,6 +78,17 @@ class MultiTask(ActiveTasks):
         requests = list(self._requests(batch))
         return dict(enumerate(_run(model, requests))) if requests else {}
 
+    def predict(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
+        """Return the outputs of all active tasks, by task, with or without their labels."""
+        ways: dict[bool | None, dict[str, str]] = {}
+        for task, active in self._active.items():
+            ways.setdefault(active.spec.causal, {})[task] = active.spec.head
+        found: dict[str, Any] = {}
+        for causal, heads in ways.items():
+            outputs = model(batch if causal is None else {**batch, CAUSAL: causal}, list(heads.values()))
+            found |= {task: outputs[head] for task, head in heads.items()}
+        return {task: found[task] for task in self._active}
+
     def counts(self, batch: Batch) -> dict[str, Tensor | float]:
         """Return the count of every weighted term from the batch alone; raise TrainingError if a loss cannot know."""
         counts: dict[str, Tensor | float] = {}

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from etude.trainer.loops.training import TrainingLoop
     from etude.trainer.loops.validation import ValidationLoop
     from etude.trainer.machine import configure_cuda_performance, make_deterministic, resolve_device
+    from etude.trainer.prediction import predict
     from etude.trainer.trainer import Trainer
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "configure_cuda_performance",
     "make_deterministic",
     "planned_steps",
+    "predict",
     "resolve_device",
     "training_step",
 ]

@@ -10,6 +10,8 @@ from torch.utils.data import (
     BatchSampler as TorchBatchSampler,
     DataLoader as TorchDataLoader,
     Dataset,
+    DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -38,6 +40,8 @@ logger = logging.getLogger("etude")
 
 _WHOLE_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that give every process all samples."""
+_ALL_ONCE = (SequentialSampler, RandomSampler, DistributedSampler)
+"""Samplers that draw every sample once, unless with replacement."""
 _OF_TORCH = ("pin_memory", "persistent_workers", "prefetch_factor")
 """Settings that are also attributes of torch's DataLoader."""
 _OF_VALIDATION = ("validate_interval", "validate_every_steps", "keep_best")
@@ -110,6 +114,20 @@ class Loaders:
         if device.type == "cpu" or (isinstance(loader, DataLoader) and loader.device == device):
             return loader
         return DeviceLoader(loader, device)
+
+    def in_order(self, source: Any) -> Loader:
+        """Return a loader of every sample once, in the order of the data, for predictions.
+
+        Raises ConfigError or DataError if the order of a source is unknown, or its batches cannot be divided.
+        """
+        loader = self.make(_in_order(source), training=False)
+        size = self._machine.world.size
+        if size > 1 and not isinstance(_inner(loader), DataLoader):
+            raise ConfigError(
+                f"the batches of a {type(source).__name__} cannot be divided among {size} processes in order; pass the "
+                "data itself, a Dataset, or an etude DataLoader"
+            )
+        return loader
 
     @property
     def sources(self) -> tuple[Loader | None, Loader | None]:
@@ -225,6 +243,28 @@ def _as_tensor(array: Any, name: str, model: nn.Module | None) -> Tensor:
     formats = (param.dtype for param in params if param.is_floating_point())
     tensor = as_tensor(array, name, next(formats, torch.get_default_dtype()))
     return tensor if tensor.is_floating_point() or tensor.dtype in (torch.bool, torch.uint8) else tensor.long()
+
+
+def _in_order(source: Any) -> Any:
+    """Return a source whose samples come in the order of the data: one that shuffles or groups them is replaced."""
+    if isinstance(source, DataLoader):
+        return source.in_order()
+    if isinstance(source, LoaderData):
+        return LoaderData(source.data, {**source.options, "bucket_batches": 0})
+    if not isinstance(source, TorchDataLoader) or isinstance(source.dataset, IterableDataset):
+        return source
+    batches: Any = source.batch_sampler
+    known = batches is None or type(batches) is TorchBatchSampler or isinstance(batches, BatchSampler)
+    sampler = getattr(batches, "sampler", source.sampler)
+    known = known and (isinstance(batches, BatchSampler) or type(sampler) in _ALL_ONCE)
+    if not known or getattr(sampler, "replacement", False) or source.batch_size is None or source.worker_init_fn:
+        what = sampler if known or type(batches) is TorchBatchSampler else batches
+        raise ConfigError(
+            f"this torch DataLoader (with a {type(what).__name__}) cannot be read in the order of its data; pass the "
+            "Dataset itself, or a DataLoader with shuffle=False"
+        )
+    options = {"batch_size": source.batch_size, "num_workers": source.num_workers, "collate_fn": source.collate_fn}
+    return LoaderData(source.dataset, options)
 
 
 def _warn_of_kept(source: Any, config: TrainerConfig, world: World) -> None:

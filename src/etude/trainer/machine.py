@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from etude.engine.explain import (
     explain_worker_failure,
 )
 from etude.engine.precision import MixedPrecision, PrecisionName
+from etude.engine.prediction import predict
 from etude.engine.recompute import recompute_activations, repeated_blocks
 from etude.engine.stopping import Interrupts
 from etude.trainer.config import TrainerConfig
@@ -171,6 +172,11 @@ class Machine:
                 interrupts=interrupts,
                 capture=self.evaluation,
             )
+
+    def predict(self, model: nn.Module, task: Task, loader: Loader) -> Any:
+        """Return the outputs for all samples of a loader, in order, on all processes together."""
+        with self.validating():
+            return predict(model, task, loader, precision=self.precision, world=self.world)
 
 
 def making_model(device: torch.device) -> AbstractContextManager[None]:

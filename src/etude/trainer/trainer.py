@@ -173,6 +173,15 @@ class Trainer:
             raise ConfigError("there is no evaluation data; pass a loader")
         return self.machine.evaluate(self.model, self.task, source, self._interrupts)
 
+    def predict(self, data: Any) -> Any:
+        """Return the model's outputs for all samples, in the order of the data, on the CPU; labels are not used.
+
+        `data` is anything that the Trainer takes for validation; a loader that shuffles is read in order. The result
+        is a tensor with a row per sample, or a tuple or mapping of them if the model returns one; a list of tensors
+        where the samples of different batches have different shapes. All processes of a run return everything.
+        """
+        return self.machine.predict(self.model, self.task, self.loaders.in_order(data))
+
     def load_checkpoint(self, path: str | Path, *, keep_hyperparameters: bool = False) -> None:
         """Restore a checkpoint folder, or the newest intact checkpoint of a run folder; `train` continues from it.
 
