@@ -89,17 +89,22 @@ def read_both(monkeypatch, path, form):
     odd=st.sampled_from(["", "1,2\n", "1,2,3,4\n", "\n", '"1",2,"x"\n', ",,\n"]),
     block=st.sampled_from([20, 100, 10_000]),
     chunk=st.sampled_from([50, 10_000]),
+    span=st.sampled_from([1, 30, 10_000]),
+    begin=st.sampled_from(["", "\n", "\ufeff", "\ufeff\n\n"]),
+    encoding=st.sampled_from(["utf-8", "utf-8", "utf-8-sig", "utf-16", "cp1252"]),
     standardize=st.booleans(),
 )
 def test_what_is_read_does_not_depend_on_pyarrow(
-    write, monkeypatch, rows, plain, end, texts, odd, block, chunk, standardize
+    write, monkeypatch, rows, plain, end, texts, odd, block, chunk, span, begin, encoding, standardize
 ):
     pytest.importorskip("pyarrow")
     monkeypatch.setattr(delimited, "BLOCK_BYTES", block)
     monkeypatch.setattr(arrow_lines, "CHUNK_BYTES", chunk)
-    lines = ["a,b,c\n", *plain, *(f"{','.join(row)}\n" for row in rows), odd]
-    path = write("".join(lines).replace("\n", end))
-    with_pyarrow, without = read_both(monkeypatch, path, TableFormat(texts=texts, standardize=standardize))
+    monkeypatch.setattr(arrow_lines, "SPAN_BYTES", span)
+    lines = [begin, "a,b,c\n", *plain, *(f"{','.join(row)}\n" for row in rows), odd]
+    path = write("".join(lines).replace("\n", end).encode(encoding, "replace"))
+    form = TableFormat(texts=texts, standardize=standardize, encoding=encoding)
+    with_pyarrow, without = read_both(monkeypatch, path, form)
     assert with_pyarrow == without
 
 
@@ -109,13 +114,12 @@ def test_pyarrow_reads_plain_files(write, monkeypatch):
     read = arrow_lines.ArrowReader.read
     monkeypatch.setattr(arrow_lines.ArrowReader, "read", lambda *given: used.append(read(*given)) or used[-1])
     monkeypatch.setattr(delimited, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(arrow_lines, "SPAN_BYTES", 100)
     path = write("a,b,c\n" + "".join(f"{i / 7!r},{i},{'uvw'[i % 3]} \n" for i in range(100)))
     with_pyarrow, without = read_both(monkeypatch, path, TableFormat())
     assert with_pyarrow == without
-    first, *others = used
-    assert first is None  # its rows say which columns are numbers
-    assert len(others) > 5
-    assert all(isinstance(block, arrow_lines.ArrowBlock) for block in others)
+    assert len(used) > 5
+    assert all(isinstance(block, arrow_lines.ArrowBlock) for block in used)
 
 
 def test_parquet_gives_what_csv_gives(write, tmp_path):

@@ -227,6 +227,11 @@ def read_blocks(
     return names, _errors_in_order(_blocks(FileLayout(path, delimiter, form, len(names)), rest, pieces, count + 1))
 
 
+def read_rest(layout: FileLayout, encoding: str, begin: int, line: int) -> Iterator[Unread]:
+    """Return the rows from a byte of the file on, where a line begins, which has this number, from 1."""
+    return _errors_in_order(_blocks(layout, b"", _pieces(layout.path, encoding, begin), line))
+
+
 def _errors_in_order(blocks: Iterator[Unread]) -> Iterator[Unread]:
     """Turn an error into a block that raises it, so that errors of earlier lines come first."""
     try:
@@ -352,16 +357,17 @@ def _quoted(layout: FileLayout, lines: Iterator[str], first: int, most: int = QU
         yield QuotedBlock(layout, rows, places)
 
 
-def _pieces(path: Path, encoding: str) -> Iterator[bytes]:
+def _pieces(path: Path, encoding: str, begin: int = 0) -> Iterator[bytes]:
     """Yield the file as UTF-8 with `\n` line ends, whatever its encoding, without a byte-order mark."""
     try:
         name = codecs.lookup(encoding).name
     except LookupError:
         raise DataError(f"encoding: {encoding!r} is not known; use utf-8, latin-1, cp1252, utf-16 …") from None
-    decoder = codecs.getincrementaldecoder("utf-8-sig" if name == "utf-8" else name)()
+    decoder = codecs.getincrementaldecoder("utf-8-sig" if name == "utf-8" and not begin else name)()
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     try:
         with path.open("rb") as file:
+            file.seek(begin)
             yield from _decoded(path, file, decoder, newlines, is_utf8=name == "utf-8")
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})") from error

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,15 +13,18 @@ import torch
 
 from etude.core.errors import DataError
 from etude.core.spelling import did_you_mean, shorten
-from etude.data.catalog.arrow_lines import ARROW_BLOCKS, arrow_reader, arrow_values
+from etude.data.catalog.arrow_lines import ArrowReader, Span, arrow_reader, arrow_values
 from etude.data.catalog.codes import Keys
 from etude.data.catalog.delimited import (
     PLAIN,
     Block,
+    FileLayout,
     NotANumber,
     NumberForm,
+    PlainBlock,
     Unread,
     read_blocks,
+    read_rest,
 )
 from etude.data.catalog.table import Kind, Numbers, Table, TableBuilder
 
@@ -86,31 +88,69 @@ def read_delimited(
         raise DataError(f"{path} has no rows below the line of column names")
     found = _kinds(first, places, form.texts) if kinds is None else {name: kinds[name] for name in places}
     builder = form.builder(path, found, int(1.1 * path.stat().st_size / first.size * len(first.lines)) + 1)
-    number_places = [places[name] for name in builder.number_names]
     try:
-        arrow = arrow_reader(first.layout, number_places, [places[name] for name in builder.texts])
-
-        def read(group: Sequence[Unread]) -> list[tuple[Block, Numbers, Keys]]:
-            whole = arrow.read(group) if arrow is not None else None
-            found = []
-            for block in (unread() for unread in group) if whole is None else [whole]:
-                numbers = block.numbers(number_places)
-                found.append((block, numbers, builder.number_keys(numbers)))
-            return found
-
-        def groups() -> Iterator[list[Unread]]:
-            while group := list(islice(blocks, ARROW_BLOCKS if arrow is not None and builder.has_reference else 1)):
-                yield group
-
-        for block, numbers, keys in chain.from_iterable(chain([read([lambda: first])], in_threads(read, groups()))):
-            codes = {name: texts.encode_column(block, places[name]) for name, texts in builder.texts.items()}
-            builder.add(numbers, keys, codes, block.lines)
+        _Filling(builder, places, form.encoding).fill(first, blocks)
     except NotANumber as wrong:
         raise DataError(
             f"{path}:{wrong.line}: column {there[wrong.column]!r} holds {shorten(wrong.text)!r}, "
             f"but numbers elsewhere; fix it, or list {there[wrong.column]!r} under categorical"
         ) from None
     return builder.table()
+
+
+Rows = tuple[Block, Numbers, Keys]
+"""Some rows, their numbers and the keys of these."""
+
+
+class _Filling:
+    """Reads the blocks of a file, in several threads, into a table."""
+
+    def __init__(self, builder: TableBuilder, places: Mapping[str, int], encoding: str) -> None:
+        """`places` are the wanted columns and their places in the file."""
+        self.builder, self.places, self.encoding = builder, places, encoding
+        self._numbers = [places[name] for name in builder.number_names]
+
+    def fill(self, first: Block, blocks: Iterator[Unread]) -> None:
+        """Add the first block and all others."""
+        block: Block | None = first
+        self._add(self._rows(first))
+        arrow = arrow_reader(
+            first.layout, self.encoding, self._numbers, [self.places[name] for name in self.builder.texts]
+        )
+        if arrow is not None:
+            while isinstance(block, PlainBlock) and not self.builder.has_reference:
+                block = next((unread() for unread in blocks), None)
+                if block is not None:
+                    self._add(self._rows(block))
+            line = int(block.lines[-1]) + 1 if isinstance(block, PlainBlock) else 1
+            if line > 1 and (begin := arrow.begin(line)) is not None:
+                blocks = self._fill_fast(arrow, first.layout, begin, line)
+        for rows in in_threads(lambda unread: self._rows(unread()), blocks):
+            self._add(rows)
+
+    def _fill_fast(self, arrow: ArrowReader, layout: FileLayout, begin: int, line: int) -> Iterator[Unread]:
+        """Add what pyarrow reads, from a line on; return the rest, which it does not read as we do."""
+
+        def read(span: Span) -> tuple[Span, Rows | None]:
+            block = arrow.read(span)
+            return span, None if block is None else self._rows(block)
+
+        for span, rows in in_threads(read, arrow.spans(begin)):
+            if rows is None:
+                return read_rest(layout, self.encoding, span[0], line)
+            rows[0].lines += line
+            line += len(rows[0].lines)
+            self._add(rows)
+        return iter(())
+
+    def _rows(self, block: Block) -> Rows:
+        numbers = block.numbers(self._numbers)
+        return block, numbers, self.builder.number_keys(numbers)
+
+    def _add(self, rows: Rows) -> None:
+        block, numbers, keys = rows
+        codes = {name: texts.encode_column(block, self.places[name]) for name, texts in self.builder.texts.items()}
+        self.builder.add(numbers, keys, codes, block.lines)
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
