@@ -1,4 +1,4 @@
-"""What a recorded step reads and writes: its batches however they came, its numbers row after row."""
+"""What a captured step reads and writes: its batches however they came, its numbers row after row."""
 
 import pytest
 import torch

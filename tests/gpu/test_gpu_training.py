@@ -143,7 +143,7 @@ class Silence(Callback):
 
 @pytest.mark.parametrize(
     ("capture", "step"),
-    [("off", 3), ("auto", WARM_UP_STEPS + 2)],  # a recorded step is compared with the usual one, once: this waits
+    [("off", 3), ("auto", WARM_UP_STEPS + 2)],  # a captured step is compared with the usual one, once: this waits
 )
 def test_loop_and_loader_never_wait_between_log_points(no_waiting, capture, step):
     x, y = data(64 * 40, device="cpu")

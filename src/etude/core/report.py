@@ -66,7 +66,7 @@ class RecordedReport(StepReport):
     __slots__ = ("layout", "page", "row")
 
     def __init__(self, layout: StepReport, page: Page, row: int, lr: float) -> None:
-        """`layout` is the report of the recorded step; the values of this step are one row of a page."""
+        """`layout` is the report of the captured step; the values of this step are one row of a page."""
         self.layout, self.page, self.row, self.lr, self.optional = layout, page, row, lr, layout.optional
 
     def __getattr__(self, name: str) -> Any:

@@ -105,7 +105,7 @@ class Task:
         return None
 
     def constants(self) -> Hashable:
-        """Return the host-side values its terms depend on, such as weights: they are constants of a recorded step.
+        """Return the host-side values its terms depend on, such as weights: they are constants of a captured step.
 
         The default is all its attributes that are numbers or strings. A value that changes in every step disables
         recording.

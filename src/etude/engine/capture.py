@@ -1,9 +1,9 @@
 """Whole steps as CUDA graphs: recorded once for every form of batch, then replayed with new data.
 
-With a small model the GPU waits for Python: a step has hundreds of kernels, each launched by the host. A recorded
+With a small model the GPU waits for Python: a step has hundreds of kernels, each launched by the host. A captured
 step is one launch. Everything it reads has a fixed address: batches are copied into the inputs it was recorded with;
 learning rates, loss scale and learned weights are tensors on the device; random numbers continue from the generator's
-state. Recorded and eager steps do the same arithmetic, so a run may mix them: stopping and resuming it does not
+state. Captured and eager steps do the same arithmetic, so a run may mix them: stopping and resuming it does not
 change its weights.
 
 Decisions of the host become constants of a graph. So the active tasks, the trained parameters, weight decay and so on
@@ -48,9 +48,9 @@ _PARTS = ("the form of the batches", "what the task does", "its weights", "metri
 
 
 class Capture:
-    """Runs the steps of a `Step`, recorded where that is possible and faster.
+    """Runs the steps of a `Step`, captured where that is possible and faster.
 
-    With `needed`, a step that cannot be recorded is an error, and steps of any size are recorded.
+    With `needed`, a step that cannot be captured is an error, and steps of any size are captured.
     """
 
     def __init__(self, step: Step, recorder: Recorder | None = None, *, needed: bool = False) -> None:
@@ -93,7 +93,7 @@ class Capture:
     # --- the key of a graph
 
     def _key(self, micro_batches: Sequence[Batch], tensors: list[Tensor]) -> Hashable:
-        """Return everything that the host decides about a step; raise Unfit if the step cannot be recorded.
+        """Return everything that the host decides about a step; raise Unfit if the step cannot be captured.
 
         The tensors of the batches are appended to the list.
         """
@@ -249,7 +249,7 @@ class Capture:
             return report
         torch._foreach_copy_(state, room)
         set_rng_state(drawn)
-        self._give_up(f"the recorded step differs from the eager one by {difference:.2g} of its update")
+        self._give_up(f"the captured step differs from the eager one by {difference:.2g} of its update")
         return usual
 
     def _refuse(self, why: str, micro_batches: Sequence[Batch]) -> StepReport:

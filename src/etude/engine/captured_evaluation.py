@@ -44,7 +44,7 @@ class EvaluationNumbers:
 
 @dataclass(slots=True)
 class EvaluationGraph:
-    """One recorded batch."""
+    """One captured batch."""
 
     inputs: list[Tensor]
     numbers: EvaluationNumbers
@@ -52,10 +52,10 @@ class EvaluationGraph:
 
 
 class CapturedEvaluation:
-    """Runs the batches of evaluations, recorded where that is possible and faster."""
+    """Runs the batches of evaluations, captured where that is possible and faster."""
 
     def __init__(self, recorder: Recorder, *, needed: bool = False) -> None:
-        """With `needed`, batches of any size are recorded."""
+        """With `needed`, batches of any size are captured."""
         self.recorder, self.needed = recorder, needed
         self.refused: str | None = None
         """Why batches run eagerly from now on."""
@@ -147,7 +147,7 @@ class CapturedEvaluation:
         if torch.allclose(vector, usual.vector, rtol=TOLERANCE, atol=1e-6, equal_nan=True):
             self._graphs[key] = EvaluationGraph(inputs, layout[0], replay)
         else:
-            self._refuse("a recorded batch differs from the eager one")
+            self._refuse("a captured batch differs from the eager one")
 
     def _refuse(self, why: str) -> None:
         self.refused = why

@@ -1,4 +1,4 @@
-"""A recorded step: it reads its batches from fixed memory and stores its results itself.
+"""A captured step: it reads its batches from fixed memory and stores its results itself.
 
 Every operation outside the graph costs the host as much as launching the graph. So batches that were moved to the
 device together are copied together, and each replay uses the next of them and fills the next row of results.
@@ -22,7 +22,7 @@ MOST_BYTES = 2**25
 
 
 class Inputs:
-    """The memory from which a recorded step reads its batches.
+    """The memory from which a captured step reads its batches.
 
     >>> from etude.core.batch import hand_out_parts
     >>> whole = hand_out_parts(torch.arange(6.0))
@@ -117,7 +117,7 @@ def _part(tensor: Tensor) -> tuple[int, int] | None:
 
 
 class Numbers:
-    """The memory into which a recorded step writes the values of its report: one row per step."""
+    """The memory into which a captured step writes the values of its report: one row per step."""
 
     def __init__(self, example: Tensor) -> None:
         """`example` holds the values of one step."""
@@ -144,7 +144,7 @@ class Numbers:
 
 @dataclass(slots=True)
 class Graph:
-    """One recorded step."""
+    """One captured step."""
 
     inputs: Inputs
     numbers: Numbers

@@ -1,4 +1,4 @@
-"""State that a recorded step treats as constant: memory addresses and values kept on the host.
+"""State that a captured step treats as constant: memory addresses and values kept on the host.
 
 `Watched` is checked at every step, so it covers only what users change between steps. `host_state` finds nearly all
 state of a model, a task and their functions: it is compared once, before and after an eager step.
@@ -111,7 +111,7 @@ class Watched:
         return next((name for name, one, other in pairs if one != other), "")
 
     def now(self) -> list[list[Any]]:
-        """Return the addresses that a recorded step reads or writes, and the values it treats as constant."""
+        """Return the addresses that a captured step reads or writes, and the values it treats as constant."""
         try:
             numbers = list(chain.from_iterable([get(values) for get, values in self._numbers]))
         except KeyError:  # an attribute was deleted

@@ -168,7 +168,7 @@ class Objective:
     def all_reduce_nothing(self) -> None:
         """Run the all-reduce of a step whose last micro-batch has no trained terms on this or any rank."""
         if self._is_last and self.parts.world.size > 1:
-            idle_output(self.parts.model).backward()  # type: ignore[no-untyped-call]
+            idle_output(self.parts.model).backward()
 
     def run_backward(self, weighted: Terms) -> None:
         """Run the backward pass of Σ weight·sum/total, or of weight·sum if the update divides."""
@@ -182,7 +182,7 @@ class Objective:
                 "the loss does not depend on any parameter that is trained: look for .detach(), .item(), argmax, "
                 "torch.no_grad() or frozen layers between the parameters and the loss"
             )
-        self.parts.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.parts.precision.scale(loss).backward()
 
     def totals_of(self, weighted: Terms) -> Counts:
         """Return the counts of all terms over the whole step, once its terms are known."""

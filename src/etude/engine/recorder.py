@@ -75,7 +75,7 @@ class CudaRecorder:
 
     def timed(self, function: Callable[[], T]) -> tuple[T, float]:
         """Call the function with an idle device, and wait for it."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
         begin.record()
         start = time.perf_counter()
@@ -115,7 +115,7 @@ def no_collection() -> Iterator[None]:
 
 
 class Unfit(Exception):
-    """The step cannot be recorded; the message says why."""
+    """The step cannot be captured; the message says why."""
 
 
 def form_of(value: Any, tensors: list[Tensor]) -> Hashable:

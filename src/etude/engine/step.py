@@ -53,7 +53,7 @@ class Step:
         """Computes the terms of a micro-batch: the task, or its compiled version."""
         self.clock = Clock()
         self.capture: Callable[[Sequence[Batch]], StepReport] | None = None
-        """Replaces `run` if steps are recorded as CUDA graphs."""
+        """Replaces `run` if steps are captured as CUDA graphs."""
         self.notice: Callable[[str], None] = logger.info
         """Receives information for the user about how steps are run; not a warning."""
         self.warn: Callable[[str], None] = logger.warning

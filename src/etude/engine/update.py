@@ -206,7 +206,7 @@ def _is_recorded(tensor: Tensor) -> bool:
 
 
 class DeviceRate:
-    """The learning rate of a parameter group as a device tensor, which a recorded step reads.
+    """The learning rate of a parameter group as a device tensor, which a captured step reads.
 
     Between steps the group holds the Python float that users expect. All steps on CUDA, recorded or eager, use the
     device tensor: it is rounded to float32, and they must not differ.
@@ -253,7 +253,7 @@ class DeviceRate:
             self._lent = {}
 
     def constants(self) -> Hashable:
-        """Return the settings of the group that are constants of a recorded step."""
+        """Return the settings of the group that are constants of a captured step."""
         group = self.group
         if len(group) != self._num_settings:
             left_out = {"params", "initial_lr"} if self.tensor is None else {"params", "initial_lr", "lr"}

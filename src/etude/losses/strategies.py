@@ -43,7 +43,7 @@ class LossStrategy(ABC):
         return True
 
     def constants(self) -> Hashable:
-        """Return the host-side values the terms depend on: they are constants of a recorded step."""
+        """Return the host-side values the terms depend on: they are constants of a captured step."""
         return settings_of(self)
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:  # noqa: ARG002

@@ -88,7 +88,7 @@ class ActiveTasks(Task):
                 raise ConfigError(f"the task '{task}' has no variant '{variant}'{known}")
         chosen = variants or {}
         self._weights = {task: self._static[task] * weights[task] for task in self.tasks if task in weights}
-        for scale in self._scales.values():  # in place, because a recorded step reads it
+        for scale in self._scales.values():  # in place, because a captured step reads it
             scale.copy_(self._weight_vector(scale.dtype), non_blocking=True)
         active = {task: self._variants[task, chosen.get(task)] for task in self._weights}
         if active != self._active:  # a ramp changes weights at every step, but not how the model is run

@@ -137,7 +137,7 @@ class MultiTask(ActiveTasks):
     def _coefficients(self, device: torch.device) -> Mapping[str, Tensor | float]:
         """Return the factor of every active task's loss: numbers, or tensors of a weighting.
 
-        On CUDA they are tensors too, except for 0, because a recorded step reads their current values.
+        On CUDA they are tensors too, except for 0, because a captured step reads their current values.
         """
         weighting = self.weighting
         if weighting is None and device.type == "cuda":

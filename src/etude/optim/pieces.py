@@ -19,10 +19,10 @@ SMALLEST, LARGEST = 2048, 65_536
 _FUSED = ("aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_", "aten::_fused_adagrad_")
 
 
-class InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class InPieces(TorchDispatchMode):
     """While entered, fused updates of small models run on pieces of their tensors.
 
-    Entering costs more than one eager update gains, so it is used only for recorded steps.
+    Entering costs more than one eager update gains, so it is used only for captured steps.
     """
 
     @classmethod

@@ -56,7 +56,7 @@ class Machine:
         self.precision = MixedPrecision(precision, self.device, loss_scale=loss_scale, summands=batch_size or 1)
         self.batch_size = batch_size
         self.evaluation: CapturedEvaluation | None = None
-        """Runs the batches of evaluations, recorded as CUDA graphs."""
+        """Runs the batches of evaluations, captured as CUDA graphs."""
         self._loss_scale = loss_scale
 
     @classmethod
