@@ -88,7 +88,7 @@ def stretch(step: Step, batch: object, monitor: GradientMonitor | None, steps: i
     clock = time.perf_counter if step.updater.device.type == "cuda" else time.process_time
     start = clock()
     for _ in range(steps):
-        report = step([batch])  # type: ignore[list-item]
+        report = step([batch])
         if monitor is not None:
             monitor.on_step_end(report)
     float(report.norm)
@@ -117,7 +117,7 @@ def microseconds(call: Callable[[], object], step: Step, calls: int) -> float:
 def row_of(name: str, work: tuple[Callable[[], nn.Module], object, SupervisedTask], size: tuple[int, int]) -> Row:
     make, batch, task = work
     rounds, steps = size
-    device = next(value for value in (batch.values() if isinstance(batch, dict) else batch)).device  # type: ignore
+    device = next(value for value in (batch.values() if isinstance(batch, dict) else batch)).device
     step = make_step(make, task, device)
     stretch(step, batch, None, 5)
     monitor = GradientMonitor(every=steps if steps < EVERY else EVERY)
@@ -131,10 +131,10 @@ def row_of(name: str, work: tuple[Callable[[], nn.Module], object, SupervisedTas
     left = Gradients(step.model, (), 1.0, MixedPrecision("fp32"))
     look = microseconds(lambda: measure(left, 64.0, 1), step, 5 * rounds)
     both = microseconds(lambda: monitor.check(step.model), step, 5 * rounds)
-    report = step([batch])  # type: ignore[list-item]
+    report = step([batch])
     idle = GradientMonitor(every=10**9)
     step.watchers = [idle.on_gradients]
-    step([batch])  # type: ignore[list-item]
+    step([batch])
     gradients = idle._gradients
     assert gradients is not None
     hooks = microseconds(lambda: (idle.on_gradients(gradients), idle.on_step_end(report)), step, 1000)

@@ -60,7 +60,7 @@ def measure(
 ) -> dict[str, float]:
     """Return peak memory and time of one forward and backward pass."""
     torch.manual_seed(0)
-    context: AbstractContextManager[object] = TYPES[kind](device.type)  # type: ignore[operator]
+    context: AbstractContextManager[object] = TYPES[kind](device.type)
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     hidden = torch.randn(tokens, width, device=device).to(dtype).requires_grad_()
     weight = torch.randn(vocabulary, width, device=device).mul_(width**-0.5).requires_grad_()
@@ -71,7 +71,7 @@ def measure(
         start = now(device)
         with context:
             loss = WAYS[way](hidden[:rows], weight[:classes], labels[:rows] % classes)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return now(device) - start
 
     step(64, 128)  # loads the libraries

@@ -75,7 +75,7 @@ class Problem:
         start = now(device)
         with context:
             loss = {"plain formula": self.plain, "fused": self.fused}[way](rows or len(self.hidden))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return now(device) - start
 
 
@@ -83,7 +83,7 @@ def peak(
     way: str, type_name: str, kind: str, codes: int, device: torch.device, sizes: tuple[int, int, int, int]
 ) -> dict[str, float]:
     """Return the peak memory of one pass, above inputs and gradients, and with them."""
-    context: AbstractContextManager[object] = TYPES[type_name](device.type)  # type: ignore[operator]
+    context: AbstractContextManager[object] = TYPES[type_name](device.type)
     problem = Problem(device, sizes, kind, codes, torch.float32 if type_name == "float32" else torch.bfloat16)
     problem.step(way, context, 2)  # loads the libraries
     problem.hidden.grad = problem.weight.grad = None
@@ -123,7 +123,7 @@ def compare(
     times: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(-1, 3 if quick else ROUNDS):
         for way in ways:
-            context: AbstractContextManager[object] = TYPES[type_name](device.type)  # type: ignore[operator]
+            context: AbstractContextManager[object] = TYPES[type_name](device.type)
             took = problem.step(way, context)
             if turn >= 0:
                 times[way].append(took)
@@ -194,7 +194,7 @@ class Training:
         self.model.zero_grad()
         start = now(self.device)
         terms = task(self.model, self.batch, metrics=False)
-        torch.stack([term.sum / term.count * term.weight for term in terms.values()]).sum().backward()  # type: ignore[no-untyped-call]
+        torch.stack([term.sum / term.count * term.weight for term in terms.values()]).sum().backward()
         took = now(self.device) - start
         return nn.utils.parameters_to_vector([p.grad for p in self.model.parameters() if p.grad is not None]), took
 

@@ -130,8 +130,8 @@ def etude_step(
 
 def losses_by_hand(model: MultiTaskModel, batch: BatchDict) -> list[Tensor]:
     """The four losses as a hand-written loop would have them: plain layers on the trunk's features."""
-    hidden = model.trunk.features(batch["input_ids"])  # type: ignore[operator]
-    code = F.linear(hidden, model.trunk.head.weight)  # type: ignore[union-attr,arg-type]
+    hidden = model.trunk.features(batch["input_ids"])
+    code = F.linear(hidden, model.trunk.head.weight)
     heads: dict[str, nn.Linear] = {
         name: next(layer for layer in model.heads[name].modules() if isinstance(layer, nn.Linear))
         for name in TASKS[1:]
@@ -153,7 +153,7 @@ def by_hand(batch: BatchDict, device: torch.device, width: int) -> Callable[[], 
     def step() -> Tensor:
         optimizer.zero_grad()
         loss = torch.stack(losses_by_hand(model, batch)).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         return loss.detach()
@@ -174,7 +174,7 @@ def torchjd_pcgrad(batch: BatchDict, device: torch.device, width: int) -> Callab
 
     def step() -> object:
         optimizer.zero_grad()
-        hidden = model.trunk.features(batch["input_ids"])  # type: ignore[operator]
+        hidden = model.trunk.features(batch["input_ids"])
         losses = _losses_from(model, hidden, batch)
         mtl_backward(losses, features=hidden, tasks_params=own, shared_params=shared[:-1])
         jac_to_grad(shared[:-1], aggregator)
@@ -196,7 +196,7 @@ def _losses_from(model: MultiTaskModel, hidden: Tensor, batch: BatchDict) -> lis
     class View:
         trunk, heads = Given, model.heads
 
-    return losses_by_hand(View, batch)  # type: ignore[arg-type]
+    return losses_by_hand(View, batch)
 
 
 def race(contestants: dict[str, Callable[[], object]], rounds: int, steps: int, device: torch.device) -> list[Row]:

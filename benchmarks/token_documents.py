@@ -51,7 +51,7 @@ def torch_documents(tensors: list[Tensor], *, labels: bool) -> Iterator[Any]:
             batch["labels"][:, :-1] = torch.where(mask[:, 1:], ids[:, 1:], -100)
         return batch
 
-    loader: Any = TorchLoader(tensors, DOCUMENT_BATCH, shuffle=True, collate_fn=collate, drop_last=True)  # type: ignore
+    loader: Any = TorchLoader(tensors, DOCUMENT_BATCH, shuffle=True, collate_fn=collate, drop_last=True)
     while True:
         yield from loader
 

@@ -103,7 +103,7 @@ def torch_loader(corpus: Corpus, *, num_workers: int) -> Batches:
 class WholeBatches(MappedBlocks):
     """The same by a list of indices: one sample is one batch."""
 
-    def __getitem__(self, indices: list[int]) -> Tensor:  # type: ignore[override]
+    def __getitem__(self, indices: list[int]) -> Tensor:
         starts = [index * LENGTH for index in indices]
         return torch.from_numpy(
             np.stack([self.data[start : start + LENGTH + 1] for start in starts]).astype(np.int64)

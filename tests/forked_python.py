@@ -74,12 +74,12 @@ def _child(request: dict[str, object]) -> int:
     for descriptor, (path, flags) in enumerate(files):
         os.dup2(os.open(path, flags, 0o644), descriptor)
     os.environ.clear()
-    os.environ.update(request["env"])  # type: ignore[call-overload]
+    os.environ.update(request["env"])
     os.chdir(str(request["cwd"]))
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     code = 0
     try:
-        _execute(list(request["words"]))  # type: ignore[call-overload]
+        _execute(list(request["words"]))
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
@@ -96,7 +96,7 @@ def _child(request: dict[str, object]) -> int:
 def _execute(words: list[str]) -> None:
     sys.path[:0] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if words[0] == "-W":
-        warnings.simplefilter(words[1])  # type: ignore[arg-type]
+        warnings.simplefilter(words[1])
         del words[:2]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__

@@ -15,12 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forked_python import run_python
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import (  # noqa: E402
+from benchmarks import (
     counters,
     csv_loading,
     meaningful,
@@ -34,6 +29,9 @@ from benchmarks import (  # noqa: E402
     token_race,
     work,
 )
+from forked_python import run_python
+
+ROOT = Path(__file__).parents[2]
 
 BROKEN = {
     "accelerate": "AttributeError('no dtensor here')",

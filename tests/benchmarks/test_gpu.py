@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu, gpu_race, table
+from benchmarks.gpu_race import MARK, Contestant, Section, Stopwatch, run_section
 from forked_python import run_python
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import gpu, gpu_race, table  # noqa: E402
-from benchmarks.gpu_race import MARK, Contestant, Section, Stopwatch, run_section  # noqa: E402
 
 
 def section(contestants, **settings):

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+from benchmarks import gpu_commands
 
-from benchmarks import gpu_commands  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 COMPONENTS = """
 import torch

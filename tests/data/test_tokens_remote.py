@@ -9,6 +9,7 @@ import pickle
 import signal
 import sys
 import threading
+from typing import ClassVar
 
 import fsspec
 import numpy as np
@@ -29,10 +30,10 @@ class Recorded(MemoryFileSystem):
     """A memory file system that remembers what was asked of it, and fails on request."""
 
     protocol = "recorded"
-    store = {}  # noqa: RUF012 - shared by all instances, as in its base
-    pseudo_dirs = [""]  # noqa: RUF012
-    requests = []  # noqa: RUF012
-    failures = []  # noqa: RUF012
+    store: ClassVar = {}
+    pseudo_dirs: ClassVar = [""]
+    requests: ClassVar = []
+    failures: ClassVar = []
 
     @classmethod
     def _strip_protocol(cls, path):

@@ -15,7 +15,7 @@ POINTS = torch.cat(
 
 def value_and_slope(function: object, x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.clone().requires_grad_()
-    y = function(x)  # type: ignore[operator]
+    y = function(x)
     y.sum().backward()
     assert x.grad is not None
     return y.detach(), x.grad

@@ -1,6 +1,7 @@
 """`etude compare --weightings`: the same experiment with every weighting and seed, in one table."""
 
 import json
+from importlib.util import find_spec
 from statistics import fmean, stdev
 
 import pytest
@@ -40,7 +41,7 @@ def experiment(tmp_path):
 
 
 def test_every_weighting_and_seed_is_trained_once_and_tabulated(etude, experiment, tmp_path):
-    names = ["static", "dwa", "pcgrad", *(["mgda"] if _has_torchjd() else [])]
+    names = ["static", "dwa", "pcgrad", *(["mgda"] if find_spec("torchjd") is not None else [])]
     command = ["compare", "--weightings", ",".join(names), experiment, "--seeds", "2", "--out", "out", "-q"]
     outcome = etude(*command)
     assert outcome.code == 0, outcome.err
@@ -79,14 +80,6 @@ def test_every_weighting_and_seed_is_trained_once_and_tabulated(etude, experimen
     assert again.out == outcome.out
     changed = [file.parent.name for file, stamp in stamps.items() if file.stat().st_mtime_ns != stamp]
     assert changed == ["pcgrad"]
-
-
-def _has_torchjd():
-    try:
-        import torchjd  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(

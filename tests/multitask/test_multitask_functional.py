@@ -251,4 +251,4 @@ def test_exported():
 
 def test_a_task_that_is_no_pair_is_named() -> None:
     with pytest.raises(TrainingError, match="'quality'"):
-        multi_task_loss({"quality": torch.zeros(())}, {"quality": 1.0})  # type: ignore[dict-item]
+        multi_task_loss({"quality": torch.zeros(())}, {"quality": 1.0})

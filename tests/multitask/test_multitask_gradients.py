@@ -26,7 +26,7 @@ def loss_of(params, places, factor):
 def test_rows_are_sums_of_separate_gradients(kind, steps):
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    precision = MixedPrecision(kind)  # type: ignore[arg-type]
+    precision = MixedPrecision(kind)
     rows = TaskRows(TASKS, params, World(), precision)
     for number, micro_batches in enumerate(steps):
         rows.begin()

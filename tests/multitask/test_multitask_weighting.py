@@ -123,7 +123,7 @@ def test_a_task_that_pauses_goes_on_where_it_was(name: str) -> None:
 class Waits(TorchDispatchMode):
     """Fails on operations that bring a number from the device to the host."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func not in (
             torch.ops.aten._local_scalar_dense.default,
             torch.ops.aten.nonzero.default,

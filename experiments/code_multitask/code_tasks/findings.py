@@ -27,7 +27,7 @@ class Finding:
 def find_ruff() -> str:
     """Return the path of ruff, of this environment first. Raises DataError if there is none."""
     try:
-        from ruff import find_ruff_bin  # type: ignore[import-untyped]
+        from ruff import find_ruff_bin
 
         return str(find_ruff_bin())
     except (ImportError, FileNotFoundError):

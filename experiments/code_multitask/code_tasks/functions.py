@@ -97,7 +97,7 @@ def _function_text(function: Function, owner: str, lines: list[str], with_calls:
 
 def _moved(lines: list[str], owner: str) -> str:
     """Lines moved to the left margin, or below a line that names the class."""
-    indent = _INDENT.match(lines[0])[0]  # type: ignore[index]  # matches nothing at least
+    indent = _INDENT.match(lines[0])[0]  # matches nothing at least
     margin = _METHOD_INDENT if owner else ""
     moved = [
         margin + line.removeprefix(indent) if line.startswith(indent) and line.strip() else line for line in lines

@@ -93,7 +93,7 @@ def aside(seed: int) -> Iterator[None]:
 
 def _devices() -> list[Any]:
     """Return the torch device modules, besides the CPU, with a generator in use: that of the current device."""
-    cuda = [torch.cuda] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    cuda = [torch.cuda] if torch.cuda.is_initialized() else []
     return [*cuda, torch.mps] if torch.backends.mps.is_available() else cuda
 
 

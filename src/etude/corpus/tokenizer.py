@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from etude.core.errors import DataError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer  # type: ignore[import-untyped]
+    from tokenizers import Tokenizer
 
 PATTERN = "|".join(
     [

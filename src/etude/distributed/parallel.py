@@ -39,7 +39,7 @@ def wrap_data_parallel(
     if not find_unused_parameters:
         # After its first backward pass torch rebuilds the gradient buckets, which changes the order in which three or
         # more ranks are summed. Done here, the first step after a resume sums like any other.
-        idle_output(wrapped).backward()  # type: ignore[no-untyped-call]
+        idle_output(wrapped).backward()
         for param in model.parameters():
             param.grad = None
     return wrapped

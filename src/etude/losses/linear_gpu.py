@@ -36,7 +36,7 @@ class LaunchError(Exception):
 def fused(problem: LinearProblem) -> LinearResult:
     """Solve the problem with one chunk of logits in memory. Raises LaunchError if there is no kernel."""
     # Triton launches kernels on the current device.
-    with torch.cuda.device_of(problem.hidden):  # type: ignore[no-untyped-call]
+    with torch.cuda.device_of(problem.hidden):
         return _solve(_contiguous(problem))
 
 

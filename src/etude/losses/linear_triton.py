@@ -6,8 +6,8 @@ logits with their gradients. There are no sums across programs, so results do no
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
+import triton.language as tl
 
 
 @triton.jit(do_not_specialize_on_alignment=["labels", "scales", "losses", "nlls", "predicted"])

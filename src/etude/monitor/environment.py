@@ -50,7 +50,7 @@ def _describe(device: torch.device) -> dict[str, Any]:
             "memory_bytes": properties.total_memory,
             "capability": f"{properties.major}.{properties.minor}",
             "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+            "cudnn": torch.backends.cudnn.version(),
         }
     return described
 

@@ -27,8 +27,8 @@ class ArrowReader:
 
     def __init__(self, layout: FileLayout, encoding: str, numbers: Sequence[int], texts: Sequence[int]) -> None:
         """`numbers` and `texts` are the columns to read. Raises ImportError without pyarrow."""
-        import pyarrow as pa  # type: ignore[import-untyped, import-not-found, unused-ignore]
-        from pyarrow import csv  # type: ignore[import-untyped, import-not-found, unused-ignore]
+        import pyarrow as pa
+        from pyarrow import csv
 
         self._pa, self._csv, self._layout, self.numbers, self.texts = pa, csv, layout, numbers, texts
         self._encoding = codecs.lookup(encoding).name

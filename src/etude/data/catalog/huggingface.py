@@ -79,7 +79,7 @@ def load_huggingface(
 def _open(path: str, subset: str | None) -> Mapping[str, Any]:
     """Return the splits of a dataset by name. Raises DataError in one line if it cannot be loaded."""
     try:
-        import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        import datasets
     except ImportError as error:
         raise ConfigError("datasets of Hugging Face need the datasets library: pip install 'etude[data]'") from error
     folder = Path(path).expanduser()
@@ -148,7 +148,7 @@ def _table(path: str, samples: Any, form: TableFormat, wanted: list[str] | None,
 
 def _with_classes(arrow: Any, target: str, classes: list[str]) -> Any:
     """Return a table whose target has the names of its classes; -1 means missing."""
-    import pyarrow as pa  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    import pyarrow as pa
 
     place = arrow.schema.get_field_index(target)
     labels = [

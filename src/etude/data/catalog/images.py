@@ -277,7 +277,7 @@ def _as_bytes(image: Any, image_module: Any) -> Any:
 
 def _pillow() -> tuple[Any, Any]:
     try:
-        from PIL import Image, ImageOps  # type: ignore[import-not-found, unused-ignore]
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise ConfigError("images need Pillow: pip install 'etude[data]'") from error
     return Image, ImageOps

@@ -193,7 +193,7 @@ def _kinds(block: Block, places: Mapping[str, int], texts: frozenset[str]) -> di
 def read_parquet(form: TableFormat, path: Path, names: Sequence[str] | None) -> Table:
     """Read a Parquet file: numbers and booleans as numbers, texts unchanged."""
     try:
-        from pyarrow import ArrowException, parquet  # type: ignore[import-untyped, import-not-found, unused-ignore]
+        from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise DataError("Parquet files need pyarrow: pip install 'etude[data]'") from error
     try:
@@ -209,7 +209,7 @@ def arrow_table(
     form: TableFormat, path: Path, schema: Any, wanted: Sequence[str], batches: Iterable[Any], num_rows: int
 ) -> Table:
     """Return a table from Arrow record batches. Raises DataError for a type that is neither numbers nor text."""
-    import pyarrow as pa  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    import pyarrow as pa
 
     kinds = {name: _arrow_kind(path, name, schema.field(name).type, form) for name in wanted}
     builder = form.builder(path, kinds, num_rows)

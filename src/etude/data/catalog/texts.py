@@ -185,7 +185,7 @@ def _encoder(tokenizer: str) -> tuple[Encode, int]:
         return lambda texts: [np.frombuffer(text.encode(), np.uint8) + np.int32(1) for text in texts], 257
     file = _tokenizer_file(tokenizer)
     try:
-        from tokenizers import Tokenizer  # type: ignore[import-untyped, unused-ignore]
+        from tokenizers import Tokenizer
     except ImportError as error:
         raise ConfigError("a tokenizer.json needs the tokenizers library: pip install 'etude[text]'") from error
     try:

@@ -109,7 +109,6 @@ def load_tokens(
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None,
     document_end: Annotated[int, Ge(0)] | None = None,
     vocab_size: Annotated[int, Gt(0)] | None = None,
-    memory_map: Literal[True] = True,  # noqa: ARG001 -- of runs that were saved when there was a choice
     attention: Literal["ids", "starts", "full"] = "starts",
 ) -> DataSplits:
     """Token files train.bin, validation.bin (or val.bin) and test.bin of a folder or a URL.
@@ -127,7 +126,6 @@ def load_tokens(
     dtype: of files without a header (those of nanoGPT are uint16).
     document_end: of files without a header, the token that ends a document.
     vocab_size: if the file does not define it, or to reserve more tokens.
-    memory_map: files are always mapped into memory.
     attention: with `packed`, `starts` adds where documents begin, so that our transformer needs no mask on a GPU;
         `ids` omits that; `full` adds a mask of length x length for models that cannot separate documents by
         `document_ids` or `position_ids`, such as encoders.

@@ -44,7 +44,7 @@ class RandomStream:
         generators = [*_globals(), *(_accessors(generator) for generator in owned)]
         caller = [read() for read, _ in generators]
         seed_generators(seed)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():
             torch.cuda.manual_seed(seed)
         seed_owned(owned, seed)
         self._states = [read() for read, _ in generators]
@@ -117,9 +117,10 @@ def owned_generators(*owners: Any) -> list[Any]:
     seen: set[int] = set()
     level = list(owners)
     for _ in range(DEPTH):
-        level = [one for one in level if id(one) not in seen and not seen.add(id(one))]  # type: ignore[func-returns-value]
-        found |= {id(one): one for one in level if isinstance(one, GENERATORS)}
-        level = [part for one in level if not isinstance(one, CLOSED) for part in _parts_of(one)]
+        new = {id(one): one for one in level if id(one) not in seen}
+        seen |= new.keys()
+        found |= {key: one for key, one in new.items() if isinstance(one, GENERATORS)}
+        level = [part for one in new.values() if not isinstance(one, CLOSED) for part in _parts_of(one)]
     return list(found.values())
 
 
@@ -152,7 +153,7 @@ def seed_owned(generators: Sequence[Any], seed: int) -> None:
 
 def _globals() -> list[Accessors]:
     found: list[Accessors] = [(generator.read, generator.write) for generator in GLOBALS.values()]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         found.append(_accessors(torch.cuda.default_generators[torch.cuda.current_device()]))
     return found
 

@@ -49,7 +49,7 @@ class WorkerStart:
         """`then` is the user's `worker_init_fn`, called afterwards. `watched` workers detect whether they draw."""
         self.persistent, self.watched, self.then = persistent, watched, then
         self._shared = torch.zeros(PIDS + num_workers, dtype=torch.int64)
-        self._shared.share_memory_()  # type: ignore[no-untyped-call]
+        self._shared.share_memory_()
         _STARTS[self] = os.getpid()
 
     def begin_epoch(self, epoch: int, seed: int) -> None:

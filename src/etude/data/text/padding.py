@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from etude.core.errors import DataError
 from etude.data.order.permutation import Indices
@@ -46,7 +46,7 @@ def filled(lengths: Indices, width: int) -> Mask:
     return np.arange(width) < lengths[:, None]
 
 
-def constant(shape: tuple[int, ...], fill: float, dtype: np.dtype[Any] = np.dtype(np.int64)) -> Array:  # noqa: B008
+def constant(shape: tuple[int, ...], fill: float, dtype: DTypeLike = np.int64) -> Array:
     """Return a constant array: like np.full, in half the time for small ones."""
     if fill == 0:
         return np.zeros(shape, dtype)

@@ -162,7 +162,7 @@ def _mapped(path: Path, size: int) -> mmap.mmap | None:
 def _filesystem(url: str) -> tuple[Any, str]:
     """Return the file system of an address, and the path in it. Cached by fsspec."""
     try:
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+        from fsspec.core import url_to_fs
     except ImportError as error:
         raise DataError(f"{url} is a remote file; to read it `pip install 'etude[remote]'`") from error
     try:

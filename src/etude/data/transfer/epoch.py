@@ -86,7 +86,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)
         # The current stream may still be writing data that is already on the device.
         self.stream.wait_stream(torch.cuda.current_stream(device))
 
