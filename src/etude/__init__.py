@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         create_trainer_config as create_trainer_config,
         load_config as load_config,
         load_experiment_config,
+        load_model,
         resume_run,
         train_experiment,
     )
@@ -134,6 +135,7 @@ __all__ = [
     "TrainingLoop",
     "ValidationLoop",
     "load_experiment_config",
+    "load_model",
     "register",
     "resume_run",
     "set_seed",

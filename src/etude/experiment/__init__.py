@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         load_experiment_config,
         validate_experiment,
     )
+    from etude.experiment.load import load_model
     from etude.experiment.run import RunOutcome, evaluate_run, resume_run, train_experiment
     from etude.experiment.runner import ExperimentRunner
     from etude.experiment.template import new_experiment, new_experiment_from
@@ -36,6 +37,7 @@ __all__ = [
     "experiment_schema",
     "load_config",
     "load_experiment_config",
+    "load_model",
     "new_experiment",
     "new_experiment_from",
     "resume_run",

@@ -133,6 +133,7 @@ def build_trainer(
     if draft.vocab_size is not None:
         sizes["vocab_size"] = draft.vocab_size
     _check_sizes(config, selection, sizes)
+    draft.facts["model_sizes"] = sizes
     set_seed(training.seed)
     with making_model(torch.device("cpu")):
         draft.model = _build(config, "model", selection, **sizes)

@@ -10,7 +10,6 @@ from pathlib import Path
 from shlex import quote
 
 from etude.checkpoint import (
-    Checkpoint,
     CheckpointManager,
     find_checkpoints,
     load_model_state,
@@ -18,13 +17,13 @@ from etude.checkpoint import (
     read_checkpoint,
 )
 from etude.checkpoint.trust import errors_of
-from etude.core import CheckpointError, ConfigError, DataError, RunFolderError
-from etude.core.run_layout import folder_name
-from etude.core.spelling import shorten, suggest
+from etude.core import ConfigError, DataError, RunFolderError
+from etude.core.spelling import suggest
 from etude.distributed import World, before_joining, join_world, launcher, leave_world
 from etude.distributed.world import failing_together
 from etude.experiment.build import build_data, build_trainer
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config
+from etude.experiment.load import read_weights
 from etude.monitor import RunFolder, default_run_dir
 from etude.trainer import Trainer, resolve_device
 
@@ -117,7 +116,7 @@ def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best
         folder.check_rebuildable()
         config = load_config(folder.config_path, announce=True)
     with _world(config) as world:
-        found = world.attempt(lambda: _read_checkpoint(folder, which), here=world.is_main)
+        found = world.attempt(lambda: read_weights(folder, which), here=world.is_main)
         path = Path(world.share_text("" if found is None else str(found.path)))
         checkpoint = found if found is not None else read_checkpoint(path)
         data = build_data(config, world)
@@ -236,16 +235,3 @@ def _newest_checkpoint(folder: RunFolder) -> Path | None:
     for warning in warnings:
         logger.warning("%s; continuing from %s", warning, path.name)
     return path
-
-
-def _read_checkpoint(folder: RunFolder, which: str) -> Checkpoint:
-    """Read the best, the last, or that of a step; a damaged best or last is replaced by the next intact one."""
-    manager = CheckpointManager(folder.checkpoints_path)
-    if which in ("best", "last"):
-        return manager.load(which if manager.best() is not None else "last")
-    steps = {str(entry.step): entry.step for entry in manager.all()}
-    step = steps.get(which.lstrip("0") or "0")
-    if step is None:
-        there = ", ".join(steps) or "none"
-        raise CheckpointError(f"{folder.path} has no checkpoint {shorten(which)!r} (available: {there}, best, last)")
-    return manager.load(folder_name(step))

@@ -1,6 +1,7 @@
 """Shared by models: activations, dtype names, and arguments as one mapping."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, ParamSpec
 
@@ -23,15 +24,22 @@ ACTIVATIONS: Mapping[Activation, type[nn.Module]] = {
 
 
 def takes_config(init: Callable[P, None]) -> Callable[P, None]:
-    """Let a model be constructed with a mapping of its arguments: `LeNet5(create_model_config(config))`."""
+    """Let a model be constructed with a mapping of its arguments: `LeNet5(create_model_config(config))`.
+
+    The model keeps its arguments in `init_arguments`, so that `load_model` can build it again.
+    """
+    signature = inspect.signature(init)
 
     @functools.wraps(init)
     def unpacked(*args: P.args, **kwargs: P.kwargs) -> None:
+        given: tuple[Any, ...] = args
+        options: dict[str, Any] = dict(kwargs)
         if len(args) == 2 and isinstance(config := args[1], Mapping):
-            options: Any = {**config, **kwargs}
-            init(args[0], **options)  # type: ignore[arg-type]
-        else:
-            init(*args, **kwargs)
+            given, options = args[:1], {**config, **kwargs}
+        init(*given, **options)
+        model: Any = given[0]
+        if type(model).__init__ is unpacked:  # a subclass may take other arguments
+            model.init_arguments = dict(list(signature.bind(*given, **options).arguments.items())[1:])
 
     return unpacked
 

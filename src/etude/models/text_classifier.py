@@ -6,6 +6,7 @@ from annotated_types import Ge, Lt
 from torch import Tensor, nn
 
 from etude.config.registry import register
+from etude.models.parts import takes_config
 from etude.models.transformer import INIT_STD, CausalTransformerLM
 
 Size = Annotated[int, Ge(1)]
@@ -23,6 +24,7 @@ class TextClassifier(nn.Module):
     torch.Size([4, 3])
     """
 
+    @takes_config
     def __init__(
         self,
         vocab_size: Size,

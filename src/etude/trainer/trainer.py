@@ -8,6 +8,7 @@ import torch
 
 from etude.core import Clock, ConfigError, Loader, Task, TrainingError
 from etude.core.loader import StatefulLoader
+from etude.core.model_record import model_record
 from etude.distributed import World
 from etude.engine.callback import CallbackList, RunInfo, RunParts
 from etude.engine.compiled import saves_time
@@ -125,7 +126,7 @@ class Trainer:
         listed = *as_callbacks(callbacks, curriculum), *self.learning_rate.callbacks, *self.output.callbacks
         self.callbacks = CallbackList(listed)
         self.callbacks.bind(self._parts())
-        self.meta = {**(meta or {}), **self.callbacks.facts(), **self.task.facts()}
+        self.meta = {"model": model_record(self.model), **(meta or {}), **self.callbacks.facts(), **self.task.facts()}
         self.state = self._new_state()
         if resume and (path := self.output.to_resume()) is not None:
             self.load_checkpoint(path)
