@@ -3,7 +3,7 @@
 Prints a line when it is ready. Reads one JSON request per line and answers each with one line: {"start": [arguments],
 "out": file, "err": file} gives a process number, {"wait": number} its exit code (negative: the signal that killed it).
 With "lives": n the process kills itself before it changes the disk for the (n+1)-th time; with "max_file_bytes": n it
-cannot make a file larger than that; with "speed": {"how", "at", "signals"} its steps are recorded or compiled, and it
+cannot make a file larger than that; with "speed": {"how", "at", "signals"} its steps are captured or compiled, and it
 sends itself signals at a moment of that.
 """
 
