@@ -94,6 +94,7 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Overrides, such as training.epochs=3.")
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder made by `etude train`.")]
+Weights = Annotated[str, typer.Option("--weights", "--checkpoint", help="best, last or a step number.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No live display.")]
 
 
@@ -121,14 +122,35 @@ def resume(run_dir: RunDir, overrides: Overrides = None, quiet: Quiet = False) -
 @app.command()
 def evaluate(
     run_dir: RunDir,
+    overrides: Overrides = None,
     split: Annotated[str, typer.Option(help="test, validation or train.")] = "test",
-    checkpoint: Annotated[str, typer.Option(help="best, last or a step number.")] = "best",
+    data: Annotated[
+        Path | None, typer.Option(help="Instead of a split: a file or folder like the training's.")
+    ] = None,
+    checkpoint: Weights = "best",
 ) -> None:
-    """Evaluate a checkpoint of a run."""
-    path, metrics = _load("evaluate_run")(run_dir, split=split, which=checkpoint)
+    """Evaluate a checkpoint of a run on a split of its data, or on another file."""
+    path, metrics = _load("evaluate_run")(
+        run_dir, split=split, which=checkpoint, data=data, overrides=overrides or []
+    )
     if _is_main():
-        print(f"{path} on the {split} split:")
+        print(f"{path} on the {split} split:" if data is None else f"{path} on {data}:")
         _print_metrics(metrics)
+
+
+@app.command()
+def predict(
+    run_dir: RunDir,
+    data: Annotated[Path, typer.Option(help="A file or folder like the training's; labels are not needed.")],
+    out: Annotated[Path, typer.Option(help="The file to write: .csv, .jsonl or .npy.")],
+    overrides: Overrides = None,
+    checkpoint: Weights = "best",
+) -> None:
+    """Predict the samples of a file with a run: classes and probabilities, or numbers."""
+    found = _load("predict_run")(run_dir, data, out=out, which=checkpoint, overrides=overrides or [])
+    if _is_main():
+        what = "numbers" if found.classes is None else f"probabilities of {len(found.classes)} classes"
+        print(f"{out}: {len(found.values):,} predictions, {what}")
 
 
 @app.command("list")

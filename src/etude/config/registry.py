@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 from etude.config.components import MODULES
@@ -37,6 +38,10 @@ class Component:
     inside: Callable[[Mapping[str, Any], Mapping[str, Any], int], Mapping[str, Any]] | None = None
     """What the builder supplies to nested components, given this one's arguments (with defaults), what was supplied
     to this one, and the index in a list; by default the same as to this one."""
+    prepare: Callable[[Path, Mapping[str, Any], Mapping[str, Any], bool], Any] | None = None
+    """Data sets: prepares another file as in training, without the training data. It is called with the path, the
+    `facts` of the training's `DataSplits`, the arguments of the section, and whether labels are read, and returns
+    `OtherData`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,7 @@ def register(
     companions: Mapping[str, Any] | None = None,
     provided: tuple[str, ...] = (),
     inside: Callable[[Mapping[str, Any], Mapping[str, Any], int], Mapping[str, Any]] | None = None,
+    prepare: Callable[[Path, Mapping[str, Any], Mapping[str, Any], bool], Any] | None = None,
 ) -> Callable[[T], T]:
     """Register a class or function under `name`; config files then use it by that name.
 
@@ -85,7 +91,9 @@ def register(
                 f"{kind} '{name}' is registered twice: by {_origin(previous.factory)} and by {_origin(factory)}; "
                 "rename one of them"
             )
-        known[name] = Component(kind, name, factory, dict(aliases or {}), dict(companions or {}), provided, inside)
+        known[name] = Component(
+            kind, name, factory, dict(aliases or {}), dict(companions or {}), provided, inside, prepare
+        )
         return factory
 
     return add

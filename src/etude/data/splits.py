@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -46,6 +46,16 @@ class LoaderData:
 
     def __len__(self) -> int:
         return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherData:
+    """Samples of another file, prepared like those of the training."""
+
+    part: Any
+    """A `TensorData`, a `LoaderData`, a source or a Dataset."""
+    names: Sequence[str] | None = None
+    """The name of each sample, if it has one, such as that of its file."""
 
 
 @dataclass(frozen=True, slots=True)

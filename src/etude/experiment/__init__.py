@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         validate_experiment,
     )
     from etude.experiment.load import load_model
+    from etude.experiment.predict import predict_run
     from etude.experiment.run import RunOutcome, evaluate_run, resume_run, train_experiment
     from etude.experiment.runner import ExperimentRunner
     from etude.experiment.template import new_experiment, new_experiment_from
@@ -40,6 +41,7 @@ __all__ = [
     "load_model",
     "new_experiment",
     "new_experiment_from",
+    "predict_run",
     "resume_run",
     "train_experiment",
     "validate_experiment",

@@ -48,13 +48,17 @@ class Data:
         name = next((name for name in self.names if name == split), None)
         if name is None:
             return None
+        try:
+            return self.loader_over(getattr(self.splits, name), training=name == "train")
+        except DataError as error:
+            raise DataError(f"{self.place}, split {name}: {error}") from error
+
+    def loader_over(self, part: Any, *, training: bool = False) -> DataLoader:
+        """Return a loader over samples of the same kind."""
         factory = DataLoaderFactory.from_config(
             self.config, device=self.device, rank=self.world.rank, world_size=self.world.size
         )
-        try:
-            return factory.create(getattr(self.splits, name), training=name == "train")
-        except DataError as error:
-            raise DataError(f"{self.place}, split {name}: {error}") from error
+        return factory.create(part, training=training)
 
 
 def build_data(config: ExperimentConfig, world: World) -> Data:
@@ -68,6 +72,23 @@ def build_data(config: ExperimentConfig, world: World) -> Data:
     of_data = features_for((), [type(splits.token_schema).__module__])
     features = tuple(dict.fromkeys((*config.features, *of_data)))
     return Data(splits, config.sections["training"], device, world, config.document.place(where), features)
+
+
+def recorded_data(config: ExperimentConfig, meta: Mapping[str, Any], world: World) -> Data:
+    """Return the data as a checkpoint's `meta` records it: sizes and facts, without samples."""
+    sizes = meta["model_sizes"]
+    splits = DataSplits(
+        None,
+        vocab_size=sizes.get("vocab_size"),
+        num_types=sizes.get("n_types"),
+        num_classes=sizes.get("num_classes"),
+        input_shape=tuple(sizes["input_shape"]) if "input_shape" in sizes else None,
+        num_targets=sizes.get("out_features") if sizes.get("num_classes") is None else None,
+        facts=meta.get("data") or {},
+    )
+    device = resolve_device(config.training.device, world.local_rank)
+    place = config.document.place(data_key(config))
+    return Data(splits, config.sections["training"], device, world, place, tuple(config.features))
 
 
 def data_key(config: ExperimentConfig) -> str:
@@ -138,7 +159,7 @@ def build_trainer(
     with making_model(torch.device("cpu")):
         draft.model = _build(config, "model", selection, **sizes)
     train_loader = data.loader("train")
-    if train_loader is None:
+    if train_loader is None and folder is not None:
         raise DataError(f"{data.place}: there is no train split (there are: {', '.join(data.names) or 'none'})")
     loss, optimizer, scheduler = (config.selection(one) for one in ("loss", "optimizer", "scheduler"))
     sections = config.sections.get("callbacks") or []

@@ -5,11 +5,12 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
 
 from etude.checkpoint import (
+    Checkpoint,
     CheckpointManager,
     find_checkpoints,
     load_model_state,
@@ -19,9 +20,10 @@ from etude.checkpoint import (
 from etude.checkpoint.trust import errors_of
 from etude.core import ConfigError, DataError, RunFolderError
 from etude.core.spelling import suggest
+from etude.data.splits import OtherData
 from etude.distributed import World, before_joining, join_world, launcher, leave_world
 from etude.distributed.world import failing_together
-from etude.experiment.build import build_data, build_trainer
+from etude.experiment.build import Data, build_data, build_trainer, recorded_data
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config
 from etude.experiment.load import read_weights
 from etude.monitor import RunFolder, default_run_dir
@@ -109,27 +111,74 @@ def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: 
         return _run(trainer, folder)
 
 
-def evaluate_run(run_dir: str | Path, *, split: str = "test", which: str = "best") -> tuple[Path, dict[str, float]]:
-    """Evaluate a checkpoint of a run (`best`, `last` or a step number) on a split; return path and metrics."""
+def evaluate_run(
+    run_dir: str | Path,
+    *,
+    split: str = "test",
+    which: str | int = "best",
+    data: str | Path | None = None,
+    overrides: Sequence[str] = (),
+) -> tuple[Path, dict[str, float]]:
+    """Evaluate a checkpoint of a run (`best`, `last` or a step number); return its path and the metrics.
+
+    It is evaluated on a split of the run's data, or on another file, `data`, which is prepared as in training.
+    """
+    with opened_run(run_dir, which, overrides) as run:
+        if data is not None:
+            trainer, other = run.with_file(data, labelled=True)
+            return run.checkpoint.path, trainer.evaluate(other.part)
+        splits = build_data(run.config, run.world)
+        if (loader := splits.loader(split)) is None:
+            raise ConfigError(f"the data of this run has no split {split!r}{suggest(split, splits.names)}")
+        return run.checkpoint.path, run.trainer(splits).evaluate(loader)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedRun:
+    """A run whose weights are used."""
+
+    config: ExperimentConfig
+    checkpoint: Checkpoint
+    world: World
+
+    def trainer(self, data: Data) -> Trainer:
+        """Return a trainer with the weights of the checkpoint, which writes nothing."""
+        trainer = build_trainer(self.config, data=data, world=self.world, progress=False)
+        with errors_of(self.checkpoint.path):
+            trainer.check_facts(self.checkpoint.meta, self.checkpoint.path)
+            for feature in data.features:
+                feature.evaluating(trainer, self.checkpoint)
+            load_model_state(trainer.model, self.checkpoint.model_state)
+        return trainer
+
+    def with_file(self, path: str | Path, *, labelled: bool) -> tuple[Trainer, OtherData]:
+        """Return a trainer, and a file prepared as in training; the data of the training is not needed."""
+        selection = self.config.require("data")
+        if (prepare := selection.component.prepare) is None:
+            raise ConfigError(
+                f"{self.config.document.place('data')}: the data set '{selection.component.name}' cannot prepare "
+                "another file; use a split of the run, or register the data set with prepare="
+            )
+        with errors_of(self.checkpoint.path, "meta"):
+            data = recorded_data(self.config, self.checkpoint.meta, self.world)
+        trainer = self.trainer(data)
+        arguments = {**selection.defaults, **selection.arguments}
+        file = Path(path).expanduser()
+        other: OtherData = prepare(file, data.splits.facts, arguments, labelled)
+        return trainer, replace(other, part=data.loader_over(other.part))
+
+
+@contextlib.contextmanager
+def opened_run(run_dir: str | Path, which: str | int, overrides: Sequence[str] = ()) -> Iterator[OpenedRun]:
+    """Open a run of a config and read a checkpoint, the same on every process."""
     with before_joining():
         folder = RunFolder.open(run_dir)
         folder.check_rebuildable()
-        config = load_config(folder.config_path, announce=True)
+        config = load_config(folder.config_path, overrides=overrides, announce=True)
     with _world(config) as world:
         found = world.attempt(lambda: read_weights(folder, which), here=world.is_main)
         path = Path(world.share_text("" if found is None else str(found.path)))
-        checkpoint = found if found is not None else read_checkpoint(path)
-        data = build_data(config, world)
-        loader = data.loader(split)
-        if loader is None:
-            raise ConfigError(f"the data of this run has no split {split!r}{suggest(split, data.names)}")
-        trainer = build_trainer(config, data=data, world=world, progress=False)
-        with errors_of(checkpoint.path):
-            trainer.check_facts(checkpoint.meta, checkpoint.path)
-            for feature in data.features:
-                feature.evaluating(trainer, checkpoint)
-            load_model_state(trainer.model, checkpoint.model_state)
-        return checkpoint.path, trainer.evaluate(loader)
+        yield OpenedRun(config, found if found is not None else read_checkpoint(path), world)
 
 
 def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:

@@ -17,7 +17,7 @@ from etude.core.spelling import did_you_mean, listed
 from etude.data.catalog.files import MAX_BYTES
 from etude.data.catalog.holdout import Share, fingerprint, hold_out, mix_keys, shares
 from etude.data.catalog.rows import Array, ArrayRows, Scaling, digest_blocks
-from etude.data.splits import DataSplits, check_labels
+from etude.data.splits import DataSplits, OtherData, check_labels
 
 INPUTS = ("inputs", "x", "X", "data", "images", "features")
 LABELS = ("labels", "y", "Y", "targets", "target")
@@ -38,7 +38,18 @@ _DTYPES = {
 """Dtypes of safetensors that NumPy supports."""
 
 
-@register("data", "arrays")
+def prepare_arrays(path: Path, facts: Mapping[str, Any], arguments: Mapping[str, Any], labelled: bool) -> OtherData:
+    """Return the samples of a file or folder of arrays, or of the inputs in a .npy file."""
+    found = read_arrays(path, arguments["inputs"], arguments["labels"], labelled=labelled)
+    if (shape := list(found["inputs"].shape[1:])) != facts["shape"]:
+        raise DataError(f"{path}: inputs have the shape {shape}, in training {facts['shape']}; use the same shape")
+    if labelled and facts["num_classes"] is not None:
+        check_labels(found["labels"], facts["num_classes"])
+    scaling = Scaling.from_facts(facts) if arguments["standardize"] else None
+    return OtherData(ArrayRows(found["inputs"], found.get("labels"), scaling=scaling))
+
+
+@register("data", "arrays", prepare=prepare_arrays)
 def load_arrays(
     path: str,
     inputs: str | None = None,
@@ -60,13 +71,13 @@ def load_arrays(
         are.
     validation, test: another file or folder with the same names, or the share of samples held out, chosen by `seed`.
     """
-    main = _read(Path(path).expanduser(), inputs, labels)
+    main = read_arrays(Path(path).expanduser(), inputs, labels)
     keys = mix_keys(mix_keys(np.array([seed], dtype=np.uint64)) ^ np.arange(len(main["inputs"]), dtype=np.uint64))
     rows = hold_out(keys, *shares(validation, test))
     found = {part: (main, one if len(rows) > 1 else None) for part, one in rows.items()}
     for part, place in (("validation", validation), ("test", test)):
         if isinstance(place, str):
-            found[part] = _read(Path(place).expanduser(), inputs, labels, like=main), None
+            found[part] = read_arrays(Path(place).expanduser(), inputs, labels, like=main), None
     num_classes = _num_classes([arrays["labels"] for arrays, _ in found.values()])
     scaling = Scaling.of(main["inputs"], rows["train"]) if standardize else None
     parts: dict[str, Any] = {
@@ -83,7 +94,13 @@ def load_arrays(
         num_classes=num_classes,
         num_targets=int(np.prod(sample)) if num_classes is None else None,
         input_shape=main["inputs"].shape[1:],
-        facts={"fingerprint": digest, **facts, **({} if scaling is None else scaling.facts())},
+        facts={
+            "fingerprint": digest,
+            **facts,
+            "shape": list(main["inputs"].shape[1:]),
+            "num_classes": num_classes,
+            **({} if scaling is None else scaling.facts()),
+        },
     )
 
 
@@ -99,15 +116,19 @@ def _num_classes(labels: list[Array]) -> int | None:
     return number
 
 
-def _read(
-    path: Path, inputs: str | None, labels: str | None, like: Mapping[str, Array] | None = None
+def read_arrays(
+    path: Path,
+    inputs: str | None,
+    labels: str | None,
+    like: Mapping[str, Array] | None = None,
+    *,
+    labelled: bool = True,
 ) -> dict[str, Array]:
-    """Return the arrays `inputs` and `labels` of a file or folder."""
+    """Return the arrays `inputs` and, if `labelled`, `labels` of a file or folder."""
     there = _open(path)
-    found = {
-        "inputs": there[_name(path, there, inputs, INPUTS, "inputs")],
-        "labels": there[_name(path, there, labels, LABELS, "labels")],
-    }
+    found = {"inputs": there[_name(path, there, None if path.suffix == ".npy" else inputs, INPUTS, "inputs")]}
+    if labelled:
+        found["labels"] = there[_name(path, there, labels, LABELS, "labels")]
     for name, array in found.items():
         if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
             raise DataError(f"{path}: {name} is of type {array.dtype}; save it as numbers")
@@ -118,10 +139,12 @@ def _read(
                 f"{path}: {name} has the shape {array.shape}, in the training file {like[name].shape}; use the same "
                 "shape"
             )
-    lengths = {name: len(array) for name, array in found.items()}
-    if lengths["inputs"] != lengths["labels"]:
-        raise DataError(f"{path}: {lengths['inputs']} inputs and {lengths['labels']} labels; save equally many")
-    found["labels"] = _as_labels(path, found["labels"])
+    if labelled:
+        if len(found["inputs"]) != len(found["labels"]):
+            raise DataError(
+                f"{path}: {len(found['inputs'])} inputs and {len(found['labels'])} labels; save equally many"
+            )
+        found["labels"] = _as_labels(path, found["labels"])
     return found
 
 
@@ -175,6 +198,9 @@ def _open(path: Path) -> ArrayFiles:
         if path.is_dir():
             files = sorted(path.glob("*.npy"))
             return ArrayFiles(path, {file.stem: lambda file=file: np.load(file, mmap_mode="r") for file in files})
+        if path.suffix == ".npy":
+            path.stat()
+            return ArrayFiles(path, {INPUTS[0]: lambda: np.load(path, mmap_mode="r")})
         if path.suffix == ".safetensors":
             return _open_safetensors(path)
         if path.suffix == ".npz":

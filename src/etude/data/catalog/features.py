@@ -12,7 +12,7 @@ from etude.core.errors import DataError
 from etude.core.spelling import shorten
 from etude.data.catalog.holdout import Rows, fingerprint
 from etude.data.catalog.screening import MAX_CATEGORIES, report, screen
-from etude.data.catalog.table import Numbers, Table
+from etude.data.catalog.table import Kind, Numbers, Table
 from etude.data.catalog.table_files import TableFormat, in_threads
 from etude.data.splits import DataSplits, TensorData
 
@@ -110,9 +110,13 @@ def make_splits(parts: Mapping[str, Part], options: FeatureOptions) -> DataSplit
         raise DataError(
             f"{train.table.path} has no column besides the target {options.target!r}{but}; add a feature column"
         )
-    columns = FeatureColumns(parts, names, options)
+    columns = FeatureColumns.fit(train, names, options)
     report(train.table, left_out, columns.constant)
-    facts |= {"features": columns.features, "rows": {part: one.num_rows for part, one in parts.items()}}
+    facts |= {
+        "features": columns.features,
+        "columns": columns.columns,
+        "rows": {part: one.num_rows for part, one in parts.items()},
+    }
     facts |= {"left_out": left_out} if left_out else {}
     # Of the input, not of computed values: those may differ in their last digits on another machine.
     content = (one.table.keys[one.rows] for one in parts.values())
@@ -135,48 +139,56 @@ def make_splits(parts: Mapping[str, Part], options: FeatureOptions) -> DataSplit
 class FeatureColumns:
     """The features made from columns, and the matrix of a part."""
 
-    def __init__(self, parts: Mapping[str, Part], names: Sequence[str], options: FeatureOptions) -> None:
-        self._options, self._train = options, parts["train"]
-        table = self._train.table
-        self.numbers = [name for name in names if name not in table.texts]
-        self.categories = {name: in_order(table.texts[name].values) for name in names if name in table.texts}
-        self._indicators = [
-            name
-            for name, place in zip(self.numbers, table.places(self.numbers), strict=True)
-            if options.missing == "indicator" and np.isnan(table.numbers[:, place]).any()
-        ]
+    def __init__(self, columns: Mapping[str, Any], options: FeatureOptions) -> None:
+        """Take the columns as `fit` describes them."""
+        self.columns, self._options = columns, options
+        self.categories: dict[str, list[str]] = {
+            name: one["categories"] for name, one in columns.items() if "categories" in one
+        }
+        self.numbers = [name for name in columns if name not in self.categories]
+        self._indicators = [name for name in self.numbers if columns[name]["indicator"]]
+        self.mean, self.std = (
+            np.array([columns[name][key] for name in self.numbers], np.float64) for key in ("mean", "std")
+        )
+        self.std[self.std == 0] = 1.0
         self.features: list[str] = []
         self._places: dict[str, int] = {}
-        for name in names:
+        for name in columns:
             self._places[name] = len(self.features)
-            self.features += self._features_of(name)
-        self.mean, self.std = self._moments()
-        single = [name for name, values in self.categories.items() if len(values) == 1]
-        self.constant = [name for name, std in zip(self.numbers, self.std, strict=True) if not std] + single
-        self.std[self.std == 0] = 1.0
+            if name in self.categories:
+                self.features += [f"{name}={value}" for value in self.categories[name]]
+            else:
+                self.features += [name, f"{name} is missing"] if name in self._indicators else [name]
 
-    def _features_of(self, name: str) -> list[str]:
-        if name not in self.categories:
-            return [name, f"{name} is missing"] if name in self._indicators else [name]
-        values = self.categories[name]
-        if len(values) > MAX_CATEGORIES:
-            few = ", ".join(repr(shorten(value)) for value in self._train.table.texts[name].values[:3])
-            raise DataError(
-                f"{self._train.table.path}: column {name!r} has {len(values)} different texts (such as {few}); a "
-                f"category takes at most {MAX_CATEGORIES}: exclude it with `exclude: [{name}]`, or fix values that "
-                "should be numbers"
-            )
-        return [f"{name}={value}" for value in values]
-
-    def _moments(self) -> tuple[Numbers, Numbers]:
-        """Return mean and standard deviation of the training part; 0 for constant columns."""
-        mean, std, count = moments(self._train, self.numbers)
+    @classmethod
+    def fit(cls, train: Part, names: Sequence[str], options: FeatureOptions) -> "FeatureColumns":
+        """Return the columns with the categories, means and standard deviations (0 if constant) of a part."""
+        table = train.table
+        numbers = [name for name in names if name not in table.texts]
+        mean, std, count = moments(train, numbers)
         for place in np.flatnonzero(count == 0).tolist():
             raise DataError(
-                f"{self._train.table.path}: column {self.numbers[place]!r} has no training values; exclude it with "
-                f"`exclude: [{self.numbers[place]}]`"
+                f"{table.path}: column {numbers[place]!r} has no training values; exclude it with "
+                f"`exclude: [{numbers[place]}]`"
             )
-        return mean, std
+        columns: dict[str, Any] = {
+            name: {"categories": _categories(table, name)} for name in table.texts if name in names
+        }
+        for place, name in enumerate(numbers):
+            (source,) = table.places([name])
+            gaps = options.missing == "indicator" and bool(np.isnan(table.numbers[:, source]).any())
+            columns[name] = {"mean": float(mean[place]), "std": float(std[place]), "indicator": gaps}
+        return cls({name: columns[name] for name in names}, options)
+
+    @property
+    def constant(self) -> list[str]:
+        """The columns with the same value in every training row."""
+        single = [name for name, values in self.categories.items() if len(values) == 1]
+        return [name for name in self.numbers if not self.columns[name]["std"]] + single
+
+    def kinds(self) -> dict[str, Kind]:
+        """Return the kind of each column."""
+        return {name: "text" if name in self.categories else "number" for name in self.columns}
 
     def matrix(self, part: Part) -> npt.NDArray[np.float32]:
         """Return the features of a part (rows, features). Raises DataError for missing and unseen values."""
@@ -246,6 +258,18 @@ class FeatureColumns:
         return codes
 
 
+def _categories(table: Table, name: str) -> list[str]:
+    values = table.texts[name].values
+    if len(values) > MAX_CATEGORIES:
+        few = ", ".join(repr(shorten(value)) for value in values[:3])
+        raise DataError(
+            f"{table.path}: column {name!r} has {len(values)} different texts (such as {few}); a "
+            f"category takes at most {MAX_CATEGORIES}: exclude it with `exclude: [{name}]`, or fix values that "
+            "should be numbers"
+        )
+    return in_order(values)
+
+
 def moments(part: Part, names: Sequence[str]) -> tuple[Numbers, Numbers, npt.NDArray[np.int64]]:
     """Return mean, standard deviation and count of the values that are present; 0 for constant columns."""
     total, square = np.zeros(len(names)), np.zeros(len(names))
@@ -295,34 +319,38 @@ def in_order(values: Sequence[str]) -> list[str]:
 def _labels(parts: Mapping[str, Part], options: FeatureOptions) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
     """Return the labels of each part: classes as int64 (N,), numbers as float32 (N, 1); and facts about them."""
     name, train = options.target, parts["train"]
+    facts: dict[str, Any] = {"target": name}
     if name in train.table.texts:
-        classes = in_order(train.table.texts[name].values)
+        facts["classes"] = classes = in_order(train.table.texts[name].values)
         if len(classes) < 2:
             raise DataError(
                 f"{train.table.path}: the target {name!r} has only one class, {classes}; add rows of others"
             )
-        labels: dict[str, npt.NDArray[Any]] = {part: one.codes(name, classes) for part, one in parts.items()}
-        for part, codes in labels.items():
-            _refuse(parts[part], name, codes == -1, "no value; set one in every row")
-            unseen = f"a class that the training file does not have ({shorten(', '.join(classes))})"
-            _refuse(parts[part], name, codes == -2, unseen)
-        return labels, {"target": name, "classes": classes}
-    facts: dict[str, Any] = {"target": name}
-    if options.standardize_target:
+    elif options.standardize_target:
         mean, std, _ = moments(train, [name])
         facts |= {"target_mean": float(mean[0]), "target_std": float(std[0]) or 1.0}
-    labels = {}
-    for part, one in parts.items():
-        (place,) = one.table.places([name])
-        found = one.table.numbers[one.rows, place, None]
-        gaps = one.gaps(slice(0, None), found, [0], [name])
-        if gaps is not None:
-            _refuse(one, name, gaps[:, 0], "no value; set one in every row")
-        values = found + (one.table.reference[place] - facts.get("target_mean", 0.0))
-        labels[part] = (values / facts.get("target_std", 1.0)).astype(np.float32)
-    if train.num_rows > 1 and (labels["train"] == labels["train"][0]).all():
+    labels = {part: labels_of(one, facts) for part, one in parts.items()}
+    if "classes" not in facts and train.num_rows > 1 and (labels["train"] == labels["train"][0]).all():
         raise DataError(f"{train.table.path}: the target {name!r} is the same in every row; choose another target")
     return labels, facts
+
+
+def labels_of(part: Part, facts: Mapping[str, Any]) -> npt.NDArray[Any]:
+    """Return the labels of a part, given the facts about the target. Raises DataError for missing and unseen ones."""
+    name, classes = facts["target"], facts.get("classes")
+    if classes is not None:
+        codes = part.codes(name, classes)
+        _refuse(part, name, codes == -1, "no value; set one in every row")
+        unseen = f"a class that the training file does not have ({shorten(', '.join(classes))})"
+        _refuse(part, name, codes == -2, unseen)
+        return codes
+    (place,) = part.table.places([name])
+    found = part.table.numbers[part.rows, place, None]
+    gaps = part.gaps(slice(0, None), found, [0], [name])
+    if gaps is not None:
+        _refuse(part, name, gaps[:, 0], "no value; set one in every row")
+    values: Numbers = found + (part.table.reference[place] - facts.get("target_mean", 0.0))
+    return (values / float(facts.get("target_std", 1.0))).astype(np.float32)
 
 
 def _refuse(part: Part, name: str, wrong: Flags, problem: str) -> None:

@@ -15,8 +15,9 @@ from etude.data.catalog.holdout import Share, hold_out, mix_keys, shares
 from etude.data.catalog.screening import MAX_CATEGORIES
 from etude.data.catalog.table import Table
 from etude.data.catalog.table_files import ARROW_ROWS, TableFormat, arrow_table
-from etude.data.catalog.texts import LabeledText, label_name, text_splits
-from etude.data.splits import DataSplits
+from etude.data.catalog.tabular import prepare_table
+from etude.data.catalog.texts import LabeledText, label_name, prepare_texts, text_splits
+from etude.data.splits import DataSplits, OtherData
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "valid", "dev"), "test": ("test",)}
 """Usual names of the splits."""
@@ -24,7 +25,15 @@ SURVEYED = 2000
 """Number of samples that decide whether a column has texts or categories."""
 
 
-@register("data", "huggingface")
+def prepare_huggingface(
+    path: Path, facts: Mapping[str, Any], arguments: Mapping[str, Any], labelled: bool
+) -> OtherData:
+    """Return the samples of a file: texts of a JSONL file if the training had texts, else rows of a table."""
+    prepare = prepare_table if arguments["text"] is None else prepare_texts
+    return prepare(path, facts, arguments, labelled)
+
+
+@register("data", "huggingface", prepare=prepare_huggingface)
 def load_huggingface(
     path: str,
     target: str = "label",

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from etude.data.catalog.augment import Augmentations
 from etude.data.catalog.files import logger
 from etude.data.catalog.holdout import Rows, Share, fingerprint, hold_out, shares
 from etude.data.catalog.rows import Array, ArrayRows, Scaling
-from etude.data.splits import DataSplits
+from etude.data.splits import DataSplits, OtherData
 
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".pbm", ".tif", ".tiff"))
 OTHER_SUFFIXES = frozenset(
@@ -40,7 +40,32 @@ Size = Annotated[int, Gt(0)]
 Fit = Literal["crop", "stretch"]
 
 
-@register("data", "image_folder")
+def prepare_images(path: Path, facts: Mapping[str, Any], arguments: Mapping[str, Any], labelled: bool) -> OtherData:
+    """Return the images of a folder, named by their paths: in one folder per class if labels are read."""
+    if labelled:
+        files = _images_in(path)
+        _refuse_unknown(files, path, facts["classes"])
+        labels = np.array([facts["classes"].index(_class_of(file, path)) for file in files], dtype=np.int64)
+    else:
+        files = _all_images(path)
+    if not files:
+        raise DataError(f"{path} has no images ({listed(sorted(SUFFIXES))})")
+    images = DecodedImages(files, tuple(facts["shape"]), arguments["fit"])
+    found, kept = _decode_all(images, keep=False, skip_broken=arguments["skip_broken"])
+    rows = ArrayRows(found, labels[kept] if labelled else None, scaling=Scaling.from_facts(facts, 255.0))
+    return OtherData(rows, [files[row].relative_to(path).as_posix() if path.is_dir() else str(path) for row in kept])
+
+
+def _all_images(path: Path) -> list[Path]:
+    """Return an image, or all images of a folder and of the folders in it, sorted by path."""
+    if not path.exists():
+        raise DataError(f"{path} does not exist; check the path")
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if not file.name.startswith(".")]
+    found = [file for file in files if file.suffix.lower() in SUFFIXES and file.is_file()]
+    return sorted(found, key=lambda file: file.relative_to(path).as_posix())
+
+
+@register("data", "image_folder", prepare=prepare_images)
 def load_image_folder(
     path: str,
     size: Size | tuple[Size, Size] | None = None,
@@ -96,7 +121,7 @@ def load_image_folder(
         **parts,
         num_classes=len(found.classes),
         input_shape=shape,
-        facts={"fingerprint": digest, **facts, **numbers},
+        facts={"fingerprint": digest, **facts, **numbers, "shape": list(shape)},
     )
 
 
@@ -160,10 +185,7 @@ def find_images(folder: Path, validation: float | str, test: float | str, seed: 
             f"{roots['train']}/cat/1.jpg and {roots['train']}/dog/1.jpg ({listed(sorted(SUFFIXES))})"
         )
     for part, files in parts.items():
-        if unknown := sorted({_class_of(file, roots[part]) for file in files} - set(classes)):
-            raise DataError(
-                f"{roots[part]}/{unknown[0]}: there are no training images of this class ({listed(classes)})"
-            )
+        _refuse_unknown(files, roots[part], classes)
     of_validation, of_test = shares(validation, test)
     held = hold_out(
         _keys(parts["train"], roots["train"], seed),
@@ -173,6 +195,11 @@ def find_images(folder: Path, validation: float | str, test: float | str, seed: 
     train = parts.pop("train")
     split = {part: [train[row] for row in rows] for part, rows in held.items()}
     return FoundImages(classes, {**split, **parts}, {**dict.fromkeys(split, roots["train"]), **roots})
+
+
+def _refuse_unknown(files: Sequence[Path], root: Path, classes: Sequence[str]) -> None:
+    if unknown := sorted({_class_of(file, root) for file in files} - set(classes)):
+        raise DataError(f"{root}/{unknown[0]}: there are no training images of this class ({listed(classes)})")
 
 
 def _images_in(root: Path) -> list[Path]:

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,10 @@ from torch import Tensor
 from etude.config.registry import register
 from etude.core.errors import DataError
 from etude.core.files import cache_folder
+from etude.data.catalog.arrays import read_arrays
 from etude.data.catalog.download import from_mirror, from_npm
 from etude.data.catalog.files import Content, Found, from_cache, from_folder, logger, store
-from etude.data.splits import DataSplits, TensorData
+from etude.data.splits import DataSplits, OtherData, TensorData, check_labels
 
 NUM_CLASSES = 10
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
@@ -69,7 +70,26 @@ FASHION_MNIST = Source(
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
-@register("data", "mnist")
+def prepare_digits(
+    source: Source,
+    path: Path,
+    facts: Mapping[str, Any],  # noqa: ARG001
+    arguments: Mapping[str, Any],
+    labelled: bool,
+) -> OtherData:
+    """Return 28x28 images of bytes from a .npy, .npz or .safetensors file."""
+    found = read_arrays(path, None, None, labelled=labelled)
+    images = found["inputs"]
+    if images.dtype != np.uint8 or images.shape[-2:] != (28, 28) or images.size != len(images) * 28 * 28:
+        raise DataError(f"{path}: inputs are {images.dtype} {images.shape}; save images as uint8 (N, 28, 28)")
+    if labelled:
+        check_labels(found["labels"], NUM_CLASSES)
+    labels = torch.from_numpy(found["labels"]) if labelled else None
+    transform = _normalize(source, arguments["normalize"])
+    return OtherData(TensorData(torch.from_numpy(np.array(images)).view(-1, 1, 28, 28), labels, transform))
+
+
+@register("data", "mnist", prepare=partial(prepare_digits, MNIST))
 def load_mnist(
     root: str | None = None,
     validation_size: Annotated[int, Ge(0)] = 0,
@@ -90,7 +110,7 @@ def load_mnist(
     return make_splits(arrays, validation_size=validation_size, normalize=normalize, limit=limit)
 
 
-@register("data", "fashion_mnist")
+@register("data", "fashion_mnist", prepare=partial(prepare_digits, FASHION_MNIST))
 def load_fashion_mnist(
     root: str | None = None,
     validation_size: Annotated[int, Ge(0)] = 0,
@@ -120,7 +140,7 @@ def make_splits(
     limit: int | None = None,
 ) -> DataSplits:
     """Split the four arrays of `fetch_mnist`; the other arguments are those of `load_mnist`."""
-    transform = Normalize(source.mean, source.std) if normalize else Normalize(0.0, 1.0)
+    transform = _normalize(source, normalize)
     train_images, train_labels, test_images, test_labels = (torch.from_numpy(arrays[name]) for name in FILES)
     num_train = len(train_images) - validation_size
     if num_train < 1:
@@ -140,6 +160,10 @@ def make_splits(
         num_classes=NUM_CLASSES,
         input_shape=(1, *train_images.shape[1:]),
     )
+
+
+def _normalize(source: Source, normalize: bool) -> "Normalize":
+    return Normalize(source.mean, source.std) if normalize else Normalize(0.0, 1.0)
 
 
 def fetch_mnist(

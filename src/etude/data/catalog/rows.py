@@ -49,6 +49,11 @@ class Scaling:
         std = np.where(std > 1e-12 * np.maximum(1.0, np.abs(mean)), std, 1.0)
         return cls(np.asarray(mean), np.asarray(std))
 
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any], unit: float = 1.0) -> "Scaling":
+        """Return the scaling of `facts`, whose statistics are in this unit."""
+        return cls(unit * np.asarray(facts["mean"], np.float64), unit * np.asarray(facts["std"], np.float64))
+
     def facts(self) -> dict[str, Any]:
         """Return the statistics as plain data."""
         return {"mean": self.mean.tolist(), "std": self.std.tolist()}
@@ -64,12 +69,12 @@ class Scaling:
 
 
 class ArrayRows:
-    """Some rows of an array of inputs, with labels of the same length: a source of whole batches."""
+    """Some rows of an array of inputs, with labels of the same length or none: a source of whole batches."""
 
     def __init__(
         self,
         inputs: Array,
-        labels: Array,
+        labels: Array | None,
         rows: Rows | None = None,
         *,
         scaling: Scaling | None = None,
@@ -93,7 +98,8 @@ class ArrayRows:
         if self.augment is not None:
             values = self.augment(values, sample_keys(indices, epoch, seed))
         values = as_inputs(values) if self.scaling is None else self.scaling(values)
-        return DataBatch(torch.from_numpy(values), torch.from_numpy(self.labels[rows]))
+        labels = None if self.labels is None else torch.from_numpy(self.labels[rows])
+        return DataBatch(torch.from_numpy(values), labels)
 
 
 def sample_keys(indices: Rows, epoch: int, seed: int) -> npt.NDArray[np.uint64]:

@@ -1,26 +1,54 @@
 """Tables for config files: `csv` and `parquet`. One column is the target, the others are features."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 from annotated_types import Ge, Len
 
 from etude.config.registry import register
 from etude.core.errors import ConfigError, DataError
 from etude.data.catalog.delimited import NumberForm
-from etude.data.catalog.features import FeatureOptions, Missing, Part, Task, make_splits
+from etude.data.catalog.features import FeatureColumns, FeatureOptions, Missing, Part, Task, labels_of, make_splits
 from etude.data.catalog.holdout import Share, hold_out, mix_keys, shares
 from etude.data.catalog.screening import screen
+from etude.data.catalog.table import Kind
 from etude.data.catalog.table_files import TableFormat
-from etude.data.splits import DataSplits
+from etude.data.splits import DataSplits, OtherData, TensorData
 
 Character = Annotated[str, Len(1, 1)]
 Names = list[str]
 
 
-@register("data", "csv")
+def prepare_table(path: Path, facts: Mapping[str, Any], arguments: Mapping[str, Any], labelled: bool) -> OtherData:
+    """Return the rows of a delimited text file or a Parquet file as features of the training's columns."""
+    target = facts["target"]
+    settings = {name: arguments[name] for name in ("missing", "unseen", "standardize", "standardize_target")}
+    options = FeatureOptions(target, **settings)
+    columns = FeatureColumns(facts["columns"], options)
+    kinds: dict[str, Kind] = columns.kinds()
+    if labelled:
+        kinds[target] = "text" if "classes" in facts else "number"
+    form = replace(
+        options.table_format([name for name, kind in kinds.items() if kind == "text"], None),
+        delimiter=arguments.get("delimiter"),
+        encoding=arguments.get("encoding", "utf-8"),
+        form=NumberForm(arguments.get("decimal", "."), arguments.get("thousands")),
+        parquet=path.suffix == ".parquet",
+    )
+    table = form.read(path, list(kinds), kinds)
+    for name, kind in table.kinds().items():
+        if kind != kinds[name]:
+            raise DataError(f"{path}: column {name!r} holds {kind}s, in training {kinds[name]}s; fix it")
+    part = Part(table, slice(None))
+    labels = torch.from_numpy(labels_of(part, facts)) if labelled else None
+    return OtherData(TensorData(torch.from_numpy(columns.matrix(part)), labels))
+
+
+@register("data", "csv", prepare=prepare_table)
 def load_csv(
     path: str,
     target: str,
@@ -67,7 +95,7 @@ def load_csv(
     return _load(path, columns, validation, test, seed, form, options)
 
 
-@register("data", "parquet")
+@register("data", "parquet", prepare=prepare_table)
 def load_parquet(
     path: str,
     target: str,

@@ -18,7 +18,7 @@ from etude.core.errors import ConfigError, DataError
 from etude.core.spelling import shorten
 from etude.data.catalog.features import in_order
 from etude.data.catalog.holdout import Rows, Share, fingerprint, hold_out, mix_keys, shares
-from etude.data.splits import DataSplits, LoaderData
+from etude.data.splits import DataSplits, LoaderData, OtherData
 from etude.data.text.padding import filled, padded_width, scatter
 
 Encode = Callable[[list[str]], list[Any]]
@@ -41,7 +41,9 @@ class LabeledText:
 class TextRows:
     """Encoded texts of any length, padded to the longest of a batch; the source knows the lengths of its samples."""
 
-    def __init__(self, ids: npt.NDArray[np.int32], ends: Rows, labels: npt.NDArray[np.int64], rows: Rows) -> None:
+    def __init__(
+        self, ids: npt.NDArray[np.int32], ends: Rows, labels: npt.NDArray[np.int64] | None, rows: Rows
+    ) -> None:
         """Text i is ids[ends[i - 1] : ends[i]]; `rows` are the texts of this part."""
         self.ids, self.labels, self.rows = ids, labels, rows
         self._ends, self._starts = ends, np.concatenate([[0], ends[:-1]])
@@ -56,18 +58,38 @@ class TextRows:
         return lengths
 
     def gather(self, indices: Rows, *, epoch: int, seed: int) -> Batch:  # noqa: ARG002
-        """Return `input_ids` and `attention_mask`, (B, L), and `labels`, (B,)."""
+        """Return `input_ids` and `attention_mask`, (B, L), and `labels`, (B,), if there are any."""
         rows, lengths = self.rows[indices], self.lengths(indices)
         places = np.repeat(self._ends[rows] - lengths.cumsum(), lengths) + np.arange(lengths.sum())
         mask = filled(lengths, padded_width(int(lengths.max(initial=0)), PAD_MULTIPLE))
-        return {
+        found = {
             "input_ids": torch.from_numpy(scatter(self.ids[places], mask, PAD_ID)),
             "attention_mask": torch.from_numpy(mask.astype(np.int64)),
-            "labels": torch.from_numpy(self.labels[rows]),
         }
+        return found if self.labels is None else {**found, "labels": torch.from_numpy(self.labels[rows])}
 
 
-@register("data", "jsonl")
+def prepare_texts(path: Path, facts: Mapping[str, Any], arguments: Mapping[str, Any], labelled: bool) -> OtherData:
+    """Return the texts of a JSONL file, with the training's tokenizer and classes."""
+    key = arguments.get("label", arguments.get("target")) if labelled else None
+    texts = list(_read_lines(path, arguments["text"], key))
+    labels = _numbered(texts, facts["classes"]) if labelled else None
+    encode, _ = _encoder(arguments["tokenizer"])
+    ids, ends = _encoded([one.text for one in texts], encode, arguments["max_length"])
+    rows = TextRows(ids, ends, labels, np.arange(len(texts)))
+    return OtherData(LoaderData(rows, {"bucket_batches": BUCKET_BATCHES}))
+
+
+def _numbered(texts: Sequence[LabeledText], classes: Sequence[str]) -> npt.NDArray[np.int64]:
+    """Return the class of each text as a number. Raises DataError for an unknown one."""
+    place = {name: number for number, name in enumerate(classes)}
+    for one in texts:
+        if one.label not in place:
+            raise DataError(f"{one.where}: the class {shorten(one.label)!r} has no training texts")
+    return np.array([place[one.label] for one in texts], dtype=np.int64)
+
+
+@register("data", "jsonl", prepare=prepare_texts)
 def load_jsonl(
     path: str,
     text: str = "text",
@@ -106,14 +128,10 @@ def text_splits(
     classes = in_order(sorted({one.label for one in main}))
     if len(classes) < 2:
         raise DataError(f"{main[0].where}: all texts have the class {classes[0]!r}; add texts of others")
-    place = {name: number for number, name in enumerate(classes)}
     everything = [*main, *(one for part in others.values() for one in part)]
-    for one in everything:
-        if one.label not in place:
-            raise DataError(f"{one.where}: the class {shorten(one.label)!r} has no training texts")
+    labels = _numbered(everything, classes)
     encode, vocab_size = _encoder(tokenizer)
     ids, ends = _encoded([one.text for one in everything], encode, max_length)
-    labels = np.array([place[one.label] for one in everything], dtype=np.int64)
     rows = hold_out(mix_keys(_keys(main) ^ np.uint64(seed)), *held)
     begin = len(main)
     for part, texts in others.items():
@@ -139,7 +157,7 @@ def _keys(texts: Sequence[LabeledText]) -> npt.NDArray[np.uint64]:
     return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
 
 
-def _read_lines(path: Path, text: str, label: str) -> Iterator[LabeledText]:
+def _read_lines(path: Path, text: str, label: str | None) -> Iterator[LabeledText]:
     found = False
     try:
         with path.open("rb") as file:
@@ -153,23 +171,22 @@ def _read_lines(path: Path, text: str, label: str) -> Iterator[LabeledText]:
         raise DataError(f"{path} has no lines")
 
 
-def _parse(line: bytes, text: str, label: str, where: str) -> LabeledText:
+def _parse(line: bytes, text: str, label: str | None, where: str) -> LabeledText:
     try:
         entry = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
         raise DataError(f"{where}: not JSON in UTF-8 ({error})") from error
     if not isinstance(entry, dict):
-        raise DataError(
-            f"{where}: a {type(entry).__name__}; every line must be an object with {text!r} and {label!r}"
-        )
-    for key in (text, label):
+        wanted = " and ".join(repr(key) for key in (text, label) if key is not None)
+        raise DataError(f"{where}: a {type(entry).__name__}; every line must be an object with {wanted}")
+    for key in (text,) if label is None else (text, label):
         if entry.get(key) is None:
             found = f"{key!r} is null" if key in entry else f"there is no {key!r}"
             raise DataError(f"{where}: {found} (there are: {shorten(', '.join(entry))})")
     if not isinstance(entry[text], str):
         raise DataError(f"{where}: {text!r} is {shorten(repr(entry[text]))}; it must be a string")
     readable = entry[text].encode(errors="replace").decode()  # JSON may contain unpaired surrogates
-    return LabeledText(readable, label_name(entry[label], where), where)
+    return LabeledText(readable, "" if label is None else label_name(entry[label], where), where)
 
 
 def label_name(value: Any, where: str) -> str:

@@ -1,6 +1,7 @@
 """The data set `tokens`: token files of a folder, read as blocks, documents or packed documents."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,7 +11,7 @@ from annotated_types import Ge, Gt, Lt
 from etude.config.registry import register
 from etude.core.errors import DataError
 from etude.data.sources.base import BatchSource
-from etude.data.splits import DataSplits, LoaderData
+from etude.data.splits import DataSplits, LoaderData, OtherData
 from etude.data.text.blocks import LABELS, TokenBlocks
 from etude.data.text.documents import TokenDocuments
 from etude.data.text.masking import MaskedTokens
@@ -97,7 +98,21 @@ class Reading:
         return MaskedTokens(source, mask_id=mask_id, vocab_size=size, rate=self.mask_rate, special_ids=sorted(known))
 
 
-@register("data", "tokens")
+def prepare_tokens(
+    path: Path,
+    facts: Mapping[str, Any],  # noqa: ARG001
+    arguments: Mapping[str, Any],
+    labelled: bool,  # noqa: ARG001
+) -> OtherData:
+    """Return the samples of another token file, read as in training; the next tokens are their labels."""
+    names = ("length", "packing", "mask_rate", "mask_id", "bucket_batches", "attention")
+    settings = {name: arguments[name] for name in names}
+    reading = Reading(arguments["read"], schema=find_schema(str(path.parent)), **settings)
+    file = open_tokens(str(path), dtype=arguments["dtype"], document_end=arguments["document_end"])
+    return OtherData(reading.part(reading.source(file, training=False)))
+
+
+@register("data", "tokens", prepare=prepare_tokens)
 def load_tokens(
     root: str = "data/tokenized",
     read: Way = "blocks",

@@ -1,0 +1,156 @@
+"""Predictions of a run for another file: class names and probabilities, or numbers, written to a file."""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from etude.core import ConfigError, TrainingError
+from etude.core.files import replacing
+from etude.experiment.run import opened_run
+
+SUFFIXES = (".csv", ".jsonl", ".npy")
+_INDEPENDENT = ("multi_label",)
+"""Losses whose classes do not exclude each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """The predictions for the samples of a file, in its order."""
+
+    values: npt.NDArray[Any]
+    """Probabilities (N, classes), or the model's numbers (N, …) in the units of the target."""
+    classes: Sequence[str] | None = None
+    """The names of the classes, if the values are probabilities."""
+    names: Sequence[str] | None = None
+    """The name of each sample, such as that of its file."""
+    independent: bool = False
+    """Whether a sample may have several classes."""
+
+    def labels(self) -> list[str] | None:
+        """Return the predicted class of each sample; None for numbers and for independent classes."""
+        if self.classes is None or self.independent:
+            return None
+        return [self.classes[place] for place in self.values.argmax(1).tolist()]
+
+    def write(self, path: Path) -> None:
+        """Write a .csv, .jsonl or .npy file, complete or not at all."""
+        if path.suffix != ".npy" and self.values.ndim > 2:
+            raise ConfigError(
+                f"{path}: the model's output has the shape {self.values.shape}, more than a row of numbers for each "
+                "sample; write a .npy file"
+            )
+        with replacing(path) as file:
+            if path.suffix == ".npy":
+                np.save(file, self.values)
+                return
+            text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+            if path.suffix == ".jsonl":
+                text.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in self._records())
+            else:
+                self._write_csv(text)
+            text.detach()
+
+    def _write_csv(self, file: Any) -> None:
+        table = self.values[:, None] if self.values.ndim == 1 else self.values
+        labels, numbers = self.labels(), table.astype(str).tolist()  # the shortest text of each number
+        if self.classes is not None:
+            titles = [f"p_{name}" for name in self.classes]
+        else:
+            titles = ["prediction"] if table.shape[1] == 1 else [f"prediction_{i}" for i in range(table.shape[1])]
+        heads = ["file"] * (self.names is not None) + ["prediction"] * (labels is not None)
+        columns: list[Sequence[str]] = [one for one in (self.names, labels) if one is not None]
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*heads, *titles])
+        writer.writerows([*(column[row] for column in columns), *values] for row, values in enumerate(numbers))
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        labels = self.labels()
+        single = self.classes is None and self.values.ndim == 2 and self.values.shape[1] == 1
+        for row, values in enumerate((self.values[:, 0] if single else self.values).astype(float).tolist()):
+            record: dict[str, Any] = {} if self.names is None else {"file": self.names[row]}
+            if labels is not None:
+                record["prediction"] = labels[row]
+            if self.classes is not None:
+                yield {**record, "probabilities": dict(zip(self.classes, values, strict=True))}
+            else:
+                yield {**record, "prediction": values}
+
+
+def predict_run(
+    run_dir: str | Path,
+    data: str | Path,
+    *,
+    out: str | Path | None = None,
+    which: str | int = "best",
+    overrides: Iterable[str] = (),
+) -> Predictions:
+    """Predict the samples of a file or folder with a checkpoint of a run, and write them to `out` if it is given.
+
+    The file is prepared as in training: the same standardisation, categories and tokenizer; labels are not needed,
+    nor is the data of the training. Raises ConfigError or DataError if the file does not fit.
+    """
+    target = None if out is None else _checked(Path(out))
+    with opened_run(run_dir, which, list(overrides)) as run:
+        trainer, other = run.with_file(data, labelled=False)
+        output = trainer.predict(other.part)
+        if not isinstance(output, Tensor):
+            raise TrainingError(
+                f"the model's output is a {type(output).__name__}, not one tensor; predict in Python, with "
+                "load_model and etude.predict"
+            )
+        loss = run.config.selection("loss")
+        independent = loss is not None and loss.component.name in _INDEPENDENT
+        meta = run.checkpoint.meta
+        found = as_predictions(output, meta["model_sizes"], meta.get("data") or {}, other.names, independent)
+        if target is not None:
+            run.world.attempt(lambda: found.write(target), here=run.world.is_main)
+        return found
+
+
+def as_predictions(
+    output: Tensor,
+    sizes: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    names: Sequence[str] | None = None,
+    independent: bool = False,
+) -> Predictions:
+    """Turn outputs into probabilities of the classes, or into numbers in the units of the target.
+
+    One output for two classes is the logit of the second.
+
+    >>> as_predictions(torch.tensor([[0.0], [9.0]]), {"num_classes": 2}, {"classes": ["no", "yes"]}).labels()
+    ['no', 'yes']
+    """
+    number = sizes.get("num_classes")
+    if number is None and not independent:
+        values = output.double() * facts.get("target_std", 1.0) + facts.get("target_mean", 0.0)
+        return Predictions((values if "target_std" in facts else output).numpy(), None, names)
+    logits = output.double()
+    if number == 2 and logits.dim() <= 2 and logits.numel() == len(logits):
+        logits = torch.stack([torch.zeros_like(logits.view(-1)), logits.view(-1)], 1)
+    if logits.dim() != 2 or (number is not None and logits.shape[1] != number):
+        return Predictions(output.numpy(), None, names)
+    values = logits.sigmoid() if independent else logits.softmax(1)
+    classes = facts.get("classes") or [str(place) for place in range(logits.shape[1])]
+    return Predictions(values.float().numpy(), classes, names, independent)
+
+
+def _checked(path: Path) -> Path:
+    """Return the path of a new file; raise ConfigError if it cannot be written."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"{path}: predictions are written as {', '.join(SUFFIXES)}; choose such a name")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        problem = (
+            "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.absolute().parent}"
+        )
+        raise ConfigError(f"{path} {problem}; choose another file")
+    return path
