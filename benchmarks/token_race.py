@@ -110,7 +110,7 @@ def rows_of(contenders: Sequence[Contender], pairs: Pairs, share: str) -> list[d
 
 
 def private_memory() -> int | None:
-    """Return the bytes of memory that are this process's own, mapped files left out; None where that is not told."""
+    """Return the bytes of memory that are this process's own, mapped files left out; None where that is not known."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

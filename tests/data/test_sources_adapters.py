@@ -318,8 +318,8 @@ def test_a_distributed_sampler_is_reported_the_epoch():
     assert order(3) != order(4)
 
 
-def test_a_batch_sampler_and_the_source_are_reported_the_epoch():
-    class Told:
+def test_set_epoch_of_a_batch_sampler_and_of_the_source_is_called():
+    class SetEpoch:
         epochs = ()
 
         def set_epoch(self, epoch):
@@ -328,10 +328,10 @@ def test_a_batch_sampler_and_the_source_are_reported_the_epoch():
         def __iter__(self):
             return iter([[0, 1], [2]])
 
-    sampler = Told()
+    sampler = SetEpoch()
     list(ForeignLoader(TorchLoader(DATA, batch_sampler=sampler)).iterate(7))
     assert sampler.epochs == (7,)
-    source = Told()
+    source = SetEpoch()
     assert list(ForeignLoader(source).iterate(2)) == [[0, 1], [2]]
     assert source.epochs == (2,)
 
