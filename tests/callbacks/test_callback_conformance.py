@@ -30,6 +30,7 @@ ARGUMENTS = {
     "patience": 3,
     "every": 3,
     "every_steps": 3,
+    "params": "bias",
 }
 """Arguments for registered callbacks, by name of the argument."""
 

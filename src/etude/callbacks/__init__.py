@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from etude.callbacks.csv_logger import CSVLogger
     from etude.callbacks.early_stopping import EarlyStopping
     from etude.callbacks.find_nonfinite import FindNonfinite
+    from etude.callbacks.freeze import Freeze
     from etude.callbacks.gradient_health import GradientHealth
     from etude.callbacks.gradient_monitor import GradientMonitor
     from etude.callbacks.lr_schedule import LRSchedule
@@ -23,6 +24,7 @@ __all__ = [
     "CallbackList",
     "EarlyStopping",
     "FindNonfinite",
+    "Freeze",
     "GradientHealth",
     "GradientMonitor",
     "LRSchedule",

@@ -13,6 +13,7 @@ from etude.checkpoint.trust import check_kind, record_of
 from etude.core.errors import CheckpointError
 from etude.core.model import clean_name, unwrap
 from etude.optim.eager import without_compiler
+from etude.optim.several import optimizers_in, owner_of
 
 _NUM_NAMED = 8
 
@@ -41,7 +42,7 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     indices = (index for group in saved["param_groups"] for index in group["params"])
     name_of = dict(zip(indices, named, strict=True))
     return {
-        "optimizer": type(optimizer).__name__,
+        "optimizer": _kind(optimizer),
         "shapes": {name: tuple(parameter.shape) for name, parameter in named.items()},
         "groups": [
             {"params": list(names), "settings": _settings(group)}
@@ -88,9 +89,9 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, tree: Mapping[s
 def check_optimizer(optimizer: Optimizer, model: nn.Module, tree: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless `tree` is the state of such an optimizer with these parameters and groups."""
     check_kind(_TREE, tree, "optimizer")
-    if tree["optimizer"] != type(optimizer).__name__:
+    if tree["optimizer"] != _kind(optimizer):
         raise CheckpointError(
-            f"the checkpoint holds the state of {tree['optimizer']}, the optimizer is {type(optimizer).__name__}; "
+            f"the checkpoint holds the state of {tree['optimizer']}, the optimizer is {_kind(optimizer)}; "
             f"use the same optimizer, or load the model alone"
         )
     groups, saved = _named_groups(optimizer, model), tree["shapes"]
@@ -133,9 +134,13 @@ def _check_group(
             continue
         form = (parameter.shape, parameter.dtype)
         if form not in needed:
-            needed[form] = needed_state(optimizer, {**own, **saved}, parameter)
+            needed[form] = needed_state(owner_of(optimizer, place), {**own, **saved}, parameter)
         if (wanted := needed[form]) is not None:
             check_state(states[name], wanted, f"optimizer.state.{name}")
+
+
+def _kind(optimizer: Optimizer) -> str:
+    return " + ".join(type(one).__name__ for one in optimizers_in(optimizer))
 
 
 def _named_groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Tensor]]:

@@ -6,6 +6,7 @@ _HOMES = {
         "callbacks.csv_logger": "csv_logger",
         "callbacks.early_stopping": "early_stopping",
         "callbacks.find_nonfinite": "find_nonfinite",
+        "callbacks.freeze": "freeze",
         "callbacks.gradient_monitor": "gradient_monitor",
         "callbacks.model_checkpoint": "model_checkpoint",
         "callbacks.text_samples": "text_samples",
@@ -38,7 +39,7 @@ _HOMES = {
         "models.text_classifier": "text_classifier",
         "models.transformer": "causal_transformer_lm transformer_lm",
     },
-    "optimizer": {"optim.optimizers": "adam adamw rmsprop sgd"},
+    "optimizer": {"optim.optimizers": "adam adamw rmsprop sgd", "optim.several": "several"},
     "scheduler": {
         "optim.schedules": "constant cosine cosine_annealing cosine_restarts exponential inverse_sqrt linear multistep "
         "one_cycle polynomial product sequence sgdr step step_decay warmup warmup_cosine"

@@ -2,6 +2,9 @@
 
 import difflib
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from etude.core.errors import ConfigError
 
 _MANY = 8
 """Longer lists of names are shortened if there is a close match."""
@@ -41,6 +44,27 @@ def nearest(word: str, names: Iterable[str], *, cutoff: float = 0.6) -> str | No
     by_lower = {name.lower(): name for name in names}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[close[0]] if close else None
+
+
+def names_matching(patterns: Iterable[str], names: Iterable[str], where: str) -> list[str]:
+    """Return the names, such as those of parameters, that match a pattern, or are inside a module that does.
+
+    Raises ConfigError, with the place `where`, for a pattern that matches nothing.
+
+    >>> names_matching(["body.*.weight", "head"], ["body.0.weight", "body.0.bias", "head.bias"], "freeze")
+    ['body.0.weight', 'head.bias']
+    """
+    names, found = list(names), set()
+    for pattern in patterns:
+        if not (matched := {one for one in names if fnmatchcase(one, pattern) or fnmatchcase(one, f"{pattern}.*")}):
+            parts = dict.fromkeys(".".join(one.split(".")[:end]) for one in names for end in range(1, 9))
+            close = nearest(pattern.rstrip(".*"), parts, cutoff=0.5)
+            hint = f"; did you mean '{close}'?" if close else ""
+            raise ConfigError(
+                f"{where}: no parameter matches '{pattern}'{hint} (there are: {listed(names, shorten=True)})"
+            )
+        found |= matched
+    return [one for one in names if one in found]
 
 
 def listed(names: Iterable[str], *, shorten: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 A run calls the hooks in this order; within a hook, callbacks run in the order in which they are listed:
 
+    prepare(model)                                  # before the optimizer is created
     bind(parts)                                     # when the run is put together, before a checkpoint is loaded
     on_train_begin(run)
     for each epoch:
@@ -120,10 +121,15 @@ class Callback:
     """True if `on_notice` shows its message to the user; if no callback does, messages are logged."""
     needs_model = False
     """True if it reads layers or weights of the model, so that a model that is a plain function is refused."""
+    uses_all_parameters = True
+    """False if it freezes parameters that the optimizer has, so that a step may leave them out."""
     _siblings: "CallbackList | None" = None
 
     def __init__(self) -> None:
         self.control = Control()
+
+    def prepare(self, model: nn.Module) -> None:
+        """Called with the model before a `Trainer` creates its optimizer, for example to freeze parameters."""
 
     def bind(self, parts: RunParts) -> None:
         """Take what it needs from the components of a run; raise ConfigError if it cannot work in this run."""
@@ -223,7 +229,7 @@ class Callback:
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
-_CALLED = (*HOOKS, "bind", "numbers", "outcome", "state_dict", "load_state_dict", "facts", "check_facts")
+_CALLED = (*HOOKS, "prepare", "bind", "numbers", "outcome", "state_dict", "load_state_dict", "facts", "check_facts")
 """Names of all hooks."""
 
 

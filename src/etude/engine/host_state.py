@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from etude.engine.update import Updater, state_tensors
+from etude.optim.several import optimizers_in
 
 PLAIN = (bool, int, float, str, type(None), np.generic)
 """Types of attributes that are compared by value."""
@@ -52,6 +53,7 @@ class Watched:
 
     def __init__(self, model: nn.Module, updater: Updater) -> None:
         self.model, self.updater = model, updater
+        self._optimizers = optimizers_in(updater.optimizer)
         self.look()
 
     def look(self) -> None:
@@ -128,7 +130,7 @@ class Watched:
     def modes(self) -> Hashable:
         """Return which parameters are trained, which modules are in training mode, and which hooks are registered."""
         params = self.updater.params
-        hooks = [*filter(None, self._hooks), *_OPTIMIZER_HOOKS(self.updater.optimizer)]
+        hooks = [*filter(None, self._hooks), *chain.from_iterable(map(_OPTIMIZER_HOOKS, self._optimizers))]
         hooks += filter(None, chain(map(_GRADIENT_HOOKS, params), map(_GRADIENT_POST_HOOKS, params)))
         return (
             tuple(map(_REQUIRES_GRAD, params)),

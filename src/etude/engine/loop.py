@@ -148,7 +148,8 @@ class Loop:
         self.step.objective.end_epoch(tally.means())
         logs = (
             self.log.numbers(tally, self.step)
-            | {"lr": self.step.updater.lr, "epoch_s": tally.seconds}
+            | self.step.updater.rates()
+            | {"epoch_s": tally.seconds}
             | self._phase()
         )
         self._set_logs(logs | validation)
@@ -171,7 +172,7 @@ class Loop:
             record = self.log.numbers(self.log.take_window(), self.step)
             self.finite.streak(step)
             position = {"step": step, "epoch": self.clock.epoch, "samples": self.clock.samples, **self._phase()}
-            self.callbacks.on_log({**position, **record, "lr": self.step.updater.lr, **self.callbacks.numbers()})
+            self.callbacks.on_log({**position, **record, **self.step.updater.rates(), **self.callbacks.numbers()})
         self._poll()
         self._validate_and_save()
 

@@ -18,6 +18,7 @@ from etude.optim.clipping import global_norm
 from etude.optim.eager import take_step
 from etude.optim.pieces import InPieces
 from etude.optim.schedules import Schedule
+from etude.optim.several import owner_of
 
 _CAPTURABLE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop)
 """Optimizers whose non-fused kernels accept a learning rate on the device, if their groups are capturable."""
@@ -48,6 +49,7 @@ class Updater:
         """Parameters that have been updated at least once."""
         self._constants: dict[float, Tensor] = {}
         self._rates = [DeviceRate(optimizer, place) for place in range(len(optimizer.param_groups))]
+        self._names = _rate_names(optimizer)
 
     @property
     def device(self) -> torch.device:
@@ -58,6 +60,14 @@ class Updater:
     def lr(self) -> float:
         """Learning rate of the first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def rates(self) -> dict[str, float]:
+        """Return the rate of the first group as `lr`, and those of other groups with a name or a rate of their own.
+
+        They are called `lr/<name>`, or by the index of the group.
+        """
+        groups = self.optimizer.param_groups
+        return {"lr": self.lr} | {f"lr/{name}": float(groups[place]["lr"]) for place, name in self._names.items()}
 
     def send_rates(self) -> None:
         """Copy the learning rates to the device, before the step that uses them."""
@@ -200,6 +210,17 @@ class Updater:
         return self._constants[value]
 
 
+def _rate_names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """Return the index and name of every group whose rate is reported beside that of the first group."""
+    first, *others = optimizer.param_groups
+    rate = first["lr"]
+    return {
+        place: str(group.get("name", place))
+        for place, group in enumerate(others, start=1)
+        if "name" in group or not (group["lr"] is rate or bool(group["lr"] == rate))
+    }
+
+
 def _is_recorded(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured on the tensor's device."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -222,10 +243,11 @@ class DeviceRate:
         self._num_settings = 0
         group = self.group
         first = next(iter(group["params"]), None)  # a group may be empty
-        if first is not None and first.is_cuda and _takes_tensor(optimizer, group):
+        owner = owner_of(optimizer, place)
+        if first is not None and first.is_cuda and _takes_tensor(owner, group):
             self.tensor = torch.zeros((), dtype=torch.float32, device=first.device)
             # torch warns about capturable groups outside a capture; here both cases do the same arithmetic
-            optimizer._warned_capturable_if_run_uncaptured = True
+            owner._warned_capturable_if_run_uncaptured = True
 
     @property
     def group(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Checking a config without its data: everything but the data is built, with small or no weights."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -66,12 +66,24 @@ def check_experiment(config: ExperimentConfig) -> None:
 def _check_optimizer(config: ExperimentConfig, model: nn.Module) -> None:
     """Build the optimizer on small weights with the same number of dimensions as the model's."""
     selection = config.selection("optimizer")
-    small = nn.ParameterList([_weight_like(one) for one in model.parameters() if one.requires_grad])
+    small = _Small({name: _weight_like(one) for name, one in model.named_parameters() if one.requires_grad})
 
     def build(params: Any) -> Any:
         return AdamW(params) if selection is None else _build(config, "optimizer", selection, params=params)
 
     make_optimizer(build, small, config.sections["training"])
+
+
+class _Small(nn.Module):
+    """Small weights under the names of a model's."""
+
+    def __init__(self, weights: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights.values())
+        self.names = list(weights)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return zip(self.names, self.weights, strict=True)
 
 
 def _weight_like(weight: nn.Parameter) -> nn.Parameter:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import CosineAnnealingLR
 
     from etude.optim.clipping import clip_gradients, clip_gradients_by_value, global_norm
+    from etude.optim.groups import group_parameters
     from etude.optim.optimizers import SGD, Adam, AdamW, RMSprop, decay_groups, get_lr, set_lr
     from etude.optim.schedules import (
         Schedule,
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
         warmup,
         warmup_cosine,
     )
+    from etude.optim.several import Optimizers
 
 __all__ = [
     "SGD",
     "Adam",
     "AdamW",
     "CosineAnnealingLR",
+    "Optimizers",
     "RMSprop",
     "Schedule",
     "clip_gradients",
@@ -45,6 +48,7 @@ __all__ = [
     "exponential",
     "get_lr",
     "global_norm",
+    "group_parameters",
     "inverse_sqrt",
     "linear",
     "multistep",

@@ -11,14 +11,17 @@ from typing import Annotated, Any, Literal, ParamSpec
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor, nn
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT as TorchParams
 
 from etude.config.registry import register
-from etude.core.arguments import checked
+from etude.core.arguments import check_ranges, checked
 from etude.core.errors import ConfigError
 from etude.optim.eager import without_compiler
+from etude.optim.groups import Groups, LayerDecay, group_parameters
 
 P = ParamSpec("P")
+ParamsT = TorchParams | nn.Module
+"""What torch's optimizers take, or a model."""
 Kernel = Literal["auto", "fused", "foreach", "loop"]
 Rate = Annotated[float, Gt(0)]
 Decay = Annotated[float, Ge(0)]
@@ -29,6 +32,8 @@ FUSED_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.fl
 FOREACH_NUMEL = 16_384
 """On the CPU, foreach saves Python time on small tensors; on larger ones its temporaries cost more."""
 
+_NOT_IN_GROUPS = ("kernel", "groups", "layer_decay", "decay_only_matrices")
+"""Arguments that are those of all groups together."""
 ALIASES = {"learning_rate": "lr", "epsilon": "eps"}
 """Aliases of arguments, in configs and in Python; in Python `beta1` and `beta2` also set `betas`."""
 
@@ -146,6 +151,26 @@ class KernelOptimizer(torch.optim.Optimizer):
             # Read by gradient scalers: every group's kernel can unscale and skip on the device.
             self._step_supports_amp_scaling = all(each["fused"] for each in self.param_groups)
 
+    def _grouped(
+        self, params: Any, lr: float, groups: Groups, layer_decay: float | None, decay_only_matrices: bool
+    ) -> Any:
+        """Return what torch's constructor takes: the parameters in groups, if any were asked for."""
+        if groups or layer_decay is not None or decay_only_matrices:
+            arguments = inspect.signature(type(self)).parameters
+            settings = [name for name in arguments if name not in (*_NOT_IN_GROUPS, "params")]
+            check = functools.partial(check_ranges, type(self).__init__)
+            return group_parameters(
+                params,
+                groups,
+                layer_decay=layer_decay,
+                decay_only_matrices=decay_only_matrices,
+                lr=lr,
+                settings=settings,
+                aliases=ALIASES,
+                check=check,
+            )
+        return [one for one in params.parameters() if one.requires_grad] if isinstance(params, nn.Module) else params
+
     def _auto_kernel(self, group: dict[str, Any]) -> Kernel:
         return choose_kernel(group["params"], has_fused=self._can_fuse(group))
 
@@ -191,6 +216,9 @@ class SGD(KernelOptimizer, torch.optim.SGD):
         *,
         maximize: bool = False,
         kernel: Kernel = "auto",
+        groups: Groups = (),
+        layer_decay: LayerDecay | None = None,
+        decay_only_matrices: bool = False,
     ) -> None:
         if nesterov and (momentum == 0 or dampening != 0):
             raise ConfigError(
@@ -198,7 +226,8 @@ class SGD(KernelOptimizer, torch.optim.SGD):
                 f"{dampening}; set momentum (0.9 is usual) or nesterov: false"
             )
         self._kernel = kernel
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
+        given = self._grouped(params, lr, groups, layer_decay, decay_only_matrices)
+        super().__init__(given, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
 
     def _auto_kernel(self, group: dict[str, Any]) -> Kernel:
         # With dampening the first momentum is special, and the fused kernel has only one first step for all
@@ -243,9 +272,13 @@ class Adam(KernelOptimizer, torch.optim.Adam):
         *,
         maximize: bool = False,
         kernel: Kernel = "auto",
+        groups: Groups = (),
+        layer_decay: LayerDecay | None = None,
+        decay_only_matrices: bool = False,
     ) -> None:
         self._kernel = kernel
-        super().__init__(params, lr, _pair(betas), eps, weight_decay, amsgrad, maximize=maximize)
+        given = self._grouped(params, lr, groups, layer_decay, decay_only_matrices)
+        super().__init__(given, lr, _pair(betas), eps, weight_decay, amsgrad, maximize=maximize)
 
 
 @register("optimizer", "adamw", aliases=ALIASES)
@@ -265,9 +298,13 @@ class AdamW(KernelOptimizer, torch.optim.AdamW):
         *,
         maximize: bool = False,
         kernel: Kernel = "auto",
+        groups: Groups = (),
+        layer_decay: LayerDecay | None = None,
+        decay_only_matrices: bool = False,
     ) -> None:
         self._kernel = kernel
-        super().__init__(params, lr, _pair(betas), eps, weight_decay, amsgrad, maximize=maximize)
+        given = self._grouped(params, lr, groups, layer_decay, decay_only_matrices)
+        super().__init__(given, lr, _pair(betas), eps, weight_decay, amsgrad, maximize=maximize)
 
 
 @register("optimizer", "rmsprop", aliases=ALIASES)
@@ -290,9 +327,13 @@ class RMSprop(KernelOptimizer, torch.optim.RMSprop):
         *,
         maximize: bool = False,
         kernel: Kernel = "auto",
+        groups: Groups = (),
+        layer_decay: LayerDecay | None = None,
+        decay_only_matrices: bool = False,
     ) -> None:
         self._kernel = kernel
-        super().__init__(params, lr, alpha, eps, weight_decay, momentum, centered, maximize=maximize)
+        given = self._grouped(params, lr, groups, layer_decay, decay_only_matrices)
+        super().__init__(given, lr, alpha, eps, weight_decay, momentum, centered, maximize=maximize)
 
 
 def _pair(betas: Sequence[float]) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from etude.callbacks import Freeze
 from etude.config import build_component
 from etude.config.schema import validate_section
 from etude.config.shapes import canonical_keys
@@ -117,15 +118,15 @@ def plain_task(loss: Any, task: Any, name: str = "loss") -> Task:
     return as_task(task) if task is not None else SupervisedTask(as_strategy(as_loss(loss)))
 
 
-def as_callbacks(callbacks: Any, curriculum: Any = None) -> list[Callback]:
+def as_callbacks(callbacks: Any, curriculum: Any = None, config: TrainerConfig | None = None) -> list[Callback]:
     """Return a list of callbacks from a list or a single one; names are built into callbacks.
 
-    A curriculum becomes a callback, which comes first.
+    Settings of the config that are callbacks come first, then that of a curriculum.
 
     >>> [type(one).__name__ for one in as_callbacks({"name": "early_stopping", "patience": 2})]
     ['EarlyStopping']
     """
-    first: list[Callback] = []
+    first = [] if config is None else _configured(config)
     if curriculum is not None:
         if (room := import_room(f"{_TASKS}.curriculum.callback")) is None:
             raise ConfigError(f"curriculum= needs {_TASKS}, which is not installed")
@@ -135,6 +136,11 @@ def as_callbacks(callbacks: Any, curriculum: Any = None) -> list[Callback]:
     if isinstance(callbacks, (Callback, str, Mapping)) or not isinstance(callbacks, Iterable):
         callbacks = [callbacks]
     return first + [_as_callback(one, place) for place, one in enumerate(callbacks)]
+
+
+def _configured(config: TrainerConfig) -> list[Callback]:
+    """Return the callbacks that settings of `training` stand for."""
+    return [Freeze(config.freeze, config.unfreeze, config.frozen_eval)] if config.freeze else []
 
 
 def _as_callback(callback: Any, place: int) -> Callback:

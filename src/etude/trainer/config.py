@@ -119,6 +119,13 @@ class TrainerConfig(SectionModel):
     find_unused_parameters: bool = False
     """With several processes: allow parameters that are unused in the loss of a step; slightly slower."""
 
+    freeze: str | list[str] | None = None
+    """Patterns of parameters, such as `backbone.*.bias`, or of modules, such as `backbone`, that are not trained."""
+    unfreeze: dict[Count, str | list[str]] | None = None
+    """Patterns of frozen parameters that are trained from an epoch on, counted from zero: {3: ["backbone.layer4"]}."""
+    frozen_eval: bool = True
+    """Modules whose parameters are all frozen by `freeze` are in eval mode: fixed batch norm statistics, no dropout."""
+
     learning_rate: Positive | None = None
     """Learning rate, for configs that set it here instead of in optimizer.lr."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
@@ -145,6 +152,12 @@ class TrainerConfig(SectionModel):
     """Batches of tensors or tokens that a thread prefetches, copies to CUDA included; 0 prepares them when needed."""
     meaningful_loss: dict[str, Any] | None = None
     """Settings of the loss `meaningful`, for models over tokens of several modalities."""
+
+    @model_validator(mode="after")
+    def _unfreeze_what_is_frozen(self) -> "TrainerConfig":
+        if self.unfreeze and not self.freeze:
+            raise ValueError("unfreeze is given, but nothing is frozen; list patterns of parameters under freeze")
+        return self
 
     @field_validator("grad_accum_steps")
     @classmethod

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,6 +24,8 @@ from etude.engine.step import Step
 from etude.engine.update import LearningRate, Updater
 from etude.optim import AdamW, Schedule
 from etude.optim.eager import without_compiler
+from etude.optim.groups import NamedParams, names_of
+from etude.optim.several import Optimizers, check_shares
 from etude.trainer.arguments import Section, build_named, expect
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders
@@ -37,7 +39,13 @@ DEFAULT_SCHEDULE = "warmup_cosine"
 """The default schedule of a config or a Trainer that enables one without naming it."""
 
 
-OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | Section | None
+OptimizerLike = (
+    torch.optim.Optimizer
+    | Sequence[torch.optim.Optimizer]
+    | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    | Section
+    | None
+)
 
 
 @runtime_checkable
@@ -49,9 +57,18 @@ class GroupsParameters(Protocol):
 
 
 def make_step(
-    model: nn.Module, task: Task, optimizer: OptimizerLike, config: TrainerConfig, machine: Machine
+    model: nn.Module,
+    task: Task,
+    optimizer: OptimizerLike,
+    config: TrainerConfig,
+    machine: Machine,
+    *,
+    uses_all_parameters: bool = True,
 ) -> Step:
-    """Move a model to the device, create its optimizer, and return the step that trains it."""
+    """Move a model to the device, create its optimizer, and return the step that trains it.
+
+    Without `uses_all_parameters` a step may leave out parameters that the optimizer has.
+    """
     task.join(model)
     with making_model(machine.device):
         machine.place(model, config)
@@ -59,7 +76,7 @@ def make_step(
         task.extend(made)
         wrapped = model
         if machine.world.size > 1:
-            unused = config.find_unused_parameters or not task.uses_all_parameters
+            unused = config.find_unused_parameters or not uses_all_parameters
             wrapped = wrap_data_parallel(model, made, machine.device, find_unused_parameters=unused)
     clip = {"clip_norm": config.gradient_clip_norm, "clip_value": config.gradient_clip_value}
     updater = Updater(made, **clip, precision=machine.precision)
@@ -88,18 +105,27 @@ def compile_step(step: Step, config: TrainerConfig, machine: Machine, loaders: L
 
 @without_compiler()
 def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
-    """Return the given optimizer, or one built from a name, class or function of the parameters; default AdamW."""
+    """Return the given optimizer, or one built from a name, class or function of the parameters; default AdamW.
+
+    Several given ones become one.
+    """
+    names = names_of(model)
     params = [param for param in model.parameters() if param.requires_grad]
     if not params:
         raise ConfigError("the model has no parameters that require gradients: there is nothing to train")
+    if isinstance(optimizer, (list, tuple)):
+        for one in optimizer:
+            check_optimizer(one, model)
+        check_shares(optimizer, names, params)
+        optimizer = Optimizers(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         check_optimizer(optimizer, model)
         _check_settings(optimizer, config)
         follow_parameters(optimizer)
         return optimizer
-    groups: Any = params
+    groups = NamedParams(params, names)
     if isinstance(model, GroupsParameters) and len(found := model.parameter_groups()) > 1:
-        groups = found
+        groups = NamedParams(found, names)
     chosen = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     given: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
     if optimizer is None:

@@ -80,8 +80,9 @@ class Trainer:
                 arrays, tables of pandas), or any iterable of batches.
             val_loader: the same, for validation.
             config: a `TrainerConfig`, or its keys as a mapping.
-            optimizer: an optimizer, a function of the parameters, or the name of one; AdamW by default. Optimizer,
-                scheduler, loss and callbacks may be named as in a config file: "sgd", {"name": "sgd", "lr": 0.1}.
+            optimizer: an optimizer, a function of the parameters, or the name of one; AdamW by default. A list of
+                optimizers that share no parameter is stepped, saved and resumed as one. Optimizer, scheduler, loss and
+                callbacks may be named as in a config file: "sgd", {"name": "sgd", "lr": 0.1}.
             scheduler: a function of the step that gives a factor of the learning rate, or a torch scheduler
                 (stepped once per optimizer step; use the `LRSchedule` callback to step it per epoch). Without one,
                 `warmup_steps`, `scheduler_type` and `use_scheduler` of the config make one as long as the run.
@@ -116,14 +117,18 @@ class Trainer:
         self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
         self.machine = Machine.from_config(self.config, world)
         self.task = make_task(loss, task, self.config, modalities, of=type(self))
-        self.step = make_step(model, self.task, optimizer, self.config, self.machine)
+        own = as_callbacks(callbacks, curriculum, self.config)
+        for one in own:
+            one.prepare(model)
+        uses_all = self.task.uses_all_parameters and all(one.uses_all_parameters for one in own)
+        self.step = make_step(model, self.task, optimizer, self.config, self.machine, uses_all_parameters=uses_all)
         self.optimizer = self.step.updater.optimizer
         self.loaders = Loaders(train_loader, val_loader, config=self.config, machine=self.machine, model=model)
         self.task.check_loader(self.loaders.sources[0], self.loaders.accumulator.steps_at(0))
         self.compiled = compile_step(self.step, self.config, self.machine, self.loaders)
         self.learning_rate = RunRate(self.optimizer, scheduler, self.config, self.loaders)
         self.output = Output(output_dir, self.config, self.machine, name, progress, overwrite, resume, whole_config)
-        listed = *as_callbacks(callbacks, curriculum), *self.learning_rate.callbacks, *self.output.callbacks
+        listed = *own, *self.learning_rate.callbacks, *self.output.callbacks
         self.callbacks = CallbackList(listed)
         self.callbacks.bind(self._parts())
         self.meta = {"model": model_record(self.model), **(meta or {}), **self.callbacks.facts(), **self.task.facts()}

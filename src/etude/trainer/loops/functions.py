@@ -189,6 +189,10 @@ class FunctionUpdater:
         """Device of the first parameter, the CPU if none is known."""
         return self.params[0].device if self.params else torch.device("cpu")
 
+    def rates(self) -> dict[str, float]:
+        """Return that the rate is unknown."""
+        return {"lr": self.lr}
+
     def send_rates(self) -> None:
         """Unknown: only the function has the learning rate."""
 

@@ -1,0 +1,125 @@
+"""Freeze parameters by name, and unfreeze them at the beginning of epochs."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from etude.config.registry import register
+from etude.core import ConfigError
+from etude.core.model import clean_name, unwrap
+from etude.core.spelling import names_matching
+from etude.engine.callback import Callback, RunInfo, RunParts
+
+Patterns = str | Sequence[str]
+
+
+@register("callback", "freeze")
+class Freeze(Callback):
+    """Freezes the parameters whose names match a pattern; `unfreeze` trains some of them from an epoch on.
+
+    Epochs are counted from zero. Which parameters are frozen depends on the epoch alone, so a resumed run trains what
+    an uninterrupted one does. Parameters that are never unfrozen are left out of the optimizer; the others are in it
+    from the start, without a gradient. A module all of whose parameters are frozen is in eval mode, so that its batch
+    norms keep their statistics and its dropout is off, unless `eval_mode` is false.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> freeze = Freeze("0.*", unfreeze={3: "0.bias"})
+    >>> freeze.prepare(model)
+    >>> [name for name, param in model.named_parameters() if param.requires_grad]
+    ['0.bias', '1.weight', '1.bias']
+    """
+
+    needs_model = True
+
+    def __init__(
+        self, params: Patterns, unfreeze: Mapping[int, Patterns] | None = None, eval_mode: bool = True
+    ) -> None:
+        """Patterns are those of parameters, such as `backbone.*.bias`, or of modules, such as `backbone`."""
+        super().__init__()
+        self.patterns = _listed(params)
+        self.unfreeze = {epoch: _listed(patterns) for epoch, patterns in sorted((unfreeze or {}).items())}
+        self.eval_mode = eval_mode
+        self.uses_all_parameters = not self.unfreeze
+        self._model: nn.Module | None = None
+        self._begins: dict[str, float] = {}
+        """The epoch from which a parameter is trained, infinite if never, by name."""
+        self._in_eval: list[nn.Module] = []
+        if not self.patterns:
+            raise ConfigError("freeze needs a pattern of parameter names, such as 'backbone.*'")
+        for epoch in self.unfreeze:
+            if not isinstance(epoch, int) or epoch < 1:
+                raise ConfigError(
+                    f"unfreeze: {epoch!r} is not an epoch above 0; what is trained from the start is not frozen"
+                )
+
+    def prepare(self, model: nn.Module) -> None:
+        """Freeze what is never unfrozen, so that the optimizer does not get it."""
+        self._find(model)
+        for name, param in self._named():
+            if self._begins.get(name) == float("inf"):
+                param.requires_grad_(False)
+
+    def bind(self, parts: RunParts) -> None:
+        """Freeze as in the first epoch; raise ConfigError if nothing is left to train."""
+        assert parts.model is not None
+        self._find(parts.model)
+        self._apply(0)
+        if not any(param.requires_grad for _, param in self._named()):
+            raise ConfigError(f"freeze: {', '.join(self.patterns)} freezes all parameters: there is nothing to train")
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        """Find the parameters, if that has not been done: a loop of your own may call only the hooks."""
+        self._find(run.model)
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Train the parameters whose epoch has come, and put modules that are still frozen into eval mode."""
+        if self._model is not None and (changed := self._apply(epoch)):
+            self.notify(f"epoch {epoch}: {changed} more parameter tensors are trained", event="unfreeze", epoch=epoch)
+
+    def _find(self, model: nn.Module) -> None:
+        """Find the epoch of every parameter that is frozen at first."""
+        model = unwrap(model)
+        if model is self._model:
+            return
+        self._in_eval = []
+        names = [clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+        self._begins = dict.fromkeys(names_matching(self.patterns, names, "freeze"), float("inf"))
+        for epoch, patterns in self.unfreeze.items():
+            for name in names_matching(patterns, names, f"unfreeze.{epoch}"):
+                if name in self._begins:
+                    self._begins[name] = min(self._begins[name], epoch)
+        self._model = model
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        assert self._model is not None
+        return [(clean_name(name), param) for name, param in self._model.named_parameters(remove_duplicate=False)]
+
+    def _apply(self, epoch: int) -> int:
+        """Freeze and unfreeze as in an epoch; return the number of parameters that are trained and were not."""
+        assert self._model is not None
+        changed = 0
+        for name, param in self._named():
+            if name in self._begins and param.requires_grad != (self._begins[name] <= epoch):
+                param.requires_grad_(not param.requires_grad)
+                changed += param.requires_grad
+        for module in self._in_eval:
+            module.training = self._model.training
+        self._in_eval = [*self._frozen_modules()] if self.eval_mode else []
+        for module in self._in_eval:
+            module.training = False
+        return changed
+
+    def _frozen_modules(self) -> list[nn.Module]:
+        """Return the modules in training mode that are, or are inside, one whose parameters are all frozen."""
+        assert self._model is not None
+        found: dict[nn.Module, None] = {}
+        own = {id(param) for name, param in self._named() if name in self._begins}
+        for module in self._model.modules():
+            params = list(module.parameters())
+            if params and not any(param.requires_grad for param in params) and any(id(p) in own for p in params):
+                found |= dict.fromkeys(one for one in module.modules() if one.training)
+        return list(found)
+
+
+def _listed(patterns: Patterns) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)

@@ -1,0 +1,131 @@
+"""Parameter groups by name: own settings for parameters that match a pattern, layer-wise rates, no decay of vectors."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+from annotated_types import Gt, Le
+from torch import nn
+
+from etude.core.errors import ConfigError
+from etude.core.spelling import did_you_mean, names_matching
+
+Groups = Sequence[Mapping[str, Any]]
+"""Each has `params`, a pattern of names or several, and the settings of the parameters that match."""
+LayerDecay = Annotated[float, Gt(0), Le(1)]
+_NUMBERED = re.compile(r"(.*?\.)?\d+\.")
+
+
+class NamedParams(list[Any]):
+    """The parameters of a model, or groups of them, with their names: optimizers of etude look for patterns in these.
+
+    Any other optimizer sees a list.
+    """
+
+    def __init__(self, items: Iterable[Any], names: Mapping[int, str]) -> None:
+        super().__init__(items)
+        self.names = dict(names)
+        """Names by the id of a parameter."""
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Return the name of every parameter by its id; the first of several names."""
+    return {id(param): name for name, param in model.named_parameters()}
+
+
+def group_parameters(
+    params: Any,
+    groups: Groups = (),
+    *,
+    layer_decay: float | None = None,
+    decay_only_matrices: bool = False,
+    lr: float,
+    settings: Iterable[str] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    check: Callable[[Mapping[str, Any], str], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the parameters as groups for any torch optimizer; those that match no pattern come first.
+
+    `params` is a model, its `named_parameters()`, or `NamedParams`. A parameter belongs to the first group with a
+    pattern that matches its name, or the name of a module it is in. With `layer_decay` the rate of the last layer is
+    that of its group, and the rate of every layer before it is multiplied by this factor once more. With
+    `decay_only_matrices` biases, norms and other vectors have no weight decay. `settings` are the keys that a group
+    may have, all by default, `aliases` other names of them, and `check` may refuse their values. Raises ConfigError
+    for a pattern that matches nothing.
+
+    >>> model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    >>> groups = group_parameters(model, [{"params": "0.*", "lr": 1e-4}], lr=1e-3)
+    >>> [(group.get("name"), group.get("lr"), len(group["params"])) for group in groups]
+    [(None, None, 2), ('0', 0.0001, 2)]
+    """
+    bases, names = _named(params)
+    own = [_checked(group, place, settings, aliases or {}) for place, group in enumerate(groups)]
+    chosen: dict[str, int] = {}
+    for place, group in enumerate(own):
+        if check is not None:
+            check(group, f"optimizer.groups.{place}")
+        for name in names_matching(group["params"], names.values(), f"optimizer.groups.{place}.params"):
+            chosen.setdefault(name, place)
+    layers = {} if layer_decay is None else _layers(names.values())
+    last = max(layers.values(), default=0)
+    made: dict[tuple[int, int, int, bool], dict[str, Any]] = {}
+    for start, base in enumerate(bases):
+        for param in base["params"]:
+            name = names.get(id(param), "")
+            place, layer = chosen.get(name, -1), layers.get(name, last)
+            has_decay = not decay_only_matrices or param.dim() >= 2
+            key = place, start, layer, has_decay
+            if key not in made:
+                made[key] = {**base, **({} if place < 0 else own[place]), "params": []}
+                if layer_decay is not None:
+                    rate = made[key].get("lr", lr) * layer_decay ** (last - layer)
+                    label = "/".join(filter(None, (made[key].get("name"), f"layer_{layer}")))
+                    made[key].update({"lr": rate} if layer == last else {"lr": rate, "name": label})
+                if not has_decay:
+                    made[key]["weight_decay"] = 0.0
+            made[key]["params"].append(param)
+    return [made[key] for key in sorted(made, key=lambda key: (key[0], key[1], -key[2], not key[3]))]
+
+
+def _named(params: Any) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """Return groups without patterns, and the names of all parameters of the model."""
+    if isinstance(params, nn.Module):
+        params = NamedParams([param for param in params.parameters() if param.requires_grad], names_of(params))
+    elif not isinstance(params, NamedParams):
+        pairs = list(params)
+        if not all(isinstance(one, tuple) and len(one) == 2 for one in pairs):
+            raise ConfigError("groups of parameters need their names: pass model.named_parameters(), or the model")
+        params = NamedParams([param for _, param in pairs], {id(param): name for name, param in pairs})
+    is_grouped = any(isinstance(one, dict) for one in params)
+    return (list(params) if is_grouped else [{"params": list(params)}]), params.names
+
+
+def _checked(group: Any, place: int, settings: Iterable[str] | None, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Return a group with its patterns as a list, a name and canonical keys."""
+    where = f"optimizer.groups.{place}"
+    if not isinstance(group, Mapping) or not group.get("params"):
+        raise ConfigError(f"{where} needs `params`, a pattern of parameter names such as 'backbone.*'")
+    found = {aliases.get(key, key): value for key, value in group.items()}
+    allowed = None if settings is None else {*settings, "params", "name"}
+    for key in found:
+        if allowed is not None and key not in allowed:
+            raise ConfigError(f"{where}.{key} is not a setting of this optimizer{did_you_mean(key, allowed)}")
+    patterns = [found["params"]] if isinstance(found["params"], str) else list(found["params"])
+    label = ", ".join(re.sub(r"[.*?]+$", "", one) or one for one in patterns)
+    return {"name": label, **found, "params": patterns}
+
+
+def _layers(names: Iterable[str]) -> dict[str, int]:
+    """Return the layer of every parameter: numbered modules in the order of definition; 0 is what precedes them."""
+    found: dict[str, int] = {}
+    last, unit, is_open = 0, "", True
+    for name in names:
+        numbered = _NUMBERED.match(name)
+        if numbered is not None and numbered.group() != unit:
+            last, unit, is_open = last + 1, numbered.group(), True
+        elif numbered is None and unit and is_open:  # what follows the numbered modules is one more layer
+            last, is_open = last + 1, False
+        found[name] = last
+    if not unit:
+        raise ConfigError("optimizer.layer_decay needs numbered layers, such as blocks.0; use optimizer.groups")
+    return found

@@ -1,0 +1,197 @@
+"""Several optimizers as one: each updates its own parameters, and all step, save and resume together."""
+
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
+from itertools import chain
+from typing import Annotated, Any
+
+import torch
+from torch.optim import Optimizer
+
+from etude.config.registry import Section, register
+from etude.core.errors import ConfigError
+from etude.core.spelling import listed, names_matching
+from etude.optim.eager import take_step
+from etude.optim.groups import NamedParams
+
+_OF_KERNELS = ("grad_scale", "found_inf")
+"""Attributes through which fused kernels are given the loss scale and whether to skip."""
+
+
+class Optimizers(Optimizer):
+    """An optimizer made of several that share no parameter; the groups are those of all, in order.
+
+    >>> one, two = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    >>> both = Optimizers([torch.optim.SGD([one], lr=0.5), torch.optim.Adam([two], lr=0.1)])
+    >>> one.grad, two.grad = torch.ones(1), torch.ones(1)
+    >>> both.step(); [round(float(param), 3) for param in (one, two)]
+    [0.5, 0.9]
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        if not self.optimizers:
+            raise ConfigError("a list of optimizers must not be empty")
+        params = [param for one in self.optimizers for group in one.param_groups for param in group["params"]]
+        if len(set(params)) < len(params):
+            raise ConfigError("a parameter is in two optimizers; give each its own")
+        self._is_made = False
+        super().__init__([{"params": []}], {})
+        self._is_made = True
+        supports = [getattr(one, "_step_supports_amp_scaling", False) for one in self.optimizers]
+        self._step_supports_amp_scaling = all(supports)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers."""
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        """Ignore what torch's constructor sets."""
+
+    @property  # type: ignore[override]
+    def state(self) -> "_States":
+        """The state of every parameter."""
+        return _States(*[one.state for one in self.optimizers])
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Ignore what torch's constructor sets."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the last optimizer."""
+        if self._is_made:
+            self.optimizers[-1].add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let every optimizer step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        given = {name: value for name, value in vars(self).items() if name in _OF_KERNELS}
+        for one in self.optimizers:
+            vars(one).update(given)
+            try:
+                take_step(one)
+            finally:
+                for name in given:
+                    delattr(one, name)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters."""
+        for one in self.optimizers:
+            one.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states as that of one optimizer; what else an optimizer saves is under `optimizers`."""
+        groups: list[dict[str, Any]] = []
+        state: dict[Any, Any] = {}
+        others: list[dict[str, Any]] = []
+        start = 0
+        for place, one in enumerate(self.optimizers):
+            saved = one.state_dict()
+            own = [
+                {**group, "params": [start + index for index in group["params"]]} for group in saved["param_groups"]
+            ]
+            groups += own
+            state |= {
+                start + key if isinstance(key, int) else f"{place}.{key}": value
+                for key, value in saved["state"].items()
+            }
+            others.append({key: value for key, value in saved.items() if key not in ("state", "param_groups")})
+            start += sum(len(group["params"]) for group in own)
+        return {"state": state, "param_groups": groups, **({"optimizers": others} if any(others) else {})}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, each optimizer its own part."""
+        groups, state = state_dict["param_groups"], state_dict["state"]
+        others = state_dict.get("optimizers", [{}] * len(self.optimizers))
+        if len(groups) != len(self.param_groups):
+            raise ValueError("loaded state dict has a different number of parameter groups")
+        start = 0
+        for place, one in enumerate(self.optimizers):
+            own = groups[start : start + len(one.param_groups)]
+            start += len(own)
+            wanted = {index for group in own for index in group["params"]}
+            mine = {key: value for key, value in state.items() if key in wanted}
+            prefix = f"{place}."
+            named = {key: value for key, value in state.items() if isinstance(key, str) and key.startswith(prefix)}
+            mine |= {key.removeprefix(prefix): value for key, value in named.items()}
+            one.load_state_dict({**others[place], "state": mine, "param_groups": own})
+
+
+class _States(ChainMap[Any, Any]):
+    """The states of several optimizers: no key is in two of them."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return next((one for one in self.maps if key in one), {})[key]  # reading a defaultdict would add the key
+
+    def __len__(self) -> int:
+        return sum(map(len, self.maps))
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(self.maps)
+
+    def values(self) -> ValuesView[Any]:
+        return chain.from_iterable(one.values() for one in self.maps)  # type: ignore[return-value]
+
+
+def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that one consists of: those of `Optimizers`, or itself."""
+    return optimizer.optimizers if isinstance(optimizer, Optimizers) else [optimizer]
+
+
+def owner_of(optimizer: Optimizer, place: int) -> Optimizer:
+    """Return the optimizer whose kernel updates the group at `place`."""
+    owners = [one for one in optimizers_in(optimizer) for _ in one.param_groups]
+    return owners[place]
+
+
+def check_shares(optimizers: Sequence[Optimizer], names: Mapping[int, str], needed: Iterable[Any]) -> None:
+    """Raise ConfigError, with names, unless every needed parameter is in exactly one of several optimizers."""
+    seen: dict[int, int] = {}
+    for one in optimizers:
+        for group in one.param_groups:
+            for param in group["params"]:
+                seen[id(param)] = seen.get(id(param), 0) + 1
+    twice = [names.get(key, "?") for key, count in seen.items() if count > 1]
+    missing = [names.get(id(param), "?") for param in needed if id(param) not in seen]
+    if twice:
+        raise ConfigError(f"these parameters are in two optimizers: {listed(twice, shorten=True)}; give each its own")
+    if missing:
+        raise ConfigError(
+            f"these parameters are in no optimizer: {listed(missing, shorten=True)}; add them to one, or freeze them "
+            "with requires_grad_(False)"
+        )
+
+
+def _share(said: Mapping[str, Any], supplied: Mapping[str, Any], place: int) -> Mapping[str, Any]:
+    """Return the parameters of the optimizer at `place`: those whose first matching pattern is its own."""
+    params, patterns = supplied["params"], said["patterns"]
+    if len(patterns) != len(said["optimizers"]):
+        raise ConfigError(f"{len(said['optimizers'])} optimizers need as many patterns, found {len(patterns)}")
+    if not isinstance(params, NamedParams) or any(isinstance(one, dict) for one in params):
+        raise ConfigError("several optimizers need the names of parameters, and a model without groups of its own")
+    taken: set[str] = set()
+    mine: set[str] = set()
+    for number, one in enumerate(patterns[: place + 1]):
+        found = names_matching([one] if isinstance(one, str) else one, params.names.values(), f"patterns.{number}")
+        mine = {name for name in found if name not in taken}
+        taken |= mine
+    chosen = [param for param in params if params.names[id(param)] in mine]
+    return {**supplied, "params": NamedParams(chosen, params.names)}
+
+
+@register("optimizer", "several", inside=_share)
+def several(
+    params: Any,
+    patterns: list[str | list[str]],  # noqa: ARG001 - read by `_share`
+    optimizers: list[Annotated[Any, Section("optimizer", frozenset({"params"}))]],
+) -> Optimizers:
+    """One optimizer for the parameters of each pattern; a parameter belongs to the first pattern that matches."""
+    names = params.names if isinstance(params, NamedParams) else {}
+    check_shares(optimizers, names, params)
+    return Optimizers(optimizers)
