@@ -21,6 +21,7 @@ class RunAgain:
             *self.step.model.parameters(),
             *self.step.model.buffers(),
             *state_tensors(self.step.updater.optimizer),
+            *self.step.capture._others,
         ]
         kept, drawn = [tensor.detach().clone() for tensor in tensors], rng_state()
         RunAgain.is_recording = True

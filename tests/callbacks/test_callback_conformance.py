@@ -80,8 +80,25 @@ def _in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def to_json(state: dict[str, Any]) -> str:
+    """Return a state as JSON; tensors, which files hold apart, as lists."""
+
+    def listed(value: torch.Tensor) -> dict[str, Any]:
+        return {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
+
+    return json.dumps(state, allow_nan=False, default=listed)
+
+
+def from_json(text: str) -> dict[str, Any]:
+    def tensor(found: dict[str, Any]) -> Any:
+        is_tensor = found.keys() == {"dtype", "values"}
+        return torch.tensor(found["values"], dtype=getattr(torch, found["dtype"])) if is_tensor else found
+
+    return json.loads(text, object_hook=tensor)
+
+
 def through_json(state: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(state, allow_nan=False))
+    return json.loads(to_json(state))
 
 
 def timeless(value: Any) -> Any:
@@ -184,7 +201,7 @@ def break_off(make, hook, calls, folder):
         error = raised
     callback.on_exception(error)
     callback.on_exception(error)  # once more changes nothing, and raises nothing
-    json.dumps(callback.state_dict(), allow_nan=False)
+    to_json(callback.state_dict())
 
 
 @every_callback
@@ -193,9 +210,9 @@ def test_state_goes_through_json_and_back(make, tmp_path):
     first = make(life)
     life.whole(first)
     second = make(Life(tmp_path))
-    state = through_json(first.state_dict())
-    second.load_state_dict(state)
-    assert through_json(second.state_dict()) == state
+    state = to_json(first.state_dict())
+    second.load_state_dict(from_json(state))
+    assert through_json(second.state_dict()) == json.loads(state)
 
 
 def test_the_state_of_a_life_is_not_that_of_its_beginning(tmp_path):
@@ -206,7 +223,8 @@ def test_the_state_of_a_life_is_not_that_of_its_beginning(tmp_path):
         before = through_json(callback.state_dict())
         life.whole(callback)
         assert (
-            name in ("recorder", "text_samples", "find_nonfinite") or through_json(callback.state_dict()) != before
+            name in ("recorder", "text_samples", "find_nonfinite", "freeze")
+            or through_json(callback.state_dict()) != before
         ), name
 
 
@@ -226,7 +244,7 @@ def test_resumed_is_the_same_as_never_stopped(make, saved_after, tmp_path):
     callbacks.on_train_begin(life.run_info())
     for _ in range(saved_after):
         life.epoch(callbacks)
-    state, clock, lrs = through_json(callbacks.state_dict()), life.clock.state_dict(), list(life.lrs)
+    state, clock, lrs = from_json(to_json(callbacks.state_dict())), life.clock.state_dict(), list(life.lrs)
     assert not callbacks.control.stop
     life.epoch(callbacks)
 
@@ -248,7 +266,7 @@ def test_resumed_is_the_same_as_never_stopped(make, saved_after, tmp_path):
 
 
 def _relative(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    return json.loads(json.dumps(timeless(state)).replace(str(folder), "RUN"))
+    return json.loads(to_json(timeless(state)).replace(str(folder), "RUN"))
 
 
 @every_callback

@@ -25,7 +25,7 @@ from etude import (
     TrainingMetrics,
     ValidationLoop,
 )
-from etude.callbacks import Callback, FindNonfinite, ProgressDisplay, RunRecorder, TextSamples
+from etude.callbacks import EMA, Callback, FindNonfinite, Freeze, ProgressDisplay, RunRecorder, TextSamples
 from etude.core import ConfigError
 from etude.losses import ClassificationLoss
 from etude.monitor import RunFolder
@@ -144,7 +144,19 @@ def switches_tasks(case):
     return CurriculumCallback([Phase("only", 1, ["a"])]), None  # one task: refused everywhere
 
 
+def freezes(case):
+    before = case.model[1].weight.detach().clone()
+    return Freeze("1.weight"), lambda door: torch.equal(case.model[1].weight, before)
+
+
+def averages(case):
+    callback = EMA(0.5)
+    return callback, lambda door: int(callback.average.count) == EPOCHS * 6 and callback.is_swapped
+
+
 CALLBACKS = {
+    EMA: averages,
+    Freeze: freezes,
     EarlyStopping: stops,
     ModelCheckpoint: keeps_the_best,
     CSVLogger: writes_rows,
@@ -233,6 +245,10 @@ REFUSED = {
     ("bare functions", ModelCheckpoint),
     ("bare functions", GradientMonitor),
     ("bare functions", TextSamples),
+    ("bare functions", EMA),
+    ("bare functions", Freeze),
+    ("validate_epoch", EMA),
+    ("validate_epoch", Freeze),
     ("bare functions", FindNonfinite),
     ("validate_epoch", GradientMonitor),
     ("validate_epoch", FindNonfinite),

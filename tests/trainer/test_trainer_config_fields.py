@@ -135,6 +135,8 @@ PROBES = {
     "deterministic": (True, lambda f: torch.are_deterministic_algorithms_enabled()),
     "train_metrics": (False, lambda f: "accuracy" in f["watch"].last),
     "drop_last": (True, lambda f: f["watch"].norms),
+    "freeze": ("head", weights),
+    "ema": (0.9, weights),
     "learning_rate": (0.5, rates),
     "weight_decay": (0.5, weights),
     "warmup_steps": (3, rates),
@@ -144,6 +146,8 @@ PROBES = {
 """A value that is not the default, and where it shows."""
 
 ELSEWHERE = {
+    "unfreeze": "tests/callbacks/test_callback_freeze.py",
+    "frozen_eval": "tests/callbacks/test_callback_freeze.py",
     "device": "test_the_device_is_asked_for",
     "num_threads": "test_threads_are_set_while_it_runs",
     "loss_scale": "test_the_loss_scale_is_the_first_one",

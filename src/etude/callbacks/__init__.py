@@ -7,6 +7,7 @@ from etude.lazy import load_late
 if TYPE_CHECKING:
     from etude.callbacks.csv_logger import CSVLogger
     from etude.callbacks.early_stopping import EarlyStopping
+    from etude.callbacks.ema import EMA
     from etude.callbacks.find_nonfinite import FindNonfinite
     from etude.callbacks.freeze import Freeze
     from etude.callbacks.gradient_health import GradientHealth
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from etude.engine.callback import Callback, CallbackList, RunInfo
 
 __all__ = [
+    "EMA",
     "CSVLogger",
     "Callback",
     "CallbackList",

@@ -59,6 +59,10 @@ class Freeze(Callback):
             if self._begins.get(name) == float("inf"):
                 param.requires_grad_(False)
 
+    def acts_in_steps(self) -> bool:
+        """Return that it needs training steps."""
+        return True
+
     def bind(self, parts: RunParts) -> None:
         """Freeze as in the first epoch; raise ConfigError if nothing is left to train."""
         assert parts.model is not None

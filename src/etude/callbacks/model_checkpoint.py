@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ class ModelCheckpoint(Callback):
                 logger.warning("ModelCheckpoint saved nothing: call on_train_begin(run), or set its `.model`")
                 return
             try:
-                save_weights(self.model, path, self._metadata(epoch))
+                with nullcontext() if self._siblings is None else self._siblings.saving():
+                    save_weights(self.model, path, self._metadata(epoch))
             except CheckpointError as error:
                 self.monitored.load_state_dict(before)  # compare only with epochs whose file was written
                 logger.warning(f"{error}; training continues")

@@ -5,6 +5,7 @@ _HOMES = {
     "callback": {
         "callbacks.csv_logger": "csv_logger",
         "callbacks.early_stopping": "early_stopping",
+        "callbacks.ema": "ema",
         "callbacks.find_nonfinite": "find_nonfinite",
         "callbacks.freeze": "freeze",
         "callbacks.gradient_monitor": "gradient_monitor",

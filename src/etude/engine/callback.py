@@ -10,6 +10,7 @@ A run calls the hooks in this order; within a hook, callbacks run in the order i
         for each step:
             on_step_begin(step)                     # its batches have been loaded
             on_gradients(gradients)                 # between the backward pass and the update
+            [device_update()(skipped)]              # after the update, inside the step
             on_step_end(report)                     # nothing has been read from the device yet
             numbers() · on_log(record)              # every `log_interval` steps: plain numbers
             [on_validation_begin · on_validation_end] [on_checkpoint]   # if asked for, or every N steps
@@ -18,6 +19,8 @@ A run calls the hooks in this order; within a hook, callbacks run in the order i
         on_checkpoint(path)
     on_exception(error)                             # instead of what follows the error
     on_train_end(result)
+
+Around everything that writes the model, `on_save_begin()` and `on_save_end()` are called.
 
 A callback may send the user a message with `notify` at any time: every callback receives it in `on_notice`. In a run
 of several phases `on_phase_begin(phase, facts)` is called before the first step of each phase, but not again on a
@@ -34,7 +37,7 @@ Epochs are counted from zero. A hook that no callback overrides costs nothing.
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -172,6 +175,12 @@ class Callback:
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Called after an epoch and its validation."""
 
+    def on_save_begin(self) -> None:
+        """Called before the model and all state are read for a checkpoint, or the model for a file of its own."""
+
+    def on_save_end(self) -> None:
+        """Called when they have been written, or writing has failed."""
+
     def on_checkpoint(self, path: Path) -> None:
         """Called after a checkpoint is safely on disk."""
 
@@ -186,6 +195,14 @@ class Callback:
 
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
         """Called when a callback notifies the user: with the message, and with facts for programs."""
+
+    def device_update(self) -> Callable[[Tensor], None] | None:
+        """Return a function that every step calls after its update, or None.
+
+        Its argument is 1 on the device if the update was skipped. It may become part of a CUDA graph: it must only
+        change tensors in place, must not read one, and must not decide anything by values of the host.
+        """
+        return None
 
     def numbers(self) -> Logs:
         """Return metrics to add to the record of a log point, right before `on_log`."""
@@ -229,7 +246,18 @@ class Callback:
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
-_CALLED = (*HOOKS, "prepare", "bind", "numbers", "outcome", "state_dict", "load_state_dict", "facts", "check_facts")
+_CALLED = (
+    *HOOKS,
+    "prepare",
+    "bind",
+    "device_update",
+    "numbers",
+    "outcome",
+    "state_dict",
+    "load_state_dict",
+    "facts",
+    "check_facts",
+)
 """Names of all hooks."""
 
 
@@ -363,6 +391,20 @@ class CallbackList:
         self._call("on_notice", message, facts)
         if not any(callback.shows_notices for callback in self._callbacks):
             logger.log(logging.INFO if "event" in facts else logging.WARNING, message)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Return the context in which the model is read and written to a file."""
+        self._call("on_save_begin")
+        try:
+            yield
+        finally:
+            self._call("on_save_end")
+
+    def device_updates(self) -> list[Callable[[Tensor], None]]:
+        """Return the functions that a step calls after its update."""
+        found = (callback.device_update() for callback in self._callbacks)
+        return [one for one in found if one is not None]
 
     def numbers(self) -> dict[str, float]:
         """Return the metrics that callbacks add to the record of a log point."""

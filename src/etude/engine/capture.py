@@ -186,7 +186,8 @@ class Capture:
         optimizer, task = self.step.updater.optimizer, self.step.task
         groups = [{key: one for key, one in group.items() if key != "params"} for group in optimizer.param_groups]
         more = {key: one for key, one in vars(optimizer).items() if key not in ("state", "param_groups")}
-        parts = {"optimizer": more, "optimizer settings": groups, "optimizer state": [*optimizer.state.values()]}
+        parts: dict[str, Any] = {"optimizer": more, "optimizer settings": groups, "callbacks": self.step.after_update}
+        parts["optimizer state"] = [*optimizer.state.values()]
         return host_state(**{type(task).__name__: task, type(self.step.model).__name__: self.step.model, **parts})
 
     def _record(self, key: Hashable, micro_batches: Sequence[Batch], report: StepReport) -> None:

@@ -78,6 +78,7 @@ class Loop:
         self.callbacks.around = self.state.aside
         self.step.clock = self.clock
         self.step.watchers = self.callbacks.hooks("on_gradients")
+        self.step.after_update = self.callbacks.device_updates()
         self.step.objective.connect(self.callbacks)
         self.step.notice, self.step.warn = partial(self._notify, event="execution"), self._notify
 

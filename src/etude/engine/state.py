@@ -258,19 +258,20 @@ class Saver:
             if self._saved_at == self._resumed_at:
                 world.attempt(lambda: self.manager.finish(clock.step), here=world.is_main)
             return None
-        model_state, rest = self._state.capture()
-        meta = {**self._meta, "epoch": clock.epoch, "position": clock.position}
-        world.attempt(
-            lambda: self.manager.save(
-                clock.step,
-                model_state=model_state,
-                state=rest,
-                metrics=dict(metrics),
-                meta=meta,
-                config=self._config,
-            ),
-            here=world.is_main,
-        )
+        with self._state.callbacks.saving():
+            model_state, rest = self._state.capture()
+            meta = {**self._meta, "epoch": clock.epoch, "position": clock.position}
+            world.attempt(
+                lambda: self.manager.save(
+                    clock.step,
+                    model_state=model_state,
+                    state=rest,
+                    metrics=dict(metrics),
+                    meta=meta,
+                    config=self._config,
+                ),
+                here=world.is_main,
+            )
         self._saved_at, self._has_metrics = self._moment(), bool(metrics)
         return self.manager.root / folder_name(clock.step)
 

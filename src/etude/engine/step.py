@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from etude.core import Batch, Clock, ConfigError, StepReport, Task, Terms
 from etude.core.arguments import as_whole
@@ -60,6 +60,8 @@ class Step:
         """Receives a message about a failure that does not stop training."""
         self.watchers: Sequence[Callable[[Gradients], None]] = ()
         """Called with the gradients of every step before they are applied."""
+        self.after_update: Sequence[Callable[[Tensor], None]] = ()
+        """Called with `skipped` at the end of every step, on the device."""
         self._buffers = BufferGuard(model)
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
@@ -91,6 +93,8 @@ class Step:
         norm, skipped = updater.apply(divisor)
         objective.after_update()
         self._buffers.put_back(skipped)
+        for follow in self.after_update:
+            follow(skipped)
         return StepReport(objective.sums, objective.counts, norm, divisor, skipped, updater.lr, objective.optional)
 
 

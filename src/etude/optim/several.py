@@ -24,7 +24,7 @@ class Optimizers(Optimizer):
     >>> one, two = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
     >>> both = Optimizers([torch.optim.SGD([one], lr=0.5), torch.optim.Adam([two], lr=0.1)])
     >>> one.grad, two.grad = torch.ones(1), torch.ones(1)
-    >>> both.step(); [round(float(param), 3) for param in (one, two)]
+    >>> both.step(); [round(param.item(), 3) for param in (one, two)]
     [0.5, 0.9]
     """
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from etude.callbacks import Freeze
+from etude.callbacks import EMA, Freeze
 from etude.config import build_component
 from etude.config.schema import validate_section
 from etude.config.shapes import canonical_keys
@@ -18,7 +18,7 @@ from etude.core.task import as_task
 from etude.engine.callback import Callback
 from etude.lazy import import_room
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
-from etude.trainer.config import TRAINING_ALIASES, TrainerConfig
+from etude.trainer.config import TRAINING_ALIASES, AverageSettings, TrainerConfig
 
 _MODALITIES = "etude.multimodal"
 _TASKS = "etude.multitask"
@@ -140,7 +140,13 @@ def as_callbacks(callbacks: Any, curriculum: Any = None, config: TrainerConfig |
 
 def _configured(config: TrainerConfig) -> list[Callback]:
     """Return the callbacks that settings of `training` stand for."""
-    return [Freeze(config.freeze, config.unfreeze, config.frozen_eval)] if config.freeze else []
+    found: list[Callback] = []
+    if config.freeze:
+        found.append(Freeze(config.freeze, config.unfreeze, config.frozen_eval))
+    if config.ema is not None:
+        average = config.ema if isinstance(config.ema, AverageSettings) else AverageSettings(decay=config.ema)
+        found.append(EMA(average.decay, average.start, average.every, average.validate_average))
+    return found
 
 
 def _as_callback(callback: Any, place: int) -> Callback:

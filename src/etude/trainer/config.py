@@ -44,6 +44,19 @@ class ActivationCheckpointing(SectionModel):
     """Recompute every n-th of them."""
 
 
+class AverageSettings(SectionModel):
+    """A moving average of the weights."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """Share of the average that stays at an update."""
+    start: CountFrom0 = 0
+    """Updates before the average begins; until then it is a copy of the weights."""
+    every: Count = 1
+    """Follow every n-th update."""
+    validate_average: bool = Field(default=True, validation_alias=AliasChoices("validate", "validate_average"))
+    """Validate the average and save it as the model; false: validate and save the raw weights as the model."""
+
+
 class TrainerConfig(SectionModel):
     """How long to train, how often to log, validate and save, and on which device.
 
@@ -125,6 +138,8 @@ class TrainerConfig(SectionModel):
     """Patterns of frozen parameters that are trained from an epoch on, counted from zero: {3: ["backbone.layer4"]}."""
     frozen_eval: bool = True
     """Modules whose parameters are all frozen by `freeze` are in eval mode: fixed batch norm statistics, no dropout."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | AverageSettings | None = None
+    """Moving average of the weights, which is validated and saved: its decay, or {decay, start, every, validate}."""
 
     learning_rate: Positive | None = None
     """Learning rate, for configs that set it here instead of in optimizer.lr."""

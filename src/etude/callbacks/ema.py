@@ -1,0 +1,163 @@
+"""An exponential moving average of the weights beside the trained ones."""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge, Gt, Lt
+from torch import Tensor, nn
+
+from etude.checkpoint import check_kind, record_of
+from etude.checkpoint.trust import check_tensor
+from etude.config.registry import register
+from etude.core import CheckpointError
+from etude.core.arguments import checked
+from etude.core.model import clean_name, unwrap
+from etude.engine.callback import Callback, Logs, RunInfo, RunParts
+from etude.optim.averaging import WeightAverage
+
+_STATE = record_of("EMA", {"count": Tensor, "weights": dict[str, Any], "is_swapped": bool})
+
+
+@register("callback", "ema")
+class EMA(Callback):
+    """Averages the trained weights after every update; the average is what is validated, saved and left in the model.
+
+    A checkpoint holds both: the averages as the model, so that everything that loads a model gets what was validated,
+    and the raw weights, from which training continues. With `validate=False` it is the other way round. Buffers, such
+    as batch norm statistics, are not averaged. An update that is skipped because it is not finite does not count. In
+    a captured step the average is part of the graph.
+
+    The numbers are those of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`.
+    """
+
+    needs_model = True
+
+    @checked
+    def __init__(
+        self,
+        decay: Annotated[float, Gt(0), Lt(1)] = 0.999,
+        start: Annotated[int, Ge(0)] = 0,
+        every: Annotated[int, Ge(1)] = 1,
+        validate: bool = True,
+    ) -> None:
+        """Average from update `start` on, every `every` updates; before that the average is a copy of the weights."""
+        super().__init__()
+        self.decay, self.start, self.every, self.validate = decay, start, every, validate
+        self.average: WeightAverage | None = None
+        self.is_swapped = False
+        """Whether the model holds the averages, and `average` the raw weights."""
+        self._was_swapped = False
+        self._names: list[str] = []
+        self._loaded: dict[str, Any] = {}
+        """A state that was loaded before the model was known."""
+
+    def acts_in_steps(self) -> bool:
+        """Return that it needs training steps."""
+        return True
+
+    def bind(self, parts: RunParts) -> None:
+        """Copy the weights that the optimizer trains."""
+        optimizer = None if parts.learning_rate is None else parts.learning_rate.optimizer
+        trained = (
+            None if optimizer is None else {id(one) for group in optimizer.param_groups for one in group["params"]}
+        )
+        assert parts.model is not None
+        self._begin(parts.model, trained)
+
+    def _begin(self, model: nn.Module, trained: set[int] | None) -> None:
+        named = {
+            clean_name(name): param
+            for name, param in unwrap(model).named_parameters()
+            if (param.requires_grad if trained is None else id(param) in trained) and param.is_floating_point()
+        }
+        if self.average is not None and list(map(id, self.average.params)) == list(map(id, named.values())):
+            return
+        self._names, self.is_swapped = list(named), False
+        self.average = WeightAverage(list(named.values()), self.decay, self.start, self.every) if named else None
+        if self._loaded:
+            self.load_state_dict(self._loaded)
+        if any(param.itemsize < 4 for param in named.values()):
+            self.notify(
+                "EMA averages 16-bit weights, which are too coarse for small changes; keep weights in float32"
+            )
+
+    def device_update(self) -> Callable[[Tensor], None] | None:
+        """Return the update of the average, which is part of every step."""
+        return None if self.average is None else self.average.update
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the averages by the name of their parameter."""
+        assert self.average is not None
+        return dict(zip(self._names, self.average.params if self.is_swapped else self.average.average, strict=True))
+
+    # --- when the model holds which weights
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        """Put the raw weights back; an average that has not begun is a copy of them, also if they were loaded."""
+        if self.average is None:
+            self._begin(run.model, None)
+        self._hold(raw=True)
+        if self.average is not None and not int(self.average.count):
+            with torch.no_grad():
+                torch._foreach_copy_(self.average.average, self.average.params)
+
+    def on_validation_begin(self, epoch: int) -> None:
+        """Validate the averages."""
+        self._hold(raw=False)
+
+    def on_validation_end(self, epoch: int, metrics: Logs) -> None:
+        """Put the raw weights back."""
+        self._hold(raw=True)
+
+    def on_validation_cut_off(self, epoch: int) -> None:
+        """Put the raw weights back."""
+        self._hold(raw=True)
+
+    def on_save_begin(self) -> None:
+        """Save the averages as the model."""
+        self._was_swapped = self.is_swapped
+        self._hold(raw=False)
+
+    def on_save_end(self) -> None:
+        """Put the raw weights back, if the model held them."""
+        self._hold(raw=not self._was_swapped)
+
+    def on_train_end(self, result: Logs) -> None:
+        """Leave the averages in the model."""
+        self._hold(raw=False)
+
+    def _hold(self, *, raw: bool) -> None:
+        if self.average is not None and self.validate and self.is_swapped == raw:
+            self.average.swap()
+            self.is_swapped = not raw
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights that the model does not hold, and the number of updates."""
+        if self.average is None:
+            return self._loaded
+        weights = dict(zip(self._names, self.average.average, strict=True))
+        return {"count": self.average.count, "weights": weights, "is_swapped": self.is_swapped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`; the model is restored by itself."""
+        check_kind(_STATE, state, "state")
+        if self.average is None:
+            self._loaded = state
+            return
+        saved: Mapping[str, Any] = state["weights"]
+        if saved.keys() != set(self._names):
+            different = next(iter(saved.keys() ^ set(self._names)))
+            raise CheckpointError(
+                f"the averages are those of other parameters; {different} is only in one of the two"
+            )
+        for name, own in zip(self._names, self.average.average, strict=True):
+            check_tensor(saved[name], own, f"weights.{name}")
+        check_tensor(state["count"], self.average.count, "count")
+        with torch.no_grad():
+            for name, own in zip(self._names, self.average.average, strict=True):
+                own.copy_(saved[name])
+            self.average.count.copy_(state["count"])
+        self.is_swapped, self._loaded = state["is_swapped"], {}
