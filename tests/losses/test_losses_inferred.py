@@ -9,7 +9,7 @@ from torch import nn
 
 from etude.core.errors import TrainingError
 from etude.losses import ClassificationLoss, FunctionLoss, LanguageModelingLoss, SegmentationLoss, as_strategy
-from etude.losses.task import InferredLoss
+from etude.losses.inferred import InferredLoss
 
 IDS = torch.randint(1, 9, (3, 6), generator=torch.Generator().manual_seed(0))
 TEXT = torch.randn(3, 6, 9)

@@ -28,6 +28,7 @@ _HOMES = {
     "loss": {
         "losses.binary": "binary_cross_entropy multi_label",
         "losses.language": "language_modeling masked_language_modeling",
+        "losses.own": "model",
         "losses.strategies": "cross_entropy segmentation text_classification vision_classification",
         "losses.wrapped": "huber l1 mse",
         "multimodal.loss.strategy": "meaningful",

@@ -60,10 +60,14 @@ class BufferGuard:
             torch._foreach_copy_(before, now)
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the remembered values."""
-        for place, before in zip(self._places, self._before, strict=True):
-            _put(place, before)
+    def restore(self, *, only_changed: bool = False) -> None:
+        """Restore the remembered values, with `only_changed` those of buffers that differ; that synchronises.
+
+        Writing to a buffer that is part of an autograd graph makes its backward pass fail.
+        """
+        for (module, name), before in zip(self._places, self._before, strict=True):
+            if not (only_changed and _is_same(module._buffers[name], before)):
+                _put((module, name), before)
 
     def put_back(self, skipped: Tensor) -> None:
         """Restore the remembered values if `skipped` is 1; decided on the device, without a synchronisation."""
@@ -121,6 +125,12 @@ def _put(place: Place, before: Tensor | None) -> None:
         module._buffers[name] = None if before is None else before.clone()
 
 
+def _is_same(now: Tensor | None, before: Tensor | None) -> bool:
+    if now is None or before is None:
+        return now is before
+    return not is_lazy(now) and not is_lazy(before) and _are_alike(now, before) and torch.equal(now, before)
+
+
 def _are_alike(now: Tensor, before: Tensor) -> bool:
     if now is before:  # lazy
         return False
@@ -149,4 +159,4 @@ def probing(model: nn.Module, *, training: bool) -> Iterator[None]:
         for module, mode in modes:
             module.training = mode
         with torch.no_grad():
-            guard.restore()
+            guard.restore(only_changed=True)

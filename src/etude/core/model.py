@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from etude.core.batch import LABEL_KEYS, SETTING_KEYS, Batch, is_next_token
+from etude.core.batch import LABEL_KEYS, SETTING_KEYS, Batch, is_next_token, targets_of
 from etude.core.errors import TrainingError
 from etude.core.forms import kind_of
 
@@ -52,7 +52,7 @@ class ModelCall:
 
     def __init__(self, model: Callable[..., Any]) -> None:
         self._forward = Forward.of(model)
-        self._plans: dict[tuple[str, ...], CallPlan] = {}
+        self._plans: dict[tuple[tuple[str, ...], bool], CallPlan] = {}
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Run `model` (the one passed to the constructor, or a wrapper of it) on the inputs of `batch`."""
@@ -63,17 +63,38 @@ class ModelCall:
             if batch:
                 return model(*batch[:-1])
         elif kind == "mapping":
-            keys = tuple(batch)
-            plan = self._plans.get(keys)
-            if plan is None:
-                plan = self._plans[keys] = self._forward.plan(keys)
-            return plan.run(model, batch)
+            return self._plan(tuple(batch), labels=False).run(model, batch)
         elif kind != "value" or type(batch).__module__ not in _NO_BATCHES:
             return model(batch)
         raise TrainingError(
             f"a batch is a tensor, a tuple such as (input, labels), a mapping, a dataclass or an object with `.to`; "
             f"found {'an empty ' if kind == 'tuple' else ''}{type(batch).__name__}"
         )
+
+    def takes_labels(self, batch: Batch) -> bool:
+        """Whether `forward` has a parameter for the labels of this batch, or computes a loss if asked to."""
+        forward = self._forward
+        return "return_loss" in forward.names or (forward.label is not None and targets_of(batch)[0] is not None)
+
+    def with_labels(self, model: Callable[..., Any], batch: Batch) -> Any:
+        """Run `model` on inputs and labels, so that it computes its own loss."""
+        forward = self._forward
+        if kind_of(batch) == "tuple" and len(batch) > 1:
+            if forward.label is not None:
+                return model(*batch[:-1], **{forward.label: batch[-1]})
+            return model(*batch) if forward.takes_positions(len(batch)) else self(model, batch)
+        if kind_of(batch) != "mapping":
+            return self(model, batch)
+        batch = forward.with_tokens_as_labels(batch) if is_next_token(batch) else batch
+        if "return_loss" in forward.names:
+            batch = {"return_loss": True, **batch}
+        return self._plan(tuple(batch), labels=True).run(model, batch)
+
+    def _plan(self, keys: tuple[str, ...], *, labels: bool) -> "CallPlan":
+        plan = self._plans.get((keys, labels))
+        if plan is None:
+            plan = self._plans[keys, labels] = self._forward.plan(keys, labels=labels)
+        return plan
 
 
 class CallPlan(NamedTuple):
@@ -133,9 +154,37 @@ class Forward:
             text=", ".join(f"{p.name}=…" if p.default is not p.empty else str(p).split(":")[0] for p in parameters),
         )
 
-    def plan(self, keys: tuple[str, ...]) -> CallPlan:
-        """Decide how a mapping with these keys is passed; raise TrainingError if it does not fit the signature."""
-        plan = self._next_token_plan(keys) if is_next_token(keys) else self._mapping_plan(keys)
+    def takes_positions(self, count: int) -> bool:
+        """Whether so many arguments can be passed by position."""
+        return self.any_positional or len(self.positional) >= count
+
+    @property
+    def label(self) -> str | None:
+        """The parameter for labels, if there is one."""
+        return next(
+            (name for name in (*LABEL_KEYS, "y") if name in self.names), "labels" if self.any_keyword else None
+        )
+
+    def with_tokens_as_labels(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a next-token batch with labels: as long as the inputs if the model shifts them, as Hugging Face's do.
+
+        A model with other names for its inputs gets next tokens as labels.
+        """
+        rest = {key: value for key, value in batch.items() if key != "tokens"}
+        tokens = batch["tokens"]
+        if {"input_ids", "labels"} <= self.names:
+            mask = rest.get("attn_mask", rest.get("attention_mask"))
+            labels = tokens if mask is None or mask.dim() != 2 else tokens.masked_fill(mask == 0, -100)
+            return {"input_ids": tokens, **rest, "labels": labels}
+        rest = {key: _without_last(value) for key, value in rest.items()}
+        return {"input_ids": tokens[:, :-1], **rest, "labels": tokens[:, 1:].contiguous()}
+
+    def plan(self, keys: tuple[str, ...], *, labels: bool = False) -> CallPlan:
+        """Decide how a mapping with these keys is passed; raise TrainingError if it does not fit the signature.
+
+        Labels are passed only if `forward` requires them, or with `labels`.
+        """
+        plan = self._next_token_plan(keys) if is_next_token(keys) else self._mapping_plan(keys, labels)
         settings = tuple(
             key for key in SETTING_KEYS if key in keys and key in self.names and key not in plan.keywords
         )
@@ -150,8 +199,12 @@ class Forward:
             )
         return plan
 
-    def _mapping_plan(self, keys: tuple[str, ...]) -> CallPlan:
+    def _mapping_plan(self, keys: tuple[str, ...], labels: bool) -> CallPlan:
         not_inputs = (*LABEL_KEYS, *SETTING_KEYS)
+        label = next((key for key in LABEL_KEYS if key in keys), None)
+        if label is not None and labels and self.label is not None:
+            plan = self._mapping_plan(tuple(key for key in keys if key != label), labels=False)
+            return plan._replace(renamed=(*plan.renamed, (self.label, label)))
         inputs = [key for key in keys if key not in not_inputs or key in self.required]
         keywords = [key for key in inputs if self.any_keyword or key in self.names]
         if "decoder_input_ids" in self.names and "decoder_input_ids" not in keys and "labels" in keys:

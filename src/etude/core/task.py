@@ -140,6 +140,10 @@ class Task:
     def decide(self, decisions: Mapping[str, Any]) -> None:
         """Replace all decisions by those that `decisions` returned."""
 
+    def announcement(self) -> str | None:
+        """Return a sentence for the user about such decisions of this run, empty if there is none; None before."""
+        return ""
+
     # --- numbers
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:

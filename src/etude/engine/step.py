@@ -63,6 +63,7 @@ class Step:
         self.after_update: Sequence[Callable[[Tensor], None]] = ()
         """Called with `skipped` at the end of every step, on the device."""
         self._buffers = BufferGuard(model)
+        self._is_announced = False
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Train on the micro-batches of one step; raise DataError for mismatched tensors."""
@@ -70,10 +71,20 @@ class Step:
             self.updater.send_rates()
             for batch in micro_batches:
                 self.task.trained_on(batch)
-            return (self.capture or self.run)(micro_batches)
+            report = (self.capture or self.run)(micro_batches)
+            if not self._is_announced:
+                self._announce()
+            return report
         except Exception as error:
             raise_misfit(error)
             raise
+
+    def _announce(self) -> None:
+        """Pass on what the task has decided on its first batches."""
+        text = self.task.announcement()
+        self._is_announced = text is not None
+        if text:
+            self.notice(text)
 
     def run(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Zero the gradients, run every micro-batch forward and backward, divide, clip, update."""

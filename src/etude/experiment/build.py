@@ -161,7 +161,8 @@ def build_trainer(
     train_loader = data.loader("train")
     if train_loader is None and folder is not None:
         raise DataError(f"{data.place}: there is no train split (there are: {', '.join(data.names) or 'none'})")
-    loss, optimizer, scheduler = (config.selection(one) for one in ("loss", "optimizer", "scheduler"))
+    names = ("loss", "validation_loss", "optimizer", "scheduler")
+    loss, val_loss, optimizer, scheduler = (config.selection(one) for one in names)
     sections = config.sections.get("callbacks") or []
     known = {} if data.splits.tokenizer is None else {"tokenizer": str(data.splits.tokenizer)}
     draft.callbacks += [_build(config, f"callbacks.{place}", one, **known) for place, one in enumerate(sections)]
@@ -181,6 +182,7 @@ def build_trainer(
         if scheduler is None
         else PlannedSchedule(lambda plan: _build(config, "scheduler", scheduler, **plan)),
         loss=None if loss is None else _build(config, "loss", loss, **draft.given),
+        val_loss=None if val_loss is None else _build(config, "validation_loss", val_loss, **draft.given),
         callbacks=draft.callbacks,
         output_dir=folder,
         progress=progress,

@@ -39,7 +39,10 @@ _SECTIONS: dict[str, SectionSpec | None] = {
     ),
     "data": SectionSpec(kind="data", description="The data set and its arguments."),
     "vocab": None,
-    "loss": SectionSpec(kind="loss", description="The loss; by default chosen from the shapes of the first batch."),
+    "loss": SectionSpec(
+        kind="loss", description="The loss; by default chosen from the first batch; `model`: the model's own."
+    ),
+    "validation_loss": SectionSpec(kind="loss", description="Another loss for validation and `etude evaluate`."),
     "optimizer": SectionSpec(kind="optimizer", provided=("params",), description="The optimizer; adamw by default."),
     "scheduler": SectionSpec(
         kind="scheduler", provided=("total_steps", "steps_per_epoch"), description="The learning-rate schedule."

@@ -202,6 +202,20 @@ def repeats_inputs(labels: Tensor, batch: Batch, ignore_index: int = IGNORE_INDE
     return True if bool(not_next) else None
 
 
+def are_next_tokens(labels: Any, batch: Batch) -> bool:
+    """Whether every label is the next token of the inputs already. Synchronises with the device.
+
+    >>> import torch
+    >>> are_next_tokens(torch.tensor([[6, 7, -100]]), {"input_ids": torch.tensor([[5, 6, 7]])})
+    True
+    """
+    inputs = inputs_of(batch)
+    if not isinstance(inputs, Tensor) or not isinstance(labels, Tensor) or inputs.shape != labels.shape:
+        return False
+    counted, same = labels[:, :-1] != IGNORE_INDEX, labels[:, :-1] == inputs[:, 1:]
+    return bool(counted.any()) and bool((same | ~counted).all()) and repeats_inputs(labels, batch) is False
+
+
 def shift_in(decisions: Mapping[str, Any]) -> bool | None:
     """Return the saved decision about the shift; raise CheckpointError if it is neither true nor false."""
     shift = decisions.get("shift")

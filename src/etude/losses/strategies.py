@@ -34,6 +34,10 @@ class LossStrategy(ABC):
         """Run the model on the batch and return the output for `terms`."""
         return call(model, batch)
 
+    def outputs(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
+        """Run the whole model on the batch, as for counting FLOPs."""
+        return call(model, batch)
+
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:  # noqa: ARG002
         """Return the count of every weighted term from the batch alone, or None if it depends on the output."""
         return None
@@ -53,6 +57,10 @@ class LossStrategy(ABC):
     def cross_entropy(self, means: Mapping[str, float]) -> float | None:  # noqa: ARG002
         """Return the mean cross entropy in nats per label from the averages; None if they do not contain it."""
         return None
+
+    def announcement(self) -> str | None:
+        """Return a sentence about what it decided in this run, which is shown to the user; None before that."""
+        return ""
 
     def decisions(self) -> dict[str, Any]:
         """Return decisions of the first batches as plain data; a resumed run restores them with `decide`."""

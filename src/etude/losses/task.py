@@ -1,91 +1,17 @@
-"""The supervised task: a model, a batch of any form and a loss, which is chosen by shapes by default."""
+"""The supervised task: a model, a batch of any form and a loss, which is chosen on the first batch by default."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from etude.core.batch import Batch, inputs_of, targets_of
-from etude.core.errors import CheckpointError, TrainingError
+from etude.core.batch import Batch
 from etude.core.lookups import explain_lookup
 from etude.core.model import ModelCall
 from etude.core.task import Task, Terms
-from etude.losses.language import LanguageModelingLoss, is_encoder_decoder, shift_in
-from etude.losses.strategies import ClassificationLoss, LossStrategy, SegmentationLoss, shape_of
-from etude.losses.wrapped import FunctionLoss, LossFunction, mean_squared_error
-
-KINDS: Mapping[str, Callable[[int | None], LossStrategy]] = {
-    "classification": lambda ignore_index: ClassificationLoss(ignore_index=ignore_index),
-    "language_modeling": lambda _: LanguageModelingLoss(),
-    "segmentation": lambda _: SegmentationLoss(),
-    "mse": lambda _: mean_squared_error(),
-}
-"""The strategies that can be chosen, by their names in checkpoints."""
-
-
-class InferredLoss(LossStrategy):
-    """Chooses a strategy at the first batch and keeps it, in `chosen`.
-
-    logits (B, C) and integer labels (B,)             classification
-    logits (B, L, V), integer labels (B, L) or none   language modelling, shifted if the labels equal the inputs
-    logits (B, C, H, W) and integer labels (B, H, W)  segmentation
-    floating labels shaped like the output            mean squared error
-    """
-
-    def __init__(self, ignore_index: int | None = None) -> None:
-        """`ignore_index` is the class label of samples without a label, if there are any."""
-        self.chosen: LossStrategy | None = None
-        self._ignore_index = ignore_index
-
-    def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
-        """Return the terms of the chosen strategy; raise TrainingError if the shapes suggest none."""
-        return self._choose(output, batch).terms(output, batch, metrics=metrics)
-
-    def has_cheap_metrics(self, output: Any, batch: Batch) -> bool:
-        """Return the value of the chosen strategy."""
-        return self._choose(output, batch).has_cheap_metrics(output, batch)
-
-    def constants(self) -> Hashable:
-        """Return the value of the chosen strategy."""
-        return () if self.chosen is None else self.chosen.constants()
-
-    def _choose(self, output: Any, batch: Batch) -> LossStrategy:
-        if self.chosen is None:
-            self.chosen = infer_strategy(output, batch, self._ignore_index)
-        return self.chosen
-
-    def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
-        """Return the counts of the chosen strategy; None before the choice."""
-        return None if self.chosen is None else self.chosen.counts(batch)
-
-    def decisions(self) -> dict[str, Any]:
-        """Return the kind of the chosen strategy, and whether a language model's labels are shifted."""
-        kind = next((name for name, one in KINDS.items() if type(self.chosen) is type(one(None))), None)
-        if kind is None:
-            return {}
-        shift = {"shift": self.chosen.shift} if isinstance(self.chosen, LanguageModelingLoss) else {}
-        return {"kind": kind, **shift}
-
-    def decide(self, decisions: Mapping[str, Any]) -> None:
-        """Restore the saved choice, if there is one."""
-        kind = decisions.get("kind")
-        if kind is not None and kind not in KINDS:
-            raise CheckpointError(f"kind: found {kind!r:.60}, expected one of {', '.join(KINDS)}")
-        self.chosen = None if kind is None else KINDS[kind](self._ignore_index)
-        if isinstance(self.chosen, LanguageModelingLoss):
-            self.chosen.shift = shift_in(decisions)
-
-    def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the metric inputs of the chosen strategy."""
-        return super().judged(output, batch) if self.chosen is None else self.chosen.judged(output, batch)
-
-    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the metrics that the chosen strategy derives."""
-        return {} if self.chosen is None else self.chosen.derived(means)
-
-    def cross_entropy(self, means: Mapping[str, float]) -> float | None:
-        """Return the value of the chosen strategy."""
-        return None if self.chosen is None else self.chosen.cross_entropy(means)
+from etude.losses.inferred import InferredLoss
+from etude.losses.strategies import LossStrategy
+from etude.losses.wrapped import FunctionLoss, LossFunction
 
 
 def as_strategy(loss: LossStrategy | LossFunction | None) -> LossStrategy:
@@ -97,36 +23,6 @@ def as_strategy(loss: LossStrategy | LossFunction | None) -> LossStrategy:
     if loss is None:
         return InferredLoss()
     return loss if isinstance(loss, LossStrategy) else FunctionLoss(loss)
-
-
-def infer_strategy(output: Any, batch: Batch, ignore_index: int | None = None) -> LossStrategy:
-    """Return the strategy that fits the output and the labels, or raise TrainingError with the available ones."""
-    size = shape_of(output)
-    labels, already_shifted = targets_of(batch)
-    if len(size) == 3 and (already_shifted or labels is None) and _is_integer(inputs_of(batch)):
-        return LanguageModelingLoss(shift=True)
-    if isinstance(labels, Tensor):
-        shape = labels.shape
-        if labels.is_floating_point():
-            if shape == size:
-                return mean_squared_error()
-        elif len(size) == 2 and shape == size[:1]:
-            return ClassificationLoss(ignore_index=ignore_index)
-        elif len(size) == 3 and shape == size[:2]:
-            return LanguageModelingLoss(shift=False if is_encoder_decoder(output) else None)
-        elif len(size) == 4 and shape == size[:1] + size[2:]:
-            return SegmentationLoss()
-    found = f"{labels.dtype} labels {tuple(labels.shape)}" if isinstance(labels, Tensor) else "no labels"
-    raise TrainingError(
-        f"no loss fits an output of shape {tuple(size)} with {found}; supported are: classification, (B, C) with "
-        "integers (B,); language modelling, (B, L, V) with integers (B, L) or integer inputs; segmentation, (B, C, "
-        "H, W) with integers (B, H, W); regression, floating-point labels of the output's shape; otherwise set the "
-        "loss"
-    )
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.is_floating_point()
 
 
 class SupervisedTask(Task):
@@ -165,6 +61,14 @@ class SupervisedTask(Task):
     def constants(self) -> Hashable:
         """Return the host-side values of the loss."""
         return self.strategy.constants()
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Any:
+        """Run the model on a batch as in training."""
+        return self.strategy.outputs(ModelCall(model), model, batch)
+
+    def announcement(self) -> str | None:
+        """Return which loss was chosen and why."""
+        return self.strategy.announcement()
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return the metrics that the strategy derives from averages."""

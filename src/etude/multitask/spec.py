@@ -9,8 +9,9 @@ from etude.core.batch import STREAM, Batch, targets_of
 from etude.core.errors import ConfigError, EtudeError, TrainingError
 from etude.core.spelling import suggest
 from etude.losses.functional import IGNORE_INDEX
+from etude.losses.inferred import InferredLoss
 from etude.losses.strategies import ClassificationLoss, LossStrategy
-from etude.losses.task import InferredLoss, as_strategy
+from etude.losses.task import as_strategy
 from etude.losses.wrapped import LossFunction
 from etude.metrics import Metric
 from etude.multitask.curriculum.phase import check_weight

@@ -26,6 +26,7 @@ from etude.trainer.arguments import (
     check_model,
     expect,
     make_task,
+    plain_task,
 )
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
@@ -56,6 +57,7 @@ class Trainer:
         optimizer: OptimizerLike = None,
         scheduler: SchedulerLike = None,
         loss: LossLike = None,
+        val_loss: LossLike = None,
         task: Task | None = None,
         curriculum: Any = None,
         callbacks: CallbacksLike = (),
@@ -87,7 +89,8 @@ class Trainer:
                 (stepped once per optimizer step; use the `LRSchedule` callback to step it per epoch). Without one,
                 `warmup_steps`, `scheduler_type` and `use_scheduler` of the config make one as long as the run.
             loss: a `LossStrategy`, a torch loss or a function of (predictions, labels), or of (output, batch) under
-                that name; by default chosen from the shapes of the first batch.
+                that name; "model" is the loss that the model computes itself. By default chosen from the first batch.
+            val_loss: another loss for validation and `evaluate`.
             task: replaces `loss` by full control over how model and batch become loss terms.
             curriculum: phases that switch the tasks of `task`, a `MultiTask`, on and off during the run: short for
                 a `CurriculumCallback` that comes first.
@@ -117,6 +120,8 @@ class Trainer:
         self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
         self.machine = Machine.from_config(self.config, world)
         self.task = make_task(loss, task, self.config, modalities, of=type(self))
+        self.val_task = self.task if val_loss is None else plain_task(val_loss, None)
+        """The task of validation and `evaluate`."""
         own = as_callbacks(callbacks, curriculum, self.config)
         for one in own:
             one.prepare(model)
@@ -177,7 +182,7 @@ class Trainer:
         source = self.loaders.validation if loader is None else self.loaders.make(loader, training=False)
         if source is None:
             raise ConfigError("there is no evaluation data; pass a loader")
-        return self.machine.evaluate(self.model, self.task, source, self._interrupts)
+        return self.machine.evaluate(self.model, self.val_task, source, self._interrupts)
 
     def predict(self, data: Any) -> Any:
         """Return the model's outputs for all samples, in the order of the data, on the CPU; labels are not used.
@@ -275,7 +280,7 @@ class Trainer:
         try:
             self.callbacks.on_train_begin(self._info())
             if validation is not None and trials:
-                check_validation(self.model, self.task, validation, trials, self.machine)
+                check_validation(self.model, self.val_task, validation, trials, self.machine)
             result = loop.run()
             self.callbacks.on_train_end(result)
         except BaseException as error:

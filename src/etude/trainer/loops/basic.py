@@ -1,6 +1,6 @@
 """`BasicTrainingLoop`: model, optimizer, scheduler, metrics and callbacks in one object, with `fit`."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from etude.engine.callback import Callback, Logs
 from etude.losses import LossStrategy, as_strategy, mean_of
 from etude.metrics import LossTracker, Tally, TrainingMetrics
 from etude.optim import Schedule
-from etude.trainer.arguments import as_callbacks, as_loss
+from etude.trainer.arguments import LossLike, as_callbacks, as_loss
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loops.epoch import check_keys
 from etude.trainer.trainer import Trainer
@@ -43,7 +43,8 @@ class BasicTrainingLoop:
         metrics: Iterable[MetricObject] = (),
         callbacks: Iterable[Callback] = (),
         *,
-        loss: LossStrategy | nn.Module | Callable[..., Any] | None = None,
+        loss: LossLike = None,
+        val_loss: LossLike = None,
         config: TrainerConfig | dict[str, Any] | None = None,
         progress: bool = True,
         output_dir: str | Path | None = None,
@@ -56,7 +57,7 @@ class BasicTrainingLoop:
         self.scheduler = scheduler
         self.metrics = [metrics] if isinstance(metrics, MetricObject) else list(metrics or ())
         self.callbacks = as_callbacks(callbacks)
-        self.loss = loss
+        self.loss, self.val_loss = loss, val_loss
         self.config = config
         self.progress = progress
         self._output: dict[str, Any] = {"output_dir": output_dir, "overwrite": overwrite, "resume": resume}
@@ -91,6 +92,7 @@ class BasicTrainingLoop:
             optimizer=self.optimizer,
             scheduler=scheduler,
             loss=loss,
+            val_loss=self.val_loss,
             callbacks=callbacks + self.callbacks,
             progress=self.progress,
             **self._output,

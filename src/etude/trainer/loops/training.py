@@ -17,11 +17,17 @@ from etude.data import TensorData, make_loader
 from etude.engine.callback import Callback
 from etude.engine.step import GradientAccumulator, Step
 from etude.engine.update import LearningRate, Updater
-from etude.losses import LossStrategy
 from etude.losses.wrapped import check_loss_arguments
 from etude.metrics import LossTracker, TrainingMetrics
 from etude.optim import Schedule
-from etude.trainer.arguments import as_callbacks, as_epochs, check_functions, check_model, plain_task
+from etude.trainer.arguments import (
+    LossLike,
+    as_callbacks,
+    as_epochs,
+    check_functions,
+    check_model,
+    plain_task,
+)
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders
 from etude.trainer.loops.engine_loop import EngineLoop, Epoch, driver
@@ -48,7 +54,8 @@ class TrainingLoop(EngineLoop):
         clip_gradients: bool = False,
         max_grad_norm: float = 1.0,
         *,
-        loss_strategy: LossStrategy | nn.Module | Callable[..., Any] | None = None,
+        loss_strategy: LossLike = None,
+        val_loss: LossLike = None,
         task: Task | None = None,
         gradient_accumulator: GradientAccumulator | None = None,
         gradient_monitor: GradientMonitor | None = None,
@@ -67,6 +74,7 @@ class TrainingLoop(EngineLoop):
             clip_gradients: clip the global gradient norm to `max_grad_norm`; both may be changed between epochs.
             max_grad_norm: see `clip_gradients`.
             loss_strategy: the loss of `train_epoch`; `run` and `run_epoch` take a loss function instead.
+            val_loss: another loss for `val_dataloader` of `train_epoch`.
             task: replaces `loss_strategy` by full control over how model and batch become loss terms.
             gradient_accumulator: micro-batches per step.
             gradient_monitor: one more callback.
@@ -96,6 +104,8 @@ class TrainingLoop(EngineLoop):
             config,
             Output(output_dir, config, machine, "train", line, overwrite),
         )
+        self.val_task = None if val_loss is None else plain_task(val_loss, None)
+        """The task of validation, if it is another one."""
         self.clip_gradients = clip_gradients
         self.max_grad_norm = max_grad_norm
         self.gradient_monitor = gradient_monitor
@@ -151,7 +161,7 @@ class TrainingLoop(EngineLoop):
             machine,
             LearningRate(optimizer, None if drivers else scheduler),  # type: ignore[arg-type]
             model,
-            validated=self.task,
+            validated=self.task if self.val_task is None else self.val_task,
         )
         model.train()
         start, samples, tokens = time.perf_counter(), self.clock.samples, self.tokens
@@ -182,6 +192,8 @@ class TrainingLoop(EngineLoop):
         treated as a mean over samples. The epoch is `metrics.current_epoch`, or the next one if that has been trained
         already.
         """
+        if self.val_task is not None:
+            raise ConfigError("val_loss= is for train_epoch; functions validate with compute_loss, remove val_loss")
         check_functions(model_forward=model_forward, compute_loss=compute_loss)
         check_loss_arguments(compute_loss)
         check_functions(optimizer_step=optimizer_step, zero_gradients=zero_gradients)

@@ -1,7 +1,7 @@
 """Validation by epochs, for users who write the outer loop themselves."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,8 +10,7 @@ from etude.core import Batch, Clock, ConfigError, Task
 from etude.core.model import unwrap
 from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
 from etude.engine.meter import count_tokens
-from etude.losses import LossStrategy
-from etude.trainer.arguments import as_callbacks, check_model, plain_task
+from etude.trainer.arguments import LossLike, as_callbacks, check_model, plain_task
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders, num_batches
 from etude.trainer.loops.epoch import EpochLoop, EpochProgress, check_keys, wants_progress
@@ -29,7 +28,7 @@ class ValidationLoop(EpochLoop):
 
     def __init__(
         self,
-        loss_strategy: LossStrategy | nn.Module | Callable[..., Any] | None = None,
+        loss_strategy: LossLike = None,
         *,
         task: Task | None = None,
         callbacks: Iterable[Callback] = (),
