@@ -146,6 +146,7 @@ PROBES = {
 """A value that is not the default, and where it shows."""
 
 ELSEWHERE = {
+    "trainable_only": "tests/checkpoint/test_checkpoint_frozen.py",
     "unfreeze": "tests/callbacks/test_callback_freeze.py",
     "frozen_eval": "tests/callbacks/test_callback_freeze.py",
     "device": "test_the_device_is_asked_for",

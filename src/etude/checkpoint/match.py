@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from etude.checkpoint.frozen import with_own
 from etude.checkpoint.trust import same_category
 from etude.core.errors import CheckpointError
 from etude.core.model import clean_name, unwrap
@@ -70,7 +71,7 @@ def _fitting_state(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any
     """Return the saved state under the names of the module."""
     own = unwrap(module).state_dict()
     current = {clean_name(name): value for name, value in own.items()}
-    saved = _without_wrappers(saved, current)
+    saved = with_own(_without_wrappers(saved, current), current)
     filled = {
         name: saved[clean_name(name)]
         for name, (_, _, tensor) in _empty_buffers(module).items()

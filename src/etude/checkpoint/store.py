@@ -20,6 +20,7 @@ from torch import Tensor
 
 from etude.checkpoint.durable import HashedFile, follow, new_folder
 from etude.checkpoint.format import pack, read_tensors, safetensors_pieces, unpack
+from etude.checkpoint.frozen import with_frozen
 from etude.checkpoint.trust import errors_of
 from etude.core.errors import CheckpointError
 from etude.lazy import package_version
@@ -138,6 +139,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             raise _damaged(folder, f"{part} in {STATE}: {error}") from error
     if not isinstance(parts["model"], dict) or not all(isinstance(name, str) for name in parts["model"]):
         raise _damaged(folder, f"model in {STATE} is not tensors by name")
+    parts["model"] = with_frozen(parts["model"], folder.parent)
     config = _read(folder, CONFIG).decode(errors="replace") if CONFIG in _read_manifest(folder) else ""
     return Checkpoint(folder, parts["model"], parts["state"], _read_json(folder, META), config)
 

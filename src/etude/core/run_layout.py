@@ -12,6 +12,9 @@ CHECKPOINTS = "checkpoints"
 LAST, BEST = "last", "best"
 """Names in a checkpoints folder that refer to one of the checkpoints."""
 
+FROZEN = "frozen.safetensors"
+"""File in a checkpoints folder with the parameters that the run does not train, if they are saved only once."""
+
 TEMPORARY, REPLACED, DELETED = ".tmp-", ".old-", ".trash-"
 """Name prefixes of folders that are not checkpoints: being written, replaced, or deleted."""
 
@@ -49,13 +52,13 @@ def original_name(name: str) -> str:
 
 
 def is_made(name: str) -> bool:
-    """Return whether `CheckpointManager` creates such names: checkpoints, temporary ones, `last` and `best`.
+    """Return whether `CheckpointManager` creates such names: checkpoints, temporary ones, `last`, `best` and so on.
 
     >>> [is_made(name) for name in ("step-00000010", ".tmp-last-1a2b3c4d", "notes.txt")]
     [True, True, False]
     """
     name = original_name(name)
-    return name in (LAST, BEST) or step_of(name) is not None
+    return name in (LAST, BEST, FROZEN) or step_of(name) is not None
 
 
 def output_problems(outputs: Iterable[tuple[str, str | Path]], run_dir: Path | None) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from annotated_types import Ge, Lt, MinLen
 from torch import Tensor, nn
 
 from etude.checkpoint import Checkpoint, CheckpointManager, check_kind, load_model_state, pack, record_of, unpack
+from etude.checkpoint.frozen import FrozenParams
 from etude.checkpoint.match import check_model_state
 from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state
 from etude.checkpoint.trust import errors_of
@@ -235,16 +236,18 @@ class Saver:
         *,
         resumed: Mapping[str, float] | None = None,
         config: str = "",
+        trainable_only: bool | None = None,
     ) -> None:
         """Make a saver.
 
         `resumed` holds the metrics of the checkpoint that was resumed, if it belongs to this run. `config` is the
-        run's config as text, kept in every checkpoint.
+        run's config as text, kept in every checkpoint. `trainable_only` is explained in `FrozenParams.of`.
         """
         self.manager = manager
         self._state = state
         self._meta = dict(meta or {})
         self._config = config
+        self._frozen = FrozenParams.of(state.model, state.optimizer, manager.root, trainable_only)
         self._resumed_at = None if resumed is None else self._moment()
         self._saved_at, self._has_metrics = self._resumed_at, bool(resumed)
 
@@ -264,7 +267,7 @@ class Saver:
             world.attempt(
                 lambda: self.manager.save(
                     clock.step,
-                    model_state=model_state,
+                    model_state=model_state if self._frozen is None else self._frozen.replaced(model_state),
                     state=rest,
                     metrics=dict(metrics),
                     meta=meta,

@@ -11,7 +11,7 @@ from etude.checkpoint.trust import errors_of
 from etude.config import RunDraft, build_selection
 from etude.core import CheckpointError, ConfigError
 from etude.core.model_record import rebuild_model
-from etude.core.random import aside
+from etude.core.random import aside, set_seed
 from etude.core.run_layout import folder_name
 from etude.core.spelling import shorten
 from etude.experiment.config import ExperimentConfig, load_config
@@ -68,6 +68,7 @@ def _from_config(config: ExperimentConfig, recorded: Any) -> nn.Module:
         sizes["input_shape"] = tuple(sizes["input_shape"])
     draft = RunDraft(config.sections, config.document, vocab_size=sizes.get("vocab_size"))
     selection = config.require("model")
+    set_seed(config.training.seed)  # weights that the run never trained are those it began with
     draft.model = build_selection(selection, path="model", document=config.document, provided=sizes)
     for feature in config.features:
         feature.after_model(draft)

@@ -92,6 +92,8 @@ class TrainerConfig(SectionModel):
     """Also save every n steps."""
     keep_best: CountFrom0 = 3
     """Number of best checkpoints, by validation loss, that are kept beside the last one."""
+    trainable_only: bool | None = None
+    """Checkpoints hold trained parameters: true leaves the frozen ones out, false saves all; null saves them once."""
     grad_accum_steps: Count | dict[int, Count] = Field(
         default=1,
         validation_alias=AliasChoices("grad_accum_steps", "gradient_accumulation_steps", "accumulation_steps"),

@@ -26,7 +26,7 @@ logger = logging.getLogger("etude")
 
 Folder = str | Path | RunFolder | None
 """A run folder, or a path for one; None if nothing is written."""
-_SAVING = ("checkpoint_interval", "save_every_steps", "keep_best")
+_SAVING = ("checkpoint_interval", "save_every_steps", "keep_best", "trainable_only")
 
 
 class Output:
@@ -113,7 +113,8 @@ class Output:
         manager = CheckpointManager(self.folder.checkpoints_path, keep_best=config.keep_best)
         is_saved = not again and self._came_from is not None and self._holds(self._came_from)
         resumed = self.metrics if is_saved else None  # the unchanged state is already saved there
-        return Saver(manager, state, meta, resumed=resumed, config=dump_yaml(self._described(config)))
+        described, only = dump_yaml(self._described(config)), config.trainable_only
+        return Saver(manager, state, meta, resumed=resumed, config=described, trainable_only=only)
 
     def finish(self, clock: Clock, callbacks: CallbackList, metrics: Mapping[str, float]) -> None:
         """Write `result.json`, unless a signal ended the training; the next training continues from here."""
