@@ -62,6 +62,13 @@ CASES = {
         {"grad_accum_steps": 2},
         points(49) | {"callbacks": [{"name": "gradient_monitor", "every": 1, "log_layers": True}]},
     ),
+    # a last batch of 1 leaves ranks without samples; counts are summed, scores are gathered
+    "metrics": (
+        (2, 3),
+        {"train_metrics": True},
+        points(49)
+        | {"metrics": ["f1", "confusion_matrix", "auroc", "perplexity", {"name": "f1", "average": "none"}]},
+    ),
     "no clipping": ((2,), {"gradient_clip_norm": None}, points(50)),
     "clipped elements": ((2,), {"gradient_clip_norm": None, "gradient_clip_value": 0.01}, points(49)),
     "bf16": ((2,), {"precision": "bf16"}, {}),

@@ -5,6 +5,7 @@ A recorder of its own stands in for CUDA graphs: it calls the function again. Re
 
 import pytest
 import torch
+from sklearn.metrics import f1_score
 from torch import nn
 
 from etude.core import LossTerm, Task
@@ -12,6 +13,7 @@ from etude.data import DataLoader
 from etude.engine.captured_evaluation import MOST_LOST, CapturedEvaluation
 from etude.engine.evaluation import evaluate
 from etude.losses import ClassificationLoss, SupervisedTask
+from etude.metrics import MetricSet
 
 X = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(3, (50,), generator=torch.Generator().manual_seed(1))
@@ -110,6 +112,31 @@ def test_what_cannot_be_recorded_is_run_as_usual(task, recorder, words):
         assert found == pytest.approx(expected, rel=1e-12)
     assert words in capture.refused
     assert recorder.replayed == 0
+
+
+def test_metrics_that_are_sums_are_part_of_a_recorded_batch():
+    net, task, recorder = model(), SupervisedTask(ClassificationLoss()), RunAgain()
+    task.measure(MetricSet.of(["accuracy", "f1", "confusion_matrix", "perplexity", "calibration_error"]))
+    capture = CapturedEvaluation(recorder)
+    for _ in range(5):
+        found, expected = both(net, task, capture)
+        assert found == pytest.approx(expected, rel=1e-12)
+        logits = net.eval()(X)
+        assert found["f1"] == pytest.approx(f1_score(Y, logits.argmax(1), average="macro"))
+        with torch.no_grad():
+            for param in net.parameters():
+                param.mul_(-1.1)
+    assert capture.refused is None
+    assert recorder.replayed > 15
+
+
+def test_metrics_that_keep_scores_run_as_usual():
+    net, task, recorder = model(), SupervisedTask(ClassificationLoss()), RunAgain()
+    task.measure(MetricSet.of(["auroc"]))
+    capture = CapturedEvaluation(recorder)
+    found, expected = both(net, task, capture)
+    assert found == expected
+    assert "on the host" in capture.refused
 
 
 def test_a_replay_that_gives_other_numbers_is_found():

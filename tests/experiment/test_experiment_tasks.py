@@ -100,7 +100,7 @@ TASK = EXPERIMENT["tasks"]["quality"]
             {},
             (
                 "command line: tasks.quality.metrics.0.averag: unknown key; did you mean 'average'? "
-                "(allowed: name, num_classes, num_labels, average, threshold, ignore_index, class_dim)"
+                "(allowed: name, num_classes, num_labels, average, threshold, ignore_index, class_dim, class_names)"
             ),
         ),
         (

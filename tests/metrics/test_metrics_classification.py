@@ -249,11 +249,9 @@ def test_state_dict_and_reset(make, data):
 
 
 @pytest.mark.parametrize(("make", "data"), MAKERS)
-def test_update_reads_nothing_from_the_device(make, data, monkeypatch):
-    """Reading a tensor goes through one of these; on a GPU each would make the host wait."""
-    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "numpy", "cpu", "nonzero"):
-        monkeypatch.setattr(Tensor, name, lambda self, *_, name=name: pytest.fail(f"update called {name}"))
-    monkeypatch.setattr(torch, "bincount", lambda *_, **__: pytest.fail("bincount reads the largest id"))
+def test_update_reads_nothing_from_the_device(make, data):
+    """Tensors on the meta device have no values: reading one raises. On a GPU it would make the host wait."""
+    data = [one.to("meta") for one in data]
     make().update(*data)
     make().update(*data, torch.ones_like(data[1]))
 

@@ -79,9 +79,9 @@ def test_training_metrics_follow_both():
     assert summary.best_val_loss <= summary.val_loss
 
 
-@pytest.mark.parametrize("metrics", [["f1"], [lambda p, y: 0.0], [F1]])
+@pytest.mark.parametrize("metrics", [["f2"], [lambda p, y: 0.0], [F1]])
 def test_what_cannot_be_updated_is_refused(metrics):
     with pytest.raises(ConfigError, match="metrics"):
         BasicTrainingLoop(model(), metrics=metrics)
-    with pytest.raises(ConfigError, match="at most two of F1"):
+    with pytest.raises(ConfigError, match="at most two of f1"):
         BasicTrainingLoop(model(), metrics=[F1(3), F1(3), F1(3)])

@@ -33,7 +33,13 @@ _HOMES = {
         "losses.wrapped": "huber l1 mse",
         "multimodal.loss.strategy": "meaningful",
     },
-    "metric": {"metrics.accuracy": "accuracy", "metrics.classification": "f1 precision recall"},
+    "metric": {
+        "metrics.accuracy": "accuracy",
+        "metrics.adapters": "torchmetrics",
+        "metrics.classification": "balanced_accuracy confusion_matrix f1 precision recall",
+        "metrics.ranking": "auroc average_precision spearman",
+        "metrics.regression": "calibration_error mae mse perplexity r2 rmse",
+    },
     "model": {
         "models.huggingface": "huggingface huggingface_causal_lm",
         "models.lenet5": "lenet5",

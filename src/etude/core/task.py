@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from etude.core.batch import Batch
+from etude.core.batch import Batch, is_empty
 from etude.core.errors import ConfigError, DataError, TrainingError
 from etude.core.loader import Loader
 from etude.core.model import ModelCall
@@ -77,6 +77,35 @@ def settings_of(*owners: object) -> Hashable:
     )
 
 
+class Measures:
+    """What a run measures beside the terms of its loss; this one measures nothing (see `etude.metrics.MetricSet`)."""
+
+    def wants(self, *, training: bool) -> bool:
+        """Whether anything is measured, in training or in validation."""
+        return False
+
+    def update(self, predictions: Any, labels: Any, *, training: bool) -> None:
+        """Add one batch. Does not synchronise."""
+
+    def begin(self, *, training: bool) -> None:
+        """Begin an epoch or a validation: forget the batches so far."""
+
+    def results(self, world: Any, device: torch.device, *, training: bool) -> dict[str, float]:
+        """Return the values since the beginning over all ranks, which must call this together. Synchronises."""
+        return {}
+
+    def state_dict(self, world: Any, device: torch.device) -> dict[str, Any]:
+        """Return the state of what is measured in training, over all ranks together; empty if there is none."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], world: Any) -> None:
+        """Restore `state_dict`."""
+
+    def files(self) -> Mapping[str, str]:
+        """Return files for the run folder at the end of a run: name to text."""
+        return {}
+
+
 class Task:
     """Base class of tasks: only `__call__` must be defined; every other method does nothing by default.
 
@@ -96,9 +125,31 @@ class Task:
     chooses_metrics = False
     """True if `__call__` accepts None for `metrics`: compute only those that cost next to nothing."""
 
+    measures: Measures = Measures()
+    """The metrics of the run, see `metrics=` of a Trainer."""
+    judged: tuple[Any, Any] | None = None
+    """Predictions (without gradient) and labels of the last call, which the metrics measure: a task of your own sets
+    them in `__call__`."""
+
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
         """Run the model on the batch and return its terms; with `metrics`, also those of weight 0."""
         raise NotImplementedError
+
+    def measure(self, measures: Measures) -> None:
+        """Use these metrics; raise ConfigError if the task cannot."""
+        vars(self)["measures"] = measures  # a task may be frozen
+
+    def observe(self, batch: Batch) -> None:
+        """Called after every call with a batch, outside compiled code: update the metrics with what it judged."""
+        training = torch.is_grad_enabled()
+        if self.judged is not None:
+            judged, self.judged = self.judged, None
+            self.measures.update(*judged, training=training)
+        elif self.measures.wants(training=training) and not is_empty(batch):
+            raise TrainingError(
+                f"metrics need predictions and labels, but {type(self).__name__} does not set them: assign "
+                "`self.judged = (predictions.detach(), labels)` in its __call__, or remove `metrics`"
+            )
 
     def objective(self, parts: Any) -> Any:
         """Return the `Objective` that turns terms into gradients, given `ObjectiveParts`; None for the default."""

@@ -1,8 +1,8 @@
 """Evaluation batches as CUDA graphs: weights change between evaluations, their addresses do not.
 
 One graph per form of batch is kept across evaluations. Decisions of the host are constants of a graph, so model and
-task are inspected at the start of each evaluation, and any change invalidates all graphs. A batch that changes state
-of the model or task, such as the counts of a metric, runs eagerly.
+task are inspected at the start of each evaluation, and any change invalidates all graphs. Metrics may add to sums on
+the device; a batch that changes any other state of the model or task runs eagerly.
 """
 
 from collections.abc import Callable, Hashable
@@ -107,21 +107,49 @@ class CapturedEvaluation:
         """Run a batch eagerly, and record it if that is faster and the batch changes no state."""
         drawn, (before, tensors) = host_draws(), self._look()
         versions = [version_of(tensor) for tensor in tensors]
+        sums = self._sums()
+        kept = [one.clone() for one in sums]
         usual, share = self.recorder.timed(lambda: EvaluationNumbers(run(batch)))
         if host_draws() != drawn:
             self._refuse("random numbers are drawn on the host")
         elif self._look()[0] != before:
             self._refuse("a batch changes state of the model or task on the host")
-        elif [version_of(tensor) for tensor in tensors] != versions:
+        elif self._changes(tensors, versions, sums):
             self._refuse("a batch changes tensors of the model or task")
         elif share < GPU_BOUND and not self.needed:
             self._refuse("the device is already fully used without it")
         elif usual.vector is not None and (not self._graphs or before == self._looked):
             self._looked, self._kept = before, tensors
-            self._try(key, run, batch, usual)
+            usual_sums = [one.clone() for one in sums]
+            self._try(key, run, batch, usual, (sums, kept, usual_sums))
+            for one, value in zip(sums, usual_sums, strict=True):
+                one.copy_(value)
         return usual
 
-    def _try(self, key: Hashable, run: Callable[[Batch], Terms], batch: Batch, usual: EvaluationNumbers) -> None:
+    def _sums(self) -> list[Tensor]:
+        """Return the tensors of the metrics, to which a batch may add."""
+        assert self._task is not None
+        return host_state(measures=self._task.measures)[1]
+
+    @staticmethod
+    def _changes(tensors: list[Tensor], versions: list[int], sums: list[Tensor]) -> bool:
+        """Whether a tensor has changed that is not a sum of a metric."""
+        allowed = {id(one) for one in sums}
+        pairs = zip(tensors, versions, strict=True)
+        return any(version_of(one) != version and id(one) not in allowed for one, version in pairs)
+
+    def _try(
+        self,
+        key: Hashable,
+        run: Callable[[Batch], Terms],
+        batch: Batch,
+        usual: EvaluationNumbers,
+        measured: tuple[list[Tensor], list[Tensor], list[Tensor]],
+    ) -> None:
+        """Record a batch; keep the graph if a replay gives the values and sums of the eager run.
+
+        `measured` holds the sums of metrics, and their values before and after the eager run.
+        """
         inputs: list[Tensor] = []
         copies = map_tensors(batch, torch.clone)
         form_of(copies, inputs)
@@ -135,6 +163,9 @@ class CapturedEvaluation:
         kept = rng_state()
         try:
             vector, replay = self.recorder.record(function)
+            sums, before, after = measured
+            for one, value in zip(sums, before, strict=True):
+                one.copy_(value)
             replay()
         except Exception as error:
             self.recorder.recover()
@@ -144,7 +175,8 @@ class CapturedEvaluation:
             set_rng_state(kept)
         layout[0].vector = vector
         assert usual.vector is not None
-        if torch.allclose(vector, usual.vector, rtol=TOLERANCE, atol=1e-6, equal_nan=True):
+        pairs = [(vector, usual.vector), *zip(sums, after, strict=True)]
+        if all(torch.allclose(*pair, rtol=TOLERANCE, atol=1e-6, equal_nan=True) for pair in pairs):
             self._graphs[key] = EvaluationGraph(inputs, layout[0], replay)
         else:
             self._refuse("a captured batch differs from the eager one")

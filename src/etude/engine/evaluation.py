@@ -52,8 +52,10 @@ def evaluate(
         with precision.autocast():
             terms = task(model, batch, metrics=True)
         check_terms(terms)
+        task.observe(batch)
         return terms
 
+    task.measures.begin(training=False)
     with task.measuring():
         with eval_mode(model), torch.no_grad(), aside(0):
             if capture is not None:
@@ -67,7 +69,10 @@ def evaluate(
         if means is None and not world.host_max([int(totals.has_batch)])[0]:
             task.no_data()
             return {}
-        measured = task.measured(lambda counts: world.sum(counts.to(device)))
+        measured = {
+            **task.measured(lambda counts: world.sum(counts.to(device))),
+            **task.measures.results(world, device, training=False),
+        }
         if means is None and not measured:
             task.no_numbers()
             return {}

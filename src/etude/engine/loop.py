@@ -95,6 +95,8 @@ class Loop:
         return self.logs
 
     def _run_epoch(self) -> None:
+        if self.clock.position == 0:
+            self.step.task.measures.begin(training=True)
         self.callbacks.on_epoch_begin(self.clock.epoch)
         if self.clock.validation_due:
             self._validate_and_save()
@@ -149,6 +151,7 @@ class Loop:
         self.step.objective.end_epoch(tally.means())
         logs = (
             self.log.numbers(tally, self.step)
+            | self._measured()
             | self.step.updater.rates()
             | {"epoch_s": tally.seconds}
             | self._phase()
@@ -163,9 +166,13 @@ class Loop:
         """Summarise the epoch that `max_steps` ended early; it is not complete, so it is not closed."""
         self.log.flush()
         self._notify(self.finite.epoch(self.log.epoch, self.clock.epoch + 1))
-        logs = self.log.numbers(self.log.epoch, self.step) | self._validate()
+        logs = self.log.numbers(self.log.epoch, self.step) | self._measured() | self._validate()
         if not self._cut_off:
             self._set_logs(logs)
+
+    def _measured(self) -> dict[str, float]:
+        """Return the training metrics of the epoch so far."""
+        return self.step.task.measures.results(self.state.world, self.step.updater.device, training=True)
 
     def _between_steps(self) -> None:
         plan, step = self.plan, self.clock.step

@@ -57,6 +57,7 @@ STATE = record_of(
         "seed": int,
         "loss": NotRequired[dict[str, Any]],  # only if it has decided something
         "compile": NotRequired[record_of("Compile", DECISIONS)],
+        "metrics": NotRequired[dict[str, Any]],  # only if some are measured in training
         "data": NotRequired[Annotated[list[Tensor], MinLen(1)]],  # only if the loader keeps a state of its own
     },
 )
@@ -97,7 +98,8 @@ class TrainState:
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the model's tensors and the tree of everything else. All ranks must call this together."""
         compiled = {} if self.compiled is None else self.compiled.decisions()
-        decided = {"loss": self.task.decisions(), "compile": compiled}
+        measured = self.task.measures.state_dict(self.world, _device_of(self.model))
+        decided = {"loss": self.task.decisions(), "compile": compiled, "metrics": measured}
         return clean_state_dict(self.model), {
             "clock": self.clock.state_dict(),
             "optimizer": optimizer_state(self.optimizer, self.model),
@@ -166,6 +168,8 @@ class TrainState:
             if saved := state["callbacks"].get(key):
                 with errors_of(checkpoint.path, f"callbacks.{key}"):
                     callback.load_state_dict(saved)
+        with errors_of(checkpoint.path, "metrics"):
+            self.task.measures.load_state_dict(state.get("metrics", {}), self.world)
         with errors_of(checkpoint.path, "data"):
             self._load_data(state.get("data", []))
         with errors_of(checkpoint.path, "model"):
@@ -204,6 +208,10 @@ def callbacks_in(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         check_kind(STATE, checkpoint.state, "state")
     saved: dict[str, dict[str, Any]] = checkpoint.state["callbacks"]
     return saved
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((one.device for one in model.parameters()), torch.device("cpu"))
 
 
 @cache

@@ -96,6 +96,7 @@ class Step:
             with objective.micro_batch(place):
                 with self.precision.autocast():
                     terms = self.forward(self.model, batch, metrics=self.metrics)
+                self.task.observe(batch)
                 objective.backward(terms)
         count = objective.finish()
         for watch in self.watchers:

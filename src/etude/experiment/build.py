@@ -183,6 +183,9 @@ def build_trainer(
         else PlannedSchedule(lambda plan: _build(config, "scheduler", scheduler, **plan)),
         loss=None if loss is None else _build(config, "loss", loss, **draft.given),
         val_loss=None if val_loss is None else _build(config, "validation_loss", val_loss, **draft.given),
+        metrics=[
+            _build(config, f"metrics.{place}", one) for place, one in enumerate(config.sections.get("metrics") or [])
+        ],
         callbacks=draft.callbacks,
         output_dir=folder,
         progress=progress,

@@ -43,6 +43,9 @@ _SECTIONS: dict[str, SectionSpec | None] = {
         kind="loss", description="The loss; by default chosen from the first batch; `model`: the model's own."
     ),
     "validation_loss": SectionSpec(kind="loss", description="Another loss for validation and `etude evaluate`."),
+    "metrics": SectionSpec(
+        kind="metric", many=True, description="Metrics of the validation, beside those of the loss: f1, auroc …"
+    ),
     "optimizer": SectionSpec(kind="optimizer", provided=("params",), description="The optimizer; adamw by default."),
     "scheduler": SectionSpec(
         kind="scheduler", provided=("total_steps", "steps_per_epoch"), description="The learning-rate schedule."

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from etude.core.batch import Batch
@@ -56,7 +57,11 @@ class SupervisedTask(Task):
             raise explained from error
         if metrics is None:
             metrics = self.strategy.has_cheap_metrics(output, batch)
-        return self.strategy.terms(output, batch, metrics=metrics)
+        terms = self.strategy.terms(output, batch, metrics=metrics)
+        if self.measures.wants(training=torch.is_grad_enabled()):
+            with torch.no_grad():
+                self.judged = self.strategy.judged(output, batch)
+        return terms
 
     def constants(self) -> Hashable:
         """Return the host-side values of the loss."""

@@ -11,10 +11,11 @@ from etude.config.registry import register
 from etude.core.arguments import checked
 from etude.core.errors import ConfigError, DataError
 from etude.metrics.base import Metric
+from etude.metrics.counts import ClassCounts
 from etude.metrics.inputs import class_dim_of, counted_elements, form_of
 
 
-@register("metric", "accuracy")
+@register("metric", "accuracy", aliases={"k": "top_k"})
 class Accuracy(Metric):
     """Share of correct predictions over everything seen, exact over batches and ranks.
 
@@ -37,6 +38,23 @@ class Accuracy(Metric):
     ) -> None:
         super().__init__()
         self.top_k, self.ignore_index, self.class_dim = top_k, ignore_index, class_dim
+        self.name = "accuracy" if top_k == 1 else f"accuracy_top{top_k}"
+        self.source: ClassCounts | None = None
+        """Other metrics' counts of the same predictions, if there are any: they include the correct ones."""
+
+    def can_read(self, counts: ClassCounts) -> bool:
+        """Whether these counts include the correct predictions of all classes."""
+        same = (counts.ignore_index, counts.class_dim, counts.num_labels) == (self.ignore_index, self.class_dim, None)
+        return self.top_k == 1 and counts.threshold == 0.5 and same
+
+    def compute(self) -> float:
+        """Return the share over everything since the last reset; nan if there is nothing. Synchronises."""
+        return super().compute() if self.source is None else self.source.accuracy()
+
+    def reset(self) -> None:
+        """Reset to the initial state, with counts of its own."""
+        self.source = None
+        super().reset()
 
     def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
         """Return the number of correct elements and of counted elements."""

@@ -1,17 +1,27 @@
 """Base classes of metrics: sums that stay on the device, one division and one host read in `compute`."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from etude.core.errors import ConfigError
+from etude.distributed import World
+
+PER_CLASS = "_per_class"
+"""Ends the name of a metric with one result per class, whose own names have the class in place of it."""
+
 
 class Meter(ABC):
     """Anything in a list of metrics: a value that can be read, reset, saved and restored."""
 
+    name: str
+    """The name of its results in logs: `f1` is `val_f1` in validation."""
+
     @abstractmethod
-    def compute(self) -> float:
+    def compute(self) -> Any:
         """Return the value over everything since the last reset; nan if there is nothing. Synchronises."""
 
     @abstractmethod
@@ -27,7 +37,29 @@ class Meter(ABC):
         """Restore `state_dict`."""
 
 
-class Tally(ABC):
+class Measure(Meter):
+    """A metric of predictions and labels: what `metrics=` of a `Trainer` accepts, once it has been built."""
+
+    name = ""
+
+    @abstractmethod
+    def update(self, predictions: Any, targets: Any) -> None:
+        """Add one batch. Does not synchronise."""
+
+    @abstractmethod
+    def gather(self, world: World, device: torch.device) -> None:
+        """Replace the state by that of all ranks together, which communicate on `device`; all must call this."""
+
+    def results(self) -> dict[str, float]:
+        """Return the values to report, by name. Synchronises."""
+        return {self.name: self.compute()}
+
+    def files(self) -> Mapping[str, str]:
+        """Return files for the run folder at the end of a run: name to text."""
+        return {}
+
+
+class Tally(Measure):
     """Counts of predictions and targets whose whole state is one vector of sums.
 
     Sums of batches, ranks and merged tallies add up to the sums of the whole, so the result never depends on how the
@@ -48,15 +80,20 @@ class Tally(ABC):
     @torch.no_grad()
     def update(self, predictions: Tensor, targets: Tensor, mask: Tensor | None = None) -> None:
         """Add one batch; elements where `mask` is zero do not count. Does not synchronise."""
-        sums = self.batch_sums(predictions, targets, mask).to(self.dtype)
-        if self._sums is not None:
-            # Not in place: a tensor made under inference_mode cannot be changed outside it.
-            sums = self._sums.to(sums.device, non_blocking=sums.is_cuda) + sums
-        self._sums = sums
+        added = self.batch_sums(predictions, targets, mask)
+        self.sums_on(added.device).add_(added)
+
+    def sums_on(self, device: torch.device) -> Tensor:
+        """Return the sums, moved to a device. They stay the same tensor, so that a recorded update finds them."""
+        if self._sums is None or self._sums.device != device:
+            with torch.inference_mode(False):  # a tensor made in inference mode cannot be changed outside it
+                self._sums = self.state().to(device, non_blocking=device.type == "cuda")
+        return self._sums
 
     def reset(self) -> None:
         """Reset to the initial state."""
-        self._sums = None
+        if self._sums is not None:
+            self._sums.zero_()
 
     def state(self) -> Tensor:
         """Return a copy of the sums; summed over ranks, they are those of all data."""
@@ -64,12 +101,20 @@ class Tally(ABC):
 
     def load_state(self, sums: Tensor) -> None:
         """Replace the sums, for example by those of all ranks."""
-        self._sums = sums.to(self.dtype, copy=True)
+        if self._sums is not None and self._sums.numel() == sums.numel():
+            self._sums.copy_(sums)
+        else:
+            self._sums = sums.to(self.dtype, copy=True)
 
     def merge(self, other: Self) -> None:
         """Add the sums of another tally of the same kind."""
         sums = self.state()
-        self._sums = sums + other.state().to(sums.device)
+        self.load_state(sums + other.state().to(sums.device))
+
+    def gather(self, world: World, device: torch.device) -> None:
+        """Replace the sums by those over all ranks."""
+        if world.size > 1:
+            self.load_state(world.sum(self.state().to(device)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums under one key."""
@@ -80,7 +125,7 @@ class Tally(ABC):
         self.load_state(state["sums"])
 
 
-class Metric(Tally, Meter):
+class Metric(Tally):
     """A tally that reduces to one number. Beside what a `Tally` defines, a subclass defines the meaning of the sums:
 
     num_sums = 2
@@ -89,9 +134,78 @@ class Metric(Tally, Meter):
     """
 
     @abstractmethod
-    def value(self, sums: list[float]) -> float:
+    def value(self, sums: list[float]) -> Any:
         """Return the value of the metric from its sums."""
 
-    def compute(self) -> float:
+    def compute(self) -> Any:
         """Return the value over everything since the last reset; nan if there is nothing. Synchronises."""
         return self.value(self.state().tolist())
+
+
+class Kept(Measure):
+    """A metric that needs all predictions at once, such as one of ranks: they are kept, and sorted at the end.
+
+    A subclass defines `rows` of a batch and `value` of all rows.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []
+
+    @abstractmethod
+    def rows(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Return what is kept of a batch: float32 or float64, one row per sample."""
+
+    @abstractmethod
+    def value(self, rows: Tensor) -> Any:
+        """Return the value of the metric, given all rows on the host; there is at least one."""
+
+    @torch.no_grad()
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        """Keep one batch. Does not synchronise."""
+        self._rows.append(self.rows(predictions, targets))
+
+    def all_rows(self) -> Tensor | None:
+        """Return all rows on the host; None if there are none. Synchronises."""
+        kept = [rows for rows in self._rows if rows.shape[0]]
+        return torch.cat(kept).cpu() if kept else None
+
+    def compute(self) -> Any:
+        """Return the value over everything since the last reset; nan if there is nothing. Synchronises."""
+        rows = self.all_rows()
+        return float("nan") if rows is None else self.value(rows)
+
+    def gather(self, world: World, device: torch.device) -> None:  # noqa: ARG002 - ranks exchange bytes on the host
+        """Keep the rows of all ranks."""
+        if world.size > 1:
+            self._rows = gathered_rows(world, self.all_rows())
+
+    def reset(self) -> None:
+        """Drop everything that was kept."""
+        self._rows = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows."""
+        rows = self.all_rows()
+        return {"rows": [] if rows is None else [rows]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the rows."""
+        self._rows = list(state["rows"])
+
+
+def gathered_rows(world: World, rows: Tensor | None) -> list[Tensor]:
+    """Return the rows of every rank, on the host; None if this rank has none."""
+    columns, is_double = world.host_max([0, 0] if rows is None else [rows.shape[1], int(rows.dtype is torch.float64)])
+    dtype = torch.float64 if is_double else torch.float32
+    own = torch.empty(0, dtype=dtype) if rows is None else rows.to(dtype).flatten()
+    found = world.gather_bytes(own.view(torch.uint8))
+    return [one.clone().view(dtype).view(-1, columns) for one in found if one.numel()]
+
+
+def named_scores(name: str, scores: Sequence[float], class_names: Sequence[str] | None) -> dict[str, float]:
+    """Return one result per class: `f1_class0`, or `f1_cat` if the classes have names."""
+    names = class_names or [f"class{place}" for place in range(len(scores))]
+    name = name.removesuffix(PER_CLASS)
+    if len(names) != len(scores):
+        raise ConfigError(f"{name}: there are {len(names)} class_names, but {len(scores)} classes; name all of them")
+    return {f"{name}_{one}": score for one, score in zip(names, scores, strict=True)}

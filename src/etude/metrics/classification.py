@@ -1,6 +1,6 @@
-"""Precision, recall, F1 and the confusion matrix, for two classes, several classes and several labels.
+"""Precision, recall, F1, balanced accuracy and the confusion matrix: binary, several classes and several labels.
 
-    Precision()                   binary: predictions and targets (…)
+    Precision()                   binary: predictions and targets (…); or classes, if the logits have more than two
     Precision(num_classes=5)      classes: class ids (…) or logits (…, 5), targets (…)
     Precision(num_labels=5)       labels: predictions and targets (…, 5), each label 0 or 1, any may be missing
 
@@ -10,111 +10,30 @@ binary labels that are NaN. A NaN prediction is never correct: it predicts no cl
 
 import math
 from abc import abstractmethod
-from typing import Annotated, Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
-from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
 from etude.config.registry import register
-from etude.core.arguments import checked
-from etude.core.errors import ConfigError, DataError
-from etude.metrics.base import Metric, Tally
-from etude.metrics.inputs import (
-    counted_elements,
-    counted_labels,
-    form_of,
-    predicted_classes,
-    predicted_positives,
-)
+from etude.core.errors import ConfigError
+from etude.metrics.base import PER_CLASS, named_scores
+from etude.metrics.counts import ClassCounts, NumClasses, NumLabels, Threshold
+from etude.metrics.picture import matrix_files
 
-Average = Literal["macro", "micro", "weighted"]
-NumClasses = Annotated[int, Ge(2)] | None
-NumLabels = Annotated[int, Ge(1)] | None
-Threshold = Annotated[float, Gt(0), Lt(1)]
+Average = Literal["macro", "micro", "weighted", "none"]
 
 
-class Classified(Tally):
-    """Shared by precision, recall, F1 and the confusion matrix: the kind of input, and how it is interpreted."""
-
-    @checked
-    def __init__(
-        self,
-        num_classes: NumClasses,
-        num_labels: NumLabels,
-        threshold: Threshold,
-        ignore_index: int | None,
-        class_dim: int | None,
-    ) -> None:
-        super().__init__()
-        if num_classes is not None and num_labels is not None:
-            raise ConfigError(
-                f"{type(self).__name__}: set num_classes for classes or num_labels for labels, not both"
-            )
-        self.num_classes, self.num_labels, self.threshold = num_classes, num_labels, threshold
-        self.ignore_index, self.class_dim = ignore_index, class_dim
-
-    @property
-    def size(self) -> int:
-        """Number of classes or labels: 1 for binary."""
-        return self.num_classes or self.num_labels or 1
-
-    def read_classes(
-        self, predictions: Tensor, targets: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return predicted and true class ids, whether labels and whether predictions count (int64), each 1-D.
-
-        Ids that do not count are 0. A NaN prediction does not count, but its label does.
-        """
-        who = type(self).__name__
-        if targets.is_floating_point():
-            raise DataError(f"{who}: targets {form_of(targets)} are not class ids; they must be integers")
-        classes, none = predicted_classes(predictions, targets, self.size, self.class_dim, who)
-        counted = counted_elements(targets, mask, self.ignore_index, who)
-        named = counted & ~none
-        predicted = classes.long().masked_fill(~named, 0).flatten()
-        true = targets.long().masked_fill(~counted, 0).flatten()
-        return predicted, true, counted.flatten().long(), named.flatten().long()
-
-    def read_labels(
-        self, predictions: Tensor, targets: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return which labels are predicted yes, predicted no, true and counted: bools (elements, labels)."""
-        who = type(self).__name__
-        if self.num_labels is not None and targets.shape[-1:] != (self.num_labels,):
-            raise DataError(
-                f"{who}: targets {form_of(targets)} do not fit num_labels {self.num_labels}, their last dimension"
-            )
-        yes, no = predicted_positives(predictions, targets, self.threshold, who)
-        counted = counted_labels(targets, mask, self.ignore_index, who)
-        read = (yes & counted, no & counted, (targets > 0.5) & counted, counted)
-        return tuple(values.reshape(-1, self.size) for values in read)  # type: ignore[return-value]
-
-    def count_ids(self, size: int, ids: Tensor, counted: Tensor, read: tuple[Tensor, ...]) -> Tensor:
-        """Return how often each id below `size` occurs among those counted; raise DataError for a larger one.
-
-        Not `bincount`, which reads the largest id from the device.
-        """
-        try:
-            return counted.new_zeros(size).scatter_add_(0, ids, counted)
-        except RuntimeError as error:  # only on the CPU; on a GPU an assertion in the kernel ends the process
-            for what, found in zip(("predictions", "targets"), read[:2], strict=True):
-                wrong = found[(found < 0) | (found >= self.size)]
-                if wrong.numel():
-                    raise DataError(
-                        f"{type(self).__name__}: {what} hold the class {int(wrong[0])}, but num_classes is {self.size} "
-                        f"(0 … {self.size - 1})"
-                    ) from error
-            raise
-
-
-class ClassScore(Classified, Metric):
+class ClassScore(ClassCounts):
     """Ratio of correct positives to others per class or label, averaged to one number.
 
     - macro: the mean over classes; classes that neither occurred nor were predicted do not count, nor do labels
       that were missing in every sample
     - micro: all classes pooled
     - weighted: the mean weighted by how often each class occurs
+    - none: one number for every class (`f1_class0` …, or by `class_names`); nan for one that never occurred
 
     A ratio of 0 to 0 is 0. Without any data the value is nan.
     """
@@ -123,51 +42,47 @@ class ClassScore(Classified, Metric):
         self,
         num_classes: NumClasses = None,
         num_labels: NumLabels = None,
-        average: Average = "macro",
+        average: Average | None = "macro",
         threshold: Threshold = 0.5,
         ignore_index: int | None = -100,
         class_dim: int | None = None,
+        class_names: list[str] | None = None,
     ) -> None:
-        super().__init__(num_classes, num_labels, threshold, ignore_index, class_dim)
+        super().__init__(num_classes, num_labels, threshold, ignore_index, class_dim, class_names)
+        average = "none" if average is None else average
         if average not in get_args(Average):
             raise ConfigError(
                 f"{type(self).__name__}: average is '{average}'; it must be one of {', '.join(get_args(Average))}"
             )
         self.average = average
-        self.num_sums = 4 * self.size
+        self.name = type(self).name + PER_CLASS * (average == "none")
 
     @abstractmethod
-    def ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:
+    def ratio(self, right: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
         """Return numerator and denominator of the score, given how often a class was correct, predicted and true."""
 
-    def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
-        """Return for every class how often it was correct, predicted and true, and how often it occurred at all."""
-        if self.num_classes is None:
-            predicted, _, true, counts = self.read_labels(predictions, targets, mask)
-            return torch.stack([predicted & true, predicted, true, counts]).sum(1).flatten()
-        classes, labels, counted, named = read = self.read_classes(predictions, targets, mask)
-        right = self.count_ids(self.size, labels, named * (classes == labels), read)
-        predicted = self.count_ids(self.size, classes, named, read)
-        true = self.count_ids(self.size, labels, counted, read)
-        return torch.cat([right, predicted, true, predicted + true])
-
-    def value(self, sums: list[float]) -> float:
-        """Return the average of the scores over the classes that occurred."""
-        columns = [sums[start : start + self.size] for start in range(0, self.num_sums, self.size)]
-        rows = [(right, predicted, true) for right, predicted, true, seen in zip(*columns, strict=True) if seen]
+    def value(self, sums: list[float]) -> float | list[float]:
+        """Return the average of the scores over the classes that occurred, or all scores."""
+        *counts, seen = self.columns(sums)
+        if self.average == "none":
+            return [self._score(*row) if n else math.nan for *row, n in zip(*counts, seen, strict=True)]
+        rows = [row for *row, n in zip(*counts, seen, strict=True) if n]
         if not rows:
             return math.nan
         if self.average == "micro":
             return self._score(*map(sum, zip(*rows, strict=True)))
         scores = [self._score(*row) for row in rows]
-        if self.average == "macro":
-            return sum(scores) / len(scores)
-        supports: list[float] = [true for _, _, true in rows]
-        return sum(score * n for score, n in zip(scores, supports, strict=True)) / (sum(supports) or 1)
+        weights = [1 if self.average == "macro" else int(true) for _, _, true in rows]
+        return sum(score * n for score, n in zip(scores, weights, strict=True)) / (sum(weights) or 1)
 
-    def _score(self, right: float, predicted: float, true: float) -> float:
+    def results(self) -> dict[str, float]:
+        """Return the average, or one value per class."""
+        value = self.compute()
+        return named_scores(self.name, value, self.class_names) if isinstance(value, list) else {self.name: value}
+
+    def _score(self, right: Any, predicted: Any, true: Any) -> float:
         numerator, denominator = self.ratio(right, predicted, true)
-        return numerator / denominator if denominator else 0.0
+        return float(numerator / denominator) if denominator else 0.0
 
 
 @register("metric", "precision")
@@ -180,7 +95,9 @@ class Precision(ClassScore):
     0.5
     """
 
-    def ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:  # noqa: ARG002
+    name = "precision"
+
+    def ratio(self, right: Any, predicted: Any, true: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Return correct / predicted."""
         return right, predicted
 
@@ -195,7 +112,9 @@ class Recall(ClassScore):
     0.75
     """
 
-    def ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:  # noqa: ARG002
+    name = "recall"
+
+    def ratio(self, right: Any, predicted: Any, true: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Return correct / true."""
         return right, true
 
@@ -210,19 +129,57 @@ class F1(ClassScore):
     0.8
     """
 
-    def ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:
+    name = "f1"
+
+    def ratio(self, right: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
         """Return 2·correct / (predicted + true)."""
         return 2 * right, predicted + true
 
 
-class ConfusionMatrix(Classified):
+@register("metric", "balanced_accuracy")
+class BalancedAccuracy(ClassCounts):
+    """The mean recall of the classes that occur among the labels; of both classes if binary.
+
+    >>> balanced = BalancedAccuracy(num_classes=3)
+    >>> balanced.update(torch.tensor([0, 0, 2, 1]), torch.tensor([0, 0, 0, 1]))
+    >>> round(balanced.compute(), 4)
+    0.8333
+    """
+
+    name = "balanced_accuracy"
+
+    def __init__(
+        self,
+        num_classes: NumClasses = None,
+        threshold: Threshold = 0.5,
+        ignore_index: int | None = -100,
+        class_dim: int | None = None,
+    ) -> None:
+        super().__init__(num_classes, None, threshold, ignore_index, class_dim)
+
+    def value(self, sums: list[float]) -> float:
+        """Return the mean recall."""
+        right, _, true, _ = self.columns(sums)
+        if self.num_classes is None:
+            cells = self.matrix(sums)[0]
+            right, true = cells[(0, 1), (0, 1)], cells.sum(1)
+        return float(np.mean(right[true > 0] / true[true > 0])) if true.any() else math.nan
+
+
+@register("metric", "confusion_matrix")
+class ConfusionMatrix(ClassCounts):
     """How often each true class (row) was predicted as each class (column); NaN predictions have no column.
+
+    `normalized` divides by the sum of the row ("true"), of the column ("predicted") or of everything ("all"). The run
+    folder gets the matrix of the last validation as `confusion_matrix.json`, and as a picture if it is not too large.
 
     >>> matrix = ConfusionMatrix(num_classes=3)
     >>> matrix.update(torch.tensor([0, 2, 1, 1]), torch.tensor([0, 1, 1, -100]))
     >>> matrix.compute().tolist()
     [[1, 0, 0], [0, 1, 1], [0, 0, 0]]
     """
+
+    name = "confusion_matrix"
 
     def __init__(
         self,
@@ -231,24 +188,35 @@ class ConfusionMatrix(Classified):
         threshold: Threshold = 0.5,
         ignore_index: int | None = -100,
         class_dim: int | None = None,
+        normalized: Literal["true", "predicted", "all"] | None = None,
+        class_names: list[str] | None = None,
     ) -> None:
-        super().__init__(num_classes, num_labels, threshold, ignore_index, class_dim)
-        self.num_sums = self.size**2 if num_classes is not None else 4 * self.size
+        super().__init__(num_classes, num_labels, threshold, ignore_index, class_dim, class_names)
+        if normalized not in (None, "true", "predicted", "all"):
+            raise ConfigError(
+                f"ConfusionMatrix: normalized is {normalized!r}; it must be true, predicted, all or None"
+            )
+        self.normalized, self.needs_matrix = normalized, True
 
-    def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the counts of the cells in row-major order."""
-        if self.num_classes is not None:
-            classes, labels, _, named = read = self.read_classes(predictions, targets, mask)
-            # An invalid class would fall into a cell of another row: move it beyond the last one.
-            beyond = (classes < 0) | (classes >= self.size)
-            cells = torch.where(beyond, self.num_sums, labels * self.size + classes)
-            return self.count_ids(self.num_sums, cells, named, read)
-        yes, no, true, _ = self.read_labels(predictions, targets, mask)
-        return torch.stack([row & column for row in (~true, true) for column in (no, yes)], -1).sum(0).flatten()
+    def value(self, sums: list[float]) -> Tensor:
+        """Return the matrix from its counts."""
+        cells = torch.from_numpy(self.matrix(sums)[..., :-1].copy())
+        if self.num_classes is None and self.num_labels is None:
+            cells = cells[0]
+        if self.normalized is None:
+            return cells
+        dims = {"true": (-1,), "predicted": (-2,), "all": (-2, -1)}[self.normalized]
+        total = cells.sum(dims, keepdim=True)
+        return cells.double() / total.clamp(min=1)
 
     def compute(self) -> Tensor:
-        """Return counts, int64 on the CPU: (C, C), (2, 2) if binary, (K, 2, 2) for K labels. Synchronises."""
-        counts = self.state().cpu()
-        if self.num_classes is not None:
-            return counts.view(self.size, self.size)
-        return counts.view(2, 2) if self.num_labels is None else counts.view(self.size, 2, 2)
+        """Return counts (int64) or shares, on the CPU: (C, C), (2, 2) if binary, (K, 2, 2) for labels. Synchronises."""
+        return self.value(self.state().tolist())
+
+    def results(self) -> dict[str, float]:
+        """Return nothing: a matrix is not a number. See `files`."""
+        return {}
+
+    def files(self) -> Mapping[str, str]:
+        """Return the matrix as JSON and, up to 100 classes, as a picture."""
+        return matrix_files(self.name, self.compute(), self.class_names)

@@ -32,28 +32,45 @@ def predicted_classes(
     return predictions, torch.zeros_like(targets, dtype=torch.bool)
 
 
+def binary_scores(predictions: Tensor, targets: Tensor, who: str) -> Tensor:
+    """Return binary predictions shaped like the targets: logits, or ids as they are.
+
+    Floating-point predictions are logits: one per label, with or without a last dimension of 1, or those of the
+    classes 0 and 1 in a last dimension of 2, whose difference is the logit.
+    """
+    if predictions.shape == targets.shape:
+        return predictions
+    if not predictions.is_floating_point() or predictions.shape not in ((*targets.shape, 1), (*targets.shape, 2)):
+        raise DataError(
+            f"{who}: predictions {form_of(predictions)} do not fit targets {form_of(targets)}; set num_classes for "
+            f"classes or num_labels for labels; binary predictions have the shape of the targets, or are logits "
+            f"with a last dimension of 1 or 2"
+        )
+    return predictions[..., -1] if predictions.shape[-1] == 1 else predictions[..., 1] - predictions[..., 0]
+
+
 def predicted_positives(predictions: Tensor, targets: Tensor, threshold: float, who: str) -> tuple[Tensor, Tensor]:
     """Return which binary labels are predicted to be positive and which negative, shaped like the targets.
 
-    Floating-point predictions are logits: one per label, with or without a last dimension of 1, or those of the
-    classes 0 and 1 in a last dimension of 2. Integers and bools are used directly. NaN is neither.
+    Integers and bools are used directly. NaN is neither.
 
     >>> predicted_positives(torch.tensor([-1.0, 2.0, math.nan]), torch.tensor([0, 1, 1]), 0.5, "F1")
     (tensor([False,  True, False]), tensor([ True, False, False]))
     """
-    if predictions.shape != targets.shape:
-        if not predictions.is_floating_point() or predictions.shape not in ((*targets.shape, 1), (*targets.shape, 2)):
-            raise DataError(
-                f"{who}: predictions {form_of(predictions)} do not fit targets {form_of(targets)}; set num_classes for "
-                f"classes or num_labels for labels; binary predictions have the shape of the targets, or are logits "
-                f"with a last dimension of 1 or 2"
-            )
-        logits = predictions[..., -1]
-        predictions = logits - predictions[..., 0] if predictions.shape[-1] == 2 else logits
-    if predictions.is_floating_point():
+    scores = binary_scores(predictions, targets, who)
+    if scores.is_floating_point():
         limit = math.log(threshold / (1 - threshold))
-        return predictions > limit, predictions <= limit
-    return predictions != 0, predictions == 0
+        return scores > limit, scores <= limit
+    return scores != 0, scores == 0
+
+
+def inferred_classes(predictions: Tensor, targets: Tensor, class_dim: int | None, who: str) -> int | None:
+    """Return the number of classes of logits with class ids as targets; None if they are binary, or do not fit."""
+    if targets.is_floating_point() or predictions.dim() != targets.dim() + 1:
+        return None
+    if predictions.shape[-1] <= 2 and predictions.shape[:-1] == targets.shape:
+        return None
+    return predictions.shape[class_dim_of(predictions, targets, class_dim, who)]
 
 
 def counted_labels(targets: Tensor, mask: Tensor | None, ignore_index: int | None, who: str) -> Tensor:

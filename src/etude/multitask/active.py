@@ -13,7 +13,7 @@ from etude.core.batch import STREAM
 from etude.core.errors import ConfigError
 from etude.core.loader import Loader
 from etude.core.spelling import suggest
-from etude.core.task import Task
+from etude.core.task import Measures, Task
 from etude.data import DataLoader, StreamLoader, Streams, make_loader
 from etude.data.sources.adapters import ForeignLoader
 from etude.metrics import Metric
@@ -199,6 +199,13 @@ class ActiveTasks(Task):
             active.strategy.decide(decisions.get(task, {}).get(variant or "", {}))
 
     # --- metrics
+
+    def measure(self, measures: Measures) -> None:
+        """Refuse metrics of the whole run: every task has its own."""
+        raise ConfigError(
+            "`metrics` are those of one task, and there are several: give each its own, with `metrics` of the task or "
+            "TaskSpec(metrics={'f1': F1(…)})"
+        )
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """Return `loss`, the weighted sum over tasks, and what each loss derives: `<task>/perplexity` …

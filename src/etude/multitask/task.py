@@ -1,7 +1,7 @@
 """Several tasks at once: selecting the tasks of a batch, one forward pass, and one loss per task."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -180,7 +180,7 @@ class MultiTask(ActiveTasks):
                 return
         predictions, labels = active.strategy.judged(output, view)
         for metric in active.spec.metrics.values():
-            (metric if self._measuring else copy(metric)).update(predictions.detach(), labels)
+            (metric if self._measuring else deepcopy(metric)).update(predictions.detach(), labels)
 
     def _requests(self, batch: Batch) -> Iterator[tuple[Batch, dict[str, ActiveTask]]]:
         """Return inputs for the model with their tasks: one entry for each required forward pass."""

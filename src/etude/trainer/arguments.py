@@ -14,10 +14,11 @@ from etude.config.shapes import canonical_keys
 from etude.core import ConfigError, Task
 from etude.core.arguments import as_whole
 from etude.core.spelling import did_you_mean
-from etude.core.task import as_task
+from etude.core.task import Measures, as_task
 from etude.engine.callback import Callback
 from etude.lazy import import_room
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
+from etude.metrics.metric_set import MetricLike, MetricSet
 from etude.trainer.config import TRAINING_ALIASES, AverageSettings, TrainerConfig
 
 _MODALITIES = "etude.multimodal"
@@ -27,6 +28,7 @@ Section = str | Mapping[str, Any]
 """A registered component as in a config file: its name, or a mapping with `name` and arguments."""
 ConfigLike = TrainerConfig | Mapping[str, Any] | None
 LossLike = LossStrategy | nn.Module | Callable[..., Any] | Section | None
+MetricsLike = MetricLike | Measures | Iterable[MetricLike] | Mapping[str, MetricLike] | None
 CallbacksLike = Callback | Section | Iterable[Callback | Section]
 
 
@@ -116,6 +118,16 @@ def plain_task(loss: Any, task: Any, name: str = "loss") -> Task:
     if loss is not None and task is not None:
         raise ConfigError(f"{name}= and task= both define the objective; keep one of them")
     return as_task(task) if task is not None else SupervisedTask(as_strategy(as_loss(loss)))
+
+
+def measure(task: Task, metrics: Any, in_training: bool | list[str] | None, *, validates: bool) -> None:
+    """Let a task measure metrics in validation and, if wanted or if nothing is validated, in training."""
+    if in_training is None:
+        in_training = not validates
+    if not isinstance(metrics, Measures):
+        metrics = MetricSet.of(metrics, in_training)
+    if metrics.wants(training=True) or metrics.wants(training=False):
+        task.measure(metrics)
 
 
 def as_callbacks(callbacks: Any, curriculum: Any = None, config: TrainerConfig | None = None) -> list[Callback]:

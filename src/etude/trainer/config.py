@@ -125,8 +125,8 @@ class TrainerConfig(SectionModel):
     """Use only deterministic kernels, so that CUDA runs are reproducible bit for bit too."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of torch; results are reproducible bit for bit only with the same number."""
-    train_metrics: bool | None = None
-    """Compute accuracy and other metrics on training batches too; by default only those that cost next to nothing."""
+    train_metrics: bool | list[str] | None = None
+    """Compute metrics on training batches too: all, none, or those named; by default what costs next to nothing."""
     max_skipped_steps: Count = 20
     """Stop with an error after this many consecutive non-finite updates."""
     drop_last: bool = False

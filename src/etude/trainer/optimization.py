@@ -80,7 +80,8 @@ def make_step(
             wrapped = wrap_data_parallel(model, made, machine.device, find_unused_parameters=unused)
     clip = {"clip_norm": config.gradient_clip_norm, "clip_value": config.gradient_clip_value}
     updater = Updater(made, **clip, precision=machine.precision)
-    step = Step(wrapped, task, updater, machine.precision, world=machine.world, metrics=config.train_metrics)
+    metrics = None if isinstance(config.train_metrics, list) else config.train_metrics
+    step = Step(wrapped, task, updater, machine.precision, world=machine.world, metrics=metrics)
     if machine.captures(config.capture):
         step.capture = Capture(step, needed=config.capture == "on")
         machine.evaluation = CapturedEvaluation(step.capture.recorder, needed=step.capture.needed)

@@ -14,6 +14,7 @@ from etude.checkpoint.trust import errors_of
 from etude.config import dump_yaml
 from etude.config.selection import plain
 from etude.core import Clock, ConfigError, RunFolderError
+from etude.core.files import write_text
 from etude.core.run_layout import folder_name
 from etude.engine.callback import Callback, CallbackList
 from etude.engine.state import Saver, TrainState
@@ -116,8 +117,13 @@ class Output:
         described, only = dump_yaml(self._described(config)), config.trainable_only
         return Saver(manager, state, meta, resumed=resumed, config=described, trainable_only=only)
 
-    def finish(self, clock: Clock, callbacks: CallbackList, metrics: Mapping[str, float]) -> None:
-        """Write `result.json`, unless a signal ended the training; the next training continues from here."""
+    def finish(
+        self, clock: Clock, callbacks: CallbackList, metrics: Mapping[str, float], files: Mapping[str, str]
+    ) -> None:
+        """Write `result.json`, unless a signal ended the training; the next training continues from here.
+
+        `files` are those of metrics, such as a confusion matrix: name to text. They are written into `metrics/`.
+        """
         saved = None if self.folder is None else self.folder.checkpoints_path / folder_name(clock.step)
         self.is_resumed, self._came_from, self.metrics = True, saved, dict(metrics)
         if self.folder is None:
@@ -133,7 +139,7 @@ class Output:
         }
         # Even without a folder: if one process exits while another is still working, the launcher ends both.
         here = self._world.is_main and not control.interrupted
-        self._world.attempt(lambda: folder.write_result(result), here=here)
+        self._world.attempt(lambda: _write(folder, result, files), here=here)
 
     def _take(self, folder: RunFolder, stack: contextlib.ExitStack, clock: Clock, config: TrainerConfig) -> None:
         if not folder.is_held:
@@ -244,3 +250,10 @@ def _as_folder(output_dir: Any, checkpoint_dir: str | None) -> RunFolder | None:
         return output_dir
     expect("output_dir", output_dir, isinstance(output_dir, (str, os.PathLike)), "a path")
     return RunFolder.ensure(Path(output_dir), checkpoint_dir)
+
+
+def _write(folder: RunFolder, result: dict[str, Any], files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (folder.path / "metrics").mkdir(exist_ok=True)
+        write_text(folder.path / "metrics" / name, text)
+    folder.write_result(result)

@@ -20,12 +20,14 @@ from etude.trainer.arguments import (
     CallbacksLike,
     ConfigLike,
     LossLike,
+    MetricsLike,
     as_callbacks,
     as_config,
     as_epochs,
     check_model,
     expect,
     make_task,
+    measure,
     plain_task,
 )
 from etude.trainer.loaders import Loaders
@@ -59,6 +61,7 @@ class Trainer:
         loss: LossLike = None,
         val_loss: LossLike = None,
         task: Task | None = None,
+        metrics: MetricsLike = (),
         curriculum: Any = None,
         callbacks: CallbacksLike = (),
         device: str | torch.device | None = None,
@@ -92,6 +95,10 @@ class Trainer:
                 that name; "model" is the loss that the model computes itself. By default chosen from the first batch.
             val_loss: another loss for validation and `evaluate`.
             task: replaces `loss` by full control over how model and batch become loss terms.
+            metrics: one, or several: names as in a config file ("f1", {"name": "accuracy", "k": 5}), objects of
+                `etude.metrics` or torchmetrics, functions of (predictions, labels), or a mapping of names to these.
+                They are measured in validation (`val_f1` …), and in training too if `config.train_metrics` says so, or
+                if there is no validation data.
             curriculum: phases that switch the tasks of `task`, a `MultiTask`, on and off during the run: short for
                 a `CurriculumCallback` that comes first.
             callbacks: one, or several, called in this order.
@@ -122,6 +129,9 @@ class Trainer:
         self.task = make_task(loss, task, self.config, modalities, of=type(self))
         self.val_task = self.task if val_loss is None else plain_task(val_loss, None)
         """The task of validation and `evaluate`."""
+        measure(self.task, metrics, self.config.train_metrics, validates=val_loader is not None)
+        if val_loss is not None:
+            self.val_task.measure(self.task.measures)
         own = as_callbacks(callbacks, curriculum, self.config)
         for one in own:
             one.prepare(model)
@@ -169,7 +179,7 @@ class Trainer:
             Interrupts(self.output.say) as self._interrupts,
         ):
             result = self._run(self._loop(self.loaders.train, self._interrupts))
-            self.output.finish(clock, self.callbacks, result)
+            self.output.finish(clock, self.callbacks, result, self.task.measures.files())
         return {**result, "interrupted": 1.0} if self.was_interrupted else result
 
     @property

@@ -1,5 +1,6 @@
 """`BasicTrainingLoop`: model, optimizer, scheduler, metrics and callbacks in one object, with `fit`."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,16 @@ from etude.core import Batch, CheckpointError, ConfigError, Terms
 from etude.core.model import ModelCall
 from etude.engine.callback import Callback, Logs
 from etude.losses import LossStrategy, as_strategy, mean_of
-from etude.metrics import LossTracker, Tally, TrainingMetrics
+from etude.metrics import LossTracker, Measure, MetricSet, TrainingMetrics
+from etude.metrics.metric_set import MetricLike, build_metrics
 from etude.optim import Schedule
 from etude.trainer.arguments import LossLike, as_callbacks, as_loss
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loops.epoch import check_keys
 from etude.trainer.trainer import Trainer
 
-MetricObject = LossTracker | Tally | TrainingMetrics
-"""Accepted types of `metrics`: `LossTracker`, `Accuracy`, `F1` and the others of etude.metrics, or your own."""
+MetricObject = LossTracker | TrainingMetrics | MetricLike
+"""Accepted types of `metrics`: those of a `Trainer`, and objects that follow the loss."""
 
 _STATE = ("clock", "precision", "log", "callbacks", "rng")
 
@@ -28,9 +30,10 @@ _STATE = ("clock", "precision", "log", "callbacks", "rng")
 class BasicTrainingLoop:
     """The shortest way to train: `BasicTrainingLoop(model, optimizer).fit(train_data, val_data, epochs=10)`.
 
-    `metrics` are updated with every batch. The first of each class (`LossTracker`, `Accuracy`, `F1` …) measures
-    training, the second validation; they hold the values of the last epoch. A `TrainingMetrics` measures both. A
-    torch scheduler is stepped once per epoch; a function of the step sets the rate of every step.
+    `metrics` are those of a `Trainer`, measured in training and validation: results are called `f1` and `val_f1`. Of
+    two with the same name the first one measures training, the second one validation; objects hold the values of the
+    last epoch, a single one those of the training. So does a `LossTracker`. A `TrainingMetrics` follows both. A torch
+    scheduler is stepped once per epoch; a function of the step sets the rate of every step.
 
     Every `fit` is a separate run that starts from the optimizer's base rate, unless `load_state_dict` was called.
     """
@@ -40,7 +43,7 @@ class BasicTrainingLoop:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: Schedule | torch.optim.lr_scheduler.LRScheduler | None = None,
-        metrics: Iterable[MetricObject] = (),
+        metrics: MetricObject | Iterable[MetricObject] = (),
         callbacks: Iterable[Callback] = (),
         *,
         loss: LossLike = None,
@@ -55,7 +58,8 @@ class BasicTrainingLoop:
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.metrics = [metrics] if isinstance(metrics, MetricObject) else list(metrics or ())
+        is_single = isinstance(metrics, (str, Mapping)) or not isinstance(metrics, Iterable)
+        self.metrics = [metrics] if is_single and metrics is not None else list(metrics or ())  # type: ignore[arg-type]
         self.callbacks = as_callbacks(callbacks)
         self.loss, self.val_loss = loss, val_loss
         self.config = config
@@ -64,7 +68,12 @@ class BasicTrainingLoop:
         self.trainer: Trainer | None = None
         """The trainer of the last `fit`."""
         self._restored: dict[str, Any] | None = None
-        _shares(self.metrics)  # refuse unusable metrics early
+        followed = (LossTracker, TrainingMetrics)
+        self._trackers = [one for one in self.metrics if isinstance(one, LossTracker)]
+        self._summaries = [one for one in self.metrics if isinstance(one, TrainingMetrics)]
+        self._measures = _measures([one for one in self.metrics if not isinstance(one, followed)])
+        if len(self._trackers) > 2:
+            raise ConfigError("at most two of LossTracker: one for training and one for validation")
 
     def add_callback(self, callback: Callback) -> None:
         """Add a callback at the end of the order."""
@@ -77,9 +86,10 @@ class BasicTrainingLoop:
         """
         callbacks: list[Callback] = []
         loss = as_strategy(as_loss(self.loss))
-        if self.metrics:
-            loss = _Observed(loss, self.metrics)
-            callbacks.append(_KeepMetrics(loss, self.metrics))
+        if self._trackers:
+            loss = _Observed(loss, self._trackers)
+        if self._trackers or self._summaries:
+            callbacks.append(_KeepMetrics(self._trackers, self._summaries))
         scheduler = self.scheduler
         if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             callbacks.append(LRSchedule(scheduler, interval="epoch"))
@@ -93,6 +103,7 @@ class BasicTrainingLoop:
             scheduler=scheduler,
             loss=loss,
             val_loss=self.val_loss,
+            metrics=self._measures,
             callbacks=callbacks + self.callbacks,
             progress=self.progress,
             **self._output,
@@ -112,6 +123,7 @@ class BasicTrainingLoop:
             **parts,
             "rng": state.random.state(),
             "data": {} if state.loader is None else state.loader.state_dict(),
+            "metrics": self._measures.state_dict(state.world, self.trainer.machine.device),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -125,33 +137,32 @@ def _go_on(trainer: Trainer, state: Mapping[str, Any]) -> None:
     for name in _STATE[:-1]:
         getattr(trainer.state, name).load_state_dict(state[name])
     trainer.state.random.load(state["rng"])
+    trainer.task.measures.load_state_dict(state.get("metrics", {}), trainer.state.world)
     if trainer.state.loader is not None:
         trainer.state.loader.load_state_dict(state.get("data", {}))
     trainer.output.is_resumed = True
 
 
-def _shares(metrics: Iterable[MetricObject]) -> tuple[list[LossTracker | Tally], list[LossTracker | Tally]]:
-    """Return the metrics for training and those for validation."""
-    kinds: dict[type, list[LossTracker | Tally]] = {}
-    for metric in metrics:
-        if isinstance(metric, (LossTracker, Tally)):
-            kinds.setdefault(type(metric), []).append(metric)
-        elif not isinstance(metric, TrainingMetrics):
-            raise ConfigError(
-                f"metrics: cannot update {metric!r}; pass objects of etude.metrics, such as F1(3), or of a subclass"
-            )
-    for kind, found in kinds.items():
-        if len(found) > 2:
-            raise ConfigError(f"at most two of {kind.__name__}: one for training and one for validation")
-    return [found[0] for found in kinds.values()], [one for found in kinds.values() for one in found[1:]]
+def _measures(metrics: list[Any]) -> MetricSet:
+    """Return the metrics of training and of validation: of two with the same name, the first and the second."""
+    training: dict[str, Measure] = {}
+    validation: dict[str, Measure] = {}
+    for place, metric in enumerate(metrics):
+        for name, built in build_metrics(
+            [metric] if not isinstance(metric, Mapping) else metric, f"metrics.{place}"
+        ).items():
+            if name in validation:
+                raise ConfigError(f"at most two of {name}: one for training and one for validation")
+            (validation if name in training else training)[name] = built
+    return MetricSet({name: validation.get(name) or copy.deepcopy(one) for name, one in training.items()}, training)
 
 
 class _Observed(LossStrategy):
-    """A loss that also updates the user's metric objects for training or validation."""
+    """A loss that also updates the user's trackers: the first one in training, the second one in validation."""
 
-    def __init__(self, loss: LossStrategy, metrics: list[MetricObject]) -> None:
+    def __init__(self, loss: LossStrategy, trackers: list[LossTracker]) -> None:
         self.loss = loss
-        self.training, self.validation = _shares(metrics)
+        self.trackers = trackers
 
     def run(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
         """Run the model as the wrapped loss does."""
@@ -160,15 +171,10 @@ class _Observed(LossStrategy):
     def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
         """Return the terms of the wrapped loss."""
         terms = self.loss.terms(output, batch, metrics=metrics)
-        watched = self.training if torch.is_grad_enabled() else self.validation
+        watched = self.trackers[:1] if torch.is_grad_enabled() else self.trackers[1:]
         with torch.no_grad():
-            for metric in watched:
-                if isinstance(metric, LossTracker):
-                    metric.update(_loss_of(terms))
-            if tallies := [metric for metric in watched if isinstance(metric, Tally)]:
-                predictions, labels = self.loss.judged(output, batch)
-                for tally in tallies:
-                    tally.update(predictions, labels)
+            for tracker in watched:
+                tracker.update(_loss_of(terms))
         return terms
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
@@ -192,14 +198,13 @@ def _loss_of(terms: Terms) -> Tensor:
 class _KeepMetrics(Callback):
     """Resets the metrics at every epoch, so that they hold the values of the last one."""
 
-    def __init__(self, observed: _Observed, metrics: list[MetricObject]) -> None:
+    def __init__(self, trackers: list[LossTracker], summaries: list[TrainingMetrics]) -> None:
         super().__init__()
-        self._observed = observed
-        self._summaries = [metric for metric in metrics if isinstance(metric, TrainingMetrics)]
+        self._trackers, self._summaries = trackers, summaries
 
     def on_epoch_begin(self, epoch: int) -> None:
-        for metric in self._observed.training:
-            metric.reset()
+        for tracker in self._trackers[:1]:
+            tracker.reset()
         for summary in self._summaries:
             summary.current_epoch = epoch
             summary.reset_epoch()
@@ -209,8 +214,8 @@ class _KeepMetrics(Callback):
             summary.current_batch += 1
 
     def on_validation_begin(self, epoch: int) -> None:  # noqa: ARG002 - hook signature
-        for metric in self._observed.validation:
-            metric.reset()
+        for tracker in self._trackers[1:]:
+            tracker.reset()
 
     def on_validation_cut_off(self, epoch: int) -> None:
         """Nothing to undo: the next validation starts with a reset."""

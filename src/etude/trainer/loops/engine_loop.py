@@ -92,6 +92,7 @@ class EngineLoop(EpochLoop):
             "callbacks": self._listed().state_dict(),
             "rng": rng_state(),
             "loss": self.task.decisions(),
+            "metrics": self.task.measures.state_dict(self.machine.world, self.machine.device),
             "data": self._data.state_dict(),
         }
 
@@ -99,6 +100,7 @@ class EngineLoop(EpochLoop):
         """Continue from `state_dict`: the next epoch is the interrupted one, from the step it had reached."""
         check_keys(state, _STATE, "TrainingLoop")
         self.task.decide(state["loss"])
+        self.task.measures.load_state_dict(state.get("metrics", {}), self.machine.world)
         self.clock.load_state_dict(state["clock"])
         self.log.load_state_dict(state["log"])
         self.machine.precision.load_state_dict(state["precision"])
@@ -129,7 +131,7 @@ class EngineLoop(EpochLoop):
             callbacks = self._listed()
             callbacks.on_train_end(self._logs)
             with self.output.held(self.clock, self.config):
-                self.output.finish(self.clock, callbacks, self._logs)
+                self.output.finish(self.clock, callbacks, self._logs, self.task.measures.files())
 
     # ------------------------------------------------------------------------------------------------ an epoch
 

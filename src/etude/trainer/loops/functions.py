@@ -129,6 +129,8 @@ class FunctionTask(Task):
             found = f"values of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise TrainingError(f"compute_loss returned {found}; it must return a tensor of one number, the loss")
         terms = {"loss": LossTerm(loss * count, count) if self.by_samples else LossTerm(loss, 1.0)}
+        if self.measures.wants(training=torch.is_grad_enabled()):
+            self.judged = predictions.detach(), labels
         if metrics and (class_dim := _class_dim(predictions, labels)) is not None:
             labelled = count_labels(labels, IGNORE_INDEX)
             terms["accuracy"] = accuracy_term(predictions, labels, labelled, class_dim=class_dim)

@@ -22,10 +22,12 @@ from etude.metrics import LossTracker, TrainingMetrics
 from etude.optim import Schedule
 from etude.trainer.arguments import (
     LossLike,
+    MetricsLike,
     as_callbacks,
     as_epochs,
     check_functions,
     check_model,
+    measure,
     plain_task,
 )
 from etude.trainer.config import TrainerConfig
@@ -57,6 +59,8 @@ class TrainingLoop(EngineLoop):
         loss_strategy: LossLike = None,
         val_loss: LossLike = None,
         task: Task | None = None,
+        metrics: MetricsLike = (),
+        train_metrics: bool | list[str] = False,
         gradient_accumulator: GradientAccumulator | None = None,
         gradient_monitor: GradientMonitor | None = None,
         callbacks: Iterable[Callback] = (),
@@ -76,6 +80,8 @@ class TrainingLoop(EngineLoop):
             loss_strategy: the loss of `train_epoch`; `run` and `run_epoch` take a loss function instead.
             val_loss: another loss for `val_dataloader` of `train_epoch`.
             task: replaces `loss_strategy` by full control over how model and batch become loss terms.
+            metrics: measured in validation, as those of a `Trainer`.
+            train_metrics: measure all of them, or these, in training too.
             gradient_accumulator: micro-batches per step.
             gradient_monitor: one more callback.
             callbacks: called in this order.
@@ -96,8 +102,10 @@ class TrainingLoop(EngineLoop):
         machine = Machine("cpu" if device is None else device, "bf16" if use_amp else "fp32")
         listed = (*as_callbacks(callbacks), *as_callbacks(gradient_monitor))
         line = EpochProgress(progress) if wants_progress(progress, listed) else False
+        made = plain_task(loss_strategy, task, "loss_strategy")
+        measure(made, metrics, train_metrics, validates=True)
         super().__init__(
-            plain_task(loss_strategy, task, "loss_strategy"),
+            made,
             gradient_accumulator if gradient_accumulator is not None else GradientAccumulator(),
             listed,
             machine,
@@ -105,6 +113,8 @@ class TrainingLoop(EngineLoop):
             Output(output_dir, config, machine, "train", line, overwrite),
         )
         self.val_task = None if val_loss is None else plain_task(val_loss, None)
+        if self.val_task is not None:
+            self.val_task.measure(made.measures)
         """The task of validation, if it is another one."""
         self.clip_gradients = clip_gradients
         self.max_grad_norm = max_grad_norm
@@ -209,6 +219,9 @@ class TrainingLoop(EngineLoop):
             metrics=True,
         )
         assert isinstance(step.task, FunctionTask)
+        validated = FunctionTask(model_forward, compute_loss, by_samples=True)
+        for one in (step.task, validated):
+            one.measure(self.task.measures)
         optimizer = step.updater.optimizer if isinstance(step.updater, Updater) else None
         self._check_accumulator(optimizer)
         known = None if isinstance(step.model, nn.Identity) else step.model
@@ -223,7 +236,7 @@ class TrainingLoop(EngineLoop):
             machine,
             LearningRate(optimizer, None),
             known,
-            validated=FunctionTask(model_forward, compute_loss, by_samples=True),
+            validated=validated,
             total_epochs=total_epochs,
         )
         logs = self._run(max(metrics.current_epoch, self.clock.epoch), epoch)
@@ -273,6 +286,7 @@ class TrainingLoop(EngineLoop):
             "use_amp": self.machine.precision.name != "fp32",
             "callbacks": bool(self.callbacks),
             "output_dir": self.output.folder is not None,
+            "metrics": self.task.measures.wants(training=False),
         }
         if given := [name for name, is_set in cannot.items() if is_set]:
             raise ConfigError(

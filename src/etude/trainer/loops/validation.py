@@ -10,7 +10,7 @@ from etude.core import Batch, Clock, ConfigError, Task
 from etude.core.model import unwrap
 from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
 from etude.engine.meter import count_tokens
-from etude.trainer.arguments import LossLike, as_callbacks, check_model, plain_task
+from etude.trainer.arguments import LossLike, MetricsLike, as_callbacks, check_model, measure, plain_task
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders, num_batches
 from etude.trainer.loops.epoch import EpochLoop, EpochProgress, check_keys, wants_progress
@@ -31,14 +31,19 @@ class ValidationLoop(EpochLoop):
         loss_strategy: LossLike = None,
         *,
         task: Task | None = None,
+        metrics: MetricsLike = (),
         callbacks: Iterable[Callback] = (),
         use_amp: bool = False,
         device: str = "cpu",
         progress: bool | None = None,
     ) -> None:
-        """Set the options of every epoch; `progress` shows a line for it, by default only on a terminal."""
+        """Set the options of every epoch; `progress` shows a line for it, by default only on a terminal.
+
+        `metrics` are those of a `Trainer`; the result has them in `parts`.
+        """
         super().__init__()
         self.task = plain_task(loss_strategy, task, "loss_strategy")
+        measure(self.task, metrics, None, validates=True)
         self.machine = Machine(device, "bf16" if use_amp else "fp32")
         self.callbacks = tuple(as_callbacks(callbacks))
         for callback in self.callbacks:

@@ -1,0 +1,165 @@
+"""Other people's metrics as ours: functions of predictions and labels, and metrics of torchmetrics."""
+
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from etude.config.registry import register
+from etude.core.batch import num_samples
+from etude.core.errors import ConfigError, TrainingError
+from etude.distributed import World
+from etude.metrics.base import Measure, Metric, named_scores
+
+
+class FunctionMetric(Metric):
+    """The mean of a function of (predictions, labels).
+
+    A tensor with several values has one per sample (or per element): their mean over all batches is exact. A single
+    value is taken as the mean over the samples of its batch and weighted by their number.
+
+    >>> off = FunctionMetric(lambda predictions, labels: (predictions - labels).abs(), "off")
+    >>> off.update(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0]))
+    >>> off.results()
+    {'off': 1.5}
+    """
+
+    num_sums = 2
+    dtype = torch.float64
+
+    def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:
+        super().__init__()
+        self.function, self.name = function, name
+
+    def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:  # noqa: ARG002
+        """Return the sum of the values, and their number."""
+        value = self.function(predictions, targets)
+        if not isinstance(value, (Tensor, int, float)):
+            raise TrainingError(
+                f"the metric {self.name} returned a {type(value).__name__}; return a tensor or a number"
+            )
+        values = torch.as_tensor(value, dtype=torch.float64, device=None if isinstance(value, Tensor) else "cpu")
+        if values.numel() != 1:
+            return torch.stack([values.sum(), values.new_tensor(values.numel())])
+        samples = num_samples(targets)
+        return torch.stack([values.reshape(()) * samples, values.new_full((), samples)])
+
+    def value(self, sums: list[float]) -> float:
+        """Return the mean."""
+        return sums[0] / sums[1] if sums[1] else math.nan
+
+
+class TorchMetric(Measure):
+    """A metric of torchmetrics: it is updated with predictions and labels, and ranks combine its state as it says.
+
+    A result with several values is reported by their keys (`map_50` …), or as `name_class0` … if it is a vector.
+    """
+
+    def __init__(self, metric: Any, name: str) -> None:
+        self.metric, self.name = metric, name
+        metric.sync_on_compute = metric._to_sync = False  # `gather` does it
+        self._is_placed = False
+
+    def update(self, predictions: Any, targets: Any) -> None:
+        """Add one batch."""
+        if not self._is_placed:
+            device = next((one.device for one in (predictions, targets) if isinstance(one, Tensor)), None)
+            if device is not None:
+                self.metric.to(device)
+            self._is_placed = True
+        self.metric.update(predictions, targets)
+
+    def compute(self) -> Any:
+        """Return what the metric computes; nan if there is nothing. Synchronises."""
+        return self.metric.compute() if self.metric.update_called else math.nan
+
+    def results(self) -> dict[str, float]:
+        """Return the values by name."""
+        value = self.compute()
+        if not isinstance(value, Mapping):
+            return self._named(self.name, value)
+        found: dict[str, float] = {}
+        for key, one in value.items():
+            if isinstance(one, Tensor) and one.numel() > 1:
+                found |= self._named(str(key), one)
+            elif not isinstance(one, Tensor) or one.numel():
+                found[str(key)] = float(one)
+        return found
+
+    def _named(self, name: str, value: Any) -> dict[str, float]:
+        if not isinstance(value, Tensor) or value.numel() == 1:
+            return {name: float(value)}
+        if value.dim() == 1:
+            return named_scores(name, value.tolist(), None)
+        raise ConfigError(
+            f"the metric {name} has a result of shape {tuple(value.shape)}, which is not a number; set its average, or "
+            "use ConfusionMatrix of etude.metrics for a matrix"
+        )
+
+    def gather(self, world: World, device: torch.device) -> None:
+        """Combine the state of all ranks."""
+        if world.size > 1:
+            self.metric.to(device)
+            called = world.host_max([int(self.metric.update_called)])[0]
+            self.metric.sync()
+            self.metric._is_synced, self.metric._cache = (
+                False,
+                None,
+            )  # the state of all ranks is the state from now on
+            self.metric._update_count = max(self.metric._update_count, called)
+
+    def reset(self) -> None:
+        """Reset to the initial state."""
+        self.metric.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the metric."""
+        states = self.metric._copy_state_dict()
+        return {"updates": self.metric._update_count, "states": {key: _plain(one) for key, one in states.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of the metric."""
+        self.reset()
+        for key, one in state["states"].items():
+            moved = (
+                [each.to(self.metric.device) for each in one] if isinstance(one, list) else one.to(self.metric.device)
+            )
+            setattr(self.metric, key, moved)
+        self.metric._update_count = state["updates"]
+
+
+def _plain(state: Any) -> Any:
+    return [one.clone() for one in state] if isinstance(state, list) else state.clone()
+
+
+@register("metric", "torchmetrics")
+def torch_metric(metric: str, arguments: dict[str, Any] | None = None) -> TorchMetric:
+    """Return a metric of torchmetrics by its path there, such as `detection.MeanAveragePrecision`."""
+    try:
+        import torchmetrics
+    except ImportError as error:
+        raise ConfigError("metrics of torchmetrics need it: pip install 'etude[torchmetrics]'") from error
+    module, _, kind = metric.rpartition(".")
+    home = importlib.import_module(f"torchmetrics.{module}") if module else torchmetrics
+    found = getattr(home, kind, None)
+    if not isinstance(found, type) or not issubclass(found, nn.Module):
+        raise ConfigError(
+            f"torchmetrics has no metric '{metric}'; name one by its path, such as classification.BinaryF1Score"
+        )
+    return TorchMetric(found(**(arguments or {})), snake_case(kind))
+
+
+def snake_case(name: str) -> str:
+    """Return the name of a class as that of a metric.
+
+    >>> snake_case("MeanAveragePrecision"), snake_case("BinaryF1Score"), snake_case("AUROC")
+    ('mean_average_precision', 'binary_f1_score', 'auroc')
+    """
+    starts = [
+        place > 0 and one.isupper() and (name[place - 1].islower() or name[place + 1 : place + 2].islower())
+        for place, one in enumerate(name)
+    ]
+    return "".join(f"_{one}" if new else one for one, new in zip(name, starts, strict=True)).lower()

@@ -1,0 +1,56 @@
+"""A confusion matrix as JSON and as an SVG picture, written without a plotting library."""
+
+import json
+from collections.abc import Sequence
+from html import escape
+
+from torch import Tensor
+
+MOST_CLASSES = 100
+"""Number of classes up to which there is a picture."""
+MOST_NUMBERS = 30
+"""Number of classes up to which the cells of the picture have numbers."""
+_CELL = 28
+
+
+def matrix_files(name: str, matrix: Tensor, class_names: Sequence[str] | None) -> dict[str, str]:
+    """Return the files of a matrix (C, C) or of one per label (K, 2, 2): name to text.
+
+    >>> import torch
+    >>> list(matrix_files("confusion_matrix", torch.eye(2), ["cat", "dog"]))
+    ['confusion_matrix.json', 'confusion_matrix.svg']
+    """
+    names = list(class_names or map(str, range(matrix.shape[0])))
+    files = {f"{name}.json": json.dumps({"classes": names, "rows_are": "true", "matrix": matrix.tolist()}) + "\n"}
+    if matrix.dim() == 2 and matrix.shape[0] <= MOST_CLASSES:
+        files[f"{name}.svg"] = _picture(matrix.tolist(), names)
+    return files
+
+
+def _picture(rows: list[list[float]], names: Sequence[str]) -> str:
+    """Return an SVG: rows are true classes, columns predicted ones; a darker cell has a larger share of its row."""
+    margin = 20 + 7 * max(map(len, names))
+    side = margin + _CELL * len(rows) + 10
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {side} {side}" font-family="sans-serif" font-size="10">',
+        f'<rect width="{side}" height="{side}" fill="white"/>',
+        f'<text x="4" y="{margin - 6}">true ↓ predicted →</text>',
+    ]
+    for y, row in enumerate(rows):
+        middle = margin + y * _CELL + _CELL / 2
+        label = escape(names[y]) if len(names) == len(rows) else str(y)
+        parts.append(f'<text x="{margin - 4}" y="{middle + 3}" text-anchor="end">{label}</text>')
+        turned = f'transform="rotate(-90 {middle + 3} {margin - 16})"'
+        parts.append(f'<text x="{middle + 3}" y="{margin - 16}" {turned}>{label}</text>')
+        for x, count in enumerate(row):
+            share = count / (sum(row) or 1)
+            place = f'x="{margin + x * _CELL}" y="{margin + y * _CELL}"'
+            parts.append(
+                f'<rect {place} width="{_CELL}" height="{_CELL}" fill="#08306b" fill-opacity="{share:.3f}"/>'
+            )
+            if len(rows) <= MOST_NUMBERS:
+                color = "white" if share > 0.5 else "black"
+                text = f"{count:.2g}" if isinstance(count, float) else str(count)
+                at = f'x="{margin + (x + 0.5) * _CELL}" y="{middle + 3}" text-anchor="middle"'
+                parts.append(f'<text {at} fill="{color}">{text}</text>')
+    return "\n".join([*parts, "</svg>\n"])
