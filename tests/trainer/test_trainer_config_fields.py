@@ -135,6 +135,7 @@ PROBES = {
     "deterministic": (True, lambda f: torch.are_deterministic_algorithms_enabled()),
     "train_metrics": (False, lambda f: "accuracy" in f["watch"].last),
     "drop_last": (True, lambda f: f["watch"].norms),
+    "batch_transform": ({"name": "mixup", "num_classes": 2}, weights),
     "freeze": ("head", weights),
     "ema": (0.9, weights),
     "learning_rate": (0.5, rates),

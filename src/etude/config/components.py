@@ -2,6 +2,7 @@
 
 _HOMES = {
     "augmentation": {"data.catalog.augment": "color_jitter horizontal_flip random_crop vertical_flip"},
+    "batch_transform": {"data.mixing": "cutmix mixup mixup_cutmix"},
     "callback": {
         "callbacks.csv_logger": "csv_logger",
         "callbacks.early_stopping": "early_stopping",

@@ -155,6 +155,9 @@ def build_trainer(
         sizes["vocab_size"] = draft.vocab_size
     _check_sizes(config, selection, sizes)
     draft.facts["model_sizes"] = sizes
+    if isinstance(transform := training.batch_transform, Selection):
+        built = _build(config, "training.batch_transform", transform, **sizes)
+        training = training.model_copy(update={"batch_transform": built})
     set_seed(training.seed)
     with making_model(torch.device("cpu")):
         draft.model = _build(config, "model", selection, **sizes)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from etude.config import SectionModel
+from etude.config.registry import Section
 from etude.engine.capture import CaptureMode
 from etude.engine.compiled import CompileMode
 from etude.engine.step import GradientAccumulator
@@ -142,6 +143,8 @@ class TrainerConfig(SectionModel):
     """Modules whose parameters are all frozen by `freeze` are in eval mode: fixed batch norm statistics, no dropout."""
     ema: Annotated[float, Field(gt=0, lt=1)] | AverageSettings | None = None
     """Moving average of the weights, which is validated and saved: its decay, or {decay, start, every, validate}."""
+    batch_transform: Annotated[Any, Section("batch_transform", frozenset({"num_classes"}))] | None = None
+    """Changes training batches on their device: mixup, cutmix, mixup_cutmix or your own; see fine-tuning."""
 
     learning_rate: Positive | None = None
     """Learning rate, for configs that set it here instead of in optimizer.lr."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from random import Random
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,7 +19,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from etude.config import Selection, build_selection
 from etude.core import Batch, BatchIterator, ConfigError, DataError, Loader, to_device
+from etude.core.random import mix
 from etude.data import (
     BatchSampler,
     BatchSource,
@@ -30,9 +33,11 @@ from etude.data import (
     TensorData,
     as_loader,
 )
+from etude.data.mixing import BatchTransform
 from etude.data.sources.arrays import as_tensor, is_array, is_pair
 from etude.distributed import World
 from etude.engine.step import GradientAccumulator
+from etude.trainer.arguments import expect
 from etude.trainer.config import TrainerConfig
 from etude.trainer.machine import Machine
 
@@ -44,6 +49,7 @@ _ALL_ONCE = (SequentialSampler, RandomSampler, DistributedSampler)
 """Samplers that draw every sample once, unless with replacement."""
 _OF_TORCH = ("pin_memory", "persistent_workers", "prefetch_factor")
 """Settings that are also attributes of torch's DataLoader."""
+_TRANSFORM = "batch_transform"
 _OF_VALIDATION = ("validate_interval", "validate_every_steps", "keep_best")
 """Settings that have no effect without validation."""
 
@@ -91,6 +97,8 @@ class Loaders:
         self._machine = machine
         self._model = model
         self.train = self._named(train, names[0], training=True)
+        if self.train is not None and (transform := _transform_of(config)) is not None:
+            self.train = TransformedLoader(self.train, transform, config.seed)
         self.validation = self._named(validation, names[1], training=False)
         if machine.world.is_main and train is not None:
             _warn_of_kept(train, config, machine.world)
@@ -219,8 +227,53 @@ class _DeviceBatches:
         self._batches.close()
 
 
+class TransformedLoader:
+    """Passes the batches of another loader through a batch transform, with random numbers of their own."""
+
+    def __init__(self, loader: Loader, transform: BatchTransform, seed: int) -> None:
+        self.loader, self.transform, self.seed = loader, transform, seed
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def iterate(self, epoch: int, position: int = 0) -> BatchIterator:
+        """Return the batches of an epoch, transformed."""
+        return _TransformedBatches(self.loader.iterate(epoch, position), self.transform, mix(self.seed, epoch))
+
+
+class _TransformedBatches:
+    def __init__(self, batches: BatchIterator, transform: BatchTransform, seed: int) -> None:
+        self._batches, self._transform, self._seed = batches, transform, seed
+
+    @property
+    def position(self) -> int:
+        return self._batches.position
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        return self._transform(batch, Random(mix(self._seed, self.position)))
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+def _transform_of(config: TrainerConfig) -> BatchTransform | None:
+    """Return the batch transform of a config, built if it is only named."""
+    given: Any = config.batch_transform
+    made = build_selection(given, path=f"training.{_TRANSFORM}") if isinstance(given, Selection) else given
+    if made is not None:
+        expect(f"config.{_TRANSFORM}", made, callable(made), "a name, or a function of (batch, random)")
+    transform: BatchTransform | None = made
+    return transform
+
+
 def _inner(loader: Loader | None) -> Loader | None:
-    return loader.loader if isinstance(loader, DeviceLoader) else loader
+    while isinstance(loader, (DeviceLoader, TransformedLoader)):
+        loader = loader.loader
+    return loader
 
 
 # ------------------------------------------------------------------------------------------------ what is given
