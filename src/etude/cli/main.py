@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import gc
+import importlib
 import io
 import logging
 import os
@@ -55,8 +56,8 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
 
 
-def _load(name: str) -> Any:
-    """Return a name of `etude.experiment`, which imports torch, with those objects exempt from garbage collection.
+def _load(name: str, module: str = "etude.experiment") -> Any:
+    """Return a name of a module that imports torch, with those objects exempt from garbage collection.
 
     Collecting them is most of the time that an exit takes. If torch is already imported, nothing is exempted.
     """
@@ -64,9 +65,7 @@ def _load(name: str) -> Any:
     if alone:
         gc.disable()
     try:
-        import etude.experiment
-
-        return getattr(etude.experiment, name)
+        return getattr(importlib.import_module(module), name)
     finally:
         if alone:
             gc.freeze()
@@ -190,6 +189,18 @@ def new(
         folder, words = _load("new_experiment_from")(name, data, root, target)
         print("\n".join(words))
     print(f"made {folder}; train it with: etude train {name}/baseline")
+
+
+@app.command()
+def eject(
+    source: Annotated[str, typer.Argument(metavar="RUN_OR_EXPERIMENT", help="A run folder, or an experiment.")],
+    out: Annotated[Path, typer.Argument(metavar="FILE.py", help="The file to write.")],
+    overrides: Overrides = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+) -> None:
+    """Write an experiment as one file of plain PyTorch that trains to the same weights."""
+    _load("eject", "etude.eject")(source, out, overrides or [], overwrite=overwrite)
+    print(f"made {out}; train it with: python {out}")
 
 
 app.command()(tokenize)

@@ -269,16 +269,19 @@ def product(schedules: Sequence[Inner]) -> Schedule:
 
 
 def _line(progress: float, start: float, end: float) -> float:
+    """Return a point of the line from `start` to `end`, which it keeps after its end."""
     progress = min(progress, 1.0)
     return start * (1.0 - progress) + end * progress
 
 
 def _cosine(progress: float, start: float, end: float) -> float:
+    """Return a point of the half cosine from `start` to `end`, which it keeps after its end."""
     weight = 0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0))
     return end + (start - end) * weight
 
 
 def _warmup_cosine(step: int, warmup_steps: int, total_steps: int, min_lr_ratio: float) -> float:
+    """Return the factor at a step: a line from 0 to 1, then a half cosine down to `min_lr_ratio`."""
     if step < warmup_steps:
         return step / warmup_steps
     return _cosine((step - warmup_steps) / (total_steps - warmup_steps), 1.0, min_lr_ratio)

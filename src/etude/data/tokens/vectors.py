@@ -29,10 +29,11 @@ class Vector:
         array: Array,
         mapping: mmap.mmap | None = None,
         need: Callable[[Ints, Ints], None] | None = None,
+        offset: int = 0,
     ) -> None:
-        """`need` ensures that the values in given ranges are available."""
+        """`need` ensures that the values in given ranges are available; `offset` is their byte offset in the file."""
         self._where, self._array, self._mapping, self._need = where, array, mapping, need
-        self.count, self.dtype = len(array), array.dtype
+        self.count, self.dtype, self.offset = len(array), array.dtype, offset
         self._views: dict[int, Array] = {}
 
     def rows(self, starts: Ints, length: int) -> Array:
@@ -134,12 +135,12 @@ class MappedFile:
             return Vector(self.name, np.empty(0, kind))
         array = np.frombuffer(self._mapping, kind, count, offset)
         if (remote := self._remote) is None:
-            return Vector(self.name, array, self._mapping)
+            return Vector(self.name, array, self._mapping, offset=offset)
 
         def need(starts: Ints, stops: Ints) -> None:
             remote.need(offset + starts * kind.itemsize, offset + stops * kind.itemsize)
 
-        return Vector(self.name, array, self._mapping, need)
+        return Vector(self.name, array, self._mapping, need, offset)
 
 
 def as_indices(values: Any) -> Ints:

@@ -1,0 +1,143 @@
+"""The data of an ejected file: which files it reads, and how batches are made from them."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from etude.core.files import cache_folder
+from etude.core.random import mix
+from etude.data.catalog.mnist import FASHION_MNIST, FILES, MNIST, Normalize, load_fashion_mnist, load_mnist
+from etude.data.order.permutation import SORTED_LIMIT
+from etude.data.splits import DataSplits, LoaderData
+from etude.data.text.blocks import TokenBlocks
+from etude.data.tokens.places import local_copy
+from etude.eject.plain import permuted, read_idx, shuffled
+from etude.eject.refusal import refuse
+from etude.eject.source import Sources
+from etude.experiment import ExperimentConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DataText:
+    """Source text about the data. A place is the number of a sample, or where a block of tokens begins."""
+
+    constants: str
+    kind: str
+    """Type of the data of a split."""
+    functions: str
+    """`load_data` and `get_batch`."""
+    order: list[str]
+    """Lines that set `order`, the places of the samples of `epoch`."""
+    validation: str
+    """Expression for the places of the validation samples; empty if there are none."""
+
+
+def data_text(config: ExperimentConfig, splits: DataSplits, sources: Sources) -> DataText:
+    """Return the text for the data of an experiment; raise ConfigError if it is not MNIST or blocks of tokens."""
+    selection = config.require("data")
+    mnist = {load_mnist: MNIST, load_fashion_mnist: FASHION_MNIST}.get(selection.component.factory)
+    if mnist is not None:
+        return _mnist(selection.defaults | selection.arguments, splits, mnist, sources)
+    if isinstance(splits.train, LoaderData) and type(splits.train.data) is TokenBlocks:
+        if splits.train.data.file.streams:
+            raise refuse(config, "data", "its tokens have streams beside them, which are not written")
+        return _tokens(splits, sources)
+    name = selection.component.name
+    reason = "only mnist, fashion_mnist and blocks of tokens (`read: blocks`) can be written"
+    raise refuse(config, "data", f"'{name}' makes its samples in another way; {reason}")
+
+
+def _order(size: int, sources: Sources) -> str:
+    """Add the function that shuffles this many samples; return the line that calls it."""
+    return f"order = {sources.add(shuffled if size <= SORTED_LIMIT else permuted)}(TRAIN_SIZE, SEED, epoch)"
+
+
+def _mnist(given: dict[str, Any], splits: DataSplits, source: Any, sources: Sources) -> DataText:
+    sources.add(read_idx)
+    paths = [_find(name, given["root"], source) for name in FILES]
+    folder = Path(os.path.commonpath(paths)) if len({path.parent for path in paths}) > 1 else paths[0].parent
+    held, sizes = given["validation_size"], (len(splits.train), len(splits.validation))
+    names = ", ".join(f'"{path.relative_to(folder)}"' for path in (paths[:2] if held else paths))
+    images = "images, labels" if held else "images, labels, test_images, test_labels"
+    if held:  # the last of the training images
+        begin = len(read_idx(paths[0])) - held
+        slices = [("", f"[:{sizes[0]}]"), ("", f"[{begin}:{begin + sizes[1]}]")]
+    else:
+        names_of = zip(("", "test_"), sizes, strict=True)
+        slices = [(name, "" if given["limit"] is None else f"[:{size}]") for name, size in names_of]
+    parts = ", ".join(f"({name}images{part}, {name}labels{part})" for name, part in slices)
+    transform: Normalize = splits.train.transform
+    constants = f"""\
+FOLDER = Path("{folder}")
+TRAIN_SIZE, VALIDATION_SIZE = {sizes[0]}, {sizes[1]}
+SCALE = 1 / {transform.std} / 255  # pixels become (pixel / 255 - mean) / std, in one operation
+SHIFT = torch.tensor(-{transform.mean} / {transform.std})"""
+    functions = f'''
+def load_data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return images and labels for training and for validation."""
+    names = [{names}]
+    {images} = (read_idx(FOLDER / name) for name in names)
+    return {parts}
+
+
+def get_batch(data: tuple[Tensor, Tensor], places: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Return the normalised images (B, 1, 28, 28) and the labels (B,) at some places."""
+    images, labels = (part[torch.from_numpy(places)] for part in data)
+    return torch.add(SHIFT, images.unsqueeze(1), alpha=SCALE), labels.long()
+'''
+    sources.imports |= {("pathlib", "Path", ""), ("numpy", "", "np"), ("numpy.typing", "", "npt")}
+    order = [_order(sizes[0], sources)]
+    return DataText(constants, "tuple[Tensor, Tensor]", functions, order, "np.arange(VALIDATION_SIZE)")
+
+
+def _find(name: str, root: str | None, source: Any) -> Path:
+    """Return where a file of MNIST is; all copies that are used have the same checksum."""
+    title = source.title.lower()
+    shared = os.environ.get("ETUDE_DATA_DIR")
+    own = root if root is not None else Path(shared) / title if shared else None
+    folders = [Path(one).expanduser() for one in (own, cache_folder(title), *source.folders) if one is not None]
+    inside = [folder / part for folder in folders for part in ("", "raw", "MNIST/raw")]
+    return next(
+        path for place in inside for path in (place / name, place / f"{name}.gz") if path.is_file()
+    ).absolute()
+
+
+def _tokens(splits: DataSplits, sources: Sources) -> DataText:
+    train: TokenBlocks = splits.train.data
+    validation: TokenBlocks | None = splits.validation.data if splits.validation is not None else None
+    parts = [train] if validation is None else [train, validation]
+    folder = local_copy(train.file.path).absolute().parent
+    opened = []
+    for part in parts:
+        path, tokens = local_copy(part.file.path).absolute(), part.file.vectors[None]
+        place = f'"{path.name}"' if path.parent == folder else f'"{path}"'
+        opened.append(
+            f'np.memmap(FOLDER / {place}, "{tokens.dtype.str}", "r", offset={tokens.offset}, shape=({tokens.count},))'
+        )
+    sizes = ", ".join(f"{name}_SIZE" for name in ("TRAIN", "VALIDATION")[: len(parts)])
+    constants = f"""\
+FOLDER = Path("{folder}")
+LENGTH = {train.length}  # tokens per block
+{sizes} = {", ".join(str(len(part)) for part in parts)}  # blocks"""
+    purpose = "training" if validation is None else "training and for validation"
+    returned = ",\n        ".join(opened)
+    functions = f'''
+def load_data() -> tuple[npt.NDArray[np.integer], ...]:
+    """Return the tokens for {purpose}, read from the disk when needed."""
+    return (
+        {returned},
+    )
+
+
+def get_batch(tokens: npt.NDArray[np.integer], places: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Return the blocks (B, L) that begin at some places, and for each token the one that follows it."""
+    rows = torch.from_numpy(tokens[places[:, None] + np.arange(LENGTH + 1)].astype(np.int64))
+    return rows[:, :-1], rows[:, 1:]
+'''
+    order = [f"{_order(len(train), sources)} * LENGTH"]
+    if train.moving:
+        order.append(f"order += {sources.add(mix)}(SEED, epoch, 3) % LENGTH  # other blocks in every epoch")
+    sources.imports |= {("pathlib", "Path", ""), ("numpy", "", "np"), ("numpy.typing", "", "npt")}
+    places = "" if validation is None else "np.arange(VALIDATION_SIZE) * LENGTH"
+    return DataText(constants, "npt.NDArray[np.integer]", functions, order, places)

@@ -1,0 +1,65 @@
+"""What cannot be written as plain PyTorch is refused with its key and exit code 2; nothing is written then."""
+
+from pathlib import Path
+
+import pytest
+
+OWN_MODELS = str(Path(__file__).with_name("own_models.py"))
+TRAINING = {"epochs": 1, "batch_size": 8, "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"training": {**TRAINING, "device": "cuda"}}, "training.device"),
+        ({"training": {**TRAINING, "compile": True}}, "training.compile"),
+        ({"training": {**TRAINING, "activation_checkpointing": True}}, "training.activation_checkpointing"),
+        ({"training": {**TRAINING, "grad_accum_steps": {0: 1, 1: 2}}}, "training.grad_accum_steps"),
+        ({"training": {**TRAINING, "precision": "fp16"}}, "training.precision"),
+        ({"callbacks": [{"name": "early_stopping"}]}, "callbacks.0"),
+        ({"model": {"name": "lenet5", "dtype": "bfloat16"}}, "model"),
+        ({"loss": {"name": "cross_entropy", "class_weights": [1.0] * 10}}, "loss.class_weights"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_settings(etude, lenet, tmp_path, sections, key):
+    error = etude("eject", lenet(**sections), tmp_path / "plain.py").error
+    assert f"{key}: " in error
+    assert not (tmp_path / "plain.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"loss": {"name": "language_modeling", "fused_head": True}}, "loss.fused_head"),
+        ({"data": {"read": "packed"}}, "data"),
+        ({"data": {"read": "documents"}}, "data"),
+        ({"data": {"mask_rate": 0.15, "mask_id": 3}, "loss": {"name": "masked_language_modeling"}}, "data"),
+    ],
+    ids=str,
+)
+def test_language(etude, language, tmp_path, sections, key):
+    assert f"{key}: " in etude("eject", language(**sections), tmp_path / "plain.py").error
+
+
+def test_several_tasks(etude, lenet, tmp_path):
+    tasks = {"digit": {"data": "default", "head": {"name": "linear", "out_features": 10}, "loss": "cross_entropy"}}
+    assert "tasks: " in etude("eject", lenet(tasks=tasks), tmp_path / "plain.py").error
+
+
+@pytest.mark.parametrize(("name", "words"), [("numpy_net", "head."), ("noisy_net", "evaluation")])
+def test_a_model_whose_weights_would_differ(etude, lenet, tmp_path, name, words):
+    """The first steps of the file and of the experiment are compared before it is written."""
+    error = etude("eject", lenet(imports=[OWN_MODELS], model=name), tmp_path / "plain.py").error
+    assert words in error
+    assert not (tmp_path / "plain.py").exists()
+
+
+def test_an_existing_file_is_kept(etude, lenet, tmp_path):
+    out = tmp_path / "plain.py"
+    out.write_text("mine")
+    config = lenet()
+    assert str(out) in etude("eject", config, out).error
+    assert out.read_text() == "mine"
+    assert etude("eject", config, out, "training.seed=5", "--overwrite").code == 0
+    assert "SEED = 5" in out.read_text()
