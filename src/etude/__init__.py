@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         prefetch_stream as prefetch_stream,
         read_dataset as read_dataset,
     )
+    from etude.engine.alternating import AlternatingTask as AlternatingTask
     from etude.engine.callback import Callback, CallbackList as CallbackList
     from etude.engine.step import GradientAccumulator as GradientAccumulator
     from etude.experiment import (
