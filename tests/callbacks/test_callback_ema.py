@@ -53,7 +53,8 @@ class Follow(Callback):
         self.raw.append({name: value.clone() for name, value in self.model.state_dict().items()})
         judged = copy.deepcopy(self.theirs.module).eval()
         judged.load_state_dict({**self.model.state_dict(), **dict(judged.named_parameters())})
-        self.losses.append(float(nn.functional.cross_entropy(judged(OTHER[0]), OTHER[1])))
+        inputs, labels = (one.to(next(judged.parameters()).device) for one in OTHER)
+        self.losses.append(float(nn.functional.cross_entropy(judged(inputs), labels)))
         self.val = [*getattr(self, "val", []), logs["val_loss"]]
 
 

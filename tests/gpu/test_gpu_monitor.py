@@ -125,9 +125,10 @@ def test_error_names_the_layer():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_recomputed_activations_give_the_same_weights_in_less_memory(precision):
     peaks, weights = [], []
-    for setting in (False, True):
+    options = {"device": "cuda", "precision": precision, "deterministic": True, "capture": "off"}
+    for setting in (False, False, True):  # in the first run cuBLAS allocates memory, which it keeps
         model = Net(depth=12)
-        config = {"max_steps": 4, "batch_size": 32, "device": "cuda", "precision": precision, "deterministic": True}
+        config = {"max_steps": 4, "batch_size": 32, **options}
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         trainer = Trainer(model, data(), config={**config, "activation_checkpointing": setting}, progress=False)
@@ -137,5 +138,5 @@ def test_recomputed_activations_give_the_same_weights_in_less_memory(precision):
         weights.append({name: value.cpu() for name, value in trainer.model.state_dict().items()})
         del trainer, model
     torch.use_deterministic_algorithms(False)
-    assert peaks[1] < 0.6 * peaks[0]
-    assert all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
+    assert peaks[2] < 0.6 * peaks[1]
+    assert all(torch.equal(weights[1][name], value) for name, value in weights[2].items())
