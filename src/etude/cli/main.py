@@ -152,6 +152,24 @@ def predict(
         print(f"{out}: {len(found.values):,} predictions, {what}")
 
 
+@app.command()
+def export(
+    run_dir: RunDir,
+    to: Annotated[str, typer.Option(help="state_dict, hub, torch or onnx.")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write to [default: RUN_DIR/export/FORMAT].")] = None,
+    checkpoint: Weights = "best",
+    import_class: Annotated[
+        bool, typer.Option("--import-class", help="For a run made in Python: import the module of its model.")
+    ] = False,
+) -> None:
+    """Export a run: plain weights, files for the Hugging Face Hub, torch.export or ONNX."""
+    done = _load("export_run", "etude.export")(
+        run_dir, to, out=out, which=checkpoint, overrides=overrides or [], import_class=import_class
+    )
+    print("\n".join(done.words))
+
+
 @app.command("list")
 def list_experiments() -> None:
     """List the available experiments and components."""

@@ -85,7 +85,7 @@ def _has_rows(value: Any) -> bool:
 def _leaves(output: Any, batch: Batch) -> Leaves:
     """Return the tensors of an output on the CPU. Raises TrainingError unless each has a row for each sample."""
     rows, found = num_samples(batch), {}
-    for path, tensor in _tensors(readable(output), []):
+    for path, tensor in tensors_in_output(readable(output)):
         if tensor.dim() == 0 or len(tensor) != rows:
             where = f" at {'.'.join(map(str, path))}" if path else ""
             raise TrainingError(
@@ -102,12 +102,15 @@ def _leaves(output: Any, batch: Batch) -> Leaves:
     return found
 
 
-def _tensors(output: Any, path: list[str | int]) -> Iterator[tuple[list[str | int], Tensor]]:
+def tensors_in_output(
+    output: Any, path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], Tensor]]:
+    """Yield the tensors of a readable output, each with the keys and indices that lead to it."""
     if isinstance(output, Tensor):
         yield path, output
     elif isinstance(output, (tuple, dict)):
         for key, value in output.items() if isinstance(output, dict) else enumerate(output):
-            yield from _tensors(value, [*path, key])
+            yield from tensors_in_output(value, (*path, key))
 
 
 def _over_ranks(batches: list[Leaves], world: World) -> list[Leaves]:

@@ -168,6 +168,7 @@ def build_trainer(
     loss, val_loss, optimizer, scheduler = (config.selection(one) for one in names)
     sections = config.sections.get("callbacks") or []
     known = {} if data.splits.tokenizer is None else {"tokenizer": str(data.splits.tokenizer)}
+    draft.facts |= known
     draft.callbacks += [_build(config, f"callbacks.{place}", one, **known) for place, one in enumerate(sections)]
     if data.splits.facts:
         draft.callbacks.append(DataFacts(data.splits.facts))

@@ -243,7 +243,8 @@ class CausalTransformerLM(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         # A compiler would recompute the cosines in every layer, unless they are opaque to it.
-        angles = _angles_at_once if torch.compiler.is_compiling() else rotary_angles
+        at_once = torch.compiler.is_compiling() and not torch.compiler.is_exporting()  # programs run without etude
+        angles = _angles_at_once if at_once else rotary_angles
         rotary = angles(position_ids, self.head_dim)
         for place, block in enumerate(self.blocks):
             x = block(x, rotary, mask, cache[place] if cache else None, causal)

@@ -1,0 +1,234 @@
+"""A model as a program that runs without its Python code: torch.export and ONNX, compared with the model."""
+
+import contextlib
+import io
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from etude.core import Batch, ConfigError
+from etude.core.batch import num_samples
+from etude.core.model import Forward, ModelCall, unwrap
+from etude.core.spelling import shorten
+from etude.engine.evaluation import eval_mode
+from etude.engine.prediction import readable, tensors_in_output
+
+OPSET = 18
+"""Version of ONNX's operators for the older exporter."""
+TOLERANCE = 1e-3
+"""Largest difference from the model's outputs, relative to the largest of them."""
+Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+class Program(nn.Module):
+    """A model as a function of tensors; its outputs are those of `Trainer.predict`."""
+
+    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Take the arguments of an example call; those that are not tensors become constants."""
+        super().__init__()
+        self.model = model
+        self._args, self._kwargs = list(args), dict(kwargs)
+        names = Forward.of(model).positional
+        self._places: list[int | str] = [place for place, one in enumerate(args) if isinstance(one, Tensor)]
+        self._places += [name for name, one in kwargs.items() if isinstance(one, Tensor)]
+        self.names = [
+            place if isinstance(place, str) else names[place] if place < len(names) else f"input_{place}"
+            for place in self._places
+        ]
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """Return the outputs of the model."""
+        args, kwargs = list(self._args), dict(self._kwargs)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            if isinstance(place, int):
+                args[place] = tensor
+            else:
+                kwargs[place] = tensor
+        return readable(self.model(*args, **kwargs))
+
+    def example(self) -> tuple[Tensor, ...]:
+        """Return the inputs of the example call."""
+        found = [self._args[place] if isinstance(place, int) else self._kwargs[place] for place in self._places]
+        return tuple(tensor.contiguous() for tensor in found)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A program that has been written, loaded again, and compared with the model."""
+
+    path: Path
+    inputs: list[str]
+    difference: float
+    """The largest difference from the model's outputs."""
+    sizes: list[int]
+    """The batch sizes that were compared."""
+    exporter: str
+    """Which exporter made it, and why if it is not the first choice."""
+
+
+def save_program(model: nn.Module, batch: Batch, path: str | Path) -> Saved:
+    """Write a model with `torch.export`, for batches of any size; `batch` is an example.
+
+    `torch.export.load(path).module()(inputs)` runs it, without the code of the model. Raises ConfigError with the
+    reason if the model cannot be exported, or only for one batch size.
+    """
+
+    def make(program: Program, file: Path) -> str:
+        exported = torch.export.export(program, program.example(), dynamic_shapes=_dynamic(program), strict=False)
+        torch.export.save(exported, file)
+        return "torch.export"
+
+    def load(file: Path) -> Run:
+        module = torch.export.load(file).module()
+        return lambda tensors: _leaves(module(*tensors))
+
+    return _save(model, batch, Path(path), make, load)
+
+
+def save_onnx(model: nn.Module, batch: Batch, path: str | Path) -> Saved:
+    """Write a model as ONNX, for batches of any size; `batch` is an example.
+
+    The file is compared with the model by onnxruntime. The exporter that is based on `torch.export` is used, and the
+    older one if that fails. Raises ConfigError with the reason if both fail.
+    """
+    try:
+        import onnx  # type: ignore[import-not-found, import-untyped, unused-ignore]  # noqa: F401
+        import onnxruntime  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        import onnxscript  # type: ignore[import-not-found, import-untyped, unused-ignore]  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"ONNX needs {error.name}: pip install 'etude[onnx]'") from error
+
+    def make(program: Program, file: Path) -> str:
+        outputs = [name for name, _ in _named(program(*program.example()))]
+        names: dict[str, Any] = {"input_names": program.names, "output_names": outputs}
+        options: dict[str, Any]
+        try:
+            options = {"dynamo": True, "dynamic_shapes": _dynamic(program), "external_data": False, "verbose": False}
+            torch.onnx.export(program, program.example(), str(file), **options, **names)
+            return "dynamo"
+        except Exception as error:  # of the exporter, or of the model's own code
+            reason = _reason(error)
+        axes = {name: {0: "batch"} for name in (*program.names, *outputs)}
+        options = {"dynamo": False, "dynamic_axes": axes, "opset_version": OPSET}
+        torch.onnx.export(program, program.example(), str(file), **options, **names)
+        return f"the older exporter, because dynamo failed ({reason})"
+
+    def load(file: Path) -> Run:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        names = [one.name for one in session.get_inputs()]
+
+        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+            given = {
+                name: tensor.cpu().numpy()
+                for name, tensor in zip(program_names, tensors, strict=True)
+                if name in names
+            }
+            return [torch.from_numpy(one) for one in session.run(None, given)]
+
+        return run
+
+    program_names = example_program(model, batch).names
+    return _save(model, batch, Path(path), make, load)
+
+
+def example_program(model: nn.Module, batch: Batch) -> Program:
+    """Return a model with the arguments of its call for a batch. Raises ConfigError if the batch is too small."""
+    model = unwrap(model)
+    args, kwargs = ModelCall(model)(lambda *args, **kwargs: (args, kwargs), batch)
+    program = Program(model, args, kwargs).eval()
+    if num_samples(batch) < 2 or any(one.dim() == 0 or len(one) != num_samples(batch) for one in program.example()):
+        raise ConfigError(
+            "a program for any batch size needs an example batch of at least 2 samples, with a row of every input for "
+            "each sample"
+        )
+    return program
+
+
+def _save(
+    model: nn.Module,
+    batch: Batch,
+    path: Path,
+    make: Callable[[Program, Path], str],
+    load: Callable[[Path], Run],
+) -> Saved:
+    """Make a file beside its destination, load and compare it, and only then put it in place."""
+    with eval_mode(model), torch.no_grad(), tempfile.TemporaryDirectory(dir=path.parent) as folder, _quiet():
+        program = example_program(model, batch)
+        file = Path(folder) / path.name
+        try:
+            exporter = make(program, file)
+        except Exception as error:  # of the exporter, or of the model's own code
+            raise ConfigError(f"{type(model).__name__} cannot be exported: {_reason(error)}") from error
+        difference, sizes = _compare(program, load(file))
+        file.replace(path)
+    return Saved(path, program.names, difference, sizes, exporter)
+
+
+def _compare(program: Program, run: Run) -> tuple[float, list[int]]:
+    """Return the largest difference of the outputs for batches of several sizes, and the sizes."""
+    example = program.example()
+    sizes, largest = sorted({len(example[0]), len(example[0]) - 1, 1}, reverse=True), 0.0
+    for size in sizes:
+        tensors = [one[:size].contiguous() for one in example]
+        try:
+            expected, found = _leaves(program(*tensors)), list(run(tensors))
+        except Exception as error:  # of the runtime, or of a model that takes one batch size only
+            raise ConfigError(
+                f"the model cannot be exported for batches of {size} samples: {_reason(error)}"
+            ) from error
+        if [one.shape for one in found] != [one.shape for one in expected]:
+            raise ConfigError(f"the exported model returns other shapes for {size} samples")
+        for one, other in zip(found, expected, strict=True):
+            one, other = one.double().cpu(), other.double().cpu()
+            difference = float((one - other).abs().max()) if other.numel() else 0.0
+            if not difference <= TOLERANCE * max(1.0, float(other.abs().max())):
+                raise ConfigError(f"the exported model differs by {difference:.3g} from the model for {size} samples")
+            largest = max(largest, difference)
+    return largest, sizes
+
+
+def _named(output: Any) -> list[tuple[str, Tensor]]:
+    found = tensors_in_output(output)
+    return [("_".join(map(str, ("output", *path))) if path else "output", tensor) for path, tensor in found]
+
+
+def _leaves(output: Any) -> list[Tensor]:
+    return [tensor for _, tensor in _named(output)]
+
+
+def _dynamic(program: Program) -> dict[str, Any]:
+    """Return which dimensions may have another size: the batch, and for token ids and masks the length."""
+    auto = torch.export.Dim.AUTO
+    sizes = [dict.fromkeys(range(1 if one.is_floating_point() else one.dim()), auto) for one in program.example()]
+    return {"tensors": tuple(sizes)}
+
+
+def _reason(error: Exception) -> str:
+    """Return what an exporter says, in one line: the first cause."""
+    while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return shorten(f"{type(error).__name__}: {text}", 300)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence exporters, which report their progress and their deprecations."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

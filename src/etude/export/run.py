@@ -1,0 +1,143 @@
+"""Exporting a run: its weights, a folder for the Hub, or a program that is checked on a batch of the run's data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from etude.checkpoint import Checkpoint, load_model_state
+from etude.checkpoint.trust import errors_of
+from etude.core import Batch, ConfigError, RunFolderError, Task
+from etude.core.random import aside
+from etude.distributed import World
+from etude.experiment.build import build_data
+from etude.experiment.config import load_config
+from etude.experiment.load import build_model, read_weights
+from etude.experiment.run import OpenedRun
+from etude.export.hub import Card, save_hub
+from etude.export.program import Saved, save_onnx, save_program
+from etude.export.weights import save_weights
+from etude.monitor import RunFolder
+
+Format = Literal["state_dict", "hub", "torch", "onnx"]
+FORMATS: tuple[str, ...] = get_args(Format)
+_SAMPLES = 4
+"""Samples of the batch that a program is traced with and compared on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written, and sentences about it."""
+
+    files: list[Path]
+    words: list[str]
+
+
+def export_run(
+    run_dir: str | Path,
+    to: str,
+    *,
+    out: str | Path | None = None,
+    which: str | int = "best",
+    overrides: Sequence[str] = (),
+    import_class: bool = False,
+) -> Exported:
+    """Export a checkpoint of a run into a folder; `RUN_DIR/export/FORMAT` by default.
+
+    to: `state_dict`, plain weights in model.safetensors; `hub`, the files of a model repository; `torch`, a program of
+        torch.export in model.pt2; `onnx`, model.onnx. Programs take batches of any size, and are compared with the
+        model on a batch of the run's data.
+    which: `best` (the last if no checkpoint is the best), `last`, or a step number.
+    import_class: for a run made in Python, import the module of its recorded class.
+
+    Raises ConfigError with the reason if the model cannot be exported in this form.
+    """
+    if to not in FORMATS:
+        raise ConfigError(f"there is no format {to!r} (there are: {', '.join(FORMATS)})")
+    folder = RunFolder.open(run_dir)
+    checkpoint = read_weights(folder, which)
+    place = Path(out) if out is not None else folder.path / "export" / to
+    if to in ("torch", "onnx") and not folder.is_rebuildable:
+        raise ConfigError(
+            f"{folder.path} holds a run made in Python, so its data, on which a program is checked, is not known; in "
+            f"Python: etude.export.save_{'onnx' if to == 'onnx' else 'program'}(load_model(…), batch, path)"
+        )
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError(f"cannot make the folder {place}: {error.strerror}; choose another --out") from error
+    from_step = f"{checkpoint.path}"
+    if to == "state_dict":
+        path = save_weights(checkpoint.model_state, place / "model.safetensors")
+        return Exported([path], [f"{path}: the weights of {from_step}"])
+    if to == "hub":
+        with aside(0):
+            model = build_model(folder, checkpoint, import_class=import_class)
+        with errors_of(checkpoint.path):
+            load_model_state(model, checkpoint.model_state)
+        files = save_hub(model.eval(), place, _card(folder, checkpoint), checkpoint.meta.get("tokenizer"))
+        return Exported(files, [f"{place}: {', '.join(file.name for file in files)}, of {from_step}"])
+    model, batch = _with_batch(folder, checkpoint, overrides)
+    saved = (
+        save_onnx(model, batch, place / "model.onnx")
+        if to == "onnx"
+        else save_program(model, batch, place / "model.pt2")
+    )
+    return Exported([saved.path], _words(saved, from_step))
+
+
+def _words(saved: Saved, source: str) -> list[str]:
+    sizes = ", ".join(map(str, saved.sizes))
+    return [
+        f"{saved.path}: {source}, by {saved.exporter}; inputs: {', '.join(saved.inputs)}",
+        f"  largest difference from the model {saved.difference:.3g}, on the run's data in batches of {sizes}",
+    ]
+
+
+def _with_batch(folder: RunFolder, checkpoint: Checkpoint, overrides: Sequence[str]) -> tuple[nn.Module, Batch]:
+    """Return the model of a run on the CPU, and the first samples of its validation or training data."""
+    small = ("training.device=cpu", f"training.batch_size={_SAMPLES}")
+    config = load_config(folder.config_path, overrides=[*overrides, *small], announce=True)
+    data = build_data(config, World())
+    trainer = OpenedRun(config, checkpoint, World()).trainer(data)
+    if type(trainer.task).predict is not Task.predict:
+        raise ConfigError(
+            f"{folder.path}: its {type(trainer.task).__name__} calls the model in its own way, which a program of one "
+            "call cannot do; use --to state_dict"
+        )
+    loader: Any = data.loader("validation") or data.loader("train")
+    batches = loader.in_order().iterate(0)
+    try:
+        return trainer.model, next(batches)
+    finally:
+        batches.close()
+
+
+def _card(folder: RunFolder, checkpoint: Checkpoint) -> Card:
+    """Return what is known about a run: the metrics of the exported step, the sections of its config."""
+    result, meta = folder.read_result(), checkpoint.meta
+    is_last = result.get("step") == meta.get("step")
+    metrics = {name: float(value) for name, value in result["metrics"].items()} if is_last else checkpoint.metrics
+    if not folder.is_rebuildable:
+        return Card(folder.path.name, metrics)
+    config = load_config(folder.config_path)
+    sections, sizes, facts = config.to_dict(), meta.get("model_sizes") or {}, meta.get("data") or {}
+    classes = {"id2label": dict(enumerate(facts["classes"]))} if "classes" in facts else {}
+    details = {"section": sections.get("model"), "sizes": sizes, **classes, "data": facts}
+    dataset = sections.get("data")
+    name = dataset.get("name", "unknown") if isinstance(dataset, dict) else str(dataset or "unknown")
+    return Card(config.name, metrics, _task(sizes), name, details)
+
+
+def _task(sizes: dict[str, Any]) -> str:
+    """Return the Hub's name of a task, from the sizes of the data."""
+    shape, is_classes = sizes.get("input_shape"), "num_classes" in sizes
+    if "vocab_size" in sizes:
+        return "text-classification" if is_classes else "text-generation"
+    if shape is not None and len(shape) == 3 and is_classes:
+        return "image-classification"
+    if shape is not None and len(shape) == 1:
+        return "tabular-classification" if is_classes else "tabular-regression"
+    return "other"

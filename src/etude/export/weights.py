@@ -1,0 +1,29 @@
+"""Plain weights: one safetensors file that `load_state_dict` accepts."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor, nn, strided
+
+from etude.core import ConfigError
+from etude.core.files import write_bytes
+from etude.core.model import clean_state_dict
+
+
+def save_weights(state: Mapping[str, Any] | nn.Module, path: str | Path) -> Path:
+    """Write the state of a model, so that `model.load_state_dict(load_file(path))` restores it.
+
+    Safetensors refuses tensors that share memory, so tied weights are written under each of their names: a model that
+    ties them accepts that. Raises ConfigError for state that is not a tensor.
+    """
+    state = clean_state_dict(state) if isinstance(state, nn.Module) else state
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(f"{name} is a {type(value).__name__}; plain weights are tensors, so it cannot be saved")
+        if value.layout is not strided:
+            raise ConfigError(f"{name} is a sparse tensor, which safetensors does not hold")
+    copies = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
+    write_bytes(path, save(copies, {"format": "pt"}))
+    return Path(path)

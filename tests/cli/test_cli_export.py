@@ -1,0 +1,81 @@
+"""`etude export`: every format from the command line, and refusals in one line."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from data_files import write_csv, write_lines
+from safetensors.torch import load_file
+
+from etude import load_model
+
+MODELS = {
+    "csv": (write_csv, {"name": "mlp", "hidden": [8]}, {"name": "csv", "path": "d.csv", "target": "y"}),
+    "jsonl": (
+        write_lines,
+        {"name": "text_classifier", "d_model": 16, "n_layers": 1, "n_heads": 2},
+        {"name": "jsonl", "path": "d.jsonl", "max_length": 20},
+    ),
+}
+
+
+@pytest.fixture(params=MODELS)
+def trained(request, etude, tmp_path, monkeypatch):
+    """A run of a config in the folder `run`."""
+    monkeypatch.chdir(tmp_path)
+    write, model, data = MODELS[request.param]
+    write()
+    config = {"model": model, "data": data, "training": {"epochs": 1, "batch_size": 16, "device": "cpu"}}
+    Path("c.yaml").write_text(yaml.safe_dump(config))
+    outcome = etude("train", "c.yaml", "--run-dir", "run", "-q")
+    assert outcome.code == 0, outcome.err
+    return data["name"]
+
+
+def inputs(name):
+    """Inputs of any batch size, by plain torch."""
+    if name == "csv":
+        return (torch.rand(7, 4),)
+    ids = torch.arange(7 * 8).view(7, 8) % 200 + 1
+    return ids, torch.ones_like(ids)
+
+
+def test_every_format(trained, etude):
+    model = load_model("run")
+    for to in ("state_dict", "hub", "torch"):
+        outcome = etude("export", "run", "--to", to)
+        assert outcome.code == 0, outcome.err
+        assert str(Path("run/export") / to) in outcome.out
+    model.load_state_dict(load_file("run/export/state_dict/model.safetensors"), strict=True)
+    given = inputs(trained)
+    expected = model(*given)
+    program = torch.export.load("run/export/torch/model.pt2").module()
+    torch.testing.assert_close(program(*given), expected, rtol=1e-4, atol=1e-5)
+    config = json.loads(Path("run/export/hub/config.json").read_text())
+    assert set(config["id2label"].values()) in ({"yes", "no"}, {"good", "bad"})
+    assert config["section"]["name"] == MODELS[trained][1]["name"]
+
+
+def test_onnx(trained, etude):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    outcome = etude("export", "run", "--to", "onnx", "--out", "here", "--weights", "last")
+    assert outcome.code == 0, outcome.err
+    assert "difference" in outcome.out
+    assert "dynamo" in outcome.out
+    session = runtime.InferenceSession("here/model.onnx", providers=["CPUExecutionProvider"])
+    given = inputs(trained)
+    names = [one.name for one in session.get_inputs()]
+    (found,) = session.run(None, {name: one.numpy() for name, one in zip(names, given, strict=True)})
+    np.testing.assert_allclose(found, load_model("run", "last")(*given).detach(), rtol=1e-3, atol=1e-5)
+
+
+def test_refusals_are_one_line(run, etude):
+    for arguments, named in ((["--to", "keras"], "keras"), (["--to", "hub", "--weights", "77"], "77")):
+        outcome = etude("export", run, *arguments)
+        assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome
+        assert named in outcome.err
+    assert not (run / "export").exists()
