@@ -150,7 +150,7 @@ def test_in_a_config_file_the_data_knows_the_classes(tmp_path):
     [
         ({"name": "mixpu", "num_classes": 3}, "mixup"),
         ({"name": "mixup", "num_classes": 3, "alhpa": 1.0}, "alpha"),
-        ({"name": "mixup"}, "num_classes"),
+        ({"name": "mixup"}, "mixup.* needs num_classes"),
         ({"name": "mixup", "num_classes": 3, "alpha": 0.0}, "alpha"),
     ],
 )

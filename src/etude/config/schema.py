@@ -148,14 +148,16 @@ def build_selection(
     arguments = {
         key: _build_inside(value, join(path, key), document, supply) for key, value in selection.arguments.items()
     }
-    for name in parameters_of(factory)[0]:
+    place = f"{(document or Document({})).place(path)}: {selection.component.kind} '{selection.component.name}'"
+    for name, (_, default) in parameters_of(factory)[0].items():
         if name in supplied and name not in arguments:
             arguments[name] = supplied[name]
+        elif name not in arguments and default is PydanticUndefined:
+            raise ConfigError(f"{place} needs {name}, which is not known here; add it")
     try:
         return factory(**arguments)
     except (EtudeError, ValueError, TypeError, OverflowError) as error:
-        place = (document or Document({})).place(path)
-        raise _placed(error, f"{place}: {selection.component.kind} '{selection.component.name}'") from error
+        raise _placed(error, place) from error
 
 
 def _build_inside(
