@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import typer
@@ -90,11 +91,17 @@ def commands_of(block: Block) -> list[Command]:
     return commands
 
 
+def new_module(name: str) -> dict[str, object]:
+    """Return the names of a new module; classes of the page are found in it, as those of a script in `__main__`."""
+    sys.modules[name] = ModuleType(name)
+    return vars(sys.modules[name])
+
+
 @dataclass
 class Reader:
     """Follows one page in the current folder."""
 
-    namespace: dict[str, object] = field(default_factory=lambda: {"__name__": "docs_page"})
+    namespace: dict[str, object] = field(default_factory=lambda: new_module("docs_page"))
 
     def follow(self, page: Path) -> None:
         """Do what every block of the page says."""

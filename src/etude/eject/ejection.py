@@ -28,9 +28,10 @@ from etude.eject.text import Facts, LossText, call, file_text, optimizer_call
 from etude.engine.objective import Objective
 from etude.experiment import ExperimentConfig, build_data, build_trainer, load_config, load_experiment_config
 from etude.lazy import package_version
+from etude.losses.inferred import InferredLoss
 from etude.losses.language import LanguageModelingLoss
 from etude.losses.strategies import ClassificationLoss, LossStrategy
-from etude.losses.task import InferredLoss, SupervisedTask
+from etude.losses.task import SupervisedTask
 from etude.models import CausalTransformerLM
 from etude.monitor import RunFolder
 from etude.optim.clipping import FLAT_NUMEL
