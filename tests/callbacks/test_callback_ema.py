@@ -161,6 +161,12 @@ def test_an_average_that_begins_with_a_resume_is_a_copy_of_what_was_loaded(tmp_p
     assert all(torch.equal(one, resumed.model.get_parameter(n)) for n, one in average_of(resumed).weights().items())
 
 
+def test_resuming_without_it_is_reported(tmp_path, caplog):
+    run(1, tmp_path).train()
+    run(2, tmp_path, ema=None, resume=True)
+    assert any("EMA.0" in record.message for record in caplog.records)
+
+
 def test_averages_of_other_parameters_are_refused(tmp_path):
     trainer = run(1, tmp_path)
     trainer.train()

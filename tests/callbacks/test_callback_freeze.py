@@ -137,6 +137,7 @@ def test_what_is_never_trained_is_not_in_the_optimizer():
         ({"freeze": None}, ["unfreeze", "freeze"]),
         ({"freeze": "*", "unfreeze": {1: "*"}}, ["*", "nothing to train"]),
         ({"unfreeze": {0: "top"}}, ["unfreeze", "0"]),
+        ({"freeze": None, "unfreeze": None, "frozen_eval": False}, ["frozen_eval"]),
     ],
 )
 def test_mistakes_are_one_line(settings, words):
@@ -152,3 +153,10 @@ def test_as_a_callback_in_python():
     Trainer(model, DATA, config={"epochs": 1, "device": "cpu"}, callbacks=Freeze("body"), progress=False).train()
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {"top.weight", "top.bias", "head.weight", "head.bias"}
+
+
+def test_a_notice_names_the_epoch_once(caplog):
+    with caplog.at_level("INFO", logger="etude"):
+        run(4)[0].train()
+    found = [record.message for record in caplog.records if "parameter tensors are trained" in record.message]
+    assert [message.split(":")[0] for message in found] == ["epoch 1", "epoch 2"]

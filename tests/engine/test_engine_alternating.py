@@ -99,6 +99,15 @@ def test_a_turn_changes_its_own_parameters(one, settings, steps):
     assert follow.changed == expected
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_frozen_parameters_stay_frozen(epochs):
+    trainer = run(epochs, freeze=["maker.0", "shared"], unfreeze={1: "maker.0"})
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    same = {name for name, value in trainer.model.state_dict().items() if torch.equal(value, before[name])}
+    assert same == {"shared", *(["maker.0.weight", "maker.0.bias"] if epochs == 1 else [])}
+
+
 @pytest.mark.slow
 def test_it_learns_the_ring():
     trainer = run(160, hidden=32)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from etude import Callback, Trainer
+from etude import Callback, LRSchedule, Trainer
 from etude.core import CheckpointError, ConfigError
 from etude.engine.capture import Capture
 from etude.optim import SGD, AdamW, cosine
@@ -108,3 +108,26 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path):
     run("several", 1, tmp_path).train()
     with pytest.raises(CheckpointError, match=r"SGD \+ AdamW"):
         run("groups", 2, tmp_path, resume=True)
+
+
+def test_torch_schedulers_of_single_optimizers():
+    model = net()
+    optimizers = two(model)
+    schedules = [
+        torch.optim.lr_scheduler.StepLR(one, 1, factor) for one, factor in zip(optimizers, (0.5, 0.1), strict=True)
+    ]
+    config = {"epochs": 2, "batch_size": 8, "device": "cpu"}
+    Trainer(
+        model,
+        DATA,
+        config=config,
+        optimizer=optimizers,
+        callbacks=[LRSchedule(one) for one in schedules],
+        progress=False,
+    ).train()
+    assert [one.param_groups[0]["lr"] for one in optimizers] == pytest.approx([0.1 * 0.5**2, 0.01 * 0.1**2])
+
+
+def test_groups_may_name_what_is_frozen():
+    trainer = Trainer(net(), DATA, config={"freeze": "0.*", "device": "cpu"}, optimizer=GROUPS, progress=False)
+    assert {group.get("name") for group in trainer.optimizer.param_groups} == {None}

@@ -43,6 +43,7 @@ class Freeze(Callback):
         self._model: nn.Module | None = None
         self._begins: dict[str, float] = {}
         """The epoch from which a parameter is trained, infinite if never, by name."""
+        self._trained: set[str] = set()
         self._in_eval: list[nn.Module] = []
         if not self.patterns:
             raise ConfigError("freeze needs a pattern of parameter names, such as 'backbone.*'")
@@ -85,7 +86,7 @@ class Freeze(Callback):
         model = unwrap(model)
         if model is self._model:
             return
-        self._in_eval = []
+        self._in_eval, self._trained = [], set()
         names = [clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
         self._begins = dict.fromkeys(names_matching(self.patterns, names, "freeze"), float("inf"))
         for epoch, patterns in self.unfreeze.items():
@@ -101,11 +102,11 @@ class Freeze(Callback):
     def _apply(self, epoch: int) -> int:
         """Freeze and unfreeze as in an epoch; return the number of parameters that are trained and were not."""
         assert self._model is not None
-        changed = 0
+        trained = {name for name, begin in self._begins.items() if begin <= epoch}
         for name, param in self._named():
-            if name in self._begins and param.requires_grad != (self._begins[name] <= epoch):
-                param.requires_grad_(not param.requires_grad)
-                changed += param.requires_grad
+            if name in self._begins:
+                param.requires_grad_(name in trained)
+        changed, self._trained = len(trained - self._trained), trained
         for module in self._in_eval:
             module.training = self._model.training
         self._in_eval = [*self._frozen_modules()] if self.eval_mode else []

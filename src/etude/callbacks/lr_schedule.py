@@ -11,6 +11,7 @@ from etude.callbacks.monitored import Monitored
 from etude.checkpoint import check_kind, pack, record_of, unpack
 from etude.core import CheckpointError, ConfigError, StepReport, TrainingError
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
+from etude.optim.several import optimizers_in
 
 _STATE = record_of(
     "LRSchedule",
@@ -68,7 +69,10 @@ class LRSchedule(Callback):
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Check that the scheduler belongs to the optimizer that trains."""
-        if run.optimizer is not None and self.scheduler.optimizer is not run.optimizer:
+        theirs = self.scheduler.optimizer
+        if run.optimizer is not None and not any(
+            theirs is one for one in (run.optimizer, *optimizers_in(run.optimizer))
+        ):
             raise TrainingError(
                 "LRSchedule belongs to another optimizer than the one that trains; build the scheduler from the "
                 "optimizer given to the trainer"

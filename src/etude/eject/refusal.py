@@ -30,7 +30,14 @@ WRITTEN = frozenset(
 IDLE = frozenset(
     {
         *("sanity_val_batches", "train_metrics", "max_skipped_steps", "loss_scale", "find_unused_parameters"),
-        *("save_checkpoints", "checkpoint_dir", "checkpoint_interval", "save_every_steps", "keep_best"),
+        *(
+            "save_checkpoints",
+            "checkpoint_dir",
+            "checkpoint_interval",
+            "save_every_steps",
+            "keep_best",
+            "trainable_only",
+        ),
         *("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "prefetch"),
     }
 )

@@ -71,6 +71,9 @@ class AlternatingObjective(Objective):
         super().__init__(task, parts)
         self._alternating = task
         self._turns: dict[nn.Parameter, set[str]] = {}
+        self._paused: list[nn.Parameter] = []
+        """Parameters of other turns; parameters that are frozen stay so."""
+        self._taken = -1
         task.turn_at(0)  # refuses invalid turns early
         trained = {id(param) for param in parts.params}
         named = {clean_name(name): param for name, param in unwrap(parts.model).named_parameters()}
@@ -91,8 +94,12 @@ class AlternatingObjective(Objective):
         super().begin(micro_batches, step)
 
     def _take_turn(self, step: int) -> None:
-        turn = self._alternating.turn_at(step)
-        if turn != self._alternating.turn:
-            self._alternating.turn = turn
-            for param, turns in self._turns.items():
-                param.requires_grad_(turn in turns)
+        if step == self._taken:
+            return
+        self._taken, turn = step, self._alternating.turn_at(step)
+        for param in self._paused:
+            param.requires_grad_(True)
+        self._paused = [one for one, turns in self._turns.items() if one.requires_grad and turn not in turns]
+        for param in self._paused:
+            param.requires_grad_(False)
+        self._alternating.turn = turn

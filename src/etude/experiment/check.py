@@ -18,6 +18,7 @@ from etude.experiment.config import ExperimentConfig
 from etude.losses import SupervisedTask
 from etude.optim import AdamW
 from etude.trainer import resolve_device
+from etude.trainer.arguments import as_callbacks
 from etude.trainer.optimization import make_optimizer
 
 _ANY: dict[str, Any] = {
@@ -54,7 +55,10 @@ def check_experiment(config: ExperimentConfig) -> None:
         strategy = _build(config, "loss", loss)
     model = draft.model
     task = draft.trainer.get("task") or SupervisedTask(strategy)
-    CallbackList([*callbacks, *draft.callbacks]).bind(RunParts(model, task))
+    listed = as_callbacks([*callbacks, *draft.callbacks], config=config.training)
+    for one in listed:
+        one.prepare(model)
+    CallbackList(listed).bind(RunParts(model, task))
     if (blocks := config.training.recomputed_blocks) is not None:
         recompute_activations(model, **blocks)
     _check_optimizer(config, model)
@@ -66,7 +70,7 @@ def check_experiment(config: ExperimentConfig) -> None:
 def _check_optimizer(config: ExperimentConfig, model: nn.Module) -> None:
     """Build the optimizer on small weights with the same number of dimensions as the model's."""
     selection = config.selection("optimizer")
-    small = _Small({name: _weight_like(one) for name, one in model.named_parameters() if one.requires_grad})
+    small = _Small({name: _weight_like(one) for name, one in model.named_parameters()})
 
     def build(params: Any) -> Any:
         return AdamW(params) if selection is None else _build(config, "optimizer", selection, params=params)
@@ -88,7 +92,7 @@ class _Small(nn.Module):
 
 def _weight_like(weight: nn.Parameter) -> nn.Parameter:
     shape = (1,) if is_lazy(weight) else [min(size, 2) for size in weight.shape]
-    return nn.Parameter(torch.zeros(shape, dtype=weight.dtype))
+    return nn.Parameter(torch.zeros(shape, dtype=weight.dtype), requires_grad=weight.requires_grad)
 
 
 def _on_meta(make: Callable[[], Any]) -> Any:

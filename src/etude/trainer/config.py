@@ -177,6 +177,8 @@ class TrainerConfig(SectionModel):
     def _unfreeze_what_is_frozen(self) -> "TrainerConfig":
         if self.unfreeze and not self.freeze:
             raise ValueError("unfreeze is given, but nothing is frozen; list patterns of parameters under freeze")
+        if not self.frozen_eval and not self.freeze:
+            raise ValueError("frozen_eval is false, but nothing is frozen; list patterns of parameters under freeze")
         return self
 
     @field_validator("grad_accum_steps")
