@@ -62,13 +62,13 @@ def test_acc_and_accuracy_are_one_name(name, reported):
 
 def test_a_name_that_is_not_there_is_explained():
     with pytest.raises(TrainingError) as caught:
-        EarlyStopping("val_los").on_epoch_end(0, {"loss": 1.0, "val_loss": 1.0, "lr": 0.1})
+        EarlyStopping("val_los", mode="min").on_epoch_end(0, {"loss": 1.0, "val_loss": 1.0, "lr": 0.1})
     assert str(caught.value) == (
         "EarlyStopping monitors 'val_los', which is not reported; did you mean 'val_loss'? "
         "(there are: loss, lr, val_loss)"
     )
     with pytest.raises(TrainingError, match="'los', which is not reported"):
-        EarlyStopping("los").on_epoch_end(0, {"loss": 1.0})
+        EarlyStopping("los", mode="min").on_epoch_end(0, {"loss": 1.0})
 
 
 def test_epochs_without_validation_are_passed_over():
@@ -94,7 +94,12 @@ def test_a_number_that_never_came_is_reported_at_the_end(tmp_path, caplog):
         ({"patience": -1}, "patience must be at least 0, found -1"),
         ({"min_delta": -0.1}, "min_delta must be at least 0"),
         ({"min_delta": math.nan}, "min_delta must be at least 0"),
-        ({"monitor": "val_acc"}, "monitor='val_acc' with mode='min' would keep the worst value; set mode='max'"),
+        (
+            {"monitor": "val_acc", "mode": "min"},
+            "monitor='val_acc' with mode='min' would keep the worst value; set mode='max'",
+        ),
+        ({"monitor": "val_los"}, "did you mean 'val_loss'"),
+        ({"monitor": "val_thing"}, "'val_thing'.*mode"),
     ],
 )
 def test_mistakes_in_arguments(arguments, message):

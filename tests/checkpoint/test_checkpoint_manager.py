@@ -204,7 +204,7 @@ def test_nothing_is_loaded_unless_everything_fits(tmp_path: Path) -> None:
     [
         ({"keep_best": -1}, "keep_best is -1"),
         ({"keep_best": "a"}, "keep_best is 'a'"),
-        ({"mode": "least"}, "mode is 'least'; allowed are 'min' and 'max'"),
+        ({"mode": "least"}, "mode must be 'min' or 'max', found 'least'"),
     ],
 )
 def test_wrong_arguments(tmp_path: Path, arguments: dict, words: str) -> None:

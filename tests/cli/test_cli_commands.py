@@ -52,7 +52,7 @@ def test_train_chooses_a_new_folder_each_time(etude, config, tmp_path):
 
 def test_quiet_shows_only_the_outcome(etude, config):
     lines = etude("train", config(), "--run-dir", "run", "-q").out.splitlines()
-    assert [line.split()[0] for line in lines] == ["finished", "val_loss", "val_accuracy", "data_wait"]
+    assert [line.split()[0] for line in lines] == ["finished", "val_loss", "val_accuracy", "data_wait", "best"]
 
 
 def test_the_same_config_gives_the_same_weights_and_another_seed_others(etude, config, tmp_path):

@@ -143,8 +143,9 @@ def test_evaluating_a_run_warns_of_nothing(tmp_path, caplog):
 def test_numbers_events_and_what_is_shown_come_from_one_place(tmp_path):
     config, machine = TrainerConfig(device="cpu"), Machine("cpu")
     kinds = lambda output: [type(one).__name__ for one in output.callbacks]
-    assert kinds(Output(None, config, machine)) == []
-    assert kinds(Output(None, config, machine, progress=True)) == ["ProgressDisplay"]
-    assert kinds(Output(tmp_path, config, machine, progress=True)) == ["RunRecorder", "ProgressDisplay"]
+    assert kinds(Output(None, config, machine)) == ["BestMetric"]
+    assert kinds(Output(None, config, machine, progress=True)) == ["BestMetric", "ProgressDisplay"]
+    shown = ["BestMetric", "RunRecorder", "ProgressDisplay"]
+    assert kinds(Output(tmp_path, config, machine, progress=True)) == shown
     other = Machine("cpu", world=World(1, 2))
-    assert kinds(Output(tmp_path, config, other, progress=True)) == []  # one process writes and prints
+    assert kinds(Output(tmp_path, config, other, progress=True)) == ["BestMetric"]  # one process writes and prints

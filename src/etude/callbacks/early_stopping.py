@@ -5,10 +5,11 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from etude.callbacks.monitored import Mode, Monitored
+from etude.callbacks.monitored import Monitored
 from etude.checkpoint import check_kind, record_of
 from etude.config.registry import register
 from etude.core import ConfigError
+from etude.core.monitor import Mode
 from etude.engine.callback import Callback, Logs, RunInfo
 
 _STATE = record_of("EarlyStopping", {"wait": Annotated[int, Ge(0)], "monitored": dict[str, Any]})
@@ -18,6 +19,7 @@ _STATE = record_of("EarlyStopping", {"wait": Annotated[int, Ge(0)], "monitored":
 class EarlyStopping(Callback):
     """Stops after `patience` consecutive epochs without an improvement of more than `min_delta`.
 
+    `monitor` is that of the run by default (`training.monitor`, or `val_loss`), and `mode` follows from a known name.
     Epochs without validation are not counted if a validation metric is monitored. NaN is not an improvement. A new
     phase of the run restarts the count.
 
@@ -31,9 +33,9 @@ class EarlyStopping(Callback):
 
     def __init__(
         self,
-        monitor: str = "val_loss",
+        monitor: str | None = None,
         patience: Annotated[int, Ge(0)] = 10,
-        mode: Mode = "min",
+        mode: Mode | None = None,
         min_delta: Annotated[float, Ge(0.0)] = 0.0,
     ) -> None:
         super().__init__()
@@ -48,7 +50,7 @@ class EarlyStopping(Callback):
         """Reset the count for a new run; a resumed one keeps it."""
         if run.clock.step == 0:
             self.wait = 0
-            self.monitored.reset()
+        self.monitored.begin(run)
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
         """Restart the count: metrics of different phases are not comparable."""

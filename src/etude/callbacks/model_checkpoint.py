@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from etude.callbacks.monitored import Mode, Monitored, resolve, with_other_names
+from etude.callbacks.monitored import Monitored, resolve, with_other_names
 from etude.checkpoint import check_kind, pack, record_of
 from etude.checkpoint.format import safetensors_pieces
 from etude.config.registry import register
 from etude.core import CheckpointError, ConfigError, TrainingError
 from etude.core.files import replacing
 from etude.core.model import clean_state_dict
+from etude.core.monitor import Mode
 from etude.engine.callback import Callback, Logs, RunInfo
 
 logger = logging.getLogger("etude")
@@ -28,6 +29,7 @@ _STATE = record_of("ModelCheckpoint", {"best_path": str | None, "monitored": dic
 class ModelCheckpoint(Callback):
     """Writes the model's weights whenever the monitored metric is the best so far.
 
+    `monitor` is that of the run by default (`training.monitor`, or `val_loss`), and `mode` follows from a known name.
     `filepath` is a file (`checkpoints/best_model.safetensors`) or a folder, which gets a `best_model.safetensors`. It
     may contain fields: `weights/{epoch:03d}-{val_loss:.4f}.safetensors` keeps a file for every epoch that was the
     best so far; epochs are counted from zero. A relative path is inside the run folder, if there is one. In a run of
@@ -40,7 +42,7 @@ class ModelCheckpoint(Callback):
 
     needs_model = True
 
-    def __init__(self, filepath: str | Path, monitor: str = "val_loss", mode: Mode = "min") -> None:
+    def __init__(self, filepath: str | Path, monitor: str | None = None, mode: Mode | None = None) -> None:
         super().__init__()
         self.filepath = _file(filepath)
         self.monitored = Monitored("ModelCheckpoint", monitor, mode)
@@ -57,8 +59,8 @@ class ModelCheckpoint(Callback):
     def on_train_begin(self, run: RunInfo) -> None:
         """Take the model of the run and check that the folder is writable."""
         self._run, self.model = run, run.model
+        self.monitored.begin(run)
         if run.clock.step == 0:
-            self.monitored.reset()
             self.best_path = None
         if run.is_main:
             folder = next(p for p in resolve(self.filepath, run).parents if "{" not in str(p))

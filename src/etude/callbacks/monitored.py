@@ -4,16 +4,15 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NotRequired
+from typing import Any, NotRequired
 
 from etude.checkpoint import check_kind, record_of
 from etude.core import ConfigError, TrainingError
+from etude.core.monitor import DEFAULT_MONITOR, Mode, mode_of
 from etude.core.spelling import suggest
 from etude.engine.callback import Logs, RunInfo
 
 logger = logging.getLogger("etude")
-
-Mode = Literal["min", "max"]
 
 _OTHER_NAMES = {"acc": "accuracy", "val_acc": "val_accuracy", "accuracy": "acc", "val_accuracy": "val_acc"}
 
@@ -38,16 +37,22 @@ class Monitored:
     (0.91, 0)
     """
 
-    def __init__(self, owner: str, name: str, mode: Mode, min_delta: float = 0.0) -> None:
-        if mode not in ("min", "max"):
-            raise ConfigError(f"{owner}: mode must be 'min' or 'max', found {mode!r}")
-        if mode == "min" and name in _OTHER_NAMES:
-            raise ConfigError(f"{owner}: monitor={name!r} with mode='min' would keep the worst value; set mode='max'")
+    def __init__(self, owner: str, name: str | None, mode: Mode | None, min_delta: float = 0.0) -> None:
+        """Without name and mode it is the metric that the run monitors, or `val_loss`."""
         if not min_delta >= 0:
             raise ConfigError(f"{owner}: min_delta must be at least 0, found {min_delta}")
-        self.name, self.mode, self.min_delta = name, mode, min_delta
+        self._is_of_run = name is None and mode is None
+        self.name = DEFAULT_MONITOR if name is None else name
+        self.mode, self.min_delta = mode_of(self.name, mode, owner), min_delta
         self._owner = owner
         self.reset()
+
+    def begin(self, run: RunInfo) -> None:
+        """Take the metric that the run monitors, unless another one is set; a new run begins without values."""
+        if self._is_of_run and run.best is not None:
+            self.name, self.mode = run.best.name, run.best.mode
+        if run.clock.step == 0:
+            self.reset()
 
     def reset(self) -> None:
         """Reset all values."""

@@ -75,7 +75,7 @@ class ProgressDisplay(Callback):
         """Start the display; only on the main process."""
         self._clock, before = run.clock, self._view
         self._view = view = View(run.name, _subtitle(run), run.total_epochs, run.total_steps, run.steps_per_epoch)
-        view.epoch = run.clock.epoch
+        view.epoch, view.best = run.clock.epoch, run.best
         if run.clock.step:
             view.rows, view.groups = before.rows, before.groups
         if run.clock.step or self._phase_is_new:  # reported by a callback that comes before the display
@@ -141,7 +141,8 @@ class ProgressDisplay(Callback):
         self._norms = {}
         own = {name: value for name, value in numbers.items() if "/" not in name}
         row = EpochRow(epoch, time.perf_counter() - self._epoch_began, own, view.phase)
-        view.rows = keep_rows([*(earlier for earlier in view.rows if earlier.epoch < epoch), row])
+        rows = [*(earlier for earlier in view.rows if earlier.epoch < epoch), row]
+        view.rows = keep_rows(rows, judges=view.judges)
         self._draw()
         self._say(epoch_line(view, row))
         self._say_groups()

@@ -1,14 +1,20 @@
 """The text of a progress display: compact numbers, and one line per event."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from etude.core.monitor import DEFAULT_MONITOR, Best, Mode
 
 Numbers = dict[str, float | None]
 """Metrics by name; None for a non-finite value."""
 
 MAX_ROWS = 10
 """Number of finished epochs shown: the last ones, and the best one if it is earlier."""
+
+Judges = Sequence[tuple[str, Mode]]
+"""Metrics that tell which epoch is the best; the first one that is known counts."""
+USUAL_JUDGES: Judges = ((DEFAULT_MONITOR, "min"), ("val_accuracy", "max"))
 
 _LABELS = {"accuracy": "acc", "perplexity": "ppl"}
 _NOT_METRICS = frozenset(
@@ -91,23 +97,32 @@ class View:
     groups: Groups = field(default_factory=Groups)
     phase: str = ""
     """Number and name of the current phase, such as `2/4 ontology`, if the run has phases."""
+    best: Best | None = None
+    """The metric by which the run is judged."""
+
+    @property
+    def judges(self) -> Judges:
+        """The metrics that tell which epoch is the best."""
+        is_usual = self.best is None or self.best.name == DEFAULT_MONITOR
+        return USUAL_JUDGES if self.best is None or is_usual else ((self.best.name, self.best.mode),)
 
 
-def best_row(rows: list[EpochRow]) -> EpochRow | None:
+def best_row(rows: list[EpochRow], judges: Judges = USUAL_JUDGES) -> EpochRow | None:
     """Return the row with the lowest validation loss (or else the highest accuracy), the first of equal ones.
 
-    Only rows of the last phase count: losses of different phases are not comparable.
+    `judges` are other metrics. Only rows of the last phase count: losses of different phases are not comparable.
     """
     rows = [row for row in rows if row.phase == rows[-1].phase]
-    for name, sign in (("val_loss", 1.0), ("val_accuracy", -1.0)):
+    for name, mode in judges:
+        sign = 1.0 if mode == "min" else -1.0
         if known := [(sign * value, row) for row in rows if (value := row.numbers.get(name)) is not None]:
             return min(known, key=lambda pair: pair[0])[1]
     return None
 
 
-def keep_rows(rows: list[EpochRow], count: int = MAX_ROWS) -> list[EpochRow]:
+def keep_rows(rows: list[EpochRow], count: int = MAX_ROWS, judges: Judges = USUAL_JUDGES) -> list[EpochRow]:
     """Return the last rows, and before them the best one."""
-    best, last = best_row(rows), rows[-count:]
+    best, last = best_row(rows, judges), rows[-count:]
     return last if best is None or best in last else [best, *last]
 
 
@@ -129,20 +144,42 @@ def epoch_line(view: View, row: EpochRow) -> str:
     """Return a finished epoch as one line."""
     place = f"epoch {of_total(row.epoch + 1, view.total_epochs)} done in {duration(row.seconds)}"
     rates = [f"{name} {value}".strip() for name, value in speed(row.numbers) if name != "mfu"]
-    mark = ["(best)"] if best_row(view.rows) is row else []
+    mark = ["(best)"] if best_row(view.rows, view.judges) is row else []
     return "  ".join([place, *_phase(row.phase), *_labelled(row.numbers), *rates, *mark])
 
 
 def outcome_line(view: View) -> str:
-    """Return how the run ended, and its best epoch."""
+    """Return how the run ended, and the best and the last value of the metric by which it is judged."""
     line = f"{view.outcome} {'in' if view.outcome == 'finished' else 'after'} {duration(view.elapsed_s)}"
-    if (best := best_row(view.rows)) is None:
+    if view.best is not None and view.best.best is not None:
+        return f"{line}, {judged(view.best)}"
+    if (best := best_row(view.rows, view.judges)) is None:
         return line
-    name = "val_loss" if best.numbers.get("val_loss") is not None else "val_accuracy"
-    line += f", best {label(name)} {number(best.numbers[name])}"
-    if (perplexity := best.numbers.get("val_perplexity")) is not None:
-        line += f" (perplexity {metric('perplexity', perplexity)})"
-    return "  ".join([f"{line} in epoch {best.epoch + 1}", *_phase(best.phase)])
+    name = next(name for name, _ in view.judges if best.numbers.get(name) is not None)
+    return "  ".join(
+        [f"{line}, best {label(name)} {number(best.numbers[name])} in epoch {best.epoch + 1}", *_phase(best.phase)]
+    )
+
+
+def judged(best: Best) -> str:
+    """Return the best and the last value of a metric with their epochs and steps.
+
+    >>> found = Best("val_f1", "max")
+    >>> found.add(0.5, 100, 1), found.add(0.4, 200, 2)
+    (True, False)
+    >>> judged(found)
+    'best val f1 0.5000 in epoch 1 (step 100), last 0.4000 in epoch 2 (step 200)'
+    """
+    if best.best is None or best.last is None:
+        return ""
+    text = f"best {label(best.name)} {number(best.best.value)}"
+    perplexity = best.best.metrics.get("val_perplexity")
+    if perplexity is not None and best.name == DEFAULT_MONITOR:
+        text += f" (perplexity {metric('perplexity', perplexity)})"
+    text += f" in epoch {best.best.epoch} (step {best.best.step:,})"
+    if best.last.step != best.best.step:
+        text += f", last {number(best.last.value)} in epoch {best.last.epoch} (step {best.last.step:,})"
+    return text + ", best weights restored" * best.restored
 
 
 def log_numbers(record: Mapping[str, float | None]) -> list[tuple[str, str]]:

@@ -60,7 +60,7 @@ def frame(view: View, width: int, height: int) -> RenderableType:
     if groups.row_count and groups.row_count <= room:
         below, room = ["", groups], room - groups.row_count
     if view.rows and room > 0:
-        parts += ["", epoch_table(view.rows, min(width, MAX_WIDTH), min(words.MAX_ROWS, room))]
+        parts += ["", epoch_table(view.rows, min(width, MAX_WIDTH), min(words.MAX_ROWS, room), view.judges)]
     parts += [*below, ""]
     if view.outcome:
         parts.append(_line((words.outcome_line(view), "bold")))
@@ -96,9 +96,11 @@ def _table() -> Table:
     return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
 
 
-def epoch_table(all_rows: list[EpochRow], width: int, max_rows: int) -> Table:
+def epoch_table(
+    all_rows: list[EpochRow], width: int, max_rows: int, judges: words.Judges = words.USUAL_JUDGES
+) -> Table:
     """Return one line per finished epoch, with as many metrics as fit."""
-    best, rows = words.best_row(all_rows), words.keep_rows(all_rows, max_rows)[-max_rows - 1 :]
+    best, rows = words.best_row(all_rows, judges), words.keep_rows(all_rows, max_rows, judges)[-max_rows - 1 :]
     names = list(words.worth_showing({name: None for row in all_rows for name in row.numbers}))
     names = names[: max(1, (width - _OTHER_WIDTH) // _METRIC_WIDTH)]
     has_tokens = any(row.numbers.get("tokens_per_s") for row in all_rows)

@@ -5,16 +5,16 @@ import math
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from etude.checkpoint.durable import delete_folder, find_folders
 from etude.checkpoint.store import MANIFEST, Checkpoint, is_intact, read_checkpoint, verify_checkpoint
 from etude.core.errors import CheckpointError
 from etude.core.files import beside
+from etude.core.monitor import Mode
 from etude.core.run_layout import BEST, LAST, TEMPORARY, step_of
 
 T = TypeVar("T")
-Mode = Literal["min", "max"]
 _log = logging.getLogger(__name__)
 
 

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from etude.checkpoint.durable import clean_leftovers, delete_folder, follow
 from etude.checkpoint.folder import (
     Entry,
-    Mode,
     best_first,
     find_checkpoints,
     newest_intact,
@@ -26,8 +25,9 @@ from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, op
 from etude.checkpoint.store import MANIFEST, Checkpoint, cannot_save, read_checkpoint, read_meta, write_checkpoint
 from etude.checkpoint.trust import check_kind, errors_of, record_of
 from etude.core.arguments import as_whole
-from etude.core.errors import CheckpointError, ConfigError
+from etude.core.errors import CheckpointError
 from etude.core.model import clean_state_dict
+from etude.core.monitor import DEFAULT_MONITOR, Mode, mode_of
 from etude.core.run_layout import BEST, LAST, folder_name
 
 _log = logging.getLogger(__name__)
@@ -40,8 +40,8 @@ class CheckpointManager:
     """Checkpoints of one run: `root/step-NNNNNNNN`, and the links `root/last` and `root/best`.
 
     It keeps the newest one and the best `keep_best` by the metric `monitor`; a later phase ranks before an earlier
-    one. All state is in the folders, so a new manager continues where another one stopped. A manager that only loads
-    does not write.
+    one. Without `monitor` it is the one that the newest checkpoint was saved with, or `val_loss`. All state is in the
+    folders, so a new manager continues where another one stopped. A manager that only loads does not write.
 
     >>> from tempfile import mkdtemp
     >>> import torch
@@ -56,15 +56,15 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, root: str | Path, *, keep_best: int = 3, monitor: str = "val_loss", mode: Mode = "min"
+        self, root: str | Path, *, keep_best: int = 3, monitor: str | None = None, mode: Mode | None = None
     ) -> None:
         as_whole("keep_best", keep_best, least=0)
-        if mode not in get_args(Mode):
-            raise ConfigError(f"mode is {mode!r}; allowed are 'min' and 'max'")
         self.root = Path(root)
         self.keep_best = keep_best
-        self.monitor = monitor
-        self.mode: Mode = mode
+        if monitor is None and mode is None:
+            monitor, mode = self._saved_monitor()
+        self.monitor = DEFAULT_MONITOR if monitor is None else monitor
+        self.mode: Mode = mode_of(self.monitor, mode, "CheckpointManager")
         self._cleaned = self._has_warned = False
 
     def save(
@@ -87,7 +87,9 @@ class CheckpointManager:
         numbers = _numbers(metrics or {})
         try:
             self._clean()
-            write_checkpoint(path, model_state, state, {**(meta or {}), "step": step, "metrics": numbers}, config)
+            judged = {"monitor": self.monitor, "mode": self.mode}
+            facts = {**(meta or {}), **judged, "step": step, "metrics": numbers}
+            write_checkpoint(path, model_state, state, facts, config)
             self._tidy(step)
         except OSError as error:
             raise cannot_save(path, error) from error
@@ -181,6 +183,18 @@ class CheckpointManager:
                 load_optimizer_state(optimizer, model, saved)
         extra: dict[str, Any] = checkpoint.state["extra"]
         return extra
+
+    def _saved_monitor(self) -> tuple[str | None, Mode | None]:
+        """Return the metric that the newest readable checkpoint was saved with."""
+        for path in reversed(find_checkpoints(self.root).values()):
+            try:
+                meta = read_meta(path)
+                name, mode = meta.get("monitor"), meta.get("mode")
+            except (CheckpointError, AttributeError):
+                continue
+            if isinstance(name, str) and mode in get_args(Mode):
+                return name, mode
+        return None, None
 
     def _clean(self) -> None:
         if not self._cleaned:

@@ -263,6 +263,10 @@ def _conclude(outcome: Any) -> None:
     validation = {name: value for name, value in outcome.metrics.items() if name.startswith("val_")}
     speed = {name: outcome.metrics[name] for name in ("tokens_per_s", "mfu", "data_wait") if name in outcome.metrics}
     _print_metrics(validation | speed if validation else outcome.metrics)
+    if outcome.best is not None and outcome.best.best is not None:
+        from etude.callbacks.progress_lines import judged
+
+        print(judged(outcome.best))
     if outcome.samples:
         print(f"sampled from the model:\n{outcome.samples}", end="")
 

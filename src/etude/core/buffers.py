@@ -128,7 +128,9 @@ def _put(place: Place, before: Tensor | None) -> None:
 def _is_same(now: Tensor | None, before: Tensor | None) -> bool:
     if now is None or before is None:
         return now is before
-    return not is_lazy(now) and not is_lazy(before) and _are_alike(now, before) and torch.equal(now, before)
+    if is_lazy(now) or is_lazy(before) or not _are_alike(now, before):
+        return False
+    return now.is_meta or torch.equal(now, before)
 
 
 def _are_alike(now: Tensor, before: Tensor) -> bool:

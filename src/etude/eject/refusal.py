@@ -37,6 +37,8 @@ IDLE = frozenset(
             "save_every_steps",
             "keep_best",
             "trainable_only",
+            "monitor",
+            "mode",
         ),
         *("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "prefetch"),
     }

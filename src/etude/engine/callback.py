@@ -48,6 +48,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import Clock, ConfigError, Control, Loader, StepReport, Task
+from etude.core.monitor import Best
 from etude.core.run_layout import output_problems
 from etude.core.spelling import did_you_mean
 from etude.engine.precision import MixedPrecision
@@ -77,6 +78,8 @@ class RunInfo:
     is_main: bool = True
     """True on the one process that writes files and prints."""
     resumed: bool = False
+    best: Best | None = None
+    """The metric by which the run is judged, with its last and its best value so far; None if there is none."""
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from etude.checkpoint import (
 )
 from etude.checkpoint.trust import errors_of
 from etude.core import ConfigError, DataError, RunFolderError
+from etude.core.monitor import Best
 from etude.core.spelling import suggest
 from etude.data.splits import OtherData
 from etude.distributed import World, before_joining, join_world, launcher, leave_world
@@ -46,6 +47,8 @@ class RunOutcome:
     is_main: bool = True
     resume_command: str = ""
     """The command to continue."""
+    best: Best | None = None
+    """The metric by which the run is judged, with its last and its best value."""
     samples: str = ""
     """Texts sampled from a language model at the end, if a callback did so."""
 
@@ -188,7 +191,7 @@ def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:
     outcome = RunOutcome(folder.path, "interrupted" if interrupted else "finished", clock.step, clock.epoch)
     outcome.reason, outcome.is_main = reason, trainer.machine.world.is_main
     outcome.resume_command = _resume_command(folder, trainer.machine.world)
-    outcome.metrics = metrics
+    outcome.metrics, outcome.best = metrics, trainer.output.judge.best
     if outcome.is_main and not interrupted and folder.samples_path.exists():
         outcome.samples = _samples(trainer, folder)
     return outcome

@@ -174,6 +174,17 @@ def check_functions(**functions: Any) -> None:
         expect(name, function, callable(function), "a function")
 
 
+def check_judge(config: TrainerConfig, *, has_validation: bool) -> None:
+    """Raise ConfigError if the monitored metric is one of a validation that there is not."""
+    given = config.changed(("monitor", "restore_best"))
+    name = config.judge().name
+    if given and name.startswith("val_") and not has_validation:
+        raise ConfigError(
+            f"training.{given[0]} needs '{name}', but there is no validation data; pass some, or set training.monitor "
+            "to a metric of training such as 'loss'"
+        )
+
+
 def as_epochs(num_epochs: Any) -> int:
     """Return a number of epochs; raise ConfigError unless it is an integer of at least 1."""
     return as_whole("num_epochs", num_epochs, least=1)

@@ -7,6 +7,8 @@ from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, field_val
 
 from etude.config import SectionModel
 from etude.config.registry import Section
+from etude.core.errors import ConfigError
+from etude.core.monitor import DEFAULT_MONITOR, Best, Mode, mode_of
 from etude.engine.capture import CaptureMode
 from etude.engine.compiled import CompileMode
 from etude.engine.step import GradientAccumulator
@@ -92,9 +94,15 @@ class TrainerConfig(SectionModel):
     save_every_steps: Count | None = None
     """Also save every n steps."""
     keep_best: CountFrom0 = 3
-    """Number of best checkpoints, by validation loss, that are kept beside the last one."""
+    """Number of best checkpoints, by `monitor`, that are kept beside the last one."""
     trainable_only: bool | None = None
     """Checkpoints hold trained parameters: true leaves the frozen ones out, false saves all; null saves them once."""
+    monitor: str | None = None
+    """The metric by which the run is judged, such as val_f1, or loss without validation; val_loss by default."""
+    mode: Mode | None = None
+    """Whether the smallest (min) or the largest (max) value is the best; known for usual metrics."""
+    restore_best: bool = False
+    """At the end, load the weights of the best value of `monitor` into the model."""
     grad_accum_steps: Count | dict[int, Count] = Field(
         default=1,
         validation_alias=AliasChoices("grad_accum_steps", "gradient_accumulation_steps", "accumulation_steps"),
@@ -186,6 +194,21 @@ class TrainerConfig(SectionModel):
     def _from_the_first_epoch(cls, value: int | dict[int, int]) -> int | dict[int, int]:
         GradientAccumulator(accumulation_steps=value)
         return value
+
+    @model_validator(mode="after")
+    def _judges(self) -> "TrainerConfig":
+        self.judge()
+        if self.restore_best and self.keep_best == 0:
+            raise ValueError("restore_best needs a best checkpoint, but keep_best is 0; set keep_best to 1 or more")
+        return self
+
+    def judge(self) -> Best:
+        """Return the metric by which a run is judged, without values; raise ValueError if its mode is unknown."""
+        name = DEFAULT_MONITOR if self.monitor is None else self.monitor
+        try:
+            return Best(name, mode_of(name, self.mode, f"monitor is {name}"))
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
 
     @model_validator(mode="after")
     def _one_precision(self) -> "TrainerConfig":

@@ -7,13 +7,23 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
 from etude.callbacks import ProgressDisplay, RunRecorder
-from etude.checkpoint import Checkpoint, CheckpointManager, find_checkpoints, locate_checkpoint, read_checkpoint
+from etude.callbacks.best import BestMetric, copy_of_weights
+from etude.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    find_checkpoints,
+    load_model_state,
+    locate_checkpoint,
+    read_checkpoint,
+)
 from etude.checkpoint.store import is_intact
 from etude.checkpoint.trust import errors_of
 from etude.config import dump_yaml
 from etude.config.selection import plain
-from etude.core import Clock, ConfigError, RunFolderError
+from etude.core import CheckpointError, Clock, ConfigError, RunFolderError
 from etude.core.files import write_text
 from etude.core.run_layout import folder_name
 from etude.engine.callback import Callback, CallbackList
@@ -66,14 +76,22 @@ class Output:
         self.metrics: dict[str, float] = {}
         """The last metrics of what it continues from: the result if nothing is left to train."""
         self._came_from: Path | None = None
+        self._last_weights: dict[str, Tensor] | None = None
         self._whole_config = None if whole_config is None else dict(whole_config)
         self._overwrite = overwrite
         self._goes_on = resume
         display = ProgressDisplay() if progress is True else progress or None
         self._display = display if self._world.is_main else None
         recorder = RunRecorder(self.folder) if self.folder is not None and self._world.is_main else None
-        self.callbacks: list[Callback] = [one for one in (recorder, self._display) if one is not None]
+        keeps = None if not config.restore_best else "file" if self.saves(config) else "memory"
+        self.judge = BestMetric(config.judge(), required=config.monitor is not None, keeps=keeps)
+        """Follows the metric by which the run is judged, on every rank."""
+        self.callbacks: list[Callback] = [one for one in (self.judge, recorder, self._display) if one is not None]
         """Callbacks that record and display the run; they come last."""
+
+    def saves(self, config: TrainerConfig) -> bool:
+        """Whether checkpoints are written."""
+        return self.folder is not None and config.save_checkpoints
 
     @property
     def path(self) -> Path | None:
@@ -109,9 +127,10 @@ class Output:
 
         It does not save the state that the run was resumed from, unless `again` is set.
         """
-        if self.folder is None or not config.save_checkpoints:
+        if self.folder is None or not self.saves(config):
             return None
-        manager = CheckpointManager(self.folder.checkpoints_path, keep_best=config.keep_best)
+        best, path = self.judge.best, self.folder.checkpoints_path
+        manager = CheckpointManager(path, keep_best=config.keep_best, monitor=best.name, mode=best.mode)
         is_saved = not again and self._came_from is not None and self._holds(self._came_from)
         resumed = self.metrics if is_saved else None  # the unchanged state is already saved there
         described, only = dump_yaml(self._described(config)), config.trainable_only
@@ -140,6 +159,38 @@ class Output:
         # Even without a folder: if one process exits while another is still working, the launcher ends both.
         here = self._world.is_main and not control.interrupted
         self._world.attempt(lambda: _write(folder, result, files), here=here)
+
+    # ------------------------------------------------------------------------------------------------ best weights
+
+    def load_best(self, model: nn.Module, clock: Clock) -> str:
+        """Load the weights of the best value of the monitored metric; return a sentence about it.
+
+        `unload_best` undoes it.
+        """
+        judge = self.judge.best
+        if (best := judge.best) is None:
+            return f"the model keeps its last weights: '{judge.name}' has no best value"
+        words = f"{judge.name} {best.value:.6g} of step {best.step} (epoch {best.epoch})"
+        if best.step == clock.step:
+            return f"the last weights are the best: {words}"
+        weights = self.judge.weights
+        if self.folder is not None and weights is None:
+            try:
+                weights = self.read(self.folder.checkpoints_path / folder_name(best.step)).model_state
+            except CheckpointError as error:
+                return f"the model keeps its last weights, because those of {words} cannot be read: {error}"
+        if weights is None:
+            return f"the model keeps its last weights: those of {words} were measured before this process began"
+        self._last_weights = copy_of_weights(model)
+        load_model_state(model, weights)
+        judge.restored = True
+        return f"the model has its best weights again: {words}"
+
+    def unload_best(self, model: nn.Module) -> None:
+        """Give the model its last weights back, from which training continues."""
+        if self._last_weights is not None:
+            load_model_state(model, self._last_weights)
+            self._last_weights, self.judge.best.restored = None, False
 
     def _take(self, folder: RunFolder, stack: contextlib.ExitStack, clock: Clock, config: TrainerConfig) -> None:
         if not folder.is_held:

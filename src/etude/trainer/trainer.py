@@ -1,6 +1,7 @@
 """`Trainer`: the main class for Python users. It assembles a run and runs the loop."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from etude.trainer.arguments import (
     as_callbacks,
     as_config,
     as_epochs,
+    check_judge,
     check_model,
     expect,
     make_task,
@@ -147,7 +149,10 @@ class Trainer:
         self.callbacks = CallbackList(listed)
         self.callbacks.bind(self._parts())
         self.meta = {"model": model_record(self.model), **(meta or {}), **self.callbacks.facts(), **self.task.facts()}
+        check_judge(self.config, has_validation=self.loaders.validation is not None)
         self.state = self._new_state()
+        if self.config.restore_best:
+            self.output.judge.load_best = partial(self.output.load_best, self.model, self.state.clock)
         if resume and (path := self.output.to_resume()) is not None:
             self.load_checkpoint(path)
 
@@ -156,6 +161,7 @@ class Trainer:
     def train(self, num_epochs: int | None = None) -> dict[str, float]:
         """Train to the end of the plan, from the loaded checkpoint if there is one; return the last metrics.
 
+        Afterwards the model is in evaluation mode; with `restore_best` it has its best weights, else its last ones.
         `num_epochs` counts from the start of the run, not from the checkpoint. It overrides `config.epochs`: a
         schedule of the config gets the new length. If nothing is left to train, the result is the final metrics of
         the run. After Ctrl-C the run is saved, the result has an entry `interrupted` and `callbacks.control.reason`
@@ -169,6 +175,7 @@ class Trainer:
             self.config = self.config.model_copy(update={"epochs": as_epochs(num_epochs)})
         self.callbacks.control.begin()
         self.learning_rate.follow(self.config)
+        self.output.unload_best(self.model)
         clock = self.state.clock
         accumulated = self.loaders.accumulator.steps_at(clock.epoch)
         recomputable = self.model if self.config.recomputed_blocks is None else None
@@ -224,6 +231,7 @@ class Trainer:
         saver = self.output.saver(self.state, self.config, self.meta, again=True)
         if saver is None:
             raise ConfigError("checkpoints need a run folder; pass the Trainer an output_dir")
+        self.output.unload_best(self.model)
         with self.output.held(self.state.clock, self.config):
             return saver.save(metrics or {})
 
@@ -293,6 +301,7 @@ class Trainer:
                 check_validation(self.model, self.val_task, validation, trials, self.machine)
             result = loop.run()
             self.callbacks.on_train_end(result)
+            self.model.eval()
         except BaseException as error:
             self.callbacks.on_exception(error)
             raise
@@ -313,4 +322,5 @@ class Trainer:
             run_dir=self.output.path,
             is_main=self.machine.world.is_main,
             resumed=self.output.is_resumed,
+            best=self.output.judge.best,
         )

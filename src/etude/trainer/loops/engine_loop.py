@@ -26,6 +26,7 @@ from etude.trainer.loaders import Loaders
 from etude.trainer.loops.epoch import EpochLoop, check_keys
 from etude.trainer.machine import Machine
 from etude.trainer.output import Output
+from etude.trainer.sanity_check import check_validation
 
 _STATE = ("clock", "log", "precision", "callbacks", "rng", "loss")
 
@@ -173,6 +174,9 @@ class EngineLoop(EpochLoop):
                 if not self._has_begun:
                     callbacks.on_train_begin(self._info(epoch, resumed))
                     self._has_begun = True
+                    if loaders.validation is not None and epoch.model is not None:
+                        trials = self.config.sanity_val_batches
+                        check_validation(epoch.model, epoch.validated, loaders.validation, trials, machine)
                 logs = loop.run()
                 if interrupts.requested:
                     raise KeyboardInterrupt
@@ -224,6 +228,7 @@ class EngineLoop(EpochLoop):
             steps_per_epoch=None if batches is None else -(-batches // accumulated),
             run_dir=self.output.path,
             resumed=resumed,
+            best=self.output.judge.best,
         )
 
     def _listed(self, *more: Callback) -> CallbackList:
