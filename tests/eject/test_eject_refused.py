@@ -1,8 +1,10 @@
 """What cannot be written as plain PyTorch is refused with its key and exit code 2; nothing is written then."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 OWN_MODELS = str(Path(__file__).with_name("own_models.py"))
 TRAINING = {"epochs": 1, "batch_size": 8, "device": "cpu"}
@@ -16,6 +18,10 @@ TRAINING = {"epochs": 1, "batch_size": 8, "device": "cpu"}
         ({"training": {**TRAINING, "activation_checkpointing": True}}, "training.activation_checkpointing"),
         ({"training": {**TRAINING, "grad_accum_steps": {0: 1, 1: 2}}}, "training.grad_accum_steps"),
         ({"training": {**TRAINING, "precision": "fp16"}}, "training.precision"),
+        ({"training": {**TRAINING, "ema": 0.9}}, "training.ema"),
+        ({"training": {**TRAINING, "freeze": ["conv1"]}}, "training.freeze"),
+        ({"training": {**TRAINING, "batch_transform": "mixup"}}, "training.batch_transform"),
+        ({"metrics": ["f1"]}, "metrics"),
         ({"callbacks": [{"name": "early_stopping"}]}, "callbacks.0"),
         ({"model": {"name": "lenet5", "dtype": "bfloat16"}}, "model"),
         ({"loss": {"name": "cross_entropy", "class_weights": [1.0] * 10}}, "loss.class_weights"),
@@ -53,6 +59,24 @@ def test_a_model_whose_weights_would_differ(etude, lenet, tmp_path, name, words)
     error = etude("eject", lenet(imports=[OWN_MODELS], model=name), tmp_path / "plain.py").error
     assert words in error
     assert not (tmp_path / "plain.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"), [({"device": {"type": "cuda"}}, "training.device"), ({"processes": 2}, "2")]
+)
+def test_runs_whose_weights_have_other_roundings(etude, lenet, tmp_path, facts, words):
+    run = tmp_path / "run"
+    assert etude("train", lenet(training={**TRAINING, "device": "auto"}), "--run-dir", run, "-q").code == 0
+    known = json.loads((run / "env.json").read_text())
+    (run / "env.json").write_text(json.dumps({**known, **facts}))
+    assert words in etude("eject", run, tmp_path / "plain.py").error
+
+
+def test_the_threads_of_a_run_are_written(etude, lenet, tmp_path):
+    run, out = tmp_path / "run", tmp_path / "plain.py"
+    assert etude("train", lenet(training=TRAINING), "--run-dir", run, "-q").code == 0
+    assert etude("eject", run, out).code == 0
+    assert f"torch.set_num_threads({torch.get_num_threads()})" in out.read_text()
 
 
 def test_an_existing_file_is_kept(etude, lenet, tmp_path):

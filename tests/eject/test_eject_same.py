@@ -9,12 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from etude.checkpoint import CheckpointManager
-from etude.eject import ejected_source
+from etude.eject import ejected
 from etude.experiment import load_config, train_experiment
 
 OWN_MODELS = str(Path(__file__).with_name("own_models.py"))
@@ -27,10 +28,11 @@ def trained(path, run_dir):
     return CheckpointManager(run_dir / "checkpoints").load("last").model_state, outcome.metrics
 
 
-def run_text(text):
+def run_here(made, folder):
     """The weights and the printed lines of an ejected file, run in this process."""
-    names, lines = {"__name__": "ejected"}, io.StringIO()
-    exec(compile(text, "ejected.py", "exec"), names)
+    made.write(folder / "plain.py")
+    names, lines = {"__name__": "ejected", "__file__": str(folder / "plain.py")}, io.StringIO()
+    exec(compile(made.text, "plain.py", "exec"), names)
     with contextlib.redirect_stdout(lines):
         model = names["train"]()
     return model.state_dict(), lines.getvalue()
@@ -159,9 +161,29 @@ def test_flat_token_files_without_validation(language, tmp_path):
     assert_ends_alike(language(data=data), tmp_path, validates=False)
 
 
+@pytest.mark.parametrize("loss", ["mse", "l1", {"name": "huber", "delta": 0.5}], ids=str)
+def test_regression_on_a_table(lenet, tmp_path, loss):
+    draw = np.random.default_rng(3)
+    rows = [
+        f"{a:.4f},{'xyz'[k]},{a * 2 - k:.4f}"
+        for a, k in zip(draw.normal(size=50), draw.integers(0, 3, 50), strict=True)
+    ]
+    (tmp_path / "table.csv").write_text("\n".join(["a,kind,target", *rows]))
+    model = {"name": "mlp", "hidden": [9], "dropout": 0.1}
+    data = {"name": "csv", "path": str(tmp_path / "table.csv"), "target": "target"}
+    assert_ends_alike(lenet(model=model, data=data, loss=loss), tmp_path)
+
+
+def test_classes_of_arrays(lenet, tmp_path):
+    draw = np.random.default_rng(4)
+    np.savez(tmp_path / "arrays.npz", x=draw.normal(size=(70, 3)), y=draw.integers(0, 4, 70))
+    data = {"name": "arrays", "path": str(tmp_path / "arrays.npz"), "validation": 0.2}
+    assert_ends_alike(lenet(model={"name": "mlp", "hidden": [9]}, data=data), tmp_path)
+
+
 def assert_ends_alike(config, tmp_path, *, validates=True):
     expected, metrics = trained(config, tmp_path / "run")
-    found, lines = run_text(ejected_source(load_config(config)))
+    found, lines = run_here(ejected(load_config(config)), tmp_path)
     assert_same_bits(found, expected)
     if validates:
         assert_same_metrics(lines, metrics)
@@ -172,7 +194,7 @@ def assert_ends_alike(config, tmp_path, *, validates=True):
 
 def test_a_model_of_the_user_with_what_it_uses(lenet, tmp_path):
     config = lenet(imports=[OWN_MODELS], model={"name": "own_net", "rate": 0.25})
-    text = ejected_source(load_config(config))
+    text = ejected(load_config(config)).text
     assert "class Stem" in text
     assert "WIDTH = 12" in text
     assert "register" not in text
@@ -195,7 +217,7 @@ def test_the_file_passes_the_linter(lenet, language, tmp_path):
     many = {**TRAINING, "grad_accum_steps": 2, "gradient_clip_value": 0.1, "precision": "bf16"}
     warmup = {"name": "warmup", "warmup_steps": 2, "schedule": "one_cycle"}
     for config in (lenet(scheduler=warmup), lenet(training=many), language()):
-        text = ejected_source(load_config(config))
+        text = ejected(load_config(config)).text
         # with the rules for experiments, whose scripts print
         where = ["--config", str(root / "pyproject.toml"), "--stdin-filename", "experiments/plain/train.py", "-"]
         for command in (["check", "--quiet"], ["format", "--diff", "--quiet"]):

@@ -217,8 +217,8 @@ def eject(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
     """Write an experiment as one file of plain PyTorch that trains to the same weights."""
-    _load("eject", "etude.eject")(source, out, overrides or [], overwrite=overwrite)
-    print(f"made {out}; train it with: python {out}")
+    files = _load("eject", "etude.eject")(source, out, overrides or [], overwrite=overwrite)
+    print(f"made {' and '.join(map(str, files))}; train it with: python {out}")
 
 
 app.command()(tokenize)

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
-    from etude.eject.ejection import eject, ejected_source
+    from etude.eject.ejection import Ejected, eject, ejected
 
-__all__ = ["eject", "ejected_source"]
+__all__ = ["Ejected", "eject", "ejected"]
 
 __getattr__ = load_late(__name__, __file__)

@@ -1,21 +1,30 @@
 """The data of an ejected file: which files it reads, and how batches are made from them."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from etude.core.files import cache_folder
 from etude.core.random import mix
 from etude.data.catalog.mnist import FASHION_MNIST, FILES, MNIST, Normalize, load_fashion_mnist, load_mnist
+from etude.data.catalog.rows import ArrayRows
 from etude.data.order.permutation import SORTED_LIMIT
-from etude.data.splits import DataSplits, LoaderData
+from etude.data.sources.arrays import as_tensor, is_array
+from etude.data.splits import DataSplits, LoaderData, TensorData
 from etude.data.text.blocks import TokenBlocks
 from etude.data.tokens.places import local_copy
 from etude.eject.plain import permuted, read_idx, shuffled
 from etude.eject.refusal import refuse
 from etude.eject.source import Sources
 from etude.experiment import ExperimentConfig
+
+MAX_BYTES = 2**30
+"""Maximum size of samples that are stored beside a script."""
+_PAIR = ("inputs", "labels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +40,12 @@ class DataText:
     """Lines that set `order`, the places of the samples of `epoch`."""
     validation: str
     """Expression for the places of the validation samples; empty if there are none."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Samples that no file holds as the model gets them: stored beside the script."""
 
 
 def data_text(config: ExperimentConfig, splits: DataSplits, sources: Sources) -> DataText:
-    """Return the text for the data of an experiment; raise ConfigError if it is not MNIST or blocks of tokens."""
+    """Return the text for the data of an experiment; raise ConfigError for samples that cannot be written."""
     selection = config.require("data")
     mnist = {load_mnist: MNIST, load_fashion_mnist: FASHION_MNIST}.get(selection.component.factory)
     if mnist is not None:
@@ -43,9 +54,18 @@ def data_text(config: ExperimentConfig, splits: DataSplits, sources: Sources) ->
         if splits.train.data.file.streams:
             raise refuse(config, "data", "its tokens have streams beside them, which are not written")
         return _tokens(splits, sources)
-    name = selection.component.name
-    reason = "only mnist, fashion_mnist and blocks of tokens (`read: blocks`) can be written"
-    raise refuse(config, "data", f"'{name}' makes its samples in another way; {reason}")
+    parts = {"train": splits.train, "validation": splits.validation}
+    stored = {name: _samples(part) for name, part in parts.items() if part is not None}
+    if None in stored.values():
+        raise refuse(
+            config, "data", "its samples are made during training; arrays, tables and blocks of tokens are not"
+        )
+    tensors = {
+        f"{name}_{what}": one for name, pair in stored.items() for what, one in zip(_PAIR, pair or (), strict=True)
+    }
+    if sum(one.nbytes for one in tensors.values()) > MAX_BYTES:
+        raise refuse(config, "data", f"it takes more than {MAX_BYTES >> 30} GiB, which the file would have to store")
+    return _stored(tensors, sources)
 
 
 def _order(size: int, sources: Sources) -> str:
@@ -141,3 +161,38 @@ def get_batch(tokens: npt.NDArray[np.integer], places: npt.NDArray[np.int64]) ->
     sources.imports |= {("pathlib", "Path", ""), ("numpy", "", "np"), ("numpy.typing", "", "npt")}
     places = "" if validation is None else "np.arange(VALIDATION_SIZE) * LENGTH"
     return DataText(constants, "npt.NDArray[np.integer]", functions, order, places)
+
+
+def _samples(part: Any) -> tuple[Tensor, Tensor] | None:
+    """Return inputs and labels of all samples of a split; None if they are not the same in every epoch."""
+    if type(part) is TensorData and part.transform is None and part.labels is not None and is_array(part.data):
+        return as_tensor(part.data, "data"), as_tensor(part.labels, "labels")
+    if type(part) is ArrayRows and part.augment is None and not part.decodes and part.labels is not None:
+        batch: Any = part.gather(np.arange(len(part)), epoch=0, seed=0)
+        return batch.data, batch.labels
+    return None
+
+
+def _stored(tensors: dict[str, Tensor], sources: Sources) -> DataText:
+    """Return the text for samples that are stored beside the script."""
+    names = list(dict.fromkeys(name.partition("_")[0] for name in tensors))
+    sizes = [len(tensors[f"{name}_inputs"]) for name in names]
+    constants = f"{', '.join(f'{name.upper()}_SIZE' for name in names)} = {', '.join(map(str, sizes))}"
+    pairs = ", ".join(f'(stored["{name}_inputs"], stored["{name}_labels"])' for name in names)
+    functions = f'''
+def load_data() -> tuple[tuple[Tensor, Tensor], ...]:
+    """Return inputs and labels for {" and for ".join(names).replace("train", "training")}."""
+    stored = load_file(Path(__file__).with_suffix(".data.safetensors"))
+    return {pairs}{"," if len(names) == 1 else ""}
+
+
+def get_batch(data: tuple[Tensor, Tensor], places: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Return the inputs and the labels at some places."""
+    inputs, labels = data
+    return inputs[torch.from_numpy(places)], labels[torch.from_numpy(places)]
+'''
+    sources.imports |= {("pathlib", "Path", ""), ("safetensors.torch", "load_file", "")}
+    sources.imports |= {("numpy", "", "np"), ("numpy.typing", "", "npt")}
+    validation = "np.arange(VALIDATION_SIZE)" if len(names) > 1 else ""
+    order = [_order(sizes[0], sources)]
+    return DataText(constants, "tuple[Tensor, Tensor]", functions, order, validation, tensors)

@@ -3,14 +3,17 @@
 import contextlib
 import copy
 import io
+import json
+import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from etude.config.signature import parameters_of
@@ -32,6 +35,7 @@ from etude.losses.inferred import InferredLoss
 from etude.losses.language import LanguageModelingLoss
 from etude.losses.strategies import ClassificationLoss, LossStrategy
 from etude.losses.task import SupervisedTask
+from etude.losses.wrapped import FunctionLoss
 from etude.models import CausalTransformerLM
 from etude.monitor import RunFolder
 from etude.optim.clipping import FLAT_NUMEL
@@ -39,13 +43,20 @@ from etude.trainer import Trainer
 
 _PLAIN_MODELS: dict[Any, tuple[Any, tuple[str, ...]]] = {CausalTransformerLM: (Transformer, ("n_types", "max_len"))}
 """Model → the same model without what only other uses need, and arguments that it does not have."""
+_REGRESSION: dict[Any, tuple[str, tuple[str, ...]]] = {
+    nn.MSELoss: ("mse_loss", ()),
+    nn.L1Loss: ("l1_loss", ()),
+    nn.HuberLoss: ("huber_loss", ("delta",)),
+}
+"""Loss of torch → its function and the options of it."""
 _CHECKED_STEPS = 2
+DATA_SUFFIX = ".data.safetensors"
 
 
 def eject(
     source: str | Path, out: str | Path, overrides: Sequence[str] = (), *, overwrite: bool = False
-) -> ExperimentConfig:
-    """Write an experiment, or that of a run folder, as one file of plain PyTorch; return its config.
+) -> list[Path]:
+    """Write an experiment, or that of a run folder, as one file of plain PyTorch; return the files written.
 
     Raises ConfigError, with the key, if it has something that cannot be written plainly.
     """
@@ -53,24 +64,58 @@ def eject(
     if path.exists() and not overwrite:
         raise ConfigError(f"{path} already exists; choose another file, or use --overwrite")
     if Path(source).is_dir():
-        folder = RunFolder.open(source)
-        folder.check_rebuildable()
-        config = load_config(folder.config_path, overrides=overrides, announce=True)
+        config = _config_of_run(RunFolder.open(source), overrides)
     else:
         config = load_experiment_config(source, overrides=overrides)
-    text = ejected_source(config, of=str(source))
+    made = ejected(config, of=str(source))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
+        return made.write(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}); choose another file") from error
+
+
+def _config_of_run(folder: RunFolder, overrides: Sequence[str]) -> ExperimentConfig:
+    """Return the config of a run, with its number of threads; raise ConfigError if its weights have other roundings."""
+    folder.check_rebuildable()
+    config = load_config(folder.config_path, overrides=overrides, announce=True)
+    known: dict[str, Any] = {}
+    if folder.environment_path.exists():
+        known = json.loads(folder.environment_path.read_text(encoding="utf-8"))
+    training = config.sections["training"]
+    if (kind := known.get("device", {}).get("type", "cpu")) != "cpu" and training.device != "cpu":
+        raise refuse(
+            config, "training.device", f"the run was on {kind}; add training.device=cpu to train it on the CPU"
+        )
+    if (processes := known.get("processes", 1)) > 1:
+        raise ConfigError(
+            f"{folder.path} cannot be ejected: {processes} processes trained it; eject its config instead"
+        )
+    if training.num_threads is None and "cpu_threads" in known:
+        config.sections["training"] = training.model_copy(update={"num_threads": known["cpu_threads"]})
     return config
 
 
-def ejected_source(config: ExperimentConfig, *, of: str = "") -> str:
-    """Return the experiment as the text of a Python file that imports nothing of etude.
+@dataclass(frozen=True, slots=True)
+class Ejected:
+    """An experiment as the text of a Python file, and samples that it reads from a file beside it."""
 
-    The first steps of both are compared: the text is returned only if all weights are the same, bit for bit.
+    text: str
+    tensors: dict[str, Tensor]
+
+    def write(self, path: Path) -> list[Path]:
+        """Write the file, and `NAME.data.safetensors` beside it if it reads samples from there; return both."""
+        beside = [path.with_suffix(DATA_SUFFIX)] if self.tensors else []
+        for one in beside:
+            save_file({key: value.contiguous() for key, value in self.tensors.items()}, one)
+        write_text(path, self.text)
+        return [path, *beside]
+
+
+def ejected(config: ExperimentConfig, *, of: str = "") -> Ejected:
+    """Return the experiment as a Python file that imports nothing of etude.
+
+    The first steps of both are compared: it is returned only if all weights are the same, bit for bit.
     """
     check_config(config)
     training = config.sections["training"].model_copy(update={"device": "cpu"})
@@ -98,9 +143,9 @@ def ejected_source(config: ExperimentConfig, *, of: str = "") -> str:
         has_buffers=any(True for _ in trainer.model.buffers()),
         is_small=sum(param.numel() for param in params) <= FLAT_NUMEL,
     )
-    text = file_text(facts, written, sources, training)
-    _check_steps(config, text, trainer)
-    return text
+    made = Ejected(file_text(facts, written, sources, training), written.tensors)
+    _check_steps(config, made, trainer)
+    return made
 
 
 def _head(config: ExperimentConfig, of: str) -> str:
@@ -125,7 +170,7 @@ def _check_trainer(config: ExperimentConfig, trainer: Trainer) -> None:
         raise refuse(config, "loss", f"{type(trainer.task).__name__} is more than one plain loss")
     params, groups = list(trainer.model.parameters()), trainer.optimizer.param_groups
     if len(groups) != 1 or [id(one) for one in groups[0]["params"]] != [id(one) for one in params]:
-        raise refuse(config, "model", "some parameters are frozen, or have their own optimizer settings")
+        raise refuse(config, "optimizer", "some parameters are frozen, or have their own settings")
     if {param.dtype for param in params} not in ({torch.float32}, {torch.float64}):
         raise refuse(config, "model", "its weights are not all float32, or all float64")
     if trainer.learning_rate.callbacks:
@@ -208,12 +253,20 @@ def _examine(config: ExperimentConfig, trainer: Trainer) -> tuple[LossText, bool
 
 
 def _loss_text(config: ExperimentConfig, strategy: LossStrategy | None) -> LossText:
-    is_language = type(strategy) is LanguageModelingLoss
-    if not is_language and type(strategy) is not ClassificationLoss:
-        raise refuse(config, "loss", f"{type(strategy).__name__} is neither cross entropy nor language modelling")
+    half = ".float()" if config.sections["training"].resolved_precision == "bf16" else ""
+    if type(strategy) is FunctionLoss and type(strategy.function) in _REGRESSION:
+        name, names = _REGRESSION[type(strategy.function)]
+        given = {key: getattr(strategy.function, key) for key in names}
+        total = call(f"F.{name}", given | {"reduction": "sum"}, f"predictions{half}", "labels").replace("'", '"')
+        return LossText(total, "labels.numel()", output="predictions")
+    if type(strategy) not in (LanguageModelingLoss, ClassificationLoss):
+        raise refuse(
+            config, "loss", f"{type(strategy).__name__} is not cross entropy, mse, l1 or huber; use one of them"
+        )
     assert isinstance(strategy, (LanguageModelingLoss, ClassificationLoss))
     if isinstance(strategy, ClassificationLoss) and strategy.class_weights is not None:
         raise refuse(config, "loss.class_weights", "they are not written; remove them")
+    is_language = isinstance(strategy, LanguageModelingLoss)
     if isinstance(strategy, LanguageModelingLoss):
         if strategy.fused_head is not False:
             raise refuse(config, "loss.fused_head", "it is not plain PyTorch; set it to false")
@@ -222,7 +275,6 @@ def _loss_text(config: ExperimentConfig, strategy: LossStrategy | None) -> LossT
     ignored = strategy.ignore_index if strategy.ignore_index is not None and strategy.ignore_index >= 0 else None
     options = {"ignore_index": ignored, "label_smoothing": strategy.label_smoothing or None}
     listed = "".join(f", {key}={value!r}" for key, value in options.items() if value is not None)
-    half = ".float()" if config.sections["training"].resolved_precision == "bf16" else ""
     tensors = f"logits{half}.flatten(0, 1), labels.flatten()" if is_language else f"logits{half}, labels"
     count = "labels.numel()" if ignored is None else f"int((labels != {ignored}).sum())"
     total = f'F.cross_entropy({tensors}, reduction="sum"{listed})'
@@ -232,13 +284,13 @@ def _loss_text(config: ExperimentConfig, strategy: LossStrategy | None) -> LossT
 # --- whether both do the same
 
 
-def _check_steps(config: ExperimentConfig, text: str, trainer: Trainer) -> None:
+def _check_steps(config: ExperimentConfig, made: Ejected, trainer: Trainer) -> None:
     """Take the first steps with the written file and with the trainer; raise TrainingError if a weight differs."""
     assert trainer.total_steps is not None
     number = min(_CHECKED_STEPS, trainer.total_steps)
     # Another seed than that of the run: what the file does not seed itself must not be right by chance.
     with aside(trainer.config.seed + 1), contextlib.redirect_stdout(io.StringIO()):
-        written = _written_model(text, number)
+        written = _written_model(made, number)
     with trainer.state.random.running():
         _take_steps(trainer, number)
     found, expected = written.state_dict(), clean_state_dict(trainer.model)
@@ -250,10 +302,13 @@ def _check_steps(config: ExperimentConfig, text: str, trainer: Trainer) -> None:
         )
 
 
-def _written_model(text: str, number: int) -> nn.Module:
-    names: dict[str, Any] = {"__name__": "ejected"}
-    exec(compile(text, "<ejected>", "exec"), names)
-    model: nn.Module = names["train"](number)
+def _written_model(made: Ejected, number: int) -> nn.Module:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ejected.py"
+        made.write(path)
+        names: dict[str, Any] = {"__name__": "ejected", "__file__": str(path)}
+        exec(compile(made.text, str(path), "exec"), names)
+        model: nn.Module = names["train"](number)
     return model
 
 

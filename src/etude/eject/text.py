@@ -18,9 +18,11 @@ class LossText:
     """Source text about the loss."""
 
     total: str
-    """Expression of `logits` and `labels` for the summed loss."""
+    """Expression of the model's output and `labels` for the summed loss."""
     count: str
     """Expression of `labels` for the number of labels that count."""
+    output: str = "logits"
+    """Name of the model's output: logits or predictions."""
     is_language: bool = False
     """Whether perplexity is reported."""
 
@@ -117,38 +119,43 @@ def _constants(facts: Facts, data: DataText, training: Any) -> str:
 
 def _loss(loss: LossText) -> str:
     return f'''
-def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+def loss_sum({loss.output}: Tensor, labels: Tensor) -> Tensor:
     """Return the loss summed over the labels; the step divides by their number."""
     return {loss.total}
 '''
 
 
-def _forward(training: Any, indent: int) -> str:
-    """Return the lines that compute logits and loss."""
-    lines = ["logits = model(inputs)", "loss = loss_sum(logits, labels)"]
+def _forward(loss: LossText, training: Any, indent: int) -> str:
+    """Return the lines that compute output and loss."""
+    lines = [f"{loss.output} = model(inputs)", f"loss = loss_sum({loss.output}, labels)"]
     if training.resolved_precision == "bf16":
         lines = ['with torch.autocast("cpu", dtype=torch.bfloat16):', *(f"    {line}" for line in lines)]
     return "\n".join(" " * indent + line for line in lines)
 
 
 def _evaluate(facts: Facts, data: DataText, training: Any) -> str:
-    perplexity = ', "perplexity": math.exp(total / count)' if facts.loss.is_language else ""
-    return f'''
-@torch.no_grad()
-def evaluate(model: nn.Module, data: {data.kind}) -> dict[str, float]:
-    """Return the mean loss and the accuracy on the validation data."""
-    model.eval()
-    total, correct, count = 0.0, 0, 0
-    places = {data.validation}
-    for start in range(0, VALIDATION_SIZE, BATCH_SIZE):
-        inputs, labels = get_batch(data, places[start : start + BATCH_SIZE])
-{_forward(training, 8)}
-        total += loss.item()
-        correct += int((logits.argmax(-1) == labels).sum())
-        count += {facts.loss.count}
-    model.train()
-    return {{"loss": total / count, "accuracy": correct / count{perplexity}}}
-'''
+    has_classes = facts.loss.output == "logits"
+    numbers = {"loss": "total / count"} | ({"accuracy": "correct / count"} if has_classes else {})
+    numbers |= {"perplexity": "math.exp(total / count)"} if facts.loss.is_language else {}
+    returned = ", ".join(f'"{name}": {value}' for name, value in numbers.items())
+    words = "loss and the accuracy" if has_classes else "loss"
+    lines = [
+        "@torch.no_grad()",
+        f"def evaluate(model: nn.Module, data: {data.kind}) -> dict[str, float]:",
+        f'    """Return the mean {words} on the validation data."""',
+        "    model.eval()",
+        "    total, correct, count = 0.0, 0, 0" if has_classes else "    total, count = 0.0, 0",
+        f"    places = {data.validation}",
+        "    for start in range(0, VALIDATION_SIZE, BATCH_SIZE):",
+        "        inputs, labels = get_batch(data, places[start : start + BATCH_SIZE])",
+        _forward(facts.loss, training, 8),
+        "        total += loss.item()",
+        *(["        correct += int((logits.argmax(-1) == labels).sum())"] * has_classes),
+        f"        count += {facts.loss.count}",
+        "    model.train()",
+        f"    return {{{returned}}}",
+    ]
+    return "\n".join(lines)
 
 
 def _step(facts: Facts, training: Any) -> str:
@@ -162,7 +169,7 @@ def _step(facts: Facts, training: Any) -> str:
     head.append("    optimizer.zero_grad()")
     if many:
         head += ["    total, count = 0.0, 0", "    for inputs, labels in batches:"]
-    body = [*_forward(training, indent).splitlines(), " " * indent + "loss.backward()"]
+    body = [*_forward(facts.loss, training, indent).splitlines(), " " * indent + "loss.backward()"]
     body += ["        total += loss.item()", f"        count += {facts.loss.count}"] if many else []
     body += [] if many else [f"    count = {facts.loss.count}"]
     vector = "torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]))"

@@ -35,6 +35,7 @@ def collect_environment(device: torch.device | None = None, folder: Path | None 
         "device": _describe(device if device is not None else torch.device("cpu")),
         "cpu_threads": torch.get_num_threads(),
         "cpu_count": os.cpu_count(),
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "git": _git(folder if folder is not None else Path.cwd()),
         "command": list(sys.argv),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
