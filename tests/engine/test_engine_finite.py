@@ -15,6 +15,8 @@ from etude.engine.callback import Callback
 
 
 class Listen(Callback):
+    """Keeps the warnings."""
+
     shows_notices = True
 
     def __init__(self):
@@ -22,7 +24,8 @@ class Listen(Callback):
         self.messages = []
 
     def on_notice(self, message, facts):
-        self.messages.append(message)
+        if "event" not in facts:
+            self.messages.append(message)
 
 
 def data(bad_samples, count=40):

@@ -152,7 +152,7 @@ def outcome_line(view: View) -> str:
     """Return how the run ended, and the best and the last value of the metric by which it is judged."""
     line = f"{view.outcome} {'in' if view.outcome == 'finished' else 'after'} {duration(view.elapsed_s)}"
     if view.best is not None and view.best.best is not None:
-        return f"{line}, {judged(view.best)}"
+        return "  ".join([f"{line}, {judged(view.best)}", *_phase(view.phase)])
     if (best := best_row(view.rows, view.judges)) is None:
         return line
     name = next(name for name, _ in view.judges if best.numbers.get(name) is not None)
