@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import gzip
 import io
 import os
 import re
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from etude.checkpoint import CheckpointManager
+from etude.data.tokens.writer import TokenWriter
 from etude.eject import ejected
 from etude.experiment import load_config, train_experiment
 
@@ -113,6 +115,13 @@ def test_lenet_with_every_setting(lenet, tmp_path, sections):
     assert_ends_alike(lenet(**sections), tmp_path)
 
 
+def test_packed_digits(digits, lenet, tmp_path):
+    for path in list(digits.iterdir()):
+        (digits / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    assert_ends_alike(lenet(), tmp_path)
+
+
 def test_digits_held_out_and_limited(digits, lenet, tmp_path):
     data = {"name": "mnist", "root": str(digits), "validation_size": 10, "limit": 9, "normalize": False}
     assert_ends_alike(lenet(data=data), tmp_path)
@@ -151,6 +160,15 @@ def test_every_schedule(lenet, tmp_path, schedule):
 )
 def test_transformers(language, tmp_path, sections):
     assert_ends_alike(language(**sections), tmp_path)
+
+
+def test_more_blocks_than_are_sorted(language, tmp_path):
+    """Orders of more than 65,536 samples are computed in another way."""
+    with TokenWriter(tmp_path / "many" / "train.bin", meta={"vocab_size": 60}) as writer:
+        writer.add(np.arange(140_000) % 60)
+    config = language(data={"root": str(tmp_path / "many"), "length": 2})
+    assert "permuted" in ejected(load_config(config)).text
+    assert_ends_alike(config, tmp_path, validates=False)
 
 
 def test_flat_token_files_without_validation(language, tmp_path):

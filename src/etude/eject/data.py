@@ -1,7 +1,6 @@
 """The data of an ejected file: which files it reads, and how batches are made from them."""
 
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +19,12 @@ from etude.data.tokens.places import local_copy
 from etude.eject.plain import permuted, read_idx, shuffled
 from etude.eject.refusal import refuse
 from etude.eject.source import Sources
+from etude.eject.text import DataText, literal
 from etude.experiment import ExperimentConfig
 
 MAX_BYTES = 2**30
 """Maximum size of samples that are stored beside a script."""
 _PAIR = ("inputs", "labels")
-
-
-@dataclass(frozen=True, slots=True)
-class DataText:
-    """Source text about the data. A place is the number of a sample, or where a block of tokens begins."""
-
-    constants: str
-    kind: str
-    """Type of the data of a split."""
-    functions: str
-    """`load_data` and `get_batch`."""
-    order: list[str]
-    """Lines that set `order`, the places of the samples of `epoch`."""
-    validation: str
-    """Expression for the places of the validation samples; empty if there are none."""
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Samples that no file holds as the model gets them: stored beside the script."""
 
 
 def data_text(config: ExperimentConfig, splits: DataSplits, sources: Sources) -> DataText:
@@ -57,9 +40,7 @@ def data_text(config: ExperimentConfig, splits: DataSplits, sources: Sources) ->
     parts = {"train": splits.train, "validation": splits.validation}
     stored = {name: _samples(part) for name, part in parts.items() if part is not None}
     if None in stored.values():
-        raise refuse(
-            config, "data", "its samples are made during training; arrays, tables and blocks of tokens are not"
-        )
+        raise refuse(config, "data", "only mnist, tables, arrays and blocks of tokens can be written")
     tensors = {
         f"{name}_{what}": one for name, pair in stored.items() for what, one in zip(_PAIR, pair or (), strict=True)
     }
@@ -89,7 +70,7 @@ def _mnist(given: dict[str, Any], splits: DataSplits, source: Any, sources: Sour
     parts = ", ".join(f"({name}images{part}, {name}labels{part})" for name, part in slices)
     transform: Normalize = splits.train.transform
     constants = f"""\
-FOLDER = Path("{folder}")
+FOLDER = Path({literal(str(folder))})
 TRAIN_SIZE, VALIDATION_SIZE = {sizes[0]}, {sizes[1]}
 SCALE = 1 / {transform.std} / 255  # pixels become (pixel / 255 - mean) / std, in one operation
 SHIFT = torch.tensor(-{transform.mean} / {transform.std})"""
@@ -137,7 +118,7 @@ def _tokens(splits: DataSplits, sources: Sources) -> DataText:
         )
     sizes = ", ".join(f"{name}_SIZE" for name in ("TRAIN", "VALIDATION")[: len(parts)])
     constants = f"""\
-FOLDER = Path("{folder}")
+FOLDER = Path({literal(str(folder))})
 LENGTH = {train.length}  # tokens per block
 {sizes} = {", ".join(str(len(part)) for part in parts)}  # blocks"""
     purpose = "training" if validation is None else "training and for validation"

@@ -1,16 +1,47 @@
 """The text of an ejected file: constants, model, data, schedule, evaluation, step and loop."""
 
-import inspect
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from etude.eject.data import DataText
 from etude.eject.source import Sources, import_lines
 
+NAMES = (
+    *(
+        "SEED",
+        "BATCH_SIZE",
+        "STEP_SIZE",
+        "STEPS_PER_EPOCH",
+        "TOTAL_STEPS",
+        "LEARNING_RATE",
+        "CLIP_NORM",
+        "CLIP_VALUE",
+    ),
+    *("FOLDER", "LENGTH", "TRAIN_SIZE", "VALIDATION_SIZE", "SCALE", "SHIFT", "weights"),
+    *("load_data", "get_batch", "loss_sum", "evaluate", "train_step", "train"),
+)
+"""Names that every file defines, or may define, itself."""
 _WIDTH = 118
+
+
+@dataclass(frozen=True, slots=True)
+class DataText:
+    """Source text about the data. A place is the number of a sample, or where a block of tokens begins."""
+
+    constants: str
+    kind: str
+    """Type of the data of a split."""
+    functions: str
+    """`load_data` and `get_batch`."""
+    order: list[str]
+    """Lines that set `order`, the places of the samples of `epoch`."""
+    validation: str
+    """Expression for the places of the validation samples; empty if there are none."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Samples that no file holds as the model gets them: stored beside the script."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +102,7 @@ def file_text(facts: Facts, data: DataText, sources: Sources, training: Any) -> 
     }
     if data.validation and facts.loss.is_language:
         sources.imports.add(("math", "", ""))
+    sources.check_names(NAMES)
     body = "\n\n\n".join(part.strip("\n") for part in parts if part)
     return f'"""{facts.head}"""\n\n{import_lines(sources.imports)}\n\n{body}\n'
 
@@ -78,10 +110,10 @@ def file_text(facts: Facts, data: DataText, sources: Sources, training: Any) -> 
 def call(name: str, arguments: Mapping[str, Any], *first: str, indent: int = 4) -> str:
     """Return a call with keyword arguments, over several lines if it is long.
 
-    >>> call("f", {"a": 1, "b": "x"}, "params")
-    "f(params, a=1, b='x')"
+    >>> print(call("f", {"a": 1, "b": ("x", None)}, "params"))
+    f(params, a=1, b=("x", None))
     """
-    listed = [*first, *(f"{key}={value!r}" for key, value in arguments.items())]
+    listed = [*first, *(f"{key}={literal(value)}" for key, value in arguments.items())]
     short = f"{name}({', '.join(listed)})"
     if len(short) + indent + len("optimizer = ") <= _WIDTH:
         return short
@@ -89,17 +121,21 @@ def call(name: str, arguments: Mapping[str, Any], *first: str, indent: int = 4) 
     return f"{name}(\n" + "".join(f"{space}    {one},\n" for one in listed) + f"{space})"
 
 
-def optimizer_call(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
-    """Return the expression for torch's optimizer of this kind with the settings of this one."""
-    parameters = inspect.signature(kind).parameters
-    group = optimizer.param_groups[0]
-    given = {
-        name: group[name]
-        for name, parameter in parameters.items()
-        if name in group and name not in ("lr", "params", "foreach", "fused") and group[name] != parameter.default
-    }
-    kernels = {name: True for name in ("foreach", "fused") if group.get(name)}
-    return call(f"torch.optim.{kind.__name__}", given | kernels, "model.parameters()", "lr=LEARNING_RATE")
+def literal(value: Any) -> str:
+    """Return the expression for a constant, strings in double quotes; raise TypeError for other values.
+
+    >>> print(literal(["a", (1.5,), None]))
+    ["a", (1.5,), None]
+    """
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list):
+        return f"[{', '.join(map(literal, value))}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
+    raise TypeError(f"a {type(value).__name__} cannot be written as a constant")
 
 
 def _constants(facts: Facts, data: DataText, training: Any) -> str:
