@@ -1,7 +1,6 @@
 """A moving average of the weights: torch's numbers, what is validated and saved, skipped updates, exact resuming."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -181,22 +180,3 @@ def test_averages_of_other_parameters_are_refused(tmp_path):
 def test_mistakes_are_refused(ema):
     with pytest.raises(ConfigError, match="ema"):
         run(1, ema=ema)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("bad", [False, True])
-def test_captured_on_cuda(bad):
-    data = DATA[0].clone(), DATA[1]
-    if bad:
-        data[0][7] = float("nan")
-    follow = Follow()
-    settings = {"device": "cuda", "precision": "fp32", "data": data}
-    mine, theirs = (
-        run(8, capture=mode, callbacks=made, **settings) for mode, made in (("on", ()), ("off", [follow]))
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mine.train(), theirs.train()
-    for name, value in follow.theirs.module.named_parameters():
-        torch.testing.assert_close(average_of(theirs).weights()[name], value, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(average_of(mine).weights()[name], value, rtol=1e-2, atol=1e-3)
