@@ -19,6 +19,7 @@ BENCHMARKS = {
     "token_loader": (),
     "csv_loading": (),
     "optim": ("--rounds=2",),
+    "metrics": (),
     "gradient_monitor": (),
     "linear_ce": (),
     "meaningful": (),

@@ -22,6 +22,7 @@ DISTRIBUTIONS = (
     "torch",
     "numpy",
     "lightning",
+    "torchmetrics",
     "accelerate",
     "transformers",
     "pytorch-ignite",

@@ -193,6 +193,13 @@ def test_gradient_monitor(tmp_path):
         assert row["look µs"] > 0
 
 
+def test_metrics(tmp_path):
+    updates, areas, validation = run("metrics", tmp_path, {"torchmetrics, 64 × 10", "torchmetrics, 64 × 20"})
+    assert [row["update"].partition(",")[0] for row in updates] == ["Etude", "argmax and bincount"] * 2
+    assert [row["AUROC"] for row in areas][:2] == ["Etude, float16", "Etude, float32"]
+    assert [row["metrics"].partition(",")[0] for row in validation] == ["none", "accuracy"]
+
+
 def test_multi_task(tmp_path):
     (rows,) = run("multi_task", tmp_path, {"torchjd, pcgrad"})
     assert len(rows) == 2 + len(multi_task.WEIGHTINGS)  # by hand, each weighting, and looking at gradients

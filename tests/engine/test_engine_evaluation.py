@@ -23,7 +23,7 @@ class Terms(Task):
         total = model(batch).sum()
         return {f"term{i}": LossTerm(total, len(batch), **fields) for i, fields in enumerate(self.fields)}
 
-    def measured(self, reduce):
+    def measured(self, world, device):
         return self.found
 
     def derived(self, means):

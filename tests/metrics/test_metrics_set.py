@@ -11,7 +11,7 @@ import torch
 import torchmetrics
 from hypothesis import given, settings, strategies as st
 
-from etude.core import ConfigError, TrainingError
+from etude.core import CheckpointError, ConfigError, DataError, TrainingError
 from etude.distributed import World
 from etude.metrics import AUROC, F1, Accuracy, ConfusionMatrix, MetricSet, Precision, Recall
 from etude.metrics.counts import MOST_CELLS
@@ -99,6 +99,27 @@ def test_an_object_of_a_set_can_be_used_alone_again():
     assert matrix.compute().tolist() == expected
     values(metrics, logits, labels)
     assert matrix.compute().tolist() == expected
+
+
+def test_accuracy_of_class_ids_is_not_that_of_binary_labels():
+    ids, labels = torch.tensor([3, 1, 0, 2]), torch.tensor([1, 1, 0, 2])
+    for _ in range(2):
+        assert values(["accuracy", "f1"], ids, labels)["accuracy"] == 0.75
+    assert values([Accuracy(), F1(4)], ids, labels)["accuracy"] == 0.75
+
+
+def test_accuracy_of_binary_logits_needs_a_threshold():
+    logits, labels = sample(5, 80, 3)
+    targets = (labels[:, None] == torch.arange(3)).float()
+    targets[::4, 1] = math.nan
+    there = ~targets.isnan()
+    expected = sk.accuracy_score(targets[there], logits[there] > 0)
+    for metrics in ([Accuracy(threshold=0.5)], [Accuracy(threshold=0.5), F1(threshold=0.5)]):
+        assert values(metrics, logits, targets)["accuracy"] == pytest.approx(expected)
+    with pytest.raises(DataError, match="threshold"):
+        values(["accuracy"], logits, targets.nan_to_num(0).long())
+    with pytest.raises(ConfigError, match="top_k"):
+        Accuracy(top_k=2, threshold=0.5)
 
 
 @pytest.mark.parametrize("classes", [3, math.isqrt(MOST_CELLS) + 2])
@@ -263,6 +284,12 @@ def test_what_was_counted_before_a_checkpoint_counts_after_it():
     expected, found = (one.results(World(), CPU, training=True) for one in (whole, after))
     assert found == pytest.approx(expected)
     assert len(found) == len(EVERY) - 1  # a matrix is no number
+
+
+def test_a_state_of_another_size_is_refused():
+    saved = F1(5).state_dict()
+    with pytest.raises(CheckpointError, match="f1"):
+        F1(num_labels=2).load_state_dict({**saved, "num_classes": 0})
 
 
 def test_binary_and_multi_label_inputs():

@@ -1,6 +1,9 @@
 """Numbers of several tasks: means of terms that come and go, and metrics in validation."""
 
+import json
+
 import pytest
+import sklearn.metrics as sklearn
 import torch
 from task_parts import (
     NAN,
@@ -20,7 +23,7 @@ from etude import Trainer
 from etude.core import StepReport
 from etude.engine.evaluation import evaluate
 from etude.engine.step_log import StepLog
-from etude.metrics import F1, Precision as PrecisionMetric
+from etude.metrics import AUROC, F1, ConfusionMatrix, Precision as PrecisionMetric
 
 
 def test_means_of_terms_that_come_and_go():
@@ -140,3 +143,25 @@ def test_labels_that_only_later_batches_of_validation_have_are_not_missed_when_i
     )
     assert {"val_loss", "val_kind/loss"} <= run.train().keys()
     assert not [record for record in caplog.records if "no labels" in record.getMessage()]
+
+
+def test_metrics_of_a_task_may_keep_scores_be_functions_and_have_several_results():
+    def off(predictions, labels):
+        return (predictions.argmax(1) != labels).float()[labels >= 0]
+
+    metrics = {"auroc": AUROC(num_classes=3), "off": off, "each": F1(3, average="none"), "matrix": ConfusionMatrix(3)}
+    task, model = make_task(kind=metrics), make_model().eval()
+    batches = Batches(make_batch(size, size) for size in (7, 12, 5))
+    found = evaluate(model, task, batches)
+    data = whole(batches)
+    with torch.no_grad():
+        logits = model(data, ["kind"])["kind"].double()
+    there = data["kind"] != -100
+    true, logits = data["kind"][there], logits[there]
+    area = sklearn.roc_auc_score(true, logits.softmax(1), multi_class="ovr")
+    each = sklearn.f1_score(true, logits.argmax(1), average=None, labels=[0, 1, 2], zero_division=0)
+    assert found["kind/auroc"] == pytest.approx(area)
+    assert found["kind/off"] == pytest.approx((logits.argmax(1) != true).double().mean().item())
+    assert [found[f"kind/each_class{k}"] for k in range(3)] == pytest.approx(each)
+    matrix = json.loads(task.files()["kind_matrix.json"])["matrix"]
+    assert matrix == sklearn.confusion_matrix(true, logits.argmax(1), labels=[0, 1, 2]).tolist()

@@ -114,7 +114,7 @@ ONE_LINE = {
     ),
     "metrics without labels": (
         lambda: measured(
-            {"a": TaskSpec("kind", Unlabelled(), metrics={"f1": None})}, {"input": make_batch()["input"]}
+            {"a": TaskSpec("kind", Unlabelled(), metrics={"f1": "f1"})}, {"input": make_batch()["input"]}
         ),
         TrainingError,
         "^task 'a': a metric needs a tensor of labels",

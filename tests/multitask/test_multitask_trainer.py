@@ -121,7 +121,7 @@ def test_labels_by_name_need_batches_with_names():
         Trainer(model, DataLoader(rows, batch_size=4), task=task, progress=False).train()
 
 
-@pytest.mark.parametrize("metric", [F1(), ConfusionMatrix(), F1(num_classes=4), Accuracy()])
+@pytest.mark.parametrize("metric", [ConfusionMatrix(4), F1(num_labels=2), F1(num_classes=4), Accuracy()])
 def test_a_metric_that_does_not_fit_is_found_in_the_first_batch(metric):
     """Not in the first validation, after an epoch; it names what is missing."""
     x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
@@ -133,7 +133,7 @@ def test_a_metric_that_does_not_fit_is_found_in_the_first_batch(metric):
         numbers = trainer.train()
         assert numbers["val_kind/score"] == numbers["val_kind/accuracy"]  # the trial is not counted
         return
-    with pytest.raises(DataError, match=r"task 'kind': .*num_classes"):
+    with pytest.raises(DataError, match=r"task 'kind': .*num_(classes|labels)"):
         trainer.train()
     assert trainer.state.clock.step == 0
 

@@ -219,9 +219,13 @@ class Task:
         """Return the context of an evaluation, in which metrics that are not plain averages accumulate."""
         return contextlib.nullcontext()
 
-    def measured(self, reduce: Callable[[Tensor], Tensor]) -> Mapping[str, float]:
-        """Return these metrics at the end of an evaluation; `reduce` sums counts over ranks."""
+    def measured(self, world: Any, device: torch.device) -> Mapping[str, float]:
+        """Return these metrics at the end of an evaluation; `world.sum(counts.to(device))` sums counts over ranks."""
         return {}
+
+    def files(self) -> Mapping[str, str]:
+        """Return files for the run folder at the end of a run, such as a confusion matrix: name to text."""
+        return self.measures.files()
 
     def no_data(self) -> None:
         """Called if an evaluation had no batch with samples: raise, or return if that is allowed."""

@@ -70,7 +70,7 @@ def evaluate(
             task.no_data()
             return {}
         measured = {
-            **task.measured(lambda counts: world.sum(counts.to(device))),
+            **task.measured(world, device),
             **task.measures.results(world, device, training=False),
         }
         if means is None and not measured:

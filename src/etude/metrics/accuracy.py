@@ -4,7 +4,7 @@ import math
 from typing import Annotated
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
 from etude.config.registry import register
@@ -12,7 +12,7 @@ from etude.core.arguments import checked
 from etude.core.errors import ConfigError, DataError
 from etude.metrics.base import Metric
 from etude.metrics.counts import ClassCounts
-from etude.metrics.inputs import class_dim_of, counted_elements, form_of
+from etude.metrics.inputs import class_dim_of, counted_elements, counted_labels, form_of, predicted_positives
 
 
 @register("metric", "accuracy", aliases={"k": "top_k"})
@@ -20,8 +20,9 @@ class Accuracy(Metric):
     """Share of correct predictions over everything seen, exact over batches and ranks.
 
     Predictions are class ids with the shape of the targets, or logits with one dimension more: the classes are the
-    last dimension, (N, C) and (B, L, C), or the second, (N, C, H, W). If the shapes allow both, set `class_dim`. An
-    element with a NaN among its logits is wrong.
+    last dimension, (N, C) and (B, L, C), or the second, (N, C, H, W). If the shapes allow both, set `class_dim`. With
+    a `threshold` they are the logits of binary labels, one or several per sample. An element with a NaN among its
+    logits is wrong.
 
     >>> accuracy = Accuracy()
     >>> accuracy.update(torch.tensor([1, 2, 3]), torch.tensor([1, 2, 0]))
@@ -34,9 +35,16 @@ class Accuracy(Metric):
 
     @checked
     def __init__(
-        self, top_k: Annotated[int, Ge(1)] = 1, ignore_index: int | None = -100, class_dim: int | None = None
+        self,
+        top_k: Annotated[int, Ge(1)] = 1,
+        ignore_index: int | None = -100,
+        class_dim: int | None = None,
+        threshold: Annotated[float, Gt(0), Lt(1)] | None = None,
     ) -> None:
         super().__init__()
+        if threshold is not None and top_k != 1:
+            raise ConfigError(f"Accuracy: top_k is {top_k} and threshold is {threshold}; binary labels have no top_k")
+        self.threshold = threshold
         self.top_k, self.ignore_index, self.class_dim = top_k, ignore_index, class_dim
         self.name = "accuracy" if top_k == 1 else f"accuracy_top{top_k}"
         self.source: ClassCounts | None = None
@@ -45,7 +53,7 @@ class Accuracy(Metric):
     def can_read(self, counts: ClassCounts) -> bool:
         """Whether these counts include the correct predictions of all classes."""
         same = (counts.ignore_index, counts.class_dim, counts.num_labels) == (self.ignore_index, self.class_dim, None)
-        return self.top_k == 1 and counts.threshold == 0.5 and same
+        return self.top_k == 1 and counts.threshold == (self.threshold or 0.5) and same
 
     def compute(self) -> float:
         """Return the share over everything since the last reset; nan if there is nothing. Synchronises."""
@@ -58,12 +66,20 @@ class Accuracy(Metric):
 
     def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
         """Return the number of correct elements and of counted elements."""
+        if self.threshold is not None:
+            yes, no = predicted_positives(predictions, targets, self.threshold, "accuracy")
+            right, counted = (
+                torch.where(targets > 0.5, yes, no),
+                counted_labels(targets, mask, self.ignore_index, "accuracy"),
+            )
+            return torch.stack([(right & counted).sum(), counted.sum()])
         if predictions.shape != targets.shape:
             right = self._right(predictions, targets)
         elif predictions.is_floating_point() or self.top_k != 1:
             raise DataError(
                 f"accuracy: predictions {form_of(predictions)} have the shape of the targets, which fits class ids "
-                f"(integers) and top_k 1 only; pass class ids, or logits with one more dimension"
+                f"(integers) and top_k 1 only; pass class ids, or logits with one more dimension, or set threshold for "
+                "logits of binary labels"
             )
         else:
             right = predictions == targets

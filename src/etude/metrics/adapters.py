@@ -43,7 +43,7 @@ class FunctionMetric(Metric):
             )
         values = torch.as_tensor(value, dtype=torch.float64, device=None if isinstance(value, Tensor) else "cpu")
         if values.numel() != 1:
-            return torch.stack([values.sum(), values.new_tensor(values.numel())])
+            return torch.stack([values.sum(), values.new_full((), values.numel())])
         samples = num_samples(targets)
         return torch.stack([values.reshape(()) * samples, values.new_full((), samples)])
 

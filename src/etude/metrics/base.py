@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from etude.core.errors import ConfigError
+from etude.core.errors import CheckpointError, ConfigError
 from etude.distributed import World
 
 PER_CLASS = "_per_class"
@@ -87,7 +87,10 @@ class Tally(Measure):
         """Return the sums, moved to a device. They stay the same tensor, so that a recorded update finds them."""
         if self._sums is None or self._sums.device != device:
             with torch.inference_mode(False):  # a tensor made in inference mode cannot be changed outside it
-                self._sums = self.state().to(device, non_blocking=device.type == "cuda")
+                if self._sums is None:
+                    self._sums = torch.zeros(self.num_sums, dtype=self.dtype, device=device)
+                else:
+                    self._sums = self._sums.to(device, non_blocking=device.type == "cuda")
         return self._sums
 
     def reset(self) -> None:
@@ -122,7 +125,12 @@ class Tally(Measure):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the sums."""
-        self.load_state(state["sums"])
+        sums = state["sums"]
+        if sums.shape != (self.num_sums,) or sums.dtype is not self.dtype:
+            raise CheckpointError(
+                f"{self.name}: the saved sums are {tuple(sums.shape)} {sums.dtype}, not ({self.num_sums},) {self.dtype}"
+            )
+        self.load_state(sums)
 
 
 class Metric(Tally):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from etude.config import build_component
 from etude.core.errors import ConfigError
@@ -77,10 +77,17 @@ class Together:
         self.metrics = dict(metrics)
         self.counting: list[Measure] = []
         """The metrics that are updated; the others read the counts of one of these."""
+        self._reading: list[Accuracy] = []
+        """Those that read the counts of other metrics."""
         self.reset()
 
     def update(self, predictions: Any, labels: Any) -> None:
         """Add one batch. Does not synchronise."""
+        if self._reading and isinstance(predictions, Tensor) and not predictions.is_floating_point():
+            # Class ids, which other metrics take for binary labels unless they know the classes.
+            for accuracy in self._reading:
+                accuracy.source = None
+            self.counting, self._reading = [*self.counting, *self._reading], []
         for metric in self.counting:
             metric.update(predictions, labels)
 
@@ -103,6 +110,7 @@ class Together:
         for metric in self.metrics.values():
             if isinstance(metric, Accuracy):
                 metric.source = next((one for one in leaders.values() if metric.can_read(one)), None)
+        self._reading = [one for one in self.metrics.values() if isinstance(one, Accuracy) and one.source is not None]
         shared = (Accuracy, ClassCounts)
         self.counting = [one for one in self.metrics.values() if not isinstance(one, shared) or one.source is None]
 

@@ -191,7 +191,7 @@ class Ranking(Kept):
         found: list[list[Array]] = []
         rows = self.all_rows()
         if rows is not None:
-            scores, labels = rows.double().numpy().reshape(len(rows), 2, -1).transpose(1, 2, 0)
+            scores, labels = rows.numpy().reshape(len(rows), 2, -1).transpose(1, 2, 0)
             found += [[score, label == 1, label == 0] for score, label in zip(scores, labels, strict=True)]
         if self._bins is not None:
             counts = self._bins.cpu().numpy().reshape(2, -1, 2, BINS).astype(np.float64)
@@ -236,7 +236,7 @@ def _by_score(scores: Array, positives: Array, negatives: Array) -> tuple[Array,
     scores, positives, negatives = scores[there], positives[there], negatives[there]
     if np.isnan(scores).any():
         return None
-    order = np.argsort(-scores, kind="stable")
+    order = np.argsort(scores)[::-1]
     scores = scores[order]
     starts = np.flatnonzero(np.r_[True, scores[1:] != scores[:-1]]) if len(scores) else np.empty(0, dtype=int)
     return tuple(np.add.reduceat(one[order], starts) if len(starts) else one for one in (positives, negatives))  # type: ignore[return-value]

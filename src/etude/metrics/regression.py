@@ -143,6 +143,10 @@ class R2(Tally):
         if parts:
             self.load_state((_combined(*parts) if len(parts) == 2 else parts[0]).flatten())
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the numbers, of as many outputs as there are."""
+        self.load_state(state["sums"])
+
     def compute(self) -> float:
         """Return the value over everything since the last reset; nan if there is nothing. Synchronises."""
         columns = self.state().view(4, -1).t().tolist()

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,8 @@ from etude.core.spelling import suggest
 from etude.core.task import Measures, Task
 from etude.data import DataLoader, StreamLoader, Streams, make_loader
 from etude.data.sources.adapters import ForeignLoader
-from etude.metrics import Metric
+from etude.distributed import World
+from etude.metrics.metric_set import Together, build_metrics
 from etude.multitask.curriculum.phase import check_weight
 from etude.multitask.model import MultiTaskModel
 from etude.multitask.spec import ActiveTask, TaskSpec, check_known, check_labels, check_task, strategy_of
@@ -52,7 +53,9 @@ class ActiveTasks(Task):
         self._variants: dict[tuple[str, str | None], ActiveTask] = {}
         for name, spec in self.tasks.items():
             for variant, one in ((None, spec), *spec.variants.items()):
-                self._variants[name, variant] = ActiveTask(one, strategy_of(one))
+                self._variants[name, variant] = ActiveTask(
+                    one, strategy_of(one), Together(build_metrics(one.metrics, f"the metrics of task '{name}'"))
+                )
         self.samples = dict.fromkeys(self.tasks, 0)
         """Number of samples that each task has learned from on this process."""
         self.version = 0
@@ -240,8 +243,8 @@ class ActiveTasks(Task):
         """Within this block the metrics of the tasks accumulate."""
         self._measuring = True
         try:
-            for _, metric in self._metrics():
-                metric.reset()
+            for active in self._active.values():
+                active.measures.reset()
             yield
         finally:
             self._measuring = False
@@ -259,21 +262,24 @@ class ActiveTasks(Task):
             self._warned.add(task)
             logger.warning("the task '%s' has no validation labels, so the validation loss does not include it", task)
 
-    def measured(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the metrics of this evaluation; `reduce` sums counts over ranks."""
-        found = {}
-        for name, metric in self._metrics():
-            metric.load_state(reduce(metric.state()))
-            if not math.isnan(value := metric.compute()):
-                found[name] = value
-        return found
-
-    def _metrics(self) -> list[tuple[str, Metric]]:
-        return [
-            (f"{task}/{name}", metric)
+    def measured(self, world: World, device: torch.device) -> dict[str, float]:
+        """Return the metrics of this evaluation over all ranks; those without data are left out."""
+        return {
+            f"{task}/{name}": value
             for task, active in self._active.items()
-            for name, metric in active.spec.metrics.items()
-        ]
+            for name, value in active.measures.results(world, device, keep=False).items()
+            if not math.isnan(value)
+        }
+
+    def files(self) -> dict[str, str]:
+        """Return the files of the metrics, with the task in their names."""
+        measured = {task: active.measures.metrics.values() for task, active in self._active.items()}
+        return {
+            f"{task}_{name}": text
+            for task, metrics in measured.items()
+            for metric in metrics
+            for name, text in metric.files().items()
+        }
 
 
 def _is_shuffled_by_torch(loader: Loader | None) -> bool:

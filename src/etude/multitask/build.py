@@ -14,7 +14,7 @@ from etude.data import DataSplits, Streams, combine_streams
 from etude.data.order.streams import stable_number
 from etude.engine.callback import Callback
 from etude.losses import BinaryLoss, LossStrategy, MultiLabelLoss
-from etude.metrics import Metric
+from etude.metrics import Measure
 from etude.models import feature_dim
 from etude.multitask.checks import SHARED, refuse, stream_problems
 from etude.multitask.curriculum import Phase
@@ -109,7 +109,7 @@ def _spec(draft: RunDraft, variant: TaskVariant) -> TaskSpec:
         name, same = selection.component.name, [one.component.name for one in variant.metrics[:place]]
         number = same.count(name) + 1
         metrics[name if number == 1 else f"{name}_{number}"] = _build(
-            draft, path, selection, Metric, **({} if said else classes)
+            draft, path, selection, Measure, **({} if said else classes)
         )
     return TaskSpec(
         head=variant.head_name,

@@ -26,6 +26,8 @@ def settle_tasks(sections: dict[str, Any], document: Document) -> None:
         ]
         refuse(problems, document)
         return
+    if sections.get("metrics"):
+        refuse([Problem("metrics", "is for one task; give each of the `tasks` its own `metrics`")], document)
     refuse([*_whole(tasks, sections), *_settle_losses(tasks, document)], document)
     if sections.get("curriculum") == "default":
         sections["curriculum"] = list(DEFAULT_PHASES)

@@ -13,7 +13,7 @@ from etude.losses.inferred import InferredLoss
 from etude.losses.strategies import ClassificationLoss, LossStrategy
 from etude.losses.task import as_strategy
 from etude.losses.wrapped import LossFunction
-from etude.metrics import Metric
+from etude.metrics.metric_set import MetricLike, Together
 from etude.multitask.curriculum.phase import check_weight
 
 
@@ -38,17 +38,18 @@ class TaskSpec:
     """The weight of its loss."""
     causal: bool | None = None
     """If set, whether attention is causal: passed to the model in the batch."""
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """Computed in validation, in addition to the metrics of the loss."""
+    metrics: Mapping[str, MetricLike] = field(default_factory=dict)
+    """Computed in validation, in addition to the metrics of the loss, as `metrics` of a `Trainer`; by name."""
     variants: Mapping[str, "TaskSpec"] = field(default_factory=dict)
     """Variants of the task, by name; a phase of a curriculum may select one."""
 
 
 class ActiveTask(NamedTuple):
-    """An active task: its current variant, and the strategy of that variant."""
+    """An active task: its current variant, and the strategy and metrics of that variant."""
 
     spec: TaskSpec
     strategy: LossStrategy
+    measures: Together
 
 
 def strategy_of(spec: TaskSpec) -> LossStrategy:

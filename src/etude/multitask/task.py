@@ -179,8 +179,8 @@ class MultiTask(ActiveTasks):
             if head_of(output) is not None:  # all logits of a language model take too much memory for a trial
                 return
         predictions, labels = active.strategy.judged(output, view)
-        for metric in active.spec.metrics.values():
-            (metric if self._measuring else deepcopy(metric)).update(predictions.detach(), labels)
+        measures = active.measures if self._measuring else deepcopy(active.measures)
+        measures.update(predictions.detach(), labels)
 
     def _requests(self, batch: Batch) -> Iterator[tuple[Batch, dict[str, ActiveTask]]]:
         """Return inputs for the model with their tasks: one entry for each required forward pass."""

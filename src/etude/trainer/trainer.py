@@ -186,7 +186,7 @@ class Trainer:
             Interrupts(self.output.say) as self._interrupts,
         ):
             result = self._run(self._loop(self.loaders.train, self._interrupts))
-            self.output.finish(clock, self.callbacks, result, self.task.measures.files())
+            self.output.finish(clock, self.callbacks, result, self.task.files())
         return {**result, "interrupted": 1.0} if self.was_interrupted else result
 
     @property

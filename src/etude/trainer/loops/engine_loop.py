@@ -132,7 +132,7 @@ class EngineLoop(EpochLoop):
             callbacks = self._listed()
             callbacks.on_train_end(self._logs)
             with self.output.held(self.clock, self.config):
-                self.output.finish(self.clock, callbacks, self._logs, self.task.measures.files())
+                self.output.finish(self.clock, callbacks, self._logs, self.task.files())
 
     # ------------------------------------------------------------------------------------------------ an epoch
 
