@@ -145,3 +145,28 @@ def test_a_folder_that_cannot_be_made(run):
     (run.parent / "file").write_text("")
     with pytest.raises(EtudeError, match="file"):
         export_run(run, "state_dict", out=run.parent / "file" / "inside")
+
+
+class Seeded(nn.Module):
+    """Its frozen part is the same in every process, as pretrained weights are."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+        self.frozen, self.head = nn.Linear(4, width), nn.Linear(width, 3)
+        nn.init.constant_(self.frozen.weight, 0.5)
+        nn.init.zeros_(self.frozen.bias)
+
+    def forward(self, x):
+        return self.head(self.frozen(x))
+
+
+@pytest.mark.parametrize("trainable_only", [True, False, None])
+def test_frozen_weights_are_in_the_file(tmp_path, trainable_only):
+    data = torch.rand(20, 4), torch.arange(20) % 3
+    settings = {"epochs": 1, "device": "cpu", "freeze": ["frozen"], "trainable_only": trainable_only}
+    trainer = Trainer(Seeded(8), data, config=settings, output_dir=tmp_path / "run", progress=False)
+    trainer.train()
+    (path,) = export_run(tmp_path / "run", "state_dict").files
+    found = load_file(path)
+    assert all(torch.equal(value, found[name]) for name, value in trainer.model.state_dict().items())

@@ -76,6 +76,18 @@ def test_torch_export(tmp_path, name, rows):
     assert [path.name for path in tmp_path.iterdir()] == ["m.pt2"]
 
 
+def test_a_hugging_face_model(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=11, n_positions=32)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    save_program(model, {"input_ids": IDS, "attention_mask": (IDS > 2).long(), "labels": IDS}, tmp_path / "m.pt2")
+    program = torch.export.load(tmp_path / "m.pt2").module()
+    ids, mask = IDS[:2, :7], torch.ones(2, 7, dtype=torch.int64)
+    torch.testing.assert_close(
+        program(ids, mask), model(input_ids=ids, attention_mask=mask).logits, rtol=1e-4, atol=1e-5
+    )
+
+
 def test_a_program_runs_without_etude(tmp_path):
     torch.manual_seed(0)
     model = MODELS["language model"][0]()

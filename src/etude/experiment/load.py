@@ -39,17 +39,22 @@ def load_model(
     The data of the run is not needed. Raises CheckpointError if the weights do not fit, and ConfigError if the model
     cannot be built.
     """
-    folder = RunFolder.open(run_dir)
-    checkpoint = read_weights(folder, which)
-    place = resolve_device(device)
+    folder, place = RunFolder.open(run_dir), resolve_device(device)
+    return model_of(folder, read_weights(folder, which), model, import_class=import_class).to(place)
+
+
+def model_of(
+    folder: RunFolder, checkpoint: Checkpoint, model: nn.Module | None = None, *, import_class: bool = False
+) -> nn.Module:
+    """Return the model of a run, in eval mode, with the weights of a checkpoint."""
     with aside(0):
-        built = model if model is not None else build_model(folder, checkpoint, import_class=import_class)
+        built = model if model is not None else _built(folder, checkpoint, import_class)
     with errors_of(checkpoint.path):
         load_model_state(built, checkpoint.model_state)
-    return built.to(place).eval()
+    return built.eval()
 
 
-def build_model(folder: RunFolder, checkpoint: Checkpoint, *, import_class: bool = False) -> nn.Module:
+def _built(folder: RunFolder, checkpoint: Checkpoint, import_class: bool) -> nn.Module:
     """Return the model of a run with new weights, built without its data."""
     if folder.is_rebuildable:
         return _from_config(load_config(folder.config_path, announce=True), checkpoint.meta.get("model_sizes"))

@@ -82,7 +82,8 @@ def save_program(model: nn.Module, batch: Batch, path: str | Path) -> Saved:
 
     def make(program: Program, file: Path) -> str:
         exported = torch.export.export(program, program.example(), dynamic_shapes=_dynamic(program), strict=False)
-        torch.export.save(exported, file)
+        # Without calls of Python functions, which masks of transformers have and a file cannot hold.
+        torch.export.save(exported.run_decompositions({}), file)
         return "torch.export"
 
     def load(file: Path) -> Run:

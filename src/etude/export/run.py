@@ -1,20 +1,18 @@
 """Exporting a run: its weights, a folder for the Hub, or a program that is checked on a batch of the run's data."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
-from etude.checkpoint import Checkpoint, load_model_state
-from etude.checkpoint.trust import errors_of
+from etude.checkpoint import Checkpoint
 from etude.core import Batch, ConfigError, RunFolderError, Task
-from etude.core.random import aside
 from etude.distributed import World
 from etude.experiment.build import build_data
 from etude.experiment.config import load_config
-from etude.experiment.load import build_model, read_weights
+from etude.experiment.load import model_of, read_weights
 from etude.experiment.run import OpenedRun
 from etude.export.hub import Card, save_hub
 from etude.export.program import Saved, save_onnx, save_program
@@ -68,24 +66,26 @@ def export_run(
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunFolderError(f"cannot make the folder {place}: {error.strerror}; choose another --out") from error
-    from_step = f"{checkpoint.path}"
+    source = str(checkpoint.path)
     if to == "state_dict":
-        path = save_weights(checkpoint.model_state, place / "model.safetensors")
-        return Exported([path], [f"{path}: the weights of {from_step}"])
+        path = save_weights(_weights(folder, checkpoint, import_class), place / "model.safetensors")
+        return Exported([path], [f"{path}: the weights of {source}"])
     if to == "hub":
-        with aside(0):
-            model = build_model(folder, checkpoint, import_class=import_class)
-        with errors_of(checkpoint.path):
-            load_model_state(model, checkpoint.model_state)
-        files = save_hub(model.eval(), place, _card(folder, checkpoint), checkpoint.meta.get("tokenizer"))
-        return Exported(files, [f"{place}: {', '.join(file.name for file in files)}, of {from_step}"])
+        model = model_of(folder, checkpoint, import_class=import_class)
+        files = save_hub(model, place, _card(folder, checkpoint), checkpoint.meta.get("tokenizer"))
+        return Exported(files, [f"{place}: {', '.join(file.name for file in files)}, of {source}"])
     model, batch = _with_batch(folder, checkpoint, overrides)
-    saved = (
-        save_onnx(model, batch, place / "model.onnx")
-        if to == "onnx"
-        else save_program(model, batch, place / "model.pt2")
-    )
-    return Exported([saved.path], _words(saved, from_step))
+    if to == "onnx":
+        saved = save_onnx(model, batch, place / "model.onnx")
+    else:
+        saved = save_program(model, batch, place / "model.pt2")
+    return Exported([saved.path], _words(saved, source))
+
+
+def _weights(folder: RunFolder, checkpoint: Checkpoint, import_class: bool) -> Mapping[str, Any] | nn.Module:
+    """Return the weights of a checkpoint; if it has only fingerprints of frozen ones, the model that has them."""
+    is_whole = all(isinstance(value, Tensor) for value in checkpoint.model_state.values())
+    return checkpoint.model_state if is_whole else model_of(folder, checkpoint, import_class=import_class)
 
 
 def _words(saved: Saved, source: str) -> list[str]:
