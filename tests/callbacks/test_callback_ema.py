@@ -180,3 +180,11 @@ def test_averages_of_other_parameters_are_refused(tmp_path):
 def test_mistakes_are_refused(ema):
     with pytest.raises(ConfigError, match="ema"):
         run(1, ema=ema)
+
+
+def test_weights_without_a_shape_are_refused_and_those_without_an_average_train(tmp_path):
+    lazy = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(ConfigError, match=r"EMA: 0\.weight"):
+        Trainer(lazy, DATA, config={"ema": 0.9, "device": "cpu"}, progress=False)
+    lazy[2].requires_grad_(False)
+    Trainer(lazy, DATA, config={"epochs": 1, "device": "cpu"}, progress=False, output_dir=tmp_path).train()

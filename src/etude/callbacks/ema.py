@@ -6,11 +6,12 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from etude.checkpoint import check_kind, record_of
 from etude.checkpoint.trust import check_tensor
 from etude.config.registry import register
-from etude.core import CheckpointError
+from etude.core import CheckpointError, ConfigError
 from etude.core.arguments import checked
 from etude.core.model import clean_name, unwrap
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
@@ -69,8 +70,11 @@ class EMA(Callback):
         named = {
             clean_name(name): param
             for name, param in unwrap(model).named_parameters()
-            if (param.requires_grad if trained is None else id(param) in trained) and param.is_floating_point()
+            if (param.requires_grad if trained is None else id(param) in trained)
+            and (is_lazy(param) or param.is_floating_point())
         }
+        if lazy := [name for name, param in named.items() if is_lazy(param)]:
+            raise ConfigError(f"EMA: {lazy[0]} has no shape yet; run the model on a batch before training")
         if self.average is not None and list(map(id, self.average.params)) == list(map(id, named.values())):
             return
         self._names, self.is_swapped = list(named), False

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from etude.checkpoint.format import read_tensors, safetensors_pieces
@@ -39,7 +40,7 @@ def frozen_names(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     return {
         clean_name(name): param.nbytes
         for name, param in unwrap(model).named_parameters(remove_duplicate=False)
-        if not param.requires_grad and id(param) not in trained
+        if not param.requires_grad and id(param) not in trained and not is_lazy(param)
     }
 
 
@@ -58,8 +59,10 @@ class FrozenParams:
     ) -> "FrozenParams | None":
         """Return what `trainable_only` asks for; by default parameters are saved once if most are frozen."""
         names = frozen_names(model, optimizer)
-        size = sum(param.nbytes for param in model.parameters())
-        if not names or trainable_only is False or (trainable_only is None and 2 * sum(names.values()) <= size):
+        if not names or trainable_only is False:
+            return None
+        size = sum(param.nbytes for param in model.parameters() if not is_lazy(param))
+        if trainable_only is None and 2 * sum(names.values()) <= size:
             return None
         return cls(names, root, keep=trainable_only is None)
 
