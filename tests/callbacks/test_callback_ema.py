@@ -188,3 +188,21 @@ def test_weights_without_a_shape_are_refused_and_those_without_an_average_train(
         Trainer(lazy, DATA, config={"ema": 0.9, "device": "cpu"}, progress=False)
     lazy[2].requires_grad_(False)
     Trainer(lazy, DATA, config={"epochs": 1, "device": "cpu"}, progress=False, output_dir=tmp_path).train()
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_best_weights_are_averages(in_memory, tmp_path):
+    settings = {
+        "restore_best": True,
+        "learning_rate": 0.3,
+        "batch_size": 8,
+    }  # too large a rate: the last is not the best
+    folder = None if in_memory else tmp_path
+    trainer, whole = run(12, folder, **settings), run(14, tmp_path / "whole", **settings)
+    trainer.train()
+    best = trainer.output.judge.best.best
+    assert best.step < trainer.state.clock.step
+    assert trainer.evaluate()["loss"] == pytest.approx(best.value, rel=1e-6)
+    trainer.train(num_epochs=14), whole.train()
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, trainer.model.state_dict()[name]), name
