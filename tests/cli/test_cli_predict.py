@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import yaml
 from data_files import write_arrays, write_csv, write_images, write_lines
 
 from etude import load_model
+from etude.config import registry
 from etude.data import DataLoaderFactory
 from etude.experiment import build_data, evaluate_run, load_config
 from etude.experiment.build import World
@@ -241,3 +243,17 @@ def test_data_that_cannot_be_prepared(run, etude, tmp_path):
     outcome = etude("predict", run, "--data", run, "--out", tmp_path / "p.csv")
     assert (outcome.code, len(outcome.err.splitlines())) == (2, 1)
     assert "cli_points" in outcome.err
+
+
+def test_facts_of_another_version_are_one_line(train, etude, monkeypatch):
+    write_csv()
+    train({"name": "csv", "path": "d.csv", "target": "y"}, TABLE)
+    component = registry.lookup("data", "csv")
+
+    def older(path, facts, arguments, labelled):
+        return component.prepare(path, {key: facts[key] for key in facts if key != "columns"}, arguments, labelled)
+
+    monkeypatch.setitem(registry._COMPONENTS["data"], "csv", replace(component, prepare=older))
+    outcome = etude("predict", "run", "--data", "d.csv", "--out", "p.csv")
+    assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome
+    assert "columns" in outcome.err

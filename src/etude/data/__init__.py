@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from etude.data.sources.adapters import ForeignLoader
     from etude.data.sources.base import BatchSource, ResizableSource
     from etude.data.sources.mixture import TokenMixture
-    from etude.data.splits import DataSplits, LoaderData, Streams, TensorData, check_labels
+    from etude.data.splits import DataSplits, LoaderData, OtherData, Streams, TensorData, check_labels
     from etude.data.text.blocks import TokenBlocks
     from etude.data.text.collating import collate
     from etude.data.text.documents import TokenDocuments
@@ -47,6 +47,7 @@ __all__ = [
     "LoaderData",
     "MaskedTokens",
     "Normalize",
+    "OtherData",
     "PackedDocuments",
     "PrefetchStream",
     "ResizableSource",

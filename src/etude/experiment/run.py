@@ -167,7 +167,11 @@ class OpenedRun:
         trainer = self.trainer(data)
         arguments = {**selection.defaults, **selection.arguments}
         file = Path(path).expanduser()
-        other: OtherData = prepare(file, data.splits.facts, arguments, labelled)
+        try:
+            other: OtherData = prepare(file, data.splits.facts, arguments, labelled)
+        except (LookupError, TypeError, AttributeError) as error:  # the facts may be of another version, or damaged
+            reason = f"{type(error).__name__}: {error}"
+            raise DataError(f"{file} cannot be prepared by the facts of {self.checkpoint.path} ({reason})") from error
         return trainer, replace(other, part=data.loader_over(other.part))
 
 
