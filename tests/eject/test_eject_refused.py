@@ -22,6 +22,7 @@ TRAINING = {"epochs": 1, "batch_size": 8, "device": "cpu"}
         ({"training": {**TRAINING, "freeze": ["conv1"]}}, "training.freeze"),
         ({"training": {**TRAINING, "batch_transform": "mixup"}}, "training.batch_transform"),
         ({"metrics": ["f1"]}, "metrics"),
+        ({"data": {"name": "jsonl", "path": "none.jsonl"}}, "data.name"),
         ({"callbacks": [{"name": "early_stopping"}]}, "callbacks.0"),
         ({"model": {"name": "lenet5", "dtype": "bfloat16"}}, "model"),
         ({"loss": {"name": "cross_entropy", "class_weights": [1.0] * 10}}, "loss.class_weights"),
@@ -38,9 +39,10 @@ def test_settings(etude, lenet, tmp_path, sections, key):
     ("sections", "key"),
     [
         ({"loss": {"name": "language_modeling", "fused_head": True}}, "loss.fused_head"),
-        ({"data": {"read": "packed"}}, "data"),
-        ({"data": {"read": "documents"}}, "data"),
-        ({"data": {"mask_rate": 0.15, "mask_id": 3}, "loss": {"name": "masked_language_modeling"}}, "data"),
+        ({"data": {"read": "packed"}}, "data.read"),
+        ({"data": {"read": "documents"}}, "data.read"),
+        ({"data": {"mask_rate": 0.15, "mask_id": 3}}, "data.mask_rate"),
+        ({"loss": {"name": "masked_language_modeling"}}, "loss.name"),
     ],
     ids=str,
 )

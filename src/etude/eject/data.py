@@ -17,7 +17,7 @@ from etude.data.splits import DataSplits, LoaderData, TensorData
 from etude.data.text.blocks import TokenBlocks
 from etude.data.tokens.places import local_copy
 from etude.eject.plain import permuted, read_idx, shuffled
-from etude.eject.refusal import refuse
+from etude.eject.refusal import DATA, refuse
 from etude.eject.source import Sources
 from etude.eject.text import DataText, literal
 from etude.experiment import ExperimentConfig
@@ -40,7 +40,7 @@ def data_text(config: ExperimentConfig, splits: DataSplits, sources: Sources) ->
     parts = {"train": splits.train, "validation": splits.validation}
     stored = {name: _samples(part) for name, part in parts.items() if part is not None}
     if None in stored.values():
-        raise refuse(config, "data", "only mnist, tables, arrays and blocks of tokens can be written")
+        raise refuse(config, "data", DATA)
     tensors = {
         f"{name}_{what}": one for name, pair in stored.items() for what, one in zip(_PAIR, pair or (), strict=True)
     }

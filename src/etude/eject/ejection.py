@@ -63,7 +63,7 @@ def _config_of_run(folder: RunFolder, overrides: Sequence[str]) -> ExperimentCon
     folder.check_rebuildable()
     config = load_config(folder.config_path, overrides=overrides, announce=True)
     known: dict[str, Any] = {}
-    if folder.environment_path.exists():
+    with contextlib.suppress(OSError, ValueError):  # a run does not depend on this file
         known = json.loads(folder.environment_path.read_text(encoding="utf-8"))
     training = config.sections["training"]
     if (kind := known.get("device", {}).get("type", "cpu")) != "cpu" and training.device != "cpu":

@@ -46,6 +46,10 @@ IDLE = frozenset(
 """Keys of `training` that do not change the weights: they are left out."""
 WATCHING = ("csv_logger", "find_nonfinite", "gradient_monitor", "model_checkpoint", "text_samples")
 """Callbacks that do not change training: they are left out."""
+DATA = "only mnist, tables, arrays and blocks of tokens can be written"
+LOSSES = ("cross_entropy", "text_classification", "vision_classification", "language_modeling", "mse", "l1", "huber")
+OTHER_DATA = ("huggingface", "image_folder", "jsonl", "streams", "token_mixture")
+"""Data sets whose samples are made during training; those of the user are looked at when they are built."""
 _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "device": (lambda value: value in ("auto", "cpu"), "only runs on the CPU have the same bits; set it to cpu"),
     "compile": (lambda value: value in ("auto", "off"), "compiled code is not plain PyTorch; set it to off"),
@@ -65,6 +69,7 @@ def check_config(config: ExperimentConfig) -> None:
     for key, value in config.sections.items():
         if key not in SECTIONS and value not in (None, [], {}):
             raise refuse(config, key, "plain PyTorch has nothing for it; remove it")
+    _check_components(config)
     training = config.sections["training"]
     for key in training.changed(type(training).model_fields):
         value = getattr(training, key)
@@ -79,3 +84,19 @@ def check_config(config: ExperimentConfig) -> None:
         if callback.component.name not in WATCHING:
             key, name = f"callbacks.{place}", callback.component.name
             raise refuse(config, key, f"the callback '{name}' may change training; remove it")
+
+
+def _check_components(config: ExperimentConfig) -> None:
+    """Refuse losses and data sets by name, before data is downloaded or made."""
+    loss, data = config.selection("loss"), config.selection("data")
+    if loss is not None and loss.component.name not in LOSSES:
+        raise refuse(config, "loss.name", f"'{loss.component.name}' is not one of {', '.join(LOSSES)}")
+    if data is None:
+        return
+    if data.component.name in OTHER_DATA:
+        raise refuse(config, "data.name", f"{DATA}, not '{data.component.name}'")
+    given = data.defaults | data.arguments
+    reads_tokens = data.component.name in ("tokens", "text_corpus")
+    for key, plain in (("read", "blocks"), ("mask_rate", 0.0)) if reads_tokens else ():
+        if given[key] != plain:
+            raise refuse(config, f"data.{key}", f"{DATA}; set it to {plain}")
