@@ -3,10 +3,11 @@
 import json
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
-from etude.core import LossTerm
+from etude.core import LossTerm, Task
 from etude.core.task import as_task
 from etude.distributed.parallel import RankTask
 
@@ -43,3 +44,35 @@ def test_terms_of_an_idle_rank_are_reported_as_those_of_the_others():
             expected.optional,
         )
         assert term.sum.requires_grad == term.is_weighted
+
+
+class Decides(Task):
+    """Decides by the first value of a batch."""
+
+    decision = None
+
+    def __call__(self, model, batch, *, metrics):
+        return {"loss": LossTerm(model(batch).sum(), self.decision)}
+
+    def decide_on(self, model, batch):
+        self.decision = batch[0, 0].item()
+
+    def announcement(self):
+        return None if self.decision is None else ""
+
+    def decisions(self):
+        return {} if self.decision is None else {"decision": self.decision}
+
+    def decide(self, decisions):
+        self.decision = decisions["decision"]
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_ranks_decide_alike(rows):
+    """The second rank takes the decision of the first, also if it has no samples to decide on."""
+    first = json.dumps({"decision": 5.0}), json.dumps({"loss": [True, True, False]})
+    answers = iter(first)
+    world = SimpleNamespace(size=2, gather_text=lambda text: [next(answers), text])
+    second = Decides()
+    RankTask(second, world)(nn.Linear(2, 1), torch.ones(rows, 2), metrics=True)
+    assert second.decision == 5.0

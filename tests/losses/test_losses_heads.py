@@ -6,7 +6,7 @@ import torch
 from etude.core.errors import TrainingError
 from etude.losses import SupervisedTask, mean_of
 from etude.losses.inferred import WORDS
-from etude.losses.own import ModelLoss
+from etude.losses.own import MAX_ATTEMPTS, ModelLoss
 
 transformers = pytest.importorskip("transformers")
 
@@ -307,3 +307,25 @@ def test_labels_that_are_next_tokens_are_not_shifted_again():
     found = task(model.eval(), ahead, metrics=False)["loss"]
     torch.testing.assert_close(mean_of(found), model(**batch).loss, rtol=1e-4, atol=1e-5)
     assert task.decisions() == {"kind": "language_modeling", "shift": False}
+
+
+class NeedsWholeBatches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+        self.calls = 0
+
+    def forward(self, x, labels=None):
+        self.calls += 1
+        assert len(x) == B
+        return {"loss": torch.nn.functional.cross_entropy(self.layer(x), labels)}
+
+
+def test_a_loss_that_cannot_be_found_out_is_tried_a_few_times_only():
+    model, task = NeedsWholeBatches(), SupervisedTask(ModelLoss())
+    batch = torch.randn(B, 3), torch.tensor([0, 1, -100, 1])
+    for _ in range(MAX_ATTEMPTS):
+        assert task(model, batch, metrics=False)["loss"].count == 3
+    before = model.calls
+    task(model, batch, metrics=False)
+    assert model.calls == before + 1

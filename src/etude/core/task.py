@@ -191,6 +191,9 @@ class Task:
     def decide(self, decisions: Mapping[str, Any]) -> None:
         """Replace all decisions by those that `decisions` returned."""
 
+    def decide_on(self, model: nn.Module, batch: Batch) -> None:
+        """Take such decisions on a batch, without any other effect; ranks do so before they compare theirs."""
+
     def announcement(self) -> str | None:
         """Return a sentence for the user about such decisions of this run, empty if there is none; None before."""
         return ""

@@ -141,6 +141,8 @@ class RankTask(Task):
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
         """Return the terms of this rank's samples; raise TrainingError if their names change."""
         idle = is_empty(batch)
+        if self.task.announcement() is None:  # on all ranks: they decide together
+            self._decide(model, batch, idle=idle)
         # Run the model first in both cases: it has collectives too, and ranks must run them in the same order.
         zero = idle_output(model) if idle else None
         terms = {} if idle else self.task(model, batch, metrics=metrics)
@@ -159,6 +161,16 @@ class RankTask(Task):
                 "apply"
             )
         return self._with_constants({name: terms[name] for name in self._agreed}, keeps=keeps)
+
+    def _decide(self, model: nn.Module, batch: Batch, *, idle: bool) -> None:
+        """Take the decisions of the first batches alike: of ranks that differ, the first one counts."""
+        if not idle:
+            self.task.decide_on(model, batch)
+        mine, agreed = json.dumps(self.task.decisions()), dict[str, object]()
+        for text in self.world.gather_text(mine):
+            agreed = {**json.loads(text), **agreed}
+        if agreed != json.loads(mine):
+            self.task.decide(agreed)
 
     def _keeps_terms(self, model: nn.Module, batch: Batch) -> bool:
         """Whether several terms may be trained: with gradient accumulation this requires known counts."""

@@ -123,12 +123,16 @@ class InferredLoss(LossStrategy):
             self._for_now = equal[0]
         else:
             values = ", ".join(f"{WORDS[_name_of(one)]} would be {float(value):.4f}" for one, value in ours[:1])
-            self.chosen = ModelLoss()
-            self._why = f"{float(own):.4f} on the first batch; {values or 'no other fits its output and labels'}"
+            self.chosen = chosen = ModelLoss()
+            chosen.find_out(call, model, batch)
+            mean = "" if chosen.mean is None else f"a mean over {chosen.mean.text}, "
+            self._why = (
+                f"{mean}{float(own):.4f} on the first batch; {values or 'no other fits its output and labels'}"
+            )
 
     def announcement(self) -> str | None:
         """Return which loss was chosen and why."""
-        if self.chosen is None:
+        if self.chosen is None or self.chosen.announcement() is None:
             return None
         return f"loss: {WORDS[_name_of(self.chosen)]}, {self._why}" if self._why else ""
 

@@ -21,6 +21,8 @@ from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX
 from etude.losses.strategies import LossStrategy, logits_of, required_labels
 
+MAX_ATTEMPTS = 5
+"""After so many batches that show nothing, a loss counts as a mean over labels, or over samples without classes."""
 CLOSE = 1e-3
 """Relative difference up to which a loss is taken for the sum over two samples."""
 
@@ -73,13 +75,21 @@ class ModelLoss(LossStrategy):
         self.mean: Mean | None = None
         """What the loss is a mean over; None until a batch has shown it."""
         self._said = ""
+        self._attempts = 0
 
     def run(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
         """Run the model with its labels."""
         if self.mean is None and not torch.compiler.is_compiling():
-            self.mean = find_mean(call, model, batch)
-            self._said = "" if self.mean is None else f"the loss is the model's own, a mean over {self.mean.text}"
+            self.find_out(call, model, batch)
         return call.with_labels(model, batch)
+
+    def find_out(self, call: ModelCall, model: nn.Module, batch: Batch) -> None:
+        """Find out from a batch what the loss is a mean over. Synchronises with the device."""
+        self._attempts += 1
+        self.mean = find_mean(call, model, batch)
+        if self.mean is None and self._attempts == MAX_ATTEMPTS:
+            self.mean = self._mean(batch)
+        self._said = "" if self.mean is None else f"the loss is the model's own, a mean over {self.mean.text}"
 
     def outputs(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
         """Run the model with its labels."""

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from etude.core.batch import Batch
+from etude.core.buffers import probing
 from etude.core.lookups import explain_lookup
-from etude.core.model import ModelCall
+from etude.core.model import ModelCall, unwrap
 from etude.core.task import Task, Terms
 from etude.losses.inferred import InferredLoss
 from etude.losses.strategies import LossStrategy
@@ -70,6 +71,13 @@ class SupervisedTask(Task):
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
         """Run the model on a batch as in training."""
         return self.strategy.outputs(ModelCall(model), model, batch)
+
+    def decide_on(self, model: nn.Module, batch: Batch) -> None:
+        """Let the strategy decide."""
+        model = unwrap(model)
+        with probing(model, training=False):
+            call = ModelCall(model)
+            self.strategy.terms(self.strategy.run(call, model, batch), batch, metrics=False)
 
     def announcement(self) -> str | None:
         """Return which loss was chosen and why."""
