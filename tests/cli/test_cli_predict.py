@@ -1,6 +1,7 @@
 """Predictions and evaluations of other files from the command line: prepared as in training, without its data."""
 
 import csv
+import errno
 import json
 import shutil
 from dataclasses import replace
@@ -237,6 +238,20 @@ def test_mistakes_are_one_line(train, etude):
     assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome
     assert "'y'" in outcome.err
     assert sorted(path.name for path in Path().iterdir()) == before
+
+
+def test_a_file_that_cannot_be_written_is_one_line(train, etude, monkeypatch):
+    write_csv()
+    train({"name": "csv", "path": "d.csv", "target": "y"}, TABLE)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    outcome = etude("predict", "run", "--data", "d.csv", "--out", "p.npy")
+    assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome
+    assert "p.npy" in outcome.err
+    assert not list(Path().glob("*p.npy*"))
 
 
 def test_data_that_cannot_be_prepared(run, etude, tmp_path):

@@ -41,6 +41,22 @@ class HasHparams(nn.Module):
         self.layer = nn.Linear(width, 1)
 
 
+class SomeHparams(nn.Module):
+    """As a Lightning module that has not saved all of its hyperparameters."""
+
+    def __init__(self, width=3, activation="relu"):
+        super().__init__()
+        self.hparams = {"width": width}
+        self.layer = nn.Linear(width, 1)
+
+
+class MoreHparams(nn.Module):
+    def __init__(self, width=3):
+        super().__init__()
+        self.hparams = {"width": width, "learning_rate": 0.1}
+        self.layer = nn.Linear(width, 1)
+
+
 class Nothing(nn.Module):
     layer = None
 
@@ -60,6 +76,7 @@ MODELS = [
     lambda: FromConfig(Sizes(3, (5,))),
     lambda: Keeps(3, names=("x", "y", "z"), extra={"deep": [1.5, None, True, ("t",)]}),
     lambda: HasHparams(5, anything="goes"),
+    lambda: MoreHparams(6),
     lambda: Nothing(),
     lambda: LeNet5(7, (3, 32, 32), pooling="average"),
     lambda: LeNet5({"num_classes": 4}),
@@ -104,6 +121,7 @@ def test_any_plain_value(value):
     "model",
     [
         Forgets(4),
+        SomeHparams(4),
         Wider(3),
         Keeps(2, extra=torch.zeros(1)),
         Keeps(2, extra={1: 2}),

@@ -48,12 +48,14 @@ def _arguments(model: nn.Module) -> Mapping[str, Any]:
     kind, config = type(model), getattr(model, "config", None)
     if isinstance(getattr(kind, "config_class", None), type) and _has_dict(config):
         return {"config": config}
-    for name in ("init_arguments", "hparams"):
-        if isinstance(found := getattr(model, name, None), Mapping):
-            return found
+    if isinstance(found := getattr(model, "init_arguments", None), Mapping):
+        return found
     if kind.__init__ is nn.Module.__init__:
         return {}
     parameters = list(inspect.signature(kind).parameters.values())
+    named = {one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    if isinstance(found := getattr(model, "hparams", None), Mapping) and named <= {*found}:
+        return found if len(named) < len(parameters) else {name: found[name] for name in named}
     kept = vars(model)
     if any(
         one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) or one.name not in kept for one in parameters

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,16 +48,22 @@ class Predictions:
                 f"{path}: the model's output has the shape {self.values.shape}, more than a row of numbers for each "
                 "sample; write a .npy file"
             )
-        with replacing(path) as file:
-            if path.suffix == ".npy":
-                np.save(file, self.values)
-                return
-            text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-            if path.suffix == ".jsonl":
-                text.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in self._records())
-            else:
-                self._write_csv(text)
-            text.detach()
+        try:
+            with replacing(path) as file:
+                self._write(file, path.suffix)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another file") from error
+
+    def _write(self, file: IO[bytes], suffix: str) -> None:
+        if suffix == ".npy":
+            np.save(file, self.values)
+            return
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        if suffix == ".jsonl":
+            text.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in self._records())
+        else:
+            self._write_csv(text)
+        text.detach()
 
     def _write_csv(self, file: Any) -> None:
         table = self.values[:, None] if self.values.ndim == 1 else self.values

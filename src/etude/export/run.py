@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from etude.checkpoint import Checkpoint
-from etude.core import Batch, ConfigError, RunFolderError, Task
+from etude.core import Batch, ConfigError, EtudeError, RunFolderError, Task
 from etude.distributed import World
 from etude.experiment.build import build_data
 from etude.experiment.config import load_config
@@ -64,8 +64,16 @@ def export_run(
         )
     try:
         place.mkdir(parents=True, exist_ok=True)
+        return _export(folder, checkpoint, to, place, overrides, import_class)
+    except EtudeError:
+        raise
     except OSError as error:
-        raise RunFolderError(f"cannot make the folder {place}: {error.strerror}; choose another --out") from error
+        raise RunFolderError(f"cannot write into {place}: {error.strerror or error}; choose another --out") from error
+
+
+def _export(
+    folder: RunFolder, checkpoint: Checkpoint, to: str, place: Path, overrides: Sequence[str], import_class: bool
+) -> Exported:
     source = str(checkpoint.path)
     if to == "state_dict":
         path = save_weights(_weights(folder, checkpoint, import_class), place / "model.safetensors")
