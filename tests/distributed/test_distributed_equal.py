@@ -69,6 +69,24 @@ CASES = {
         points(49)
         | {"metrics": ["f1", "confusion_matrix", "auroc", "perplexity", {"name": "f1", "average": "none"}]},
     ),
+    # torch warns if no parameter is unused any more
+    "frozen at first, averaged": (
+        (2, 3),
+        {"freeze": "middle", "unfreeze": {1: "middle.weight", 9: "middle.bias"}, "ema": 0.9},
+        points(49),
+    ),
+    "several optimizers": (
+        (2, 3),
+        {},
+        points(49)
+        | {
+            "optimizer": {
+                "name": "several",
+                "patterns": ["last", "*"],
+                "optimizers": [{"name": "sgd", "momentum": 0.9}, {"name": "adamw", "decay_only_matrices": True}],
+            }
+        },
+    ),
     "no clipping": ((2,), {"gradient_clip_norm": None}, points(50)),
     "clipped elements": ((2,), {"gradient_clip_norm": None, "gradient_clip_value": 0.01}, points(49)),
     "bf16": ((2,), {"precision": "bf16"}, {}),
