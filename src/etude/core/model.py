@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -95,6 +96,16 @@ class ModelCall:
         if plan is None:
             plan = self._plans[keys, labels] = self._forward.plan(keys, labels=labels)
         return plan
+
+
+_CALLS: WeakKeyDictionary[nn.Module, ModelCall] = WeakKeyDictionary()
+
+
+def call_of(model: nn.Module) -> ModelCall:
+    """Return the `ModelCall` of a module, made once."""
+    if model not in _CALLS:
+        _CALLS[model] = ModelCall(model)
+    return _CALLS[model]
 
 
 class CallPlan(NamedTuple):

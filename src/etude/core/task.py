@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from etude.core.batch import Batch, is_empty
 from etude.core.errors import ConfigError, DataError, TrainingError
 from etude.core.loader import Loader
-from etude.core.model import ModelCall
+from etude.core.model import call_of
 
 
 @dataclass(slots=True)
@@ -178,11 +178,11 @@ class Task:
 
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
         """Run the model on a batch as in training, for counting FLOPs."""
-        return ModelCall(model)(model, batch)
+        return call_of(model)(model, batch)
 
     def predict(self, model: nn.Module, batch: Batch) -> Any:
         """Run the model on a batch for `Trainer.predict`; the batch may have no labels."""
-        return ModelCall(model)(model, batch)
+        return call_of(model)(model, batch)
 
     def decisions(self) -> dict[str, Any]:
         """Return decisions taken on the first batches, such as the loss, as plain data for checkpoints."""
