@@ -153,6 +153,9 @@ def test_every_schedule(lenet, tmp_path, schedule):
     [
         {"model": {"tie_embeddings": False, "d_ff": 40}},
         {"loss": {"name": "language_modeling", "label_smoothing": 0.1}},
+        {"optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "decay_only_matrices": True}},
+        {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.5, "groups": [{"params": "blocks.0", "lr": 0.01}]}},
+        {"optimizer": {"name": "rmsprop", "lr": 0.01, "layer_decay": 0.5}, "scheduler": None},
         {"training": {**TRAINING, "batch_size": 4, "grad_accum_steps": 3}},
         {"model": {"d_model": 96, "n_layers": 1}},  # more than 65,536 weights: another sum for their norm
     ],
@@ -234,7 +237,8 @@ def test_the_file_passes_the_linter(lenet, language, tmp_path):
     root, ruff = Path(__file__).parents[2], Path(sys.executable).with_name("ruff")
     many = {**TRAINING, "grad_accum_steps": 2, "gradient_clip_value": 0.1, "precision": "bf16"}
     warmup = {"name": "warmup", "warmup_steps": 2, "schedule": "one_cycle"}
-    for config in (lenet(scheduler=warmup), lenet(training=many), language()):
+    groups = {"name": "adamw", "decay_only_matrices": True}
+    for config in (lenet(scheduler=warmup), lenet(training=many), language(), language(optimizer=groups)):
         text = ejected(load_config(config)).text
         # with the rules for experiments, whose scripts print
         where = ["--config", str(root / "pyproject.toml"), "--stdin-filename", "experiments/plain/train.py", "-"]

@@ -17,7 +17,7 @@ from etude.data import DataSplits
 from etude.eject.plain import Transformer
 from etude.eject.refusal import refuse
 from etude.eject.source import Sources
-from etude.eject.text import LossText, call
+from etude.eject.text import LossText, call, literal
 from etude.engine.objective import Objective
 from etude.experiment import ExperimentConfig
 from etude.losses.inferred import InferredLoss
@@ -30,6 +30,7 @@ from etude.trainer import Trainer
 
 _PLAIN_MODELS: dict[Any, tuple[Any, tuple[str, ...]]] = {CausalTransformerLM: (Transformer, ("n_types", "max_len"))}
 """Model → the same model without what only other uses need, and arguments that it does not have."""
+_KERNELS = ("foreach", "fused")
 _REGRESSION: dict[Any, tuple[str, tuple[str, ...]]] = {
     nn.MSELoss: ("mse_loss", ()),
     nn.L1Loss: ("l1_loss", ()),
@@ -42,29 +43,51 @@ def check_trainer(config: ExperimentConfig, trainer: Trainer) -> None:
     """Raise ConfigError for a task, an objective or parameters that the written step does not have."""
     if type(trainer.task) is not SupervisedTask or type(trainer.step.objective) is not Objective:
         raise refuse(config, "loss", f"{type(trainer.task).__name__} is more than one plain loss")
-    params, groups = list(trainer.model.parameters()), trainer.optimizer.param_groups
-    if len(groups) != 1 or [id(one) for one in groups[0]["params"]] != [id(one) for one in params]:
-        raise refuse(config, "optimizer", "some parameters are frozen, or have their own settings")
+    params = list(trainer.model.parameters())
+    updated = [id(one) for group in trainer.optimizer.param_groups for one in group["params"]]
+    if sorted(updated) != sorted(map(id, params)):
+        raise refuse(config, "optimizer", "it does not have each parameter of the model once; some may be frozen")
     if {param.dtype for param in params} not in ({torch.float32}, {torch.float64}):
         raise refuse(config, "model", "its weights are not all float32, or all float64")
     if trainer.learning_rate.callbacks:
         raise refuse(config, "scheduler", "torch's schedulers are not written; name one of `etude list`")
 
 
-def optimizer_text(config: ExperimentConfig, optimizer: torch.optim.Optimizer) -> str:
-    """Return the expression for torch's optimizer with the settings and the kernel of this one."""
+def optimizer_text(config: ExperimentConfig, trainer: Trainer) -> list[str]:
+    """Return the lines that make torch's optimizer with the settings and kernels of the trainer's."""
+    optimizer = trainer.optimizer
     kinds = [kind for kind in type(optimizer).__mro__ if vars(torch.optim).get(kind.__name__) is kind]
     own = type(optimizer).__module__ == "etude.optim.optimizers"
     if not kinds or not (own or kinds[0] is type(optimizer)):
         raise refuse(config, "optimizer", f"{type(optimizer).__name__} is not an optimizer of torch")
-    group = optimizer.param_groups[0]
+    known = inspect.signature(kinds[0]).parameters
+    first, *others = optimizer.param_groups
     given = {
-        name: group[name]
-        for name, parameter in inspect.signature(kinds[0]).parameters.items()
-        if name in group and name not in ("lr", "params", "foreach", "fused") and group[name] != parameter.default
+        name: first[name]
+        for name, parameter in known.items()
+        if name in first and name not in ("lr", "params", *_KERNELS) and first[name] != parameter.default
     }
-    given |= {name: True for name in ("foreach", "fused") if group.get(name)}
-    return call(f"torch.optim.{kinds[0].__name__}", given, "model.parameters()", "lr=LEARNING_RATE")
+    given |= {name: True for name in _KERNELS if first.get(name)}
+    name = f"torch.optim.{kinds[0].__name__}"
+    if not others:
+        return [f"optimizer = {call(name, given, 'model.parameters()', 'lr=LEARNING_RATE')}"]
+    lines = []
+    for group in optimizer.param_groups:
+        changed = {key: group[key] for key in known if key in group and key != "params" and group[key] != first[key]}
+        settings = "".join(f', "{key}": {literal(value)}' for key, value in changed.items())
+        lines += [f"    {line}" for line in _members(trainer.model, group["params"], settings)]
+    named = ["named = dict(model.named_parameters())"] if any("named[" in line for line in lines) else []
+    return [*named, "groups = [", *lines, "]", f"optimizer = {call(name, given, 'groups', 'lr=LEARNING_RATE')}"]
+
+
+def _members(model: nn.Module, params: list[Tensor], settings: str) -> list[str]:
+    """Return the lines of a parameter group: all matrices, all vectors, or parameters by name."""
+    ids = [id(one) for one in params]
+    for test in (">= 2", "< 2"):
+        if ids == [id(one) for one in model.parameters() if (one.dim() >= 2) == (test == ">= 2")]:
+            return [f'{{"params": [param for param in model.parameters() if param.dim() {test}]{settings}}},']
+    names = {id(one): name for name, one in model.named_parameters()}
+    return ["{", '    "params": [', *(f'        named["{names[one]}"],' for one in ids), f"    ]{settings}", "},"]
 
 
 def add_schedule(config: ExperimentConfig, trainer: Trainer, sources: Sources) -> bool:

@@ -66,8 +66,10 @@ class Facts:
     """What the file is and where it comes from."""
     model: str
     """Expression for a new model."""
-    optimizer: str
-    """Expression for the optimizer of `model`."""
+    optimizer: list[str]
+    """Lines that set `optimizer`."""
+    has_groups: bool
+    """Whether parameters are in several groups, with settings of their own."""
     learning_rate: float
     loss: LossText
     steps_per_epoch: int
@@ -209,7 +211,11 @@ def _step(facts: Facts, training: Any) -> str:
     body += ["        total += loss.item()", f"        count += {facts.loss.count}"] if many else []
     body += [] if many else [f"    count = {facts.loss.count}"]
     vector = "torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]))"
-    body += ["    grads = [param.grad for param in model.parameters() if param.grad is not None]"]
+    params = "model.parameters()"
+    if facts.has_groups:
+        body.append('    params = [param for group in optimizer.param_groups for param in group["params"]]')
+        params = "params"
+    body.append(f"    grads = [param.grad for param in {params} if param.grad is not None]")
     body += [f"    norm = {vector if facts.is_small else 'torch.nn.utils.get_total_norm(grads)'}"]
     divisor = "count"
     if training.gradient_clip_norm is not None:
@@ -238,8 +244,10 @@ def _train(facts: Facts, data: DataText, training: Any) -> str:
         '    """Train a new model and return it."""',
         "    torch.manual_seed(SEED)",
         f"    model = {facts.model}",
-        f"    optimizer = {facts.optimizer}",
+        *(f"    {line}" for line in facts.optimizer),
     ]
+    if facts.has_schedule and facts.has_groups:
+        lines.append('    rates = [group["lr"] for group in optimizer.param_groups]')
     if facts.draws:
         lines.append("    torch.manual_seed(mix(SEED, 0))  # for dropout")
     lines += [
@@ -254,7 +262,10 @@ def _train(facts: Facts, data: DataText, training: Any) -> str:
         ),
         f"        places = order[place * {size} : (place + 1) * {size}]",
     ]
-    if facts.has_schedule:
+    if facts.has_schedule and facts.has_groups:
+        lines.append("        for group, rate in zip(optimizer.param_groups, rates, strict=True):")
+        lines.append('            group["lr"] = rate * lr_factor(step)')
+    elif facts.has_schedule:
         lines.append('        optimizer.param_groups[0]["lr"] = LEARNING_RATE * lr_factor(step)')
     if many:
         lines += [
