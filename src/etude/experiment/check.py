@@ -50,11 +50,13 @@ def check_experiment(config: ExperimentConfig) -> None:
     callbacks = [_build(config, f"callbacks.{place}", one) for place, one in enumerate(sections)]
     for feature in config.features:
         _on_meta(partial(feature.after_model, draft))
-    loss, strategy = config.selection("loss"), None
-    if loss is not None and not loss.component.provided:  # otherwise it needs values known only from the data
-        strategy = _build(config, "loss", loss)
+    strategies: dict[str, Any] = {}
+    for key in ("loss", "validation_loss"):
+        loss = config.selection(key)
+        if loss is not None and not loss.component.provided:  # otherwise it needs values known only from the data
+            strategies[key] = _build(config, key, loss)
     model = draft.model
-    task = draft.trainer.get("task") or SupervisedTask(strategy)
+    task = draft.trainer.get("task") or SupervisedTask(strategies.get("loss"))
     listed = as_callbacks([*callbacks, *draft.callbacks], config=config.training)
     for one in listed:
         one.prepare(model)

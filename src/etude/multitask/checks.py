@@ -94,8 +94,9 @@ def stream_problems(
 def _whole(tasks: Mapping[str, TaskSection], sections: Mapping[str, Any]) -> Iterator[Problem]:
     if not any(task.weight for task in tasks.values()):
         yield Problem("tasks", "there is no task with a weight above 0, so nothing would be learned; add one")
-    if sections.get("loss") is not None:
-        yield Problem("loss", "every task has its own loss; move it to `tasks`, or remove it")
+    for key in ("loss", "validation_loss"):
+        if sections.get(key) is not None:
+            yield Problem(key, "every task has its own loss; move it to `tasks`, or remove it")
     if sections.get("data") is not None and _given_streams(sections) == ():
         yield Problem("data.streams", "there is no stream; name at least one")
     for name in tasks:
