@@ -329,3 +329,13 @@ def test_a_loss_that_cannot_be_found_out_is_tried_a_few_times_only():
     before = model.calls
     task(model, batch, metrics=False)
     assert model.calls == before + 1
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_token_batches_reach_a_model_that_shifts_its_labels_itself(masked):
+    torch.manual_seed(0)
+    model = gpt2()[0].eval()
+    batch = {"tokens": IDS, **({"attn_mask": MASK} if masked else {})}
+    ours, own = (SupervisedTask(loss)(model, batch, metrics=False)["loss"] for loss in (None, ModelLoss()))
+    torch.testing.assert_close(mean_of(own), mean_of(ours), rtol=1e-4, atol=1e-5)
+    assert int(own.count) == int(ours.count)

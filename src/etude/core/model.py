@@ -182,13 +182,14 @@ class Forward:
         A model with other names for its inputs gets next tokens as labels.
         """
         rest = {key: value for key, value in batch.items() if key != "tokens"}
-        tokens = batch["tokens"]
+        tokens = labels = batch["tokens"]
+        mask = rest.get("attn_mask", rest.get("attention_mask"))
+        if isinstance(mask, Tensor) and mask.shape == tokens.shape:
+            labels = tokens.masked_fill(mask == 0, -100)
         if {"input_ids", "labels"} <= self.names:
-            mask = rest.get("attn_mask", rest.get("attention_mask"))
-            labels = tokens if mask is None or mask.dim() != 2 else tokens.masked_fill(mask == 0, -100)
             return {"input_ids": tokens, **rest, "labels": labels}
         rest = {key: _without_last(value) for key, value in rest.items()}
-        return {"input_ids": tokens[:, :-1], **rest, "labels": tokens[:, 1:].contiguous()}
+        return {"input_ids": tokens[:, :-1], **rest, "labels": labels[:, 1:].contiguous()}
 
     def plan(self, keys: tuple[str, ...], *, labels: bool = False) -> CallPlan:
         """Decide how a mapping with these keys is passed; raise TrainingError if it does not fit the signature.

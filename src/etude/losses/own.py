@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.config.registry import register
-from etude.core.batch import Batch, num_samples, targets_of
+from etude.core.batch import Batch, num_samples, padding_mask_of, targets_of
 from etude.core.buffers import probing
 from etude.core.errors import CheckpointError, TrainingError
 from etude.core.forms import kind_of, parts_of, with_parts
@@ -50,7 +50,9 @@ class Mean(NamedTuple):
         found, already_shifted = targets_of(batch)
         labels: Tensor = found if found.dim() > 1 else found[:, None]
         labels = labels[:, 1:] if self.shift and not already_shifted else labels
-        return (labels >= 0) & (labels != self.ignore_index)
+        counted = (labels >= 0) & (labels != self.ignore_index)
+        mask = padding_mask_of(batch) if already_shifted else None
+        return counted if mask is None else counted & (mask != 0)
 
     @property
     def text(self) -> str:
