@@ -74,20 +74,22 @@ def optimizer_text(config: ExperimentConfig, trainer: Trainer) -> list[str]:
     lines = []
     for group in optimizer.param_groups:
         changed = {key: group[key] for key in known if key in group and key != "params" and group[key] != first[key]}
-        settings = "".join(f', "{key}": {literal(value)}' for key, value in changed.items())
+        settings = [f'"{key}": {literal(value)}' for key, value in changed.items()]
         lines += [f"    {line}" for line in _members(trainer.model, group["params"], settings)]
     named = ["named = dict(model.named_parameters())"] if any("named[" in line for line in lines) else []
     return [*named, "groups = [", *lines, "]", f"optimizer = {call(name, given, 'groups', 'lr=LEARNING_RATE')}"]
 
 
-def _members(model: nn.Module, params: list[Tensor], settings: str) -> list[str]:
+def _members(model: nn.Module, params: list[Tensor], settings: list[str]) -> list[str]:
     """Return the lines of a parameter group: all matrices, all vectors, or parameters by name."""
     ids = [id(one) for one in params]
     for test in (">= 2", "< 2"):
         if ids == [id(one) for one in model.parameters() if (one.dim() >= 2) == (test == ">= 2")]:
-            return [f'{{"params": [param for param in model.parameters() if param.dim() {test}]{settings}}},']
+            chosen = f'"params": [param for param in model.parameters() if param.dim() {test}]'
+            return [f"{{{', '.join([chosen, *settings])}}},"]
     names = {id(one): name for name, one in model.named_parameters()}
-    return ["{", '    "params": [', *(f'        named["{names[one]}"],' for one in ids), f"    ]{settings}", "},"]
+    listed = [f'        named["{names[one]}"],' for one in ids]
+    return ["{", '    "params": [', *listed, "    ],", *(f"    {one}," for one in settings), "},"]
 
 
 def add_schedule(config: ExperimentConfig, trainer: Trainer, sources: Sources) -> bool:
