@@ -73,6 +73,24 @@ def test_onnx(trained, etude):
     np.testing.assert_allclose(found, load_model("run", "last")(*given).detach(), rtol=1e-3, atol=1e-5)
 
 
+def test_what_cannot_be_exported_leaves_nothing(trained, etude):
+    module = (
+        "import torch\nfrom etude import register\n@register('model', 'branches')\nclass Branches(torch.nn.Linear):\n"
+    )
+    module += "    def __init__(self):\n        super().__init__(4, 2)\n"
+    module += "    def forward(self, x):\n        return super().forward(x if float(x.sum()) > 0 else -x)\n"
+    if trained != "csv":
+        pytest.skip("one data set is enough")
+    Path("branches.py").write_text(module)
+    config = yaml.safe_load(Path("c.yaml").read_text()) | {"model": "branches", "imports": ["branches.py"]}
+    Path("b.yaml").write_text(yaml.safe_dump(config))
+    assert etude("train", "b.yaml", "--run-dir", "other", "-q").code == 0
+    outcome = etude("export", "other", "--to", "torch")
+    assert outcome.code == 2
+    assert "Branches" in outcome.err
+    assert not Path("other/export/torch").exists()
+
+
 def test_refusals_are_one_line(run, etude):
     for arguments, named in ((["--to", "keras"], "keras"), (["--to", "hub", "--weights", "77"], "77")):
         outcome = etude("export", run, *arguments)

@@ -1,5 +1,6 @@
 """Exporting a run: its weights, a folder for the Hub, or a program that is checked on a batch of the run's data."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,10 +63,13 @@ def export_run(
             f"{folder.path} holds a run made in Python, so its data, on which a program is checked, is not known; in "
             f"Python: etude.export.save_{'onnx' if to == 'onnx' else 'program'}(load_model(…), batch, path)"
         )
+    is_new = not place.exists()
     try:
         place.mkdir(parents=True, exist_ok=True)
         return _export(folder, checkpoint, to, place, overrides, import_class)
     except EtudeError:
+        if is_new:
+            shutil.rmtree(place, ignore_errors=True)
         raise
     except OSError as error:
         raise RunFolderError(f"cannot write into {place}: {error.strerror or error}; choose another --out") from error
