@@ -339,3 +339,15 @@ def test_token_batches_reach_a_model_that_shifts_its_labels_itself(masked):
     ours, own = (SupervisedTask(loss)(model, batch, metrics=False)["loss"] for loss in (None, ModelLoss()))
     torch.testing.assert_close(mean_of(own), mean_of(ours), rtol=1e-4, atol=1e-5)
     assert int(own.count) == int(ours.count)
+
+
+def test_soft_labels_of_a_classifier_get_cross_entropy_and_leave_its_config_alone():
+    """It would take them for several labels."""
+    model, batch, _ = made("vit")
+    soft = torch.softmax(torch.randn(B, 3, generator=torch.Generator().manual_seed(5)), 1)
+    task = SupervisedTask()
+    found = mean_of(task(model, {**batch, "labels": soft}, metrics=False)["loss"])
+    expected = torch.nn.functional.cross_entropy(model(batch["pixel_values"]).logits, soft)
+    torch.testing.assert_close(found, expected)
+    assert "sum to 1" in task.announcement()
+    assert model.config.problem_type is None

@@ -203,3 +203,12 @@ def test_with_a_moving_average_the_best_weights_are_averages(tmp_path, in_folder
     assert best.best.step < best.last.step
     assert one.evaluate()["loss"] == best.best.value
     assert one.train(num_epochs=7)["val_loss"] == whole.train(num_epochs=7)["val_loss"]
+
+
+def test_a_run_that_stops_early_also_ends_with_its_best_weights(tmp_path):
+    one = trainer(SCORES, tmp_path, restore_best=True)
+    more = {"config": one.config, "optimizer": one.optimizer, "task": one.task, "progress": False}
+    stop = EarlyStopping(patience=1)
+    Trainer(one.model, DATA, DATA, callbacks=[stop], output_dir=tmp_path / "two", **more).train()
+    assert stop.control.reason
+    assert round(-one.model.bias.item()) == 4

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from etude.core.batch import Batch, inputs_of, targets_of
-from etude.core.buffers import probing
 from etude.core.errors import CheckpointError, TrainingError
 from etude.core.model import ModelCall, unwrap
 from etude.core.spelling import shorten
 from etude.core.task import Terms
 from etude.losses.binary import MultiLabelLoss
 from etude.losses.language import LanguageModelingLoss, are_next_tokens, is_encoder_decoder, shift_in
-from etude.losses.own import ModelLoss, own_loss
+from etude.losses.own import ModelLoss, own_loss, problem_type, trying
 from etude.losses.strategies import ClassificationLoss, LossStrategy, SegmentationLoss, shape_of
 from etude.losses.wrapped import mean_squared_error
 
@@ -121,6 +120,11 @@ class InferredLoss(LossStrategy):
             self.chosen, self._why = equal[0], "which equals the model's own"
         elif equal:
             self._for_now = equal[0]
+        elif ours and _has_probabilities(ours[0][0], batch) and problem_type(unwrap(model)) is None:
+            self.chosen = ours[0][0]
+            self._why = (
+                f"because of {_labels_in_words(self.chosen, batch)}; the model's own would be {float(own):.4f}"
+            )
         else:
             values = ", ".join(f"{WORDS[_name_of(one)]} would be {float(value):.4f}" for one, value in ours[:1])
             self.chosen = chosen = ModelLoss()
@@ -237,12 +241,12 @@ def both_losses(
 
     Positions of padding count here, as in the models' own losses; in training they never do.
     """
-    with probing(model, training=False):
+    with trying(model):
         own = own_loss(call.with_labels(model, batch))
     if own is None:
         return None, []
     try:
-        with probing(model, training=False):
+        with trying(model):
             output = call(model, batch)
         found = fitting_strategies(output, batch, ignore_index)
         if type(found[0]) is LanguageModelingLoss and found[0].shift is None:
@@ -268,6 +272,10 @@ def _name_of(strategy: LossStrategy) -> str:
     return next(name for name, make in KINDS.items() if type(strategy) is type(make(None)))
 
 
+def _has_probabilities(chosen: LossStrategy, batch: Batch) -> bool:
+    return isinstance(chosen, ClassificationLoss) and bool(targets_of(batch)[0].is_floating_point())
+
+
 def _labels_in_words(chosen: LossStrategy, batch: Batch) -> str:
     labels = targets_of(batch)[0]
     if not isinstance(labels, Tensor):
@@ -275,7 +283,7 @@ def _labels_in_words(chosen: LossStrategy, batch: Batch) -> str:
     kind = "floating-point labels" if labels.is_floating_point() else "integer labels"
     if isinstance(chosen, MultiLabelLoss):
         kind = "labels of 0 and 1"
-    elif isinstance(chosen, ClassificationLoss) and labels.is_floating_point():
+    elif _has_probabilities(chosen, batch):
         kind = "labels whose rows sum to 1"
     return f"{kind} {tuple(labels.shape)}"
 

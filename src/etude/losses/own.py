@@ -4,7 +4,8 @@ A model returns a mean and does not say over what. So the first batch is used to
 alone and of both together show whether the mean is over labels or over samples.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -173,9 +174,30 @@ def _has_classes(batch: Batch) -> bool:
 # ------------------------------------------------------------------------------------------------ finding the mean
 
 
+@contextmanager
+def trying(model: nn.Module) -> Iterator[None]:
+    """Run the model in eval mode without side effects.
+
+    A classifier of Hugging Face writes the kind of its first labels into its config; that is undone too.
+    """
+    config = getattr(model, "config", None)
+    before = problem_type(model)
+    try:
+        with probing(model, training=False):
+            yield
+    finally:
+        if problem_type(model) != before:
+            config.problem_type = before  # type: ignore[union-attr]
+
+
+def problem_type(model: nn.Module) -> str | None:
+    """Return what a classifier of Hugging Face is set to learn, such as several labels; None if that is open."""
+    return getattr(getattr(model, "config", None), "problem_type", None)
+
+
 def loss_without_effects(call: ModelCall, model: nn.Module, batch: Batch) -> float | None:
     """Return the model's own loss of a batch in eval mode, or None; nothing changes. Waits for the device."""
-    with probing(model, training=False):
+    with trying(model):
         loss = own_loss(call.with_labels(model, batch))
     return None if loss is None else float(loss)
 
