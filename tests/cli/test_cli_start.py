@@ -64,5 +64,5 @@ def test_what_was_imported_is_no_garbage_and_what_comes_later_may_be(looked):
 def test_a_process_that_has_torch_already_is_left_alone(etude):
     before = gc.get_freeze_count()
     assert etude("config", "schema").code == 0
-    assert gc.get_freeze_count() == before
+    assert gc.get_freeze_count() <= before  # frozen objects may be freed
     assert gc.isenabled()
