@@ -18,6 +18,10 @@ HEAD = {"loss": {"name": "language_modeling", "fused_head": "head"}}
 TERMS = {"loss": {"name": "toy_terms"}}
 
 
+PEER = {"name": "torchmetrics", "metric": "F1Score", "arguments": {"task": "multiclass", "num_classes": 3}}
+METRICS = ["f1", "confusion_matrix", "auroc", "perplexity", {"name": "recall", "average": "none"}, PEER]
+
+
 def modal(kind, **loss):
     """Rows over two modalities, many of them MISS alone, whose last batch of one leaves a process without samples."""
     return {
@@ -63,12 +67,7 @@ CASES = {
         points(49) | {"callbacks": [{"name": "gradient_monitor", "every": 1, "log_layers": True}]},
     ),
     # a last batch of 1 leaves ranks without samples; counts are summed, scores are gathered
-    "metrics": (
-        (2, 3),
-        {"train_metrics": True},
-        points(49)
-        | {"metrics": ["f1", "confusion_matrix", "auroc", "perplexity", {"name": "f1", "average": "none"}]},
-    ),
+    "metrics": ((2, 3), {"train_metrics": True}, points(49) | {"metrics": METRICS}),
     # torch warns if no parameter is unused any more
     "frozen at first, averaged": (
         (2, 3),

@@ -27,9 +27,13 @@ def stopped_at(folder):
 
 @pytest.mark.parametrize(("size", "name"), [(2, "SIGTERM"), (3, "SIGINT")])
 def test_a_signal_to_one_process_stops_all_after_the_same_step_and_resuming_is_exact(runs, size, name):
-    straight, ended = runs.train(size, runs.write("straight", TRAINING, model=NET))
+    training, metrics = (
+        TRAINING | {"train_metrics": True},
+        ["f1", "auroc", "perplexity"],
+    )  # in flight in the checkpoint
+    straight, ended = runs.train(size, runs.write("straight", training, model=NET, metrics=metrics))
     ended.ok()
-    config = runs.write("stopped", TRAINING, model=NET, callbacks=signal_at(5, size - 1, name))
+    config = runs.write("stopped", training, model=NET, metrics=metrics, callbacks=signal_at(5, size - 1, name))
     folder, ended = runs.train(size, config)
     assert ended.codes == [130] * size
     step = stopped_at(folder)

@@ -273,12 +273,21 @@ EVERY = [
 ]
 
 
-def test_what_was_counted_before_a_checkpoint_counts_after_it():
+@pytest.mark.parametrize("processes", [1, 3])
+def test_what_was_counted_before_a_checkpoint_counts_after_it(processes):
     logits, labels = sample()
     whole, before, after = (MetricSet.of(copy.deepcopy(EVERY), True) for _ in range(3))
     whole.update(logits, labels, training=True)
-    before.update(logits[:25], labels[:25], training=True)
-    after.load_state_dict(before.state_dict(World(), CPU), World())
+    if processes == 1:
+        before.update(logits[:25], labels[:25], training=True)
+        states = [before.state_dict()]
+    else:  # fewer processes than before: the states are combined
+        states = [MetricSet.of(copy.deepcopy(EVERY), True).state_dict()]  # one that had no samples
+        for start, end in ((0, 10), (10, 25)):
+            before.begin(training=True)
+            before.update(logits[start:end], labels[start:end], training=True)
+            states.append(copy.deepcopy(before.state_dict()))
+    after.load_state_dict(*states)
     before.begin(training=True)  # the state is a copy
     after.update(logits[25:], labels[25:], training=True)
     expected, found = (one.results(World(), CPU, training=True) for one in (whole, after))
@@ -339,3 +348,25 @@ def test_updates_read_nothing_from_the_device():
     )
     regression = MetricSet.of(["mae", "r2", "spearman"])
     regression.update(logits, logits, training=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_on_cuda_updates_never_wait_and_give_the_same_values():
+    logits, labels = sample()
+    inputs = {
+        "classes": (EVERY[:7], logits, labels),
+        "halves": (["auroc", "average_precision", "f1"], logits[:, 0].half(), (labels > 1).long()),
+        "numbers": (["mae", "rmse", "r2", "spearman"], logits, logits.roll(1, 0)),
+    }
+    for metrics, predictions, targets in inputs.values():
+        found, expected = MetricSet.of(metrics), values(metrics, predictions, targets)
+        there = predictions.cuda(), targets.cuda()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for start, end in ((0, 20), (20, 60)):
+                found.update(*(one[start:end] for one in there), training=False)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert found.results(World(), torch.device("cuda"), training=False) == pytest.approx(expected, rel=1e-5)

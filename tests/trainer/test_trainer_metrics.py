@@ -28,7 +28,8 @@ from etude import (
     train_experiment,
 )
 from etude.core import ConfigError, TrainingError
-from etude.losses import SupervisedTask
+from etude.losses import ClassificationLoss, SupervisedTask
+from etude.losses.binary import BinaryLoss
 from etude.metrics import AUROC, F1
 from etude.multitask import LinearHead
 from run_files import records, weights
@@ -268,6 +269,39 @@ def test_a_loop_continues_its_metrics_from_a_state_dict():
     assert second.fit(data(), epochs=1)["f1"] == pytest.approx(expected(net)["val_f1"])
 
 
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), ClassificationLoss()])
+def test_probabilities_count_as_their_likeliest_class(loss):
+    x, y = data()
+    net, soft = model(), 0.8 * F.one_hot(y, 3) + 0.2 / 3
+    loop = ValidationLoop(loss, metrics=["f1", "auroc"], progress=False)
+    assert chosen(loop.validate_epoch(net, (x, soft)).parts, "") == pytest.approx(expected(net, ""))
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(ignore_index=7), ClassificationLoss(ignore_index=7)])
+def test_labels_that_the_loss_ignores_do_not_count(loss):
+    x, y = data()
+    net, there = model(), torch.arange(len(y)) % 3 > 0
+    loop = ValidationLoop(loss, metrics=["f1"], progress=False)
+    found = loop.validate_epoch(net, (x, y.masked_fill(~there, 7))).parts["f1"]
+    assert found == pytest.approx(sk.f1_score(y[there], net(x).argmax(1)[there], average="macro"))
+
+
+def test_binary_labels_that_the_loss_ignores_do_not_count():
+    x, y = data()
+    net, there, true = nn.Linear(4, 1), torch.arange(len(y)) % 3 > 0, (y > 0).long()
+    loop = ValidationLoop(BinaryLoss(ignore_index=-1), metrics=["f1", "auroc"], progress=False)
+    found = loop.validate_epoch(net, (x, true.masked_fill(~there, -1))).parts
+    logits = net(x).detach()[there, 0]
+    assert found["f1"] == pytest.approx(sk.f1_score(true[there], logits > 0))
+    assert found["auroc"] == pytest.approx(sk.roc_auc_score(true[there], logits))
+
+
+def test_a_task_forgets_the_metrics_of_an_earlier_trainer():
+    task = SupervisedTask()
+    Trainer(model(), data(), data(), task=task, metrics=["f1"], config=SETTINGS, progress=False).train()
+    assert "val_f1" not in Trainer(model(), data(), data(), task=task, config=SETTINGS, progress=False).train()
+
+
 # ------------------------------------------------------------------ what is refused
 
 
@@ -294,6 +328,11 @@ def test_training_metrics_must_be_among_the_metrics(config, words):
     metrics = ["f1"] if words == "f2" else []
     with pytest.raises(ConfigError, match=words):
         Trainer(model(), data(), metrics=metrics, config=config, progress=False)
+
+
+def test_a_basic_loop_measures_all_metrics_in_training():
+    with pytest.raises(ConfigError, match="train_metrics"):
+        BasicTrainingLoop(model(), metrics=["f1"], config={"train_metrics": ["f1"]}, progress=False).fit(data())
 
 
 def test_a_loop_by_hand_refuses_metrics():

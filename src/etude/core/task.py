@@ -94,12 +94,12 @@ class Measures:
         """Return the values since the beginning over all ranks, which must call this together. Synchronises."""
         return {}
 
-    def state_dict(self, world: Any, device: torch.device) -> dict[str, Any]:
-        """Return the state of what is measured in training, over all ranks together; empty if there is none."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of what this process measures in training; empty if there is nothing."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any], world: Any) -> None:
-        """Restore `state_dict`."""
+    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
+        """Restore `state_dict`; those of several processes are combined."""
 
     def files(self) -> Mapping[str, str]:
         """Return files for the run folder at the end of a run: name to text."""

@@ -57,7 +57,7 @@ STATE = record_of(
         "seed": int,
         "loss": NotRequired[dict[str, Any]],  # only if it has decided something
         "compile": NotRequired[record_of("Compile", DECISIONS)],
-        "metrics": NotRequired[dict[str, Any]],  # only if some are measured in training
+        "metrics": NotRequired[Annotated[list[Tensor], MinLen(1)]],  # only if some are measured in training
         "data": NotRequired[Annotated[list[Tensor], MinLen(1)]],  # only if the loader keeps a state of its own
     },
 )
@@ -98,8 +98,7 @@ class TrainState:
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the model's tensors and the tree of everything else. All ranks must call this together."""
         compiled = {} if self.compiled is None else self.compiled.decisions()
-        measured = self.task.measures.state_dict(self.world, _device_of(self.model))
-        decided = {"loss": self.task.decisions(), "compile": compiled, "metrics": measured}
+        decided = {"loss": self.task.decisions(), "compile": compiled}
         return clean_state_dict(self.model), {
             "clock": self.clock.state_dict(),
             "optimizer": optimizer_state(self.optimizer, self.model),
@@ -109,6 +108,7 @@ class TrainState:
             "rng": self.world.gather_bytes(_encode(self.random.state())),
             "seed": self.seed,
             **{name: made for name, made in decided.items() if made},
+            **self._metrics(),
             **self._data(),
         }
 
@@ -176,7 +176,8 @@ class TrainState:
                 with errors_of(checkpoint.path, f"callbacks.{key}"):
                     callback.load_state_dict(saved)
         with errors_of(checkpoint.path, "metrics"):
-            self.task.measures.load_state_dict(state.get("metrics", {}), self.world)
+            saved = state.get("metrics", [])[self.world.rank :: self.world.size]
+            self.task.measures.load_state_dict(*map(_decode, saved))
         with errors_of(checkpoint.path, "data"):
             self._load_data(state.get("data", []))
         with errors_of(checkpoint.path, "model"):
@@ -191,6 +192,13 @@ class TrainState:
             self.random.load(random)
         else:  # new random states, the same at every resume
             self.random = RunRandom(mix(self.seed, self.clock.step, self.world.rank))
+
+    def _metrics(self) -> dict[str, list[Tensor]]:
+        """Return what every rank has measured in the current epoch."""
+        measures = self.task.measures
+        if not measures.wants(training=True):
+            return {}
+        return {"metrics": self.world.gather_bytes(_encode(measures.state_dict()))}
 
     def _data(self) -> dict[str, list[Tensor]]:
         """Return the loader's state on every rank; a rank whose state is not plain data warns and saves none."""
@@ -215,10 +223,6 @@ def callbacks_in(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         check_kind(STATE, checkpoint.state, "state")
     saved: dict[str, dict[str, Any]] = checkpoint.state["callbacks"]
     return saved
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((one.device for one in model.parameters()), torch.device("cpu"))
 
 
 @cache

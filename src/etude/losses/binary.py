@@ -127,6 +127,13 @@ class BinaryLoss(LossStrategy):
         self._place(labels.device)
         return {"loss": _count(labels, element_weights(labels, None, self._label_weights, self.ignore_index))}
 
+    def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return logits and labels; ignored labels are -100."""
+        logits, labels = super().judged(output, batch)
+        if self.ignore_index in (None, IGNORE_INDEX):
+            return logits, labels
+        return logits, labels.masked_fill(labels == self.ignore_index, IGNORE_INDEX)
+
     def _place(self, device: torch.device) -> None:
         """Move the weights to the model's device once and keep them there."""
         if self._label_weights is not None and self._label_weights.device != device:

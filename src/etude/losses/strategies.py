@@ -129,11 +129,9 @@ class ClassificationLoss(LossStrategy):
         return {"loss": count_labels(labels, self.ignore_index, self.class_weights)}
 
     def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return logits and labels; ignored labels are -100."""
+        """Return logits and labels; ignored labels are -100, and probabilities become the likeliest class."""
         logits, labels = super().judged(output, batch)
-        if self.ignore_index in (None, IGNORE_INDEX) or labels.is_floating_point():
-            return logits, labels
-        return logits, labels.masked_fill(labels == self.ignore_index, IGNORE_INDEX)
+        return logits, class_labels(logits, labels, self.ignore_index, self._class_dim)
 
     def cross_entropy(self, means: Mapping[str, float]) -> float | None:
         """Return the loss, unless label smoothing or class weights change it."""
@@ -219,6 +217,15 @@ def add_accuracy(
     """Add the metric "accuracy"; it counts the same elements as the loss, without class weights."""
     count = count_labels(labels, ignore_index) if weighted and not labels.is_floating_point() else terms["loss"].count
     terms["accuracy"] = accuracy_term(logits, labels, count, ignore_index, class_dim)
+
+
+def class_labels(logits: Tensor, labels: Tensor, ignore_index: int | None, class_dim: int) -> Tensor:
+    """Return labels as metrics take them: -100 where they are ignored, and the likeliest class of probabilities."""
+    if labels.is_floating_point() and labels.shape == logits.shape:
+        return labels.argmax(class_dim)
+    if ignore_index in (None, IGNORE_INDEX):
+        return labels
+    return labels.masked_fill(labels == ignore_index, IGNORE_INDEX)
 
 
 def required_labels(batch: Batch, who: str) -> Tensor:

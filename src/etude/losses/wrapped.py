@@ -20,7 +20,7 @@ from etude.core.batch import Batch, num_samples
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.task import LossTerm, Terms, settings_of
 from etude.losses.functional import IGNORE_INDEX, count_labels, cross_entropy_term, nll_term
-from etude.losses.strategies import LossStrategy, add_accuracy, logits_of, required_labels
+from etude.losses.strategies import LossStrategy, add_accuracy, class_labels, logits_of, required_labels
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -105,6 +105,14 @@ class FunctionLoss(LossStrategy):
     def constants(self) -> Hashable:
         """Return the settings of a function object or of a torch loss."""
         return settings_of(self, self.function), *self._options.items()
+
+    def judged(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return predictions and labels; those of torch's cross entropy as in `ClassificationLoss`."""
+        predictions, labels = super().judged(output, batch)
+        if self._torch_function in (F.cross_entropy, F.nll_loss):
+            skip = self._options.get("ignore_index", IGNORE_INDEX)
+            labels = class_labels(predictions, labels, skip, _class_dim(predictions, labels))
+        return predictions, labels
 
     def cross_entropy(self, means: Mapping[str, float]) -> float | None:
         """Return the loss if it is torch's cross entropy or nll_loss, without smoothing and class weights."""

@@ -3,7 +3,7 @@
 import importlib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,12 @@ class TorchMetric(Measure):
                 None,
             )  # the state of all ranks is the state from now on
             self.metric._update_count = max(self.metric._update_count, called)
+
+    def merge(self, other: Self) -> None:
+        """Add what another metric of the same kind has seen."""
+        if other.metric.update_called:
+            self.metric.merge_state(other.metric)
+            self.metric._update_count = max(self.metric._update_count, 1)
 
     def reset(self) -> None:
         """Reset to the initial state."""

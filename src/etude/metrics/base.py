@@ -50,6 +50,10 @@ class Measure(Meter):
     def gather(self, world: World, device: torch.device) -> None:
         """Replace the state by that of all ranks together, which communicate on `device`; all must call this."""
 
+    @abstractmethod
+    def merge(self, other: Self) -> None:
+        """Add what another metric of the same kind has seen."""
+
     def results(self) -> dict[str, float]:
         """Return the values to report, by name. Synchronises."""
         return {self.name: self.compute()}
@@ -186,6 +190,10 @@ class Kept(Measure):
         """Keep the rows of all ranks."""
         if world.size > 1:
             self._rows = gathered_rows(world, self.all_rows())
+
+    def merge(self, other: Self) -> None:
+        """Keep the rows of another metric too."""
+        self._rows += other._rows
 
     def reset(self) -> None:
         """Drop everything that was kept."""

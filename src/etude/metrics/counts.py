@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -108,7 +108,7 @@ class ClassCounts(Metric):
         ):
             return False
         values = (logits.detach() if logits.requires_grad else logits).numpy()
-        if not values.size or math.isnan(np.maximum.reduce(values, axis=None)):
+        if not values.size or math.isnan(np.vdot(values, values)):
             return False
         cells = targets.numpy() * (size + 1)
         cells += values.argmax(1)
@@ -233,6 +233,13 @@ class ClassCounts(Metric):
             classes, settled = world.host_max([self.num_classes or 0, int(self.is_settled)])
             self._settle(classes or None, bool(settled))
         super().gather(world, device)
+
+    def merge(self, other: Self) -> None:
+        """Add the counts of another metric of the same kind, which may know the classes already."""
+        if other.is_settled and not self.is_settled:
+            self._settle(other.num_classes, True)
+        if other.is_settled:
+            super().merge(other)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums, and the number of classes once it is known."""

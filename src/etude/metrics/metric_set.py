@@ -128,13 +128,17 @@ class Together:
         """Return the state of every metric by name."""
         return {metric.name: metric.state_dict() for metric in self.counting}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the metrics that have one; reset the others."""
+    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
+        """Restore the state of the metrics that have one, and reset the others; several states are combined."""
         for metric in self.counting:
-            if metric.name in state:
-                metric.load_state_dict(state[metric.name])
-            else:
-                metric.reset()
+            first, *others = [one[metric.name] for one in states if metric.name in one] or [None]
+            metric.reset()
+            if first is not None:
+                metric.load_state_dict(first)
+            for other in others:
+                more = copy.deepcopy(metric)
+                more.load_state_dict(other)
+                metric.merge(more)
 
 
 class MetricSet(Measures):
@@ -175,20 +179,13 @@ class MetricSet(Measures):
         """Return the values since the beginning, over all ranks together. Synchronises."""
         return self.now(training=training).results(world, device, keep=training)
 
-    def state_dict(self, world: World, device: torch.device) -> dict[str, Any]:
-        """Return the state of the training metrics over all ranks together."""
-        own = self.training.state_dict()
-        if world.size > 1:
-            for metric in self.training.counting:
-                metric.gather(world, device)
-            whole = self.training.state_dict()
-            self.training.load_state_dict(own)
-            return whole
-        return own
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the training metrics."""
+        return self.training.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any], world: World) -> None:
-        """Restore the training metrics: what all ranks had counted continues on the first one."""
-        self.training.load_state_dict(state if world.is_main else {})
+    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
+        """Restore the training metrics; the states of several processes are combined."""
+        self.training.load_state_dict(*states)
 
     def files(self) -> dict[str, str]:
         """Return the files of the metrics of the last validation: name to text."""

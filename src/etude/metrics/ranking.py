@@ -11,7 +11,7 @@ add up. Other scores are kept, 8 bytes per score and label in float32, and sorte
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -155,8 +155,10 @@ class Ranking(Kept):
     def _bins_on(self, device: torch.device, size: int) -> Tensor:
         if self._bins is None or self._bins.device != device:
             with torch.inference_mode(False):  # a tensor made in inference mode cannot be changed outside it
-                kept = torch.zeros(2 * size * 2 * BINS, dtype=torch.int64) if self._bins is None else self._bins
-                self._bins = kept.to(device, non_blocking=device.type == "cuda")
+                if self._bins is None:
+                    self._bins = torch.zeros(2 * size * 2 * BINS, dtype=torch.int64, device=device)
+                else:
+                    self._bins = self._bins.to(device, non_blocking=device.type == "cuda")
         return self._bins
 
     # --- the value
@@ -213,6 +215,12 @@ class Ranking(Kept):
         if world.size > 1 and (size := world.host_max([0 if self._bins is None else self._bins.numel()])[0]):
             bins = torch.zeros(size, dtype=torch.int64) if self._bins is None else self._bins.clone()
             self._bins = world.sum(bins.to(device))
+
+    def merge(self, other: Self) -> None:
+        """Add the scores and counts of another metric."""
+        super().merge(other)
+        if other._bins is not None:
+            self._bins = other._bins.clone() if self._bins is None else self._bins + other._bins.to(self._bins.device)
 
     def reset(self) -> None:
         """Drop all scores and counts."""

@@ -120,7 +120,8 @@ class R2(Tally):
         errors = torch.where(counted, differences, 0.0).square().sum(0)
         batch = torch.stack([count.double(), mean, deviations, errors])
         if self._sums is None:
-            self._sums = torch.zeros(batch.numel(), dtype=torch.float64)
+            with torch.inference_mode(False):  # a tensor made in inference mode cannot be changed outside it
+                self._sums = torch.zeros(batch.numel(), dtype=torch.float64, device=batch.device)
         sums = self.sums_on(batch.device)
         sums.copy_(_combined(sums.view(4, -1), batch).flatten())
 

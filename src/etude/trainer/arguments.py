@@ -126,8 +126,12 @@ def measure(task: Task, metrics: Any, in_training: bool | list[str] | None, *, v
         in_training = not validates
     if not isinstance(metrics, Measures):
         metrics = MetricSet.of(metrics, in_training)
+    elif isinstance(in_training, list):
+        raise ConfigError("all metrics are measured in training here; remove train_metrics")
     if metrics.wants(training=True) or metrics.wants(training=False):
         task.measure(metrics)
+    elif task.measures.wants(training=False):  # those of an earlier trainer of the same task
+        task.measure(Measures())
 
 
 def as_callbacks(callbacks: Any, curriculum: Any = None, config: TrainerConfig | None = None) -> list[Callback]:

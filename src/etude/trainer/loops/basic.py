@@ -123,7 +123,7 @@ class BasicTrainingLoop:
             **parts,
             "rng": state.random.state(),
             "data": {} if state.loader is None else state.loader.state_dict(),
-            "metrics": self._measures.state_dict(state.world, self.trainer.machine.device),
+            "metrics": self._measures.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -137,7 +137,7 @@ def _go_on(trainer: Trainer, state: Mapping[str, Any]) -> None:
     for name in _STATE[:-1]:
         getattr(trainer.state, name).load_state_dict(state[name])
     trainer.state.random.load(state["rng"])
-    trainer.task.measures.load_state_dict(state.get("metrics", {}), trainer.state.world)
+    trainer.task.measures.load_state_dict(state.get("metrics", {}))
     if trainer.state.loader is not None:
         trainer.state.loader.load_state_dict(state.get("data", {}))
     trainer.output.is_resumed = True

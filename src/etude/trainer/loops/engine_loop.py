@@ -93,7 +93,7 @@ class EngineLoop(EpochLoop):
             "callbacks": self._listed().state_dict(),
             "rng": rng_state(),
             "loss": self.task.decisions(),
-            "metrics": self.task.measures.state_dict(self.machine.world, self.machine.device),
+            "metrics": self.task.measures.state_dict(),
             "data": self._data.state_dict(),
         }
 
@@ -101,7 +101,7 @@ class EngineLoop(EpochLoop):
         """Continue from `state_dict`: the next epoch is the interrupted one, from the step it had reached."""
         check_keys(state, _STATE, "TrainingLoop")
         self.task.decide(state["loss"])
-        self.task.measures.load_state_dict(state.get("metrics", {}), self.machine.world)
+        self.task.measures.load_state_dict(state.get("metrics", {}))
         self.clock.load_state_dict(state["clock"])
         self.log.load_state_dict(state["log"])
         self.machine.precision.load_state_dict(state["precision"])
