@@ -156,6 +156,14 @@ def question():
     return bert("QuestionAnswering"), TEXT | positions
 
 
+def electra():
+    """Labels of padding are classes too; the model leaves them out by the mask."""
+    return transformers.ElectraForPreTraining(transformers.ElectraConfig(**TINY, embedding_size=16)), {
+        **TEXT,
+        "labels": IDS % 2,
+    }
+
+
 def pretraining():
     return bert("PreTraining"), {**masked_lm()[1], "next_sentence_label": torch.tensor([0, 1, 1, 0])}
 
@@ -171,6 +179,7 @@ HEADS = {
     "bert masked tokens, tiny": (masked_lm_whose_labels_equal_its_inputs, "language_modeling"),
     "bert pretraining": (pretraining, "model"),
     "bert question": (question, "model"),
+    "electra": (electra, "model"),
     "bert tokens": (
         lambda: (bert("TokenClassification", num_labels=3), {**TEXT, "labels": (TARGETS % 3).where(MASK == 1, -100)}),
         "language_modeling",
@@ -266,6 +275,7 @@ def test_the_models_own_loss_on_request(name):
         ("bert masked tokens, tiny", 8),
         ("wav2vec2 ctc", B),
         ("segformer", 16 * 16 * B - 12 * 16),
+        ("electra", int(MASK.sum())),
         ("vit", B),
     ],
 )

@@ -36,6 +36,8 @@ class Mean(NamedTuple):
     """Whether the first label of every row does not count, because the model shifts the labels."""
     ignore_index: int = IGNORE_INDEX
     """A label that does not count, beside negative ones."""
+    masked: bool = False
+    """Whether labels do not count where the attention mask is 0."""
 
     def total(self, batch: Batch) -> Tensor | float:
         """Return the number of labels or samples in a batch."""
@@ -50,10 +52,10 @@ class Mean(NamedTuple):
     def _counted(self, batch: Batch) -> Tensor:
         found, already_shifted = targets_of(batch)
         labels: Tensor = found if found.dim() > 1 else found[:, None]
-        labels = labels[:, 1:] if self.shift and not already_shifted else labels
         counted = (labels >= 0) & (labels != self.ignore_index)
-        mask = padding_mask_of(batch) if already_shifted else None
-        return counted if mask is None else counted & (mask != 0)
+        mask = padding_mask_of(batch) if already_shifted or self.masked else None
+        counted = counted if mask is None else counted & (mask != 0)
+        return counted[:, 1:] if self.shift and not already_shifted else counted
 
     @property
     def text(self) -> str:
@@ -140,8 +142,8 @@ class ModelLoss(LossStrategy):
     def decide(self, decisions: Mapping[str, Any]) -> None:
         """Restore what the loss is a mean over."""
         saved, self._said = decisions.get("mean"), ""
-        if saved is not None and [type(one) for one in saved] != [bool, bool, int]:
-            raise CheckpointError(f"mean: found {saved!r:.60}, expected [over_labels, shift, ignore_index]")
+        if saved is not None and [type(one) for one in saved] != [bool, bool, int, bool]:
+            raise CheckpointError(f"mean: found {saved!r:.60}, expected {list(Mean._fields)}")
         self.mean = None if saved is None else Mean(*saved)
 
     def _mean(self, batch: Batch) -> Mean:
@@ -222,7 +224,8 @@ def find_mean(call: ModelCall, model: nn.Module, batch: Batch) -> Mean | None:
 
     try:
         candidates = _candidates(call, model, batch, size)
-        pair = _pair(candidates[0].rows(batch))
+        counts = (one.rows(batch) for one in candidates)
+        pair = _pair(max(counts, key=lambda rows: float(rows.max() - rows.min())))
         if pair is None:
             return None
         alone, both = [loss_of([row]) for row in pair], loss_of(pair)
@@ -251,6 +254,9 @@ def _candidates(call: ModelCall, model: nn.Module, batch: Batch, size: int) -> l
     names = [name for name in dir(config) if name.endswith("ignore_index")]
     ignored = [value for name in names if isinstance(value := getattr(config, name), int) and value >= 0]
     found = [Mean(True, shift, value) for value in [*ignored, IGNORE_INDEX] for shift in shifts]
+    mask = padding_mask_of(batch)
+    if mask is not None and mask.shape == labels.shape:
+        found += [one._replace(masked=True) for one in found]
     return [*found, SAMPLES]
 
 
