@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from etude import BasicTrainingLoop, EarlyStopping, ModelCheckpoint, Trainer, TrainingLoop
+from etude.callbacks.best import BestMetric
 from etude.checkpoint import CheckpointManager
 from etude.core.errors import ConfigError, TrainingError
+from etude.core.monitor import Best
 from etude.core.task import LossTerm, Task
 
 DATA = [torch.zeros(4, 1)] * 2
@@ -212,3 +214,24 @@ def test_a_run_that_stops_early_also_ends_with_its_best_weights(tmp_path):
     Trainer(one.model, DATA, DATA, callbacks=[stop], output_dir=tmp_path / "two", **more).train()
     assert stop.control.reason
     assert round(-one.model.bias.item()) == 4
+
+
+def test_a_value_that_is_not_finite_is_never_the_best_and_survives_a_resume(tmp_path):
+    scores = {2: float("nan"), 4: 1.0, 6: float("inf"), 8: float("nan")}
+    for epochs in (1, 3, 4):
+        one = trainer(scores, tmp_path, epochs=epochs, restore_best=True)
+        one.train()
+    assert round(-one.model.bias.item()) == 4
+    assert one.output.judge.best.last.step == 8
+
+
+@pytest.mark.parametrize("phases", [1, 2])
+def test_a_metric_may_come_in_a_later_phase_also_after_a_resume(phases):
+    first, second = (BestMetric(Best("val_f1", "max"), required=True) for _ in range(2))
+    first.on_phase_begin("one", {"number": 1, "phases": phases})
+    second.load_state_dict(first.state_dict())
+    if phases == 2:
+        second.on_validation_end(0, {"val_loss": 1.0})
+    else:
+        with pytest.raises(TrainingError, match="val_f1"):
+            second.on_validation_end(0, {"val_loss": 1.0})

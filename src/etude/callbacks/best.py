@@ -19,7 +19,7 @@ _MEASURED = record_of(
     "Measured",
     {"value": float, "step": Annotated[int, Ge(0)], "epoch": Annotated[int, Ge(0)], "metrics": dict[str, float]},
 )
-_STATE = record_of("BestMetric", {"last": _MEASURED | None, "best": _MEASURED | None})
+_STATE = record_of("BestMetric", {"last": _MEASURED | None, "best": _MEASURED | None, "may_come": bool})
 
 
 class BestMetric(Callback):
@@ -80,11 +80,12 @@ class BestMetric(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the last and the best value."""
         found = self.best.plain()
-        return {"last": found.get("last"), "best": found.get("best")}
+        return {"last": found.get("last"), "best": found.get("best"), "may_come": self._may_come}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        check_kind(_STATE, state, "state")
+        check_kind(_STATE, {"may_come": False, **state}, "state")
+        self._may_come = state.get("may_come", False)
         self.best.last, self.best.best = (
             None if state[name] is None else Measured(**state[name]) for name in ("last", "best")
         )
