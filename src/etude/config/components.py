@@ -38,8 +38,9 @@ _HOMES = {
         "metrics.accuracy": "accuracy",
         "metrics.adapters": "torchmetrics",
         "metrics.classification": "balanced_accuracy confusion_matrix f1 precision recall",
-        "metrics.ranking": "auroc average_precision spearman",
-        "metrics.regression": "calibration_error mae mse perplexity r2 rmse",
+        "metrics.probabilities": "calibration_error perplexity",
+        "metrics.ranking": "auroc average_precision",
+        "metrics.regression": "mae mse r2 rmse spearman",
     },
     "model": {
         "models.huggingface": "huggingface huggingface_causal_lm",

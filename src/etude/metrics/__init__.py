@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from etude.metrics.base import Measure, Meter, Metric, Tally
     from etude.metrics.classification import F1, BalancedAccuracy, ConfusionMatrix, Precision, Recall
     from etude.metrics.metric_set import MetricSet
-    from etude.metrics.ranking import AUROC, AveragePrecision, Spearman
-    from etude.metrics.regression import MAE, MSE, R2, RMSE, CalibrationError, Perplexity
+    from etude.metrics.probabilities import CalibrationError, Perplexity
+    from etude.metrics.ranking import AUROC, AveragePrecision
+    from etude.metrics.regression import MAE, MSE, R2, RMSE, Spearman
     from etude.metrics.trackers import LossTracker, TrainingMetrics
 
 __all__ = [

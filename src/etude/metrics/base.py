@@ -155,36 +155,16 @@ class Metric(Tally):
 
 
 class Kept(Measure):
-    """A metric that needs all predictions at once, such as one of ranks: they are kept, and sorted at the end.
-
-    A subclass defines `rows` of a batch and `value` of all rows.
-    """
+    """A metric that needs all predictions at once, such as one of ranks: rows of each batch are kept until the end."""
 
     def __init__(self) -> None:
         self._rows: list[Tensor] = []
-
-    @abstractmethod
-    def rows(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return what is kept of a batch: float32 or float64, one row per sample."""
-
-    @abstractmethod
-    def value(self, rows: Tensor) -> Any:
-        """Return the value of the metric, given all rows on the host; there is at least one."""
-
-    @torch.no_grad()
-    def update(self, predictions: Tensor, targets: Tensor) -> None:
-        """Keep one batch. Does not synchronise."""
-        self._rows.append(self.rows(predictions, targets))
+        """What is kept of every batch: float32 or float64, one row per sample."""
 
     def all_rows(self) -> Tensor | None:
         """Return all rows on the host; None if there are none. Synchronises."""
         kept = [rows for rows in self._rows if rows.shape[0]]
         return torch.cat(kept).cpu() if kept else None
-
-    def compute(self) -> Any:
-        """Return the value over everything since the last reset; nan if there is nothing. Synchronises."""
-        rows = self.all_rows()
-        return float("nan") if rows is None else self.value(rows)
 
     def gather(self, world: World, device: torch.device) -> None:  # noqa: ARG002 - ranks exchange bytes on the host
         """Keep the rows of all ranks."""

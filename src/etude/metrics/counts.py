@@ -107,11 +107,11 @@ class ClassCounts(Metric):
             or not self.has_matrix
         ):
             return False
-        values = (logits.detach() if logits.requires_grad else logits).numpy()
-        if not values.size or math.isnan(np.vdot(values, values)):
+        logits = logits.detach() if logits.requires_grad else logits
+        if math.isnan(logits.sum().item()):
             return False
         cells = targets.numpy() * (size + 1)
-        cells += values.argmax(1)
+        cells += logits.numpy().argmax(1)
         try:  # any label that is no class gives an impossible cell
             counts = np.bincount(cells, minlength=size * (size + 1))
         except (ValueError, MemoryError):

@@ -1,4 +1,4 @@
-"""Metrics of ranked scores: the area under the ROC curve, average precision, and Spearman's correlation.
+"""Metrics of ranked scores: the area under the ROC curve, and average precision.
 
     AUROC()                   binary: logits and labels (…); or classes against the rest, if there are more than two
     AUROC(num_classes=5)      classes: logits (…, 5), labels (…): the softmax of each class against the rest
@@ -98,10 +98,6 @@ class Ranking(Kept):
             kept = scores if scores.dtype is torch.float64 else scores.float()
             self._rows.append(torch.cat([kept, labels.to(kept)], 1))
 
-    def rows(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return scores and labels side by side."""
-        return torch.cat(self._scores_and_labels(predictions, targets), 1)
-
     def _class_rows(self, logits: Tensor, targets: Tensor, classes: int) -> Tensor:
         """Return the probabilities of all classes, and which one is true: 0 … 1, NaN where there is no label."""
         who = type(self).__name__
@@ -169,19 +165,18 @@ class Ranking(Kept):
         for score, positives, negatives in self._columns():
             counts = _by_score(score, positives, negatives)
             values.append(math.nan if counts is None else self.area(*counts))
-            weights.append(positives.sum())
+            is_defined = self.is_defined(positives.sum(), negatives.sum())
+            weights.append(is_defined * (positives.sum() if self.average == "weighted" else 1.0))
         if self.average == "none":
             return values
-        return self._averaged(np.array(values), np.array(weights)) if values else math.nan
+        there = [weight > 0 for weight in weights]  # not 0 · nan: a class without a value does not count
+        return (
+            float(np.average(np.array(values)[there], weights=np.array(weights)[there])) if any(there) else math.nan
+        )
 
-    def value(self, rows: Tensor) -> Any:
-        """Not used: scores may be counted too."""
-        raise NotImplementedError
-
-    def _averaged(self, values: Array, weights: Array) -> float:
-        if self.average == "macro":
-            return float(values.mean())
-        return float((values * weights).sum() / weights.sum()) if weights.sum() else math.nan
+    def is_defined(self, positives: float, negatives: float) -> bool:
+        """Whether a class or label with so many positives and negatives has a value."""
+        return bool(positives + negatives)
 
     def results(self) -> dict[str, float]:
         """Return the average, or one value per class."""
@@ -271,11 +266,9 @@ class AUROC(Ranking):
         above = np.cumsum(positives) - positives / 2
         return float((above * negatives).sum() / total) if total else math.nan
 
-    def _averaged(self, values: Array, weights: Array) -> float:
-        # A NaN score must not hide behind the other classes: only classes without an area are left out.
-        columns = self._columns()
-        there = [bool(ones.sum() and zeros.sum()) for _, ones, zeros in columns]
-        return super()._averaged(values[there], weights[there]) if any(there) else math.nan
+    def is_defined(self, positives: float, negatives: float) -> bool:
+        """Whether there are positives and negatives."""
+        return bool(positives and negatives)
 
 
 @register("metric", "average_precision")
@@ -298,47 +291,3 @@ class AveragePrecision(Ranking):
             return 0.0 if len(negatives) else math.nan
         right = np.cumsum(positives)
         return float((right / (right + np.cumsum(negatives)) * positives).sum() / positives.sum())
-
-
-@register("metric", "spearman")
-class Spearman(Kept):
-    """Spearman's rank correlation of predictions and labels of one shape: the mean over the last of two dimensions.
-
-    It is nan if one of them is constant. Labels that are NaN do not count; a NaN prediction makes the result nan.
-
-    >>> spearman = Spearman()
-    >>> spearman.update(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([10.0, 20.0, 30.0]))
-    >>> spearman.compute()
-    1.0
-    """
-
-    name = "spearman"
-
-    def rows(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return predictions and labels side by side."""
-        if predictions.shape != targets.shape:
-            raise DataError(
-                f"Spearman: predictions {form_of(predictions)} and targets {form_of(targets)} must have one shape"
-            )
-        size = targets.shape[-1] if targets.dim() > 1 else 1
-        dtype = torch.float64 if torch.float64 in (predictions.dtype, targets.dtype) else torch.float32
-        return torch.cat([one.to(dtype).reshape(-1, size) for one in (predictions, targets)], 1)
-
-    def value(self, rows: Tensor) -> float:
-        """Return the mean correlation of the ranks; ties have their mean rank."""
-        pairs = rows.double().numpy().reshape(len(rows), 2, -1).transpose(2, 1, 0)
-        return float(np.mean([_correlation(*pair[:, ~np.isnan(pair[1])]) for pair in pairs]))
-
-
-def _correlation(predictions: Array, targets: Array) -> float:
-    if np.isnan(predictions).any() or not len(targets):
-        return math.nan
-    one, other = (ranks - ranks.mean() for ranks in (_ranks(predictions), _ranks(targets)))
-    spread = math.sqrt((one @ one) * (other @ other))
-    return float(one @ other / spread) if spread else math.nan
-
-
-def _ranks(values: Array) -> Array:
-    """Return the rank of every value, 1 for the smallest; equal values share their mean rank."""
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[places]

@@ -1,31 +1,24 @@
-"""Metrics of numbers (MAE, MSE, RMSE, R²) and of probabilities (perplexity, calibration error), as sums in float64.
+"""Metrics of numbers: MAE, MSE, RMSE, R² and Spearman's correlation.
 
-Labels that are NaN do not count in a regression; class labels equal to `ignore_index` do not count in the others. A NaN
-prediction makes the result nan.
+Labels that are NaN do not count. A NaN prediction makes the result nan.
 """
 
 import math
 from abc import abstractmethod
-from typing import Annotated, Any
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-import torch.nn.functional as F
-from annotated_types import Ge
 from torch import Tensor
 
 from etude.config.registry import register
-from etude.core.arguments import checked
 from etude.core.errors import DataError
 from etude.distributed import World
-from etude.metrics.base import Metric, Tally, gathered_rows
-from etude.metrics.inputs import (
-    binary_scores,
-    class_dim_of,
-    counted_elements,
-    counted_labels,
-    form_of,
-    inferred_classes,
-)
+from etude.metrics.base import Kept, Metric, Tally, gathered_rows
+from etude.metrics.inputs import counted_labels, form_of
+
+Array = npt.NDArray[np.float64]
 
 
 class _MeanError(Metric):
@@ -170,88 +163,53 @@ def _explained(count: float, _mean: float, deviations: float, errors: float) -> 
     return 1 - errors / deviations if deviations else float(errors == 0)
 
 
-@register("metric", "perplexity")
-class Perplexity(Metric):
-    """The exponential of the mean cross entropy of logits (…, C) or (N, C, …) and class ids.
+@register("metric", "spearman")
+class Spearman(Kept):
+    """Spearman's rank correlation of predictions and labels of one shape: the mean over the last of two dimensions.
 
-    >>> perplexity = Perplexity(); perplexity.update(torch.zeros(3, 8), torch.tensor([0, 5, -100]))
-    >>> round(perplexity.compute(), 4)
-    8.0
+    It is nan if one of them is constant. Labels that are NaN do not count; a NaN prediction makes the result nan.
+
+    >>> spearman = Spearman()
+    >>> spearman.update(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([10.0, 20.0, 30.0]))
+    >>> spearman.compute()
+    1.0
     """
 
-    name = "perplexity"
-    num_sums = 2
-    dtype = torch.float64
+    name = "spearman"
 
-    def __init__(self, ignore_index: int | None = -100, class_dim: int | None = None) -> None:
-        super().__init__()
-        self.ignore_index, self.class_dim = ignore_index, class_dim
+    @torch.no_grad()
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        """Keep predictions and labels side by side. Does not synchronise."""
+        if predictions.shape != targets.shape:
+            raise DataError(
+                f"Spearman: predictions {form_of(predictions)} and targets {form_of(targets)} must have one shape"
+            )
+        size = targets.shape[-1] if targets.dim() > 1 else 1
+        dtype = torch.float64 if torch.float64 in (predictions.dtype, targets.dtype) else torch.float32
+        rows = torch.cat([one.to(dtype).reshape(-1, size) for one in (predictions, targets)], 1)
+        self._rows.append(rows)
 
-    def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the sum of −log p and the number of labels."""
-        dim = class_dim_of(predictions, targets, self.class_dim, "Perplexity")
-        counted = counted_elements(targets, mask, self.ignore_index, "Perplexity").flatten()
-        logits = predictions.movedim(dim, -1).reshape(-1, predictions.shape[dim])
-        labels = targets.flatten().long().masked_fill(~counted, -100)
-        losses = F.cross_entropy(
-            logits.float() if logits.dtype is not torch.float64 else logits, labels, reduction="none"
-        )
-        return torch.stack([losses.double().sum(), counted.sum()])
-
-    def value(self, sums: list[float]) -> float:
-        """Return the exponential of the mean."""
-        try:
-            return math.exp(sums[0] / sums[1]) if sums[1] else math.nan
-        except OverflowError:
-            return math.inf
+    def compute(self) -> float:
+        """Return the mean correlation of the ranks, in which ties have their mean rank; nan if there is nothing."""
+        rows = self.all_rows()
+        if rows is None:
+            return math.nan
+        pairs = rows.double().numpy().reshape(len(rows), 2, -1).transpose(2, 1, 0)
+        return float(np.mean([_correlation(*pair[:, ~np.isnan(pair[1])]) for pair in pairs]))
 
 
-@register("metric", "calibration_error")
-class CalibrationError(Metric):
-    """The expected calibration error: the mean distance of confidence and accuracy in bins of equal width.
+def _correlation(predictions: Array, targets: Array) -> float:
+    if np.isnan(predictions).any() or not len(targets):
+        return math.nan
+    one, other = (ranks - ranks.mean() for ranks in (_ranks(predictions), _ranks(targets)))
+    spread = math.sqrt((one @ one) * (other @ other))
+    return float(one @ other / spread) if spread else math.nan
 
-    The confidence of classes is the largest softmax; that of a binary label is the probability of a positive.
 
-    >>> error = CalibrationError(); error.update(torch.tensor([0.0, 0.0, 0.0, 0.0]), torch.tensor([1, 1, 1, 0]))
-    >>> error.compute()
-    0.25
-    """
-
-    name = "calibration_error"
-    dtype = torch.float64
-
-    @checked
-    def __init__(
-        self, num_bins: Annotated[int, Ge(1)] = 15, ignore_index: int | None = -100, class_dim: int | None = None
-    ) -> None:
-        super().__init__()
-        self.num_bins, self.ignore_index, self.class_dim = num_bins, ignore_index, class_dim
-        self.num_sums = 3 * num_bins
-
-    def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
-        """Return for every bin the number of labels, and the sums of confidence and of correct predictions."""
-        who = "CalibrationError"
-        wide = predictions.double() if not predictions.is_mps else predictions.float()
-        if inferred_classes(predictions, targets, self.class_dim, who) is None:
-            confidence = binary_scores(wide, targets, who).sigmoid()
-            right, counted = targets > 0.5, counted_labels(targets, mask, self.ignore_index, who)
-        else:
-            dim = class_dim_of(predictions, targets, self.class_dim, who)
-            confidence, classes = wide.softmax(dim).max(dim)
-            right, counted = classes == targets, counted_elements(targets, mask, self.ignore_index, who)
-        last = self.num_bins - 1
-        bins = (confidence.nan_to_num(0.0) * self.num_bins).long().clamp(max=last).flatten()
-        numbers = torch.stack([torch.ones_like(confidence), confidence, right.to(confidence)])
-        numbers = torch.where(counted, numbers, 0.0).flatten(1)
-        return numbers.new_zeros(3, self.num_bins).index_add_(1, bins, numbers).flatten()
-
-    def value(self, sums: list[float]) -> float:
-        """Return Σ |confidence − accuracy| of the bins, weighted by their numbers of labels."""
-        counts, confidence, right = (
-            sums[start : start + self.num_bins] for start in range(0, self.num_sums, self.num_bins)
-        )
-        apart = sum(abs(one - other) for one, other in zip(confidence, right, strict=True))
-        return apart / sum(counts) if sum(counts) else math.nan
+def _ranks(values: Array) -> Array:
+    """Return the rank of every value, 1 for the smallest; equal values share their mean rank."""
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[places]
 
 
 def _differences(predictions: Tensor, targets: Tensor, mask: Tensor | None, who: str) -> tuple[Tensor, Tensor]:
