@@ -296,6 +296,22 @@ def test_binary_labels_that_the_loss_ignores_do_not_count():
     assert found["auroc"] == pytest.approx(sk.roc_auc_score(true[there], logits))
 
 
+def test_metrics_do_not_keep_the_graph_of_a_step():
+    kept = []
+
+    class Keeping(torchmetrics.Metric):
+        def update(self, predictions, targets):
+            kept.append(predictions)
+
+        def compute(self):
+            return torch.tensor(0.0)
+
+    config = {**SETTINGS, "train_metrics": True}
+    Trainer(model(), data(), metrics=[Keeping()], config=config, progress=False).train()
+    assert kept
+    assert not any(one.requires_grad for one in kept)
+
+
 def test_a_task_forgets_the_metrics_of_an_earlier_trainer():
     task = SupervisedTask()
     Trainer(model(), data(), data(), task=task, metrics=["f1"], config=SETTINGS, progress=False).train()

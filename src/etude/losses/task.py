@@ -61,7 +61,9 @@ class SupervisedTask(Task):
         terms = self.strategy.terms(output, batch, metrics=metrics)
         if self.measures.wants(training=torch.is_grad_enabled()):
             with torch.no_grad():
-                self.judged = self.strategy.judged(output, batch)
+                predictions, labels = self.strategy.judged(output, batch)
+            # A metric may keep them: the graph must not live as long.
+            self.judged = predictions.detach() if isinstance(predictions, Tensor) else predictions, labels
         return terms
 
     def constants(self) -> Hashable:
