@@ -127,13 +127,10 @@ class TrainState:
                 len(checkpoint.state["rng"]),
                 self.world.size,
             )
-        left = [
-            key
-            for key, state in checkpoint.state["callbacks"].items()
-            if state and key not in self.callbacks.by_key()
-        ]
+        saved = checkpoint.state["callbacks"].items()
+        left = [key for key, state in saved if key not in self.callbacks.by_key() and pack(state)[0]]
         if self.world.is_main and left:
-            logger.warning("the checkpoint has the state of callbacks that this run lacks: %s", ", ".join(left))
+            logger.warning("the checkpoint has tensors of callbacks that this run lacks: %s", ", ".join(left))
         compiled = checkpoint.state.get("compile", {})
         if self.world.is_main and self.compiled is not None and (words := self.compiled.difference(compiled)):
             logger.warning(words)

@@ -149,7 +149,10 @@ def torch_metric(metric: str, arguments: dict[str, Any] | None = None) -> TorchM
     except ImportError as error:
         raise ConfigError("metrics of torchmetrics need it: pip install 'etude[torchmetrics]'") from error
     module, _, kind = metric.rpartition(".")
-    home = importlib.import_module(f"torchmetrics.{module}") if module else torchmetrics
+    try:
+        home = importlib.import_module(f"torchmetrics.{module}") if module else torchmetrics
+    except ImportError:
+        home = None
     found = getattr(home, kind, None)
     if not isinstance(found, type) or not issubclass(found, nn.Module):
         raise ConfigError(
