@@ -192,7 +192,7 @@ class FeatureColumns:
 
     def matrix(self, part: Part) -> npt.NDArray[np.float32]:
         """Return the features of a part (rows, features). Raises DataError for missing and unseen values."""
-        matrix = np.empty((part.num_rows, len(self.features)), np.float32)
+        matrix = torch.empty(part.num_rows, len(self.features)).numpy()
         places, targets = part.table.places(self.numbers), [self._places[name] for name in self.numbers]
         runs = list(_runs(places, targets))
         width = part.table.numbers.shape[1]

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from etude.core.errors import DataError
 from etude.core.spelling import shorten
@@ -77,6 +78,16 @@ class Table:
         return {name: "text" if name in self.texts else "number" for name in self.names}
 
 
+def new_matrix(rows: int, columns: int) -> npt.NDArray[np.float32]:
+    """Return a matrix that has not been touched: the system allocates its memory only then.
+
+    It is torch's, in pages of the usual size: for NumPy's huge pages the system may have to move other memory first,
+    which takes longer than reading the numbers.
+    """
+    matrix: npt.NDArray[np.float32] = torch.empty(rows, columns, dtype=torch.float32).numpy()
+    return matrix
+
+
 class TableBuilder:
     """Fills a table block by block: only float32 numbers and codes are kept."""
 
@@ -88,8 +99,7 @@ class TableBuilder:
         self.number_names = [name for name, kind in kinds.items() if kind == "number"]
         self.texts = {name: Texts() for name, kind in kinds.items() if kind == "text"}
         self._codes: dict[str, list[Codes]] = {name: [] for name in self.texts}
-        # Untouched memory is not allocated by the system.
-        self._matrix = np.empty((expected_rows, len(self.number_names)), np.float32)
+        self._matrix = new_matrix(expected_rows, len(self.number_names))
         self._reference = np.array([np.nan if name in relative else 0.0 for name in self.number_names])
         factors = mix_keys(np.arange(len(kinds), dtype=np.uint64)) | _ONE
         self._factors = dict(zip(kinds, factors, strict=True))
@@ -132,7 +142,7 @@ class TableBuilder:
             return
         begin, end = self._size, self._size + len(numbers)
         if end > len(self._matrix):
-            larger = np.empty((end + end // 4, self._matrix.shape[1]), np.float32)
+            larger = new_matrix(end + end // 4, self._matrix.shape[1])
             larger[:begin] = self._matrix[:begin]
             self._matrix = larger
         self._look(numbers)
