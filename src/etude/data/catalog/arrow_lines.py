@@ -15,7 +15,7 @@ MIN_BYTES = 2**25
 """Minimum file size for which pyarrow is imported."""
 SPAN_BYTES = 2**22
 """Bytes that are read in one call of pyarrow, because each call has overhead."""
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2**19
 """Bytes that pyarrow reads at a time, to fit the cache. Longer lines are left to our own reader."""
 Span = tuple[int, int]
 """Where some whole lines begin and end in a file, in bytes."""

@@ -12,7 +12,7 @@ from etude.core.errors import DataError
 from etude.core.spelling import shorten
 from etude.data.catalog.holdout import Rows, fingerprint
 from etude.data.catalog.screening import MAX_CATEGORIES, report, screen
-from etude.data.catalog.table import Kind, Numbers, Table
+from etude.data.catalog.table import Kind, Numbers, Table, new_matrix
 from etude.data.catalog.table_files import TableFormat, in_threads
 from etude.data.splits import DataSplits, TensorData
 
@@ -192,7 +192,7 @@ class FeatureColumns:
 
     def matrix(self, part: Part) -> npt.NDArray[np.float32]:
         """Return the features of a part (rows, features). Raises DataError for missing and unseen values."""
-        matrix = torch.empty(part.num_rows, len(self.features)).numpy()
+        matrix = new_matrix(part.num_rows, len(self.features))
         places, targets = part.table.places(self.numbers), [self._places[name] for name in self.numbers]
         runs = list(_runs(places, targets))
         width = part.table.numbers.shape[1]
