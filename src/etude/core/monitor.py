@@ -40,7 +40,7 @@ def mode_of(name: str, mode: Mode | None, owner: str) -> Mode:
     if mode is None and known is None:
         words = [f"{before}{word}" for known in _WORDS.values() for word in known.split() for before in ("", "val_")]
         hint = did_you_mean(name, words)
-        raise ConfigError(f"{owner}: '{name}' is no known metric{hint}; set mode to min or max to say what is better")
+        raise ConfigError(f"{owner}: '{name}' is no known metric: set mode to min or max to say what is better{hint}")
     if mode == "min" and name.removeprefix("val_") in ("acc", "accuracy"):
         raise ConfigError(f"{owner}: monitor={name!r} with mode='min' would keep the worst value; set mode='max'")
     return mode or known or "min"

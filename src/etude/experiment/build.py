@@ -170,6 +170,8 @@ def build_trainer(
     known = {} if data.splits.tokenizer is None else {"tokenizer": str(data.splits.tokenizer)}
     draft.facts |= known
     draft.callbacks += [_build(config, f"callbacks.{place}", one, **known) for place, one in enumerate(sections)]
+    classes = data.splits.facts.get("classes") if data.splits.facts else None
+    named = {} if classes is None else {"class_names": classes}
     if data.splits.facts:
         draft.callbacks.append(DataFacts(data.splits.facts))
     for feature in data.features:
@@ -188,7 +190,8 @@ def build_trainer(
         loss=None if loss is None else _build(config, "loss", loss, **draft.given),
         val_loss=None if val_loss is None else _build(config, "validation_loss", val_loss, **draft.given),
         metrics=[
-            _build(config, f"metrics.{place}", one) for place, one in enumerate(config.sections.get("metrics") or [])
+            _build(config, f"metrics.{place}", one, **named)
+            for place, one in enumerate(config.sections.get("metrics") or [])
         ],
         callbacks=draft.callbacks,
         output_dir=folder,
