@@ -29,19 +29,21 @@ def matrix_files(name: str, matrix: Tensor, class_names: Sequence[str] | None) -
 
 def _picture(rows: list[list[float]], names: Sequence[str]) -> str:
     """Return an SVG: rows are true classes, columns predicted ones; a darker cell has a larger share of its row."""
-    margin = 20 + 7 * max(map(len, names))
+    margin = 24 + 7 * max(map(len, names))
     side = margin + _CELL * len(rows) + 10
+    half = margin + _CELL * len(rows) / 2
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {side} {side}" font-family="sans-serif" font-size="10">',
         f'<rect width="{side}" height="{side}" fill="white"/>',
-        f'<text x="4" y="{margin - 6}">true ↓ predicted →</text>',
+        f'<text x="{half}" y="12" text-anchor="middle" font-weight="bold">predicted</text>',
+        f'<text x="12" y="{half}" text-anchor="middle" font-weight="bold" transform="rotate(-90 12 {half})">true</text>',
     ]
     for y, row in enumerate(rows):
         middle = margin + y * _CELL + _CELL / 2
         label = escape(names[y]) if len(names) == len(rows) else str(y)
         parts.append(f'<text x="{margin - 4}" y="{middle + 3}" text-anchor="end">{label}</text>')
-        turned = f'transform="rotate(-90 {middle + 3} {margin - 16})"'
-        parts.append(f'<text x="{middle + 3}" y="{margin - 16}" {turned}>{label}</text>')
+        turned = f'transform="rotate(-90 {middle + 3} {margin - 4})"'
+        parts.append(f'<text x="{middle + 3}" y="{margin - 4}" {turned}>{label}</text>')
         for x, count in enumerate(row):
             share = count / (sum(row) or 1)
             place = f'x="{margin + x * _CELL}" y="{margin + y * _CELL}"'
