@@ -11,6 +11,7 @@ MOST_CLASSES = 100
 MOST_NUMBERS = 30
 """Number of classes up to which the cells of the picture have numbers."""
 _CELL = 28
+_TITLE = 'text-anchor="middle" font-weight="bold"'
 
 
 def matrix_files(name: str, matrix: Tensor, class_names: Sequence[str] | None) -> dict[str, str]:
@@ -35,8 +36,8 @@ def _picture(rows: list[list[float]], names: Sequence[str]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {side} {side}" font-family="sans-serif" font-size="10">',
         f'<rect width="{side}" height="{side}" fill="white"/>',
-        f'<text x="{half}" y="12" text-anchor="middle" font-weight="bold">predicted</text>',
-        f'<text x="12" y="{half}" text-anchor="middle" font-weight="bold" transform="rotate(-90 12 {half})">true</text>',
+        f'<text x="{half}" y="12" {_TITLE}>predicted</text>',
+        f'<text x="12" y="{half}" {_TITLE} transform="rotate(-90 12 {half})">true</text>',
     ]
     for y, row in enumerate(rows):
         middle = margin + y * _CELL + _CELL / 2
