@@ -76,3 +76,22 @@ def test_ranks_decide_alike(rows):
     second = Decides()
     RankTask(second, world)(nn.Linear(2, 1), torch.ones(rows, 2), metrics=True)
     assert second.decision == 5.0
+
+
+class DecidesLater(Decides):
+    """A positive value decides, and the task has a metric from there on."""
+
+    def __call__(self, model, batch, *, metrics):
+        loss = model(batch).sum()
+        return {"loss": LossTerm(loss, 1.0)} | (
+            {"metric": LossTerm(loss.detach(), 1.0, 0.0)} if self.decision else {}
+        )
+
+    def decide_on(self, model, batch):
+        self.decision = batch[0, 0].item() or None
+
+
+def test_a_late_decision_may_add_terms():
+    task = RankTask(DecidesLater(), SimpleNamespace(size=2, gather_text=lambda text: [text]))
+    names = [list(task(nn.Linear(2, 1), torch.full((3, 2), value), metrics=True)) for value in (0.0, 1.0, 0.0)]
+    assert names == [["loss"], ["loss", "metric"], ["loss", "metric"]]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from etude import BasicTrainingLoop, Trainer, TrainingLoop
-from etude.core.errors import ConfigError, TrainingError
+from etude.core.errors import ConfigError, DataError, TrainingError
 
 V = 11
 IDS = torch.randint(0, V, (12, 9), generator=torch.Generator().manual_seed(0))
@@ -94,6 +94,36 @@ def test_the_values_of_labels_decide(labels, expected):
         layer.bias.zero_()
     result = Trainer(layer, [(torch.eye(6), labels)], config={"epochs": 1}, progress=False).train()
     assert result["loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def batches(first, rest):
+    return [(torch.randn(6, 4), first), (torch.randn(6, 4), rest)]
+
+
+@pytest.mark.parametrize(
+    ("first", "kind"),
+    [(torch.zeros(6, 3), "multi_label"), (torch.zeros(6, 3).long(), "multi_label"), (torch.zeros(6, 3), "mse")],
+)
+def test_labels_that_are_all_zero_do_not_decide_between_numbers_and_several_labels(first, kind):
+    rest = {"multi_label": HOT, "mse": HOT * 2}[kind].to(first.dtype)
+    trainer = Trainer(nn.Linear(4, 3), batches(first, rest), config=QUIET, progress=False)
+    trainer.train()
+    assert trainer.task.decisions() == {"kind": kind}
+
+
+def test_several_labels_are_not_trained_as_probabilities_of_classes():
+    one_each = F.one_hot(torch.tensor([0, 1, 2, 0, 1, 2])).float()
+    with pytest.raises(DataError, match="multi_label"):
+        Trainer(nn.Linear(4, 3), batches(one_each, HOT), config=QUIET, progress=False).train()
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "labels"), [(nn.Linear(4, 1), (8, 4), (8,)), (nn.Conv2d(3, 1, 1), (8, 3, 2, 2), (8, 2, 2))]
+)
+def test_one_output_is_no_class(model, shape, labels):
+    data = torch.randn(shape), torch.zeros(labels, dtype=torch.long)
+    with pytest.raises(TrainingError, match="binary_cross_entropy"):
+        Trainer(model, data, config=QUIET, progress=False).train()
 
 
 def test_inputs_that_are_reproduced_are_no_labels_of_classes():

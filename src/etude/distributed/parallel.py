@@ -171,6 +171,7 @@ class RankTask(Task):
             agreed = {**json.loads(text), **agreed}
         if agreed != json.loads(mine):
             self.task.decide(agreed)
+        self._agreed = {}  # a decision may change the terms
 
     def _keeps_terms(self, model: nn.Module, batch: Batch) -> bool:
         """Whether several terms may be trained: with gradient accumulation this requires known counts."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.core.batch import Batch, inputs_of, targets_of
-from etude.core.errors import CheckpointError, TrainingError
+from etude.core.errors import CheckpointError, DataError, TrainingError
 from etude.core.model import ModelCall, unwrap
 from etude.core.spelling import shorten
 from etude.core.task import Terms
@@ -81,8 +81,16 @@ class InferredLoss(LossStrategy):
         return call(model, batch) if self.chosen is None else self.chosen.outputs(call, model, batch)
 
     def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
-        """Return the terms of the chosen strategy; raise TrainingError if the shapes suggest none."""
-        return self._choose(output, batch).terms(output, batch, metrics=metrics)
+        """Return the terms of the chosen strategy; raise TrainingError if the shapes suggest none.
+
+        Raises DataError if labels that were probabilities in the first batch are none in this one (not on a GPU, where
+        the check would synchronise).
+        """
+        strategy = self._choose(output, batch)
+        terms = strategy.terms(output, batch, metrics=metrics)
+        if isinstance(strategy, ClassificationLoss) and not torch.compiler.is_compiling():
+            _check_probabilities(targets_of(batch)[0])
+        return terms
 
     def has_cheap_metrics(self, output: Any, batch: Batch) -> bool:
         """Return the value of the chosen strategy."""
@@ -96,7 +104,10 @@ class InferredLoss(LossStrategy):
         if self.chosen is None and self._for_now is not None:
             return self._for_now
         if self.chosen is None:
-            self.chosen = infer_strategy(output, batch, self._ignore_index, self._problem)
+            found = infer_strategy(output, batch, self._ignore_index, self._problem)
+            if _shows_nothing(targets_of(batch)[0]):
+                return found
+            self.chosen = found
             self._why = f"because of {_labels_in_words(self.chosen, batch)} and outputs {tuple(shape_of(output))}"
         return self.chosen
 
@@ -189,7 +200,8 @@ def infer_strategy(output: Any, batch: Batch, ignore_index: int | None = None, p
         f"no loss fits an output of shape {tuple(shape_of(output))} with {found_labels}; supported are: "
         "classification, (B, C) with integers (B,) or probabilities (B, C); several labels, (B, C) with 0 and 1; "
         "language modelling, (B, L, V) with integers (B, L) or integer inputs; segmentation, (B, C, H, W) with "
-        "integers (B, H, W); regression, floating-point labels of the output's shape; otherwise set the loss"
+        "integers (B, H, W); regression, floating-point labels of the output's shape; otherwise set the loss, such as "
+        "binary_cross_entropy for one logit per sample"
         f"{problem}"
     )
 
@@ -207,6 +219,8 @@ def fitting_strategies(output: Any, batch: Batch, ignore_index: int | None = Non
         return _of_equal_shapes(labels, batch, ignore_index)
     if labels.is_floating_point():
         return []
+    if len(size) in (2, 4) and size[1] == 1:
+        return []  # the cross entropy of a single class is 0
     if len(size) == 2 and shape == size[:1]:
         return [ClassificationLoss(ignore_index=ignore_index)]
     if len(size) == 3 and shape == size[:2]:
@@ -229,7 +243,7 @@ def _of_equal_shapes(labels: Tensor, batch: Batch, ignore_index: int | None) -> 
     in_range = bool(((values >= 0) & (values <= 1)).all())
     if in_range and labels.is_floating_point() and bool((values.sum(1) - 1).abs().max() < SUM_TOLERANCE):
         found.append(ClassificationLoss(ignore_index=ignore_index))
-    if in_range and bool(((values == 0) | (values == 1)).all()) and bool(values.any()):
+    if in_range and bool(((values == 0) | (values == 1)).all()) and (not regression or bool(values.any())):
         found.append(MultiLabelLoss())
     return [*found, *regression]
 
@@ -286,6 +300,23 @@ def _labels_in_words(chosen: LossStrategy, batch: Batch) -> str:
     elif _has_probabilities(chosen, batch):
         kind = "labels whose rows sum to 1"
     return f"{kind} {tuple(labels.shape)}"
+
+
+def _shows_nothing(labels: Any) -> bool:
+    """Return whether all labels of several outputs are 0: they may be several labels, or numbers. Synchronises."""
+    is_open = isinstance(labels, Tensor) and labels.is_floating_point() and labels.dim() == 2 and labels.shape[1] > 1
+    return is_open and not bool(labels.any())
+
+
+def _check_probabilities(labels: Tensor) -> None:
+    """Raise DataError for rows of 0 and 1 that are no probabilities of classes, such as several labels."""
+    if labels.is_floating_point() and labels.device.type == "cpu":
+        sums = labels.sum(-1, dtype=torch.float32)
+        if (wrong := (sums - 1).abs() > 0.5).any():  # half precision rounds the sums
+            raise DataError(
+                "the labels of the first batch were probabilities of classes, but now the labels of a sample sum to "
+                f"{float(sums[wrong][0]):g}; set the loss: multi_label if a sample may have several classes or none"
+            )
 
 
 def _is_integer(value: Any) -> bool:
