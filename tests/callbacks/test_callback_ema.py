@@ -182,6 +182,14 @@ def test_mistakes_are_refused(ema):
         run(1, ema=ema)
 
 
+def test_two_averages_would_exchange_each_others_weights():
+    model = nn.Linear(6, 3)
+    with pytest.raises(ConfigError, match="EMA"):
+        Trainer(model, DATA, config={"ema": 0.9, "device": "cpu"}, callbacks=EMA(0.5), progress=False)
+    second = EMA(0.5, validate=False)
+    Trainer(model, DATA, config={"ema": 0.9, "device": "cpu"}, callbacks=second, progress=False)
+
+
 def test_weights_without_a_shape_are_refused_and_those_without_an_average_train(tmp_path):
     lazy = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
     with pytest.raises(ConfigError, match=r"EMA: 0\.weight"):

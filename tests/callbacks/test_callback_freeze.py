@@ -134,6 +134,7 @@ def test_what_is_never_trained_is_not_in_the_optimizer():
     [
         ({"freeze": "bdoy.*", "unfreeze": None}, ["freeze", "'bdoy.*'", "'body'"]),
         ({"unfreeze": {1: "tpo"}}, ["unfreeze.1", "'tpo'", "'top'"]),
+        ({"unfreeze": {1: "head"}}, ["unfreeze.1", "head", "frozen"]),
         ({"freeze": None}, ["unfreeze", "freeze"]),
         ({"freeze": "*", "unfreeze": {1: "*"}}, ["*", "nothing to train"]),
         ({"unfreeze": {0: "top"}}, ["unfreeze", "0"]),

@@ -108,6 +108,14 @@ def test_frozen_parameters_stay_frozen(epochs):
     assert same == {"shared", *(["maker.0.weight", "maker.0.bias"] if epochs == 1 else [])}
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_afterwards_the_model_can_be_trained_again(steps):
+    trainer = run(1, freeze="shared", max_steps=steps)
+    trainer.train()
+    frozen = {name for name, param in trainer.model.named_parameters() if not param.requires_grad}
+    assert frozen == {"shared"}
+
+
 @pytest.mark.slow
 def test_it_learns_the_ring():
     trainer = run(160, hidden=32)

@@ -11,7 +11,7 @@ import torchmetrics.functional.classification as tm
 from hypothesis import given, settings, strategies as st
 
 from etude.core import DataError
-from etude.metrics import MAE, MSE, R2, RMSE, CalibrationError, Perplexity
+from etude.metrics import MAE, MSE, R2, RMSE, CalibrationError, Perplexity, Spearman
 
 PEERS = {
     MAE: sk.mean_absolute_error,
@@ -104,3 +104,11 @@ def test_a_nan_is_reported_not_raised():
         assert math.isnan(fed(metric, logits, torch.tensor([0, 1])))
         assert math.isnan(type(metric)().compute())
     assert fed(Perplexity(), torch.tensor([[0.0, 1e9]]), torch.tensor([0])) == math.inf
+
+
+@pytest.mark.parametrize("metric", [MAE, MSE, R2, RMSE, Spearman])
+def test_predictions_may_have_a_last_dimension_of_one(metric):
+    predictions, targets = torch.tensor([1.0, 3.0, 2.0, 5.0]), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert fed(metric(), predictions[:, None], targets) == fed(metric(), predictions, targets)
+    with pytest.raises(DataError, match=metric.__name__):
+        fed(metric(), predictions[:3], targets)

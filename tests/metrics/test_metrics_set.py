@@ -122,6 +122,13 @@ def test_accuracy_of_binary_logits_needs_a_threshold():
         Accuracy(top_k=2, threshold=0.5)
 
 
+def test_a_last_dimension_of_one_is_a_binary_logit():
+    logits, labels = sample(6, 80, 2)
+    expected = sk.accuracy_score(labels, logits[:, 1] > 0)
+    for metrics in (["accuracy"], ["accuracy", "f1"]):
+        assert values(metrics, logits[:, 1:], labels)["accuracy"] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("classes", [3, math.isqrt(MOST_CELLS) + 2])
 def test_many_classes_have_three_counts_each(classes):
     logits, labels = sample(1, 500, classes)
@@ -242,6 +249,7 @@ def test_names():
         ([lambda p, y: 0.0], "name"),
         ([3], "3"),
         ({"mine": 3}, "metrics.mine"),
+        ({"loss": "f1"}, "metrics.loss"),
     ],
 )
 def test_what_is_no_metric_is_refused_with_its_place(metrics, words):
@@ -295,6 +303,24 @@ def test_what_was_counted_before_a_checkpoint_counts_after_it(processes):
     assert len(found) == len(EVERY) - 1  # a matrix is no number
 
 
+@pytest.mark.parametrize("metrics", [[Precision(4), "f1"], ["f1", "accuracy"]])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_a_state_of_a_later_epoch_fits_metrics_that_have_seen_nothing(metrics, as_ids):
+    logits, labels = sample()
+    predictions = logits.argmax(1) if as_ids else logits
+    labels = labels if "accuracy" in metrics or not as_ids else labels % 2
+    whole, after = (MetricSet.of(copy.deepcopy(metrics), True) for _ in range(2))
+    for _ in range(2):  # the first epoch shows how many classes there are
+        whole.begin(training=True)
+        whole.update(predictions[:25], labels[:25], training=True)
+        saved = copy.deepcopy(whole.state_dict())
+        whole.update(predictions[25:], labels[25:], training=True)
+        expected = whole.results(World(), CPU, training=True)
+    after.load_state_dict(saved)
+    after.update(predictions[25:], labels[25:], training=True)
+    assert after.results(World(), CPU, training=True) == expected
+
+
 def test_a_state_of_another_size_is_refused():
     saved = F1(5).state_dict()
     with pytest.raises(CheckpointError, match="f1"):
@@ -315,6 +341,12 @@ def test_binary_and_multi_label_inputs():
     found = values([F1(num_labels=3), AUROC(num_labels=3), Recall(num_labels=3)], many, targets)
     assert found["f1"] == pytest.approx(sk.f1_score(targets, many > 0, average="macro"))
     assert found["auroc"] == pytest.approx(sk.roc_auc_score(targets, many))
+
+
+@pytest.mark.parametrize("metric", [ConfusionMatrix, lambda **names: F1(average="none", **names)])
+def test_names_for_only_some_classes_are_refused_with_the_first_results(metric):
+    with pytest.raises(ConfigError, match="class_names"):
+        values([metric(class_names=["a", "b"])], *sample(3, 50, 3))
 
 
 @pytest.mark.parametrize("normalized", [None, "true", "predicted", "all"])

@@ -64,6 +64,8 @@ class EMA(Callback):
             None if optimizer is None else {id(one) for group in optimizer.param_groups for one in group["params"]}
         )
         assert parts.model is not None
+        if sum(isinstance(one, EMA) and one.validate for one in self._siblings or ()) > 1:
+            raise ConfigError("EMA: a run validates one average; remove the others, or set validate to false there")
         self._begin(parts.model, trained)
 
     def _begin(self, model: nn.Module, trained: set[int] | None) -> None:

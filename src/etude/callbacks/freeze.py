@@ -90,9 +90,11 @@ class Freeze(Callback):
         names = [clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
         self._begins = dict.fromkeys(names_matching(self.patterns, names, "freeze"), float("inf"))
         for epoch, patterns in self.unfreeze.items():
-            for name in names_matching(patterns, names, f"unfreeze.{epoch}"):
-                if name in self._begins:
-                    self._begins[name] = min(self._begins[name], epoch)
+            found = [name for name in names_matching(patterns, names, f"unfreeze.{epoch}") if name in self._begins]
+            if not found:
+                raise ConfigError(f"unfreeze.{epoch}: {', '.join(patterns)} matches no parameter that is frozen")
+            for name in found:
+                self._begins[name] = min(self._begins[name], epoch)
         self._model = model
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:

@@ -93,12 +93,21 @@ class AlternatingObjective(Objective):
         self._take_turn(step)
         super().begin(micro_batches, step)
 
+    def end_run(self) -> None:
+        """Leave a model that can be trained again."""
+        self._resume_paused()
+        self._taken, self._alternating.turn = -1, ""
+
+    def _resume_paused(self) -> None:
+        for param in self._paused:
+            param.requires_grad_(True)
+        self._paused = []
+
     def _take_turn(self, step: int) -> None:
         if step == self._taken:
             return
         self._taken, turn = step, self._alternating.turn_at(step)
-        for param in self._paused:
-            param.requires_grad_(True)
+        self._resume_paused()
         self._paused = [one for one, turns in self._turns.items() if one.requires_grad and turn not in turns]
         for param in self._paused:
             param.requires_grad_(False)

@@ -85,8 +85,11 @@ class Loop:
     def run(self) -> dict[str, float]:
         """Train until the plan is complete or a stop is requested; save; return the last metrics."""
         self._poll()
-        while not self._finished():
-            self._run_epoch()
+        try:
+            while not self._finished():
+                self._run_epoch()
+        finally:
+            self.step.objective.end_run()
         if self.clock.position and not self.control.stop:
             self._end_inside_epoch()
         if not self.control.stop:

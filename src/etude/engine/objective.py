@@ -118,6 +118,9 @@ class Objective:
     def connect(self, callbacks: CallbackList) -> None:
         """Called before training with the callbacks of the run: some read values that only an objective has."""
 
+    def end_run(self) -> None:
+        """Called after the last step of a run, also if it failed."""
+
     def end_epoch(self, means: Mapping[str, float]) -> None:
         """Called with the averages of every epoch."""
 

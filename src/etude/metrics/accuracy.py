@@ -21,8 +21,8 @@ class Accuracy(Metric):
 
     Predictions are class ids with the shape of the targets, or logits with one dimension more: the classes are the
     last dimension, (N, C) and (B, L, C), or the second, (N, C, H, W). If the shapes allow both, set `class_dim`. With
-    a `threshold` they are the logits of binary labels, one or several per sample. An element with a NaN among its
-    logits is wrong.
+    a `threshold`, or a last dimension of 1, they are the logits of binary labels, one or several per sample. An
+    element with a NaN among its logits is wrong.
 
     >>> accuracy = Accuracy()
     >>> accuracy.update(torch.tensor([1, 2, 3]), torch.tensor([1, 2, 0]))
@@ -66,8 +66,9 @@ class Accuracy(Metric):
 
     def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
         """Return the number of correct elements and of counted elements."""
-        if self.threshold is not None:
-            yes, no = predicted_positives(predictions, targets, self.threshold, "accuracy")
+        is_binary = predictions.is_floating_point() and predictions.shape == (*targets.shape, 1) and self.top_k == 1
+        if self.threshold is not None or is_binary:
+            yes, no = predicted_positives(predictions, targets, self.threshold or 0.5, "accuracy")
             right, counted = (
                 torch.where(targets > 0.5, yes, no),
                 counted_labels(targets, mask, self.ignore_index, "accuracy"),

@@ -214,7 +214,9 @@ class ConfusionMatrix(ClassCounts):
         return self.value(self.state().tolist())
 
     def results(self) -> dict[str, float]:
-        """Return nothing: a matrix is not a number. See `files`."""
+        """Return nothing: a matrix is not a number. See `files`. Raises ConfigError for names of other classes."""
+        if self.class_names is not None and self.is_settled:
+            named_scores(self.name, [0.0] * (self.num_classes or self.num_labels or 2), self.class_names)
         return {}
 
     def files(self) -> Mapping[str, str]:

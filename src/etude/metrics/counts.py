@@ -55,6 +55,7 @@ class ClassCounts(Metric):
                 f"{type(self).__name__}: set num_classes for classes or num_labels for labels, not both"
             )
         self.num_classes, self.num_labels, self.threshold = num_classes, num_labels, threshold
+        self._given_classes = num_classes
         self.ignore_index, self.class_dim = ignore_index, class_dim
         self.class_names = None if class_names is None else list(class_names)
         self.needs_matrix = False
@@ -82,8 +83,12 @@ class ClassCounts(Metric):
         return self.size * (self.size + 1) if self.has_matrix else 3 * self.size
 
     def same_counts(self) -> tuple[Any, ...]:
-        """Return what the counts depend on: metrics in which it is equal can share them."""
-        return self.num_classes, self.num_labels, self.threshold, self.ignore_index, self.class_dim
+        """Return what the counts depend on: metrics in which it is equal can share them.
+
+        The given number of classes, not the one that was found: which metrics share must not change in a run, or a
+        resumed one would look for the counts of another metric.
+        """
+        return self._given_classes, self.num_labels, self.threshold, self.ignore_index, self.class_dim
 
     # --- counting
 

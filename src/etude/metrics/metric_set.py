@@ -37,6 +37,8 @@ def build_metrics(metrics: Any, path: str = "metrics") -> dict[str, Measure]:
     for place, (name, one) in enumerate(named):
         for measure in _built(one, f"{path}.{name or place}", name):
             measure.name = name if name is not None else _free(measure.name, found)
+            if measure.name == "loss":
+                raise ConfigError(f"{path}.{name or place}: 'loss' is the trained loss; give the metric another name")
             found[measure.name] = measure
     return found
 
@@ -85,11 +87,15 @@ class Together:
         """Add one batch. Does not synchronise."""
         if self._reading and isinstance(predictions, Tensor) and not predictions.is_floating_point():
             # Class ids, which other metrics take for binary labels unless they know the classes.
-            for accuracy in self._reading:
-                accuracy.source = None
-            self.counting, self._reading = [*self.counting, *self._reading], []
+            self._count_apart()
         for metric in self.counting:
             metric.update(predictions, labels)
+
+    def _count_apart(self) -> None:
+        """Let accuracies count by themselves until the next reset."""
+        for accuracy in self._reading:
+            accuracy.source = None
+        self.counting, self._reading = [*self.counting, *self._reading], []
 
     def reset(self) -> None:
         """Forget all batches."""
@@ -130,6 +136,8 @@ class Together:
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """Restore the state of the metrics that have one, and reset the others; several states are combined."""
+        if any(accuracy.name in one for accuracy in self._reading for one in states):
+            self._count_apart()
         for metric in self.counting:
             first, *others = [one[metric.name] for one in states if metric.name in one] or [None]
             metric.reset()

@@ -180,10 +180,7 @@ class Spearman(Kept):
     @torch.no_grad()
     def update(self, predictions: Tensor, targets: Tensor) -> None:
         """Keep predictions and labels side by side. Does not synchronise."""
-        if predictions.shape != targets.shape:
-            raise DataError(
-                f"Spearman: predictions {form_of(predictions)} and targets {form_of(targets)} must have one shape"
-            )
+        predictions = _fitting(predictions, targets, "Spearman")
         size = targets.shape[-1] if targets.dim() > 1 else 1
         dtype = torch.float64 if torch.float64 in (predictions.dtype, targets.dtype) else torch.float32
         rows = torch.cat([one.to(dtype).reshape(-1, size) for one in (predictions, targets)], 1)
@@ -212,8 +209,8 @@ def _ranks(values: Array) -> Array:
     return (np.cumsum(counts) - (counts - 1) / 2)[places]
 
 
-def _differences(predictions: Tensor, targets: Tensor, mask: Tensor | None, who: str) -> tuple[Tensor, Tensor]:
-    """Return prediction − label in float64, and which labels count."""
+def _fitting(predictions: Tensor, targets: Tensor, who: str) -> Tensor:
+    """Return predictions in the shape of the labels, without a last dimension of 1."""
     if predictions.shape == (*targets.shape, 1):
         predictions = predictions[..., 0]
     if predictions.shape != targets.shape:
@@ -221,5 +218,11 @@ def _differences(predictions: Tensor, targets: Tensor, mask: Tensor | None, who:
             f"{who}: predictions {form_of(predictions)} do not fit targets {form_of(targets)}; a regression needs one "
             "prediction for every label"
         )
+    return predictions
+
+
+def _differences(predictions: Tensor, targets: Tensor, mask: Tensor | None, who: str) -> tuple[Tensor, Tensor]:
+    """Return prediction − label in float64, and which labels count."""
+    predictions = _fitting(predictions, targets, who)
     wide: Any = torch.float32 if predictions.is_mps else torch.float64
     return predictions.to(wide) - targets.to(wide), counted_labels(targets, mask, None, who)
