@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -106,8 +107,9 @@ def test_onnx(tmp_path, name):
     pytest.importorskip("onnxscript")
     make, batch = MODELS[name]
     torch.manual_seed(0)
-    model = make()
+    model = make().train()
     saved = save_onnx(model, batch, tmp_path / "m.onnx")
+    assert model.training
     assert saved.difference < 1e-4
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
     session = runtime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
@@ -146,9 +148,46 @@ class FixedSize(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Branches(), FixedSize()])
-def test_models_that_cannot_be_exported_are_refused(tmp_path, model):
+def test_models_that_cannot_be_exported_are_refused(tmp_path, capfd, model):
     with pytest.raises(ConfigError, match=r"Branches|samples|FixedSize"):
         save_program(model, torch.rand(4, 3), tmp_path / "m.pt2")
+    assert not list(tmp_path.iterdir())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_branch_that_the_older_exporter_fixes_is_reported(tmp_path):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    assert "boolean" in save_onnx(OnlyBranches(), torch.rand(4, 3), tmp_path / "m.onnx").exporter
+
+
+class OnlyBranches(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum() > 0 else -x
+
+
+class Masked(nn.Module):
+    def forward(self, x):
+        return (x * 2).masked_fill(x > 0.5, float("-inf"))
+
+
+def test_outputs_may_be_masked_with_infinity(tmp_path):
+    assert save_program(Masked(), torch.rand(4, 3), tmp_path / "m.pt2").difference < 1e-6
+
+
+def test_an_infinity_hides_no_difference(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.export, "load", lambda _: SimpleNamespace(module=lambda: lambda x: Masked()(x) + 1))
+    with pytest.raises(ConfigError, match="differs by 1"):
+        save_program(Masked(), torch.rand(4, 3), tmp_path / "m.pt2")
+
+
+def test_a_program_that_its_runtime_does_not_load_is_refused(tmp_path, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(torch.export, "load", refuse)
+    with pytest.raises(ConfigError, match="no such operator"):
+        save_program(nn.Linear(3, 2), torch.rand(4, 3), tmp_path / "m.pt2")
     assert not list(tmp_path.iterdir())
 
 

@@ -118,8 +118,12 @@ def save_onnx(model: nn.Module, batch: Batch, path: str | Path) -> Saved:
             reason = _reason(error)
         axes = {name: {0: "batch"} for name in (*program.names, *outputs)}
         options = {"dynamo": False, "dynamic_axes": axes, "opset_version": OPSET}
-        torch.onnx.export(program, program.example(), str(file), **options, **names)
-        return f"the older exporter, because dynamo failed ({reason})"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", torch.jit.TracerWarning)
+            torch.onnx.export(program, program.example(), str(file), **options, **names)
+        doubts = [one for one in caught if one.category is torch.jit.TracerWarning]
+        warning = f"; it may be wrong for other inputs: {_line(str(doubts[0].message))}" if doubts else ""
+        return f"the older exporter, because dynamo failed ({reason}){warning}"
 
     def load(file: Path) -> Run:
         options = onnxruntime.SessionOptions()
@@ -145,7 +149,7 @@ def example_program(model: nn.Module, batch: Batch) -> Program:
     """Return a model with the arguments of its call for a batch. Raises ConfigError if the batch is too small."""
     model = unwrap(model)
     args, kwargs = ModelCall(model)(lambda *args, **kwargs: (args, kwargs), batch)
-    program = Program(model, args, kwargs).eval()
+    program = Program(model, args, kwargs)
     if num_samples(batch) < 2 or any(one.dim() == 0 or len(one) != num_samples(batch) for one in program.example()):
         raise ConfigError(
             "a program for any batch size needs an example batch of at least 2 samples, with a row of every input for "
@@ -163,13 +167,14 @@ def _save(
 ) -> Saved:
     """Make a file beside its destination, load and compare it, and only then put it in place."""
     with eval_mode(model), torch.no_grad(), tempfile.TemporaryDirectory(dir=path.parent) as folder, _quiet():
-        program = example_program(model, batch)
+        program = example_program(model, batch).eval()
         file = Path(folder) / path.name
         try:
             exporter = make(program, file)
+            run = load(file)
         except Exception as error:  # of the exporter, or of the model's own code
             raise ConfigError(f"{type(model).__name__} cannot be exported: {_reason(error)}") from error
-        difference, sizes = _compare(program, load(file))
+        difference, sizes = _compare(program, run)
         file.replace(path)
     return Saved(path, program.names, difference, sizes, exporter)
 
@@ -189,12 +194,19 @@ def _compare(program: Program, run: Run) -> tuple[float, list[int]]:
         if [one.shape for one in found] != [one.shape for one in expected]:
             raise ConfigError(f"the exported model returns other shapes for {size} samples")
         for one, other in zip(found, expected, strict=True):
-            one, other = one.double().cpu(), other.double().cpu()
-            difference = float((one - other).abs().max()) if other.numel() else 0.0
-            if not difference <= TOLERANCE * max(1.0, float(other.abs().max())):
+            difference, scale = _difference(one.double().cpu(), other.double().cpu())
+            if not difference <= TOLERANCE * max(1.0, scale):
                 raise ConfigError(f"the exported model differs by {difference:.3g} from the model for {size} samples")
             largest = max(largest, difference)
     return largest, sizes
+
+
+def _difference(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Return the largest difference, and the largest finite value; equal infinities, as of masks, do not differ."""
+    if not expected.numel():
+        return 0.0, 0.0
+    difference = (found - expected).abs().masked_fill(found == expected, 0.0)
+    return float(difference.max()), float(expected.abs().masked_fill(expected.isinf(), 0.0).max())
 
 
 def _named(output: Any) -> list[tuple[str, Tensor]]:
@@ -217,19 +229,25 @@ def _reason(error: Exception) -> str:
     """Return what an exporter says, in one line: the first cause."""
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    text = " ".join(str(error).split()) or type(error).__name__
-    return shorten(f"{type(error).__name__}: {text}", 300)
+    return _line(f"{type(error).__name__}: {error}")
+
+
+def _line(text: str) -> str:
+    return shorten(" ".join(text.split()), 300)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence exporters, which report their progress and their deprecations."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Silence exporters, which report their progress, their deprecations and the graphs they fail at."""
+    text = io.StringIO()
+    loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with warnings.catch_warnings(), contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
