@@ -96,6 +96,26 @@ def test_the_values_of_labels_decide(labels, expected):
     assert result["loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+class ClassWeights(nn.Module):
+    """Its loss is a mean over weights of classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, labels=None):
+        logits = self.layer(x)
+        return {"logits": logits, "loss": F.cross_entropy(logits, labels, torch.tensor([1.0, 9.0, 1.0]))}
+
+
+@pytest.mark.parametrize("loss", [None, "model"])
+def test_a_loss_that_is_no_mean_over_labels_is_not_called_one(capsys, loss):
+    torch.manual_seed(0)
+    data = [{"x": torch.randn(6, 4), "labels": torch.tensor([0, 0, 0, 0, 1, 0])}]
+    Trainer(ClassWeights(), data, loss=loss, config=QUIET).train()
+    assert "not a mean over labels" in capsys.readouterr().out
+
+
 def batches(first, rest):
     return [(torch.randn(6, 4), first), (torch.randn(6, 4), rest)]
 

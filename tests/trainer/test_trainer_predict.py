@@ -226,3 +226,8 @@ def test_tasks_by_name_with_and_without_labels():
     labelled = DataLoader({"x": X, "label_one": Y % 2, "label_two": Y}, batch_size=5)
     again = Trainer(model, task=task, progress=False, device="cpu").predict(labelled)
     assert all(torch.equal(found[name], again[name]) for name in heads)
+
+
+def test_an_unknown_precision_is_reported():
+    with pytest.raises(ConfigError, match="fp8"):
+        etude.predict(nn.Linear(4, 3), torch.zeros(2, 4), precision="fp8")

@@ -101,7 +101,10 @@ def rebuild_model(record: Any, *, import_class: bool = False) -> nn.Module:
         raise ConfigError("there is no record of the model's class")
     name = record[CLASS]
     if not isinstance(record.get(ARGUMENTS), Mapping):
-        raise ConfigError(f"the arguments of {name} are not recorded")
+        raise ConfigError(
+            f"the arguments of {name} are not recorded: keep each under its own name (self.width = width) "
+            "in __init__ before the next training"
+        )
     kind = _located(name, import_class)
     if not issubclass(kind, nn.Module):
         raise ConfigError(f"{name} is not a torch.nn.Module")

@@ -24,6 +24,8 @@ OPSET = 18
 """Version of ONNX's operators for the older exporter."""
 TOLERANCE = 1e-3
 """Largest difference from the model's outputs, relative to the largest of them."""
+TRACER_WARNING: type[Warning] = torch.jit.TracerWarning  # type: ignore[attr-defined]
+"""What the older exporter warns with where it takes a value of the example for a constant."""
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -119,9 +121,9 @@ def save_onnx(model: nn.Module, batch: Batch, path: str | Path) -> Saved:
         axes = {name: {0: "batch"} for name in (*program.names, *outputs)}
         options = {"dynamo": False, "dynamic_axes": axes, "opset_version": OPSET}
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", torch.jit.TracerWarning)
+            warnings.simplefilter("always", TRACER_WARNING)
             torch.onnx.export(program, program.example(), str(file), **options, **names)
-        doubts = [one for one in caught if one.category is torch.jit.TracerWarning]
+        doubts = [one for one in caught if one.category is TRACER_WARNING]
         warning = f"; it may be wrong for other inputs: {_line(str(doubts[0].message))}" if doubts else ""
         return f"the older exporter, because dynamo failed ({reason}){warning}"
 

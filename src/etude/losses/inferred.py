@@ -140,7 +140,7 @@ class InferredLoss(LossStrategy):
             values = ", ".join(f"{WORDS[_name_of(one)]} would be {float(value):.4f}" for one, value in ours[:1])
             self.chosen = chosen = ModelLoss()
             chosen.find_out(call, model, batch)
-            mean = "" if chosen.mean is None else f"a mean over {chosen.mean.text}, "
+            mean = "" if chosen.mean is None else f"{chosen.mean.text}, "
             self._why = (
                 f"{mean}{float(own):.4f} on the first batch; {values or 'no other fits its output and labels'}"
             )

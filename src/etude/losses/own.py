@@ -26,6 +26,8 @@ MAX_ATTEMPTS = 5
 """After so many batches that show nothing, a loss counts as a mean over labels, or over samples without classes."""
 CLOSE = 1e-3
 """Relative difference up to which a loss is taken for the sum over two samples."""
+INEXACT = 2e-2
+"""Relative difference from which a loss is no mean over labels or samples; half precision stays below."""
 
 
 class Mean(NamedTuple):
@@ -38,6 +40,8 @@ class Mean(NamedTuple):
     """A label that does not count, beside negative ones."""
     masked: bool = False
     """Whether labels do not count where the attention mask is 0."""
+    exact: bool = True
+    """False if the first batch has shown that the loss is no such mean, as with class weights or contrasts."""
 
     def total(self, batch: Batch) -> Tensor | float:
         """Return the number of labels or samples in a batch."""
@@ -61,7 +65,8 @@ class Mean(NamedTuple):
     def text(self) -> str:
         """In words."""
         without = f", without {self.ignore_index}" if self.ignore_index >= 0 else ""
-        return f"labels{without}" if self.over_labels else "samples"
+        over = f"labels{without}" if self.over_labels else "samples"
+        return f"a mean over {over}" if self.exact else f"not a mean over labels or samples, weighted by {over}"
 
 
 SAMPLES = Mean(over_labels=False)
@@ -94,7 +99,7 @@ class ModelLoss(LossStrategy):
         self.mean = find_mean(call, model, batch)
         if self.mean is None and self._attempts == MAX_ATTEMPTS:
             self.mean = self._mean(batch)
-        self._said = "" if self.mean is None else f"the loss is the model's own, a mean over {self.mean.text}"
+        self._said = "" if self.mean is None else f"the loss is the model's own, {self.mean.text}"
 
     def outputs(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
         """Run the model with its labels."""
@@ -137,13 +142,13 @@ class ModelLoss(LossStrategy):
 
     def decisions(self) -> dict[str, Any]:
         """Return what the loss is a mean over, if a batch has shown it."""
-        return {} if self.mean is None else {"mean": list(self.mean)}
+        return {} if self.mean is None else {"mean": list(self.mean[:4])}
 
     def decide(self, decisions: Mapping[str, Any]) -> None:
         """Restore what the loss is a mean over."""
         saved, self._said = decisions.get("mean"), ""
         if saved is not None and [type(one) for one in saved] != [bool, bool, int, bool]:
-            raise CheckpointError(f"mean: found {saved!r:.60}, expected {list(Mean._fields)}")
+            raise CheckpointError(f"mean: found {saved!r:.60}, expected {list(Mean._fields[:4])}")
         self.mean = None if saved is None else Mean(*saved)
 
     def _mean(self, batch: Batch) -> Mean:
@@ -225,7 +230,7 @@ def find_mean(call: ModelCall, model: nn.Module, batch: Batch) -> Mean | None:
     try:
         candidates = _candidates(call, model, batch, size)
         counts = (one.rows(batch) for one in candidates)
-        pair = _pair(max(counts, key=lambda rows: float(rows.max() - rows.min())))
+        pair = _pair(max(counts, key=lambda rows: float(rows.max() - rows.min())), targets_of(batch)[0])
         if pair is None:
             return None
         alone, both = [loss_of([row]) for row in pair], loss_of(pair)
@@ -239,7 +244,8 @@ def find_mean(call: ModelCall, model: nn.Module, batch: Batch) -> Mean | None:
             f"the loss of {type(model).__name__} is a sum over samples; a loss must be a mean, which is divided by its "
             f"count over all micro-batches and processes: set its reduction to 'mean'{_setting(model)}"
         )
-    return candidates[next(place for place, error in enumerate(errors) if error <= min(errors) + 1e-6 * scale)]
+    found = candidates[next(place for place, error in enumerate(errors) if error <= min(errors) + 1e-6 * scale)]
+    return found._replace(exact=min(errors) <= INEXACT * scale)
 
 
 def _candidates(call: ModelCall, model: nn.Module, batch: Batch, size: int) -> list[Mean]:
@@ -272,12 +278,14 @@ def _shifts(call: ModelCall, model: nn.Module, batch: Mapping[str, Any], labels:
     return (with_first == without,)
 
 
-def _pair(counts: Tensor) -> tuple[int, int] | None:
-    """Return two samples whose counts differ most, of those with labels."""
+def _pair(counts: Tensor, labels: Any) -> tuple[int, int] | None:
+    """Return two samples whose counts differ most, of those with labels; of equal ones, those with other classes."""
     rows = counts.nonzero().flatten().tolist()
     if len(rows) < 2:
         return None
-    ranked = sorted(rows, key=lambda row: counts[row].item())
+    is_class = isinstance(labels, Tensor) and labels.shape == counts.shape
+    classes = labels.tolist() if is_class else [0] * len(counts)
+    ranked = sorted(rows, key=lambda row: (counts[row].item(), classes[row]))
     return ranked[0], ranked[-1]
 
 

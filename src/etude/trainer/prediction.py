@@ -8,8 +8,7 @@ from torch import nn
 from etude.core import Task
 from etude.core.arguments import as_whole
 from etude.engine.precision import PrecisionName
-from etude.trainer.arguments import check_model
-from etude.trainer.config import TrainerConfig
+from etude.trainer.arguments import as_config, check_model
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
 
@@ -36,7 +35,7 @@ def predict(
     first = next(check_model(model).parameters(), None)
     where = str(device if device is not None else "cpu" if first is None else first.device)
     size = as_whole("batch_size", batch_size, least=1)
-    config = TrainerConfig(batch_size=size, device=where, precision=precision)
+    config = as_config({"batch_size": size, "precision": precision}, device=where, use_amp=None, compile_model=None)
     machine = Machine.from_config(config)
     model.to(machine.device)
     loaders = Loaders(config=config, machine=machine, model=model)
