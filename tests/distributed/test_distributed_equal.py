@@ -18,8 +18,11 @@ HEAD = {"loss": {"name": "language_modeling", "fused_head": "head"}}
 TERMS = {"loss": {"name": "toy_terms"}}
 
 
-PEER = {"name": "torchmetrics", "metric": "F1Score", "arguments": {"task": "multiclass", "num_classes": 3}}
-METRICS = ["f1", "confusion_matrix", "auroc", "perplexity", {"name": "recall", "average": "none"}, PEER]
+PEER, LISTS = (
+    {"name": "torchmetrics", "metric": f"classification.Multiclass{metric}", "arguments": {"num_classes": 3}}
+    for metric in ("F1Score", "CalibrationError")  # whose states are sums, and lists
+)
+METRICS = ["f1", "confusion_matrix", "auroc", "perplexity", {"name": "recall", "average": "none"}, PEER, LISTS]
 
 
 def modal(kind, **loss):
@@ -68,6 +71,15 @@ CASES = {
     ),
     # a last batch of 1 leaves ranks without samples; counts are summed, scores are gathered
     "metrics": ((2, 3), {"train_metrics": True}, points(49) | {"metrics": METRICS}),
+    "metrics of a process without validation samples": (
+        (2,),
+        {},
+        points(49)
+        | {
+            "data": {"name": "toy_classes", "samples": 49, "validation": 1, "double": True},
+            "metrics": [PEER, LISTS, "f1"],
+        },
+    ),
     # torch warns if no parameter is unused any more
     "frozen at first, averaged": (
         (2, 3),

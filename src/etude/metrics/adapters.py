@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from etude.config.registry import register
@@ -104,11 +105,12 @@ class TorchMetric(Measure):
         if world.size > 1:
             self.metric.to(device)
             called = world.host_max([int(self.metric.update_called)])[0]
-            self.metric.sync()
-            self.metric._is_synced, self.metric._cache = (
-                False,
-                None,
-            )  # the state of all ranks is the state from now on
+            self.metric.sync(dist_sync_fn=lambda tensor, group: _gathered(world, tensor))  # noqa: ARG005
+            # The state of all ranks is the state from now on.
+            self.metric._is_synced, self.metric._cache = False, None
+            for key, first in self.metric._defaults.items():  # lists were joined to tensors; `reset` needs lists
+                if isinstance(first, list) and isinstance(joined := getattr(self.metric, key), Tensor):
+                    setattr(self.metric, key, [joined])
             self.metric._update_count = max(self.metric._update_count, called)
 
     def merge(self, other: Self) -> None:
@@ -135,6 +137,17 @@ class TorchMetric(Measure):
             )
             setattr(self.metric, key, moved)
         self.metric._update_count = state["updates"]
+
+
+def _gathered(world: World, tensor: Tensor) -> list[Tensor]:
+    """Return the tensors of all ranks, without the empty ones of ranks that had no samples.
+
+    The function of torchmetrics needs the same dtype and number of dimensions on every rank, which those lack.
+    """
+    own = save({"": tensor.detach().cpu().contiguous()})
+    found = world.gather_bytes(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+    tensors = [load(one.numpy().tobytes())[""].to(tensor.device) for one in found]
+    return [one for one in tensors if one.numel()] or tensors
 
 
 def _plain(state: Any) -> Any:
