@@ -361,3 +361,14 @@ def test_soft_labels_of_a_classifier_get_cross_entropy_and_leave_its_config_alon
     torch.testing.assert_close(found, expected)
     assert "sum to 1" in task.announcement()
     assert model.config.problem_type is None
+
+
+@pytest.mark.parametrize("make", [gpt2, masked_lm])
+def test_batches_of_one_sample_are_weighted_by_their_labels(make):
+    model, batch = make()
+    model.eval()
+    task = SupervisedTask(ModelLoss())
+    rows = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(B)]
+    terms = [task(model, row, metrics=False)["loss"] for row in rows]
+    found = sum(term.sum for term in terms) / sum(term.count for term in terms)
+    torch.testing.assert_close(found, model(**batch).loss)

@@ -84,6 +84,8 @@ class ModelLoss(LossStrategy):
     def __init__(self) -> None:
         self.mean: Mean | None = None
         """What the loss is a mean over; None until a batch has shown it."""
+        self._likely: Mean | None = None
+        """What the last batch suggests that did not show it."""
         self._said = ""
         self._attempts = 0
 
@@ -97,6 +99,8 @@ class ModelLoss(LossStrategy):
         """Find out from a batch what the loss is a mean over. Synchronises with the device."""
         self._attempts += 1
         self.mean = find_mean(call, model, batch)
+        if self.mean is None:
+            self._likely = likeliest_mean(call, model, batch)
         if self.mean is None and self._attempts == MAX_ATTEMPTS:
             self.mean = self._mean(batch)
         self._said = "" if self.mean is None else f"the loss is the model's own, {self.mean.text}"
@@ -152,9 +156,7 @@ class ModelLoss(LossStrategy):
         self.mean = None if saved is None else Mean(*saved)
 
     def _mean(self, batch: Batch) -> Mean:
-        if self.mean is not None:
-            return self.mean
-        return Mean(over_labels=_has_classes(batch))
+        return self.mean or self._likely or Mean(over_labels=_has_classes(batch))
 
 
 def own_loss(output: Any) -> Tensor | None:
@@ -246,6 +248,14 @@ def find_mean(call: ModelCall, model: nn.Module, batch: Batch) -> Mean | None:
         )
     found = candidates[next(place for place, error in enumerate(errors) if error <= min(errors) + 1e-6 * scale)]
     return found._replace(exact=min(errors) <= INEXACT * scale)
+
+
+def likeliest_mean(call: ModelCall, model: nn.Module, batch: Batch) -> Mean | None:
+    """Return the mean to expect, of which even a single sample shows whether labels are shifted."""
+    try:
+        return _candidates(call, unwrap(model), batch, num_samples(batch))[0]
+    except Exception:  # the model's own code
+        return None
 
 
 def _candidates(call: ModelCall, model: nn.Module, batch: Batch, size: int) -> list[Mean]:
