@@ -2,14 +2,20 @@
 
 import json
 
+import pytest
 import yaml
 
 from etude.experiment import train_experiment
+from etude.experiment.run import evaluate_run
 
 
-def test_classes_have_the_names_of_the_data(tmp_path):
+@pytest.mark.parametrize(
+    ("kinds", "named"),
+    [(["lily", "rose", "tulip"], ["lily", "rose", "tulip"]), (["lily", "rose"], ["rose"])],  # binary: the positive
+)
+def test_classes_have_the_names_of_the_data(kinds, named, tmp_path):
     table = tmp_path / "flowers.csv"
-    rows = [f"{place % 3 + place / 100},{place % 7},{['lily', 'rose', 'tulip'][place % 3]}" for place in range(60)]
+    rows = [f"{place % 3 + place / 100},{place % 7},{kinds[place % len(kinds)]}" for place in range(60)]
     table.write_text("\n".join(["length,width,kind", *rows]) + "\n")
     config = {
         "model": {"name": "mlp", "hidden": [8]},
@@ -20,6 +26,8 @@ def test_classes_have_the_names_of_the_data(tmp_path):
     path = tmp_path / "flowers.yaml"
     path.write_text(yaml.safe_dump(config))
     outcome = train_experiment(path, run_dir=tmp_path / "run", progress=False)
-    assert {"val_f1_lily", "val_f1_rose", "val_f1_tulip"} <= outcome.metrics.keys()
+    assert [name for name in outcome.metrics if name.startswith("val_f1_")] == [f"val_f1_{one}" for one in named]
+    _, metrics = evaluate_run(tmp_path / "run", split="validation")
+    assert [name for name in metrics if name.startswith("f1_")] == [f"f1_{one}" for one in named]
     matrix = json.loads((tmp_path / "run/metrics/confusion_matrix.json").read_text())
-    assert matrix["classes"] == ["lily", "rose", "tulip"]
+    assert matrix["classes"] == kinds

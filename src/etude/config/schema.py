@@ -150,7 +150,9 @@ def build_selection(
     }
     place = f"{(document or Document({})).place(path)}: {selection.component.kind} '{selection.component.name}'"
     for name, (_, default) in parameters_of(factory)[0].items():
-        if name in supplied and name not in arguments:
+        # The config of a run folder holds every default: a null that is the default counts as not given.
+        is_given = name in arguments and (arguments[name] is not None or default is not None)
+        if name in supplied and not is_given:
             arguments[name] = supplied[name]
         elif name not in arguments and default is PydanticUndefined:
             raise ConfigError(f"{place} needs {name}, which is not known here; add it")

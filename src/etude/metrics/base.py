@@ -199,8 +199,13 @@ def gathered_rows(world: World, rows: Tensor | None) -> list[Tensor]:
 
 
 def named_scores(name: str, scores: Sequence[float], class_names: Sequence[str] | None) -> dict[str, float]:
-    """Return one result per class: `f1_class0`, or `f1_cat` if the classes have names."""
+    """Return one result per class: `f1_class0`, or `f1_cat` if the classes have names.
+
+    >>> named_scores("f1", [0.5], ["no", "yes"])
+    {'f1_yes': 0.5}
+    """
     names = class_names or [f"class{place}" for place in range(len(scores))]
+    names = names[1:] if len(scores) == 1 and len(names) == 2 else names  # the score of a binary label: the positive
     name = name.removesuffix(PER_CLASS)
     if len(names) != len(scores):
         raise ConfigError(f"{name}: there are {len(names)} class_names, but {len(scores)} classes; name all of them")
