@@ -97,3 +97,10 @@ def test_refusals_are_one_line(run, etude):
         assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome
         assert named in outcome.err
     assert not (run / "export").exists()
+
+
+@pytest.mark.parametrize("to", ["state_dict", "hub"])
+def test_overrides_that_would_be_ignored_are_refused(etude, tmp_path, to):
+    outcome = etude("export", str(tmp_path), "model.hidden=[4]", "--to", to)
+    assert outcome.code == 2
+    assert "model.hidden" in outcome.err

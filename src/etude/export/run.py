@@ -49,12 +49,15 @@ def export_run(
         torch.export in model.pt2; `onnx`, model.onnx. Programs take batches of any size, and are compared with the
         model on a batch of the run's data.
     which: `best` (the last if no checkpoint is the best), `last`, or a step number.
+    overrides: of the config, such as the path of the data that a program is compared on; for programs only.
     import_class: for a run made in Python, import the module of its recorded class.
 
     Raises ConfigError with the reason if the model cannot be exported in this form.
     """
     if to not in FORMATS:
         raise ConfigError(f"there is no format {to!r} (there are: {', '.join(FORMATS)})")
+    if overrides and to in ("state_dict", "hub"):
+        raise ConfigError(f"{' '.join(overrides)}: overrides have no effect on --to {to}; remove them")
     folder = RunFolder.open(run_dir)
     checkpoint = read_weights(folder, which)
     place = Path(out) if out is not None else folder.path / "export" / to
