@@ -83,6 +83,7 @@ def test_groups_are_those_of_torch_for_any_optimizer():
         ({"groups": [{"lr": 1.0}]}, ["groups.0", "params"]),
         ({"groups": [{"params": "head", "wieght_decay": 0.0}]}, ["groups.0.wieght_decay", "weight_decay"]),
         ({"groups": [{"params": "head", "lr": -1.0}]}, ["groups.0.lr", "-1.0"]),
+        ({"groups": [{"params": "head", "lr": "high"}]}, ["groups.0.lr", "high"]),
         ({"groups": [{"params": "head", "betas": (0.9, 1.5)}]}, ["groups.0.betas", "1.5"]),
         ({"layer_decay": 1.5}, ["layer_decay", "1.5"]),
     ],

@@ -95,7 +95,7 @@ def _check(what: str, value: Any, hint: Any) -> None:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         bounds = [] if isinstance(value, (tuple, list)) else list(_bounds(args[1:]))
-        if not all(holds(value, limit) for holds, limit, _ in bounds):
+        if bounds and (isinstance(value, str) or not all(holds(value, limit) for holds, limit, _ in bounds)):
             allowed = " and ".join(f"{words} {limit}" for _, limit, words in bounds)
             raise ConfigError(f"{what} is {value}; it must be {allowed}")
         if bounds and isinstance(value, float) and not math.isfinite(value):
