@@ -20,7 +20,7 @@ _LABELS = {"accuracy": "acc", "perplexity": "ppl"}
 _NOT_METRICS = frozenset(
     "step epoch samples tokens lr skipped data_wait mfu grad_norm grad_conflicts phase".split()  # noqa: SIM905
 )
-_NO_GROUPS = frozenset({"", "grad_norm", "grad_cosine"})
+_NO_GROUPS = frozenset({"", "grad_norm", "grad_cosine", "lr"})
 """Prefixes before a `/` that are not groups: norms of layers, and cosines of pairs."""
 _LEAST_WAIT = 0.01
 """Share of the time waiting for data that is worth showing."""
@@ -250,8 +250,8 @@ def _step(view: View) -> str:
 def split_name(name: str) -> tuple[str, str]:
     """Return the group of a metric ("" if none) and its name within the group.
 
-    >>> split_name("val_quality/f1"), split_name("val_loss"), split_name("grad_norm/layers.0")
-    (('quality', 'val_f1'), ('', 'val_loss'), ('', 'grad_norm/layers.0'))
+    >>> split_name("val_quality/f1"), split_name("val_loss"), split_name("lr/backbone")
+    (('quality', 'val_f1'), ('', 'val_loss'), ('', 'lr/backbone'))
     """
     bare = name.removeprefix("val_")
     group, slash, own = bare.partition("/")

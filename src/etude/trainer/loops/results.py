@@ -9,6 +9,10 @@ from etude.losses import SupervisedTask
 from etude.losses.functional import perplexity
 
 
+_NO_TASKS = ("lr", "grad_norm", "grad_cosine")
+"""Metrics with one number per group of parameters, layer or pair: `lr/backbone`."""
+
+
 @dataclass(frozen=True, slots=True)
 class EpochResult:
     """Metrics of one epoch; `to_dict` and `from_dict` convert it to and from JSON data.
@@ -46,13 +50,13 @@ class EpochResult:
     def tasks(self) -> dict[str, dict[str, float]]:
         """The metrics of each task, by its name; empty if there is only one task.
 
-        >>> EpochResult(0, 0.5, 1.0, 8, parts={"code/loss": 0.5, "loss_ce": 0.4}).tasks
+        >>> EpochResult(0, 0.5, 1.0, 8, parts={"code/loss": 0.5, "loss_ce": 0.4, "lr/backbone": 1e-4}).tasks
         {'code': {'loss': 0.5}}
         """
         found: dict[str, dict[str, float]] = {}
         for name, value in self.parts.items():
             task, slash, number = name.partition("/")
-            if slash and not task.startswith("val_"):
+            if slash and not task.startswith("val_") and task not in _NO_TASKS:
                 found.setdefault(task, {})[number] = value
         return found
 
