@@ -8,7 +8,6 @@ from etude.core import Task
 from etude.losses import SupervisedTask
 from etude.losses.functional import perplexity
 
-
 _NO_TASKS = ("lr", "grad_norm", "grad_cosine")
 """Metrics with one number per group of parameters, layer or pair: `lr/backbone`."""
 
