@@ -374,3 +374,16 @@ def test_a_checkpoint_of_an_earlier_version_loads(run: Run, tmp_path: Path) -> N
 
     rewrite(folder, with_flops)
     trainer.load_checkpoint(folder)
+
+
+def test_a_callback_that_refuses_its_state_leaves_the_rate_as_it_was(run: Run, tmp_path: Path) -> None:
+    other = make(None, precision="fp16", max_steps=2)
+    other.train()
+
+    def change(folder: Path) -> None:
+        tree = json.loads((folder / "state.json").read_text())
+        # LRSchedule, which sets a rate, is restored before it
+        tree["state"]["dict"]["callbacks"]["dict"]["BestMetric.0"]["dict"]["best"] = ""
+        (folder / "state.json").write_text(json.dumps(tree))
+
+    assert_all_or_nothing((other, run[1]), change, tmp_path, part="BestMetric")

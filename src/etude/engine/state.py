@@ -2,8 +2,8 @@
 
 import json
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -168,15 +168,16 @@ class TrainState:
             self.task.decide(state.get("loss", {}))
             if self.compiled is not None:
                 self.compiled.decide(state.get("compile", {}))
-        for key, callback in self.callbacks.by_key().items():
-            if saved := state["callbacks"].get(key):
-                with errors_of(checkpoint.path, f"callbacks.{key}"):
-                    callback.load_state_dict(saved)
-        with errors_of(checkpoint.path, "metrics"):
-            saved = state.get("metrics", [])[self.world.rank :: self.world.size]
-            self.task.measures.load_state_dict(*map(_decode, saved))
-        with errors_of(checkpoint.path, "data"):
-            self._load_data(state.get("data", []))
+        with _rates_kept(self.optimizer):
+            for key, callback in self.callbacks.by_key().items():
+                if saved := state["callbacks"].get(key):
+                    with errors_of(checkpoint.path, f"callbacks.{key}"):
+                        callback.load_state_dict(saved)
+            with errors_of(checkpoint.path, "metrics"):
+                saved = state.get("metrics", [])[self.world.rank :: self.world.size]
+                self.task.measures.load_state_dict(*map(_decode, saved))
+            with errors_of(checkpoint.path, "data"):
+                self._load_data(state.get("data", []))
         with errors_of(checkpoint.path, "model"):
             load_model_state(self.model, checkpoint.model_state)
         with errors_of(checkpoint.path, "optimizer"):
@@ -220,6 +221,22 @@ def callbacks_in(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         check_kind(STATE, checkpoint.state, "state")
     saved: dict[str, dict[str, Any]] = checkpoint.state["callbacks"]
     return saved
+
+
+@contextmanager
+def _rates_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Undo what a callback that was restored did to the learning rates if another one refuses its state."""
+    groups = optimizer.param_groups
+    rates = [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
+    try:
+        yield
+    except BaseException:
+        for group, rate in zip(groups, rates, strict=True):
+            if isinstance(rate, Tensor):
+                group["lr"].copy_(rate)
+            else:
+                group["lr"] = rate
+        raise
 
 
 @cache
