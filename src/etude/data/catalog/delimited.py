@@ -383,7 +383,7 @@ def _decoded(
 ) -> Iterator[bytes]:
     begun = False
     while True:
-        raw = file.read(BLOCK_BYTES)
+        raw = file.read(BLOCK_BYTES - file.tell() % BLOCK_BYTES)  # the same blocks wherever reading begins
         # Most files are plain ASCII without carriage returns: nothing to convert.
         is_plain = is_utf8 and begun and raw.isascii() and b"\r" not in raw
         waiting = decoder.getstate()[0] or newlines.getstate()[1] & 1  # an incomplete character or line end
