@@ -22,7 +22,7 @@ from benchmarks.table import (
     read_options,
     take_device,
 )
-from etude.engine.callback import CallbackList
+from etude.engine.callback_list import CallbackList
 from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater

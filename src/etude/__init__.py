@@ -41,7 +41,8 @@ if TYPE_CHECKING:
         read_dataset as read_dataset,
     )
     from etude.engine.alternating import AlternatingTask as AlternatingTask
-    from etude.engine.callback import Callback, CallbackList as CallbackList
+    from etude.engine.callback import Callback
+    from etude.engine.callback_list import CallbackList as CallbackList
     from etude.engine.step import GradientAccumulator as GradientAccumulator
     from etude.experiment import (
         create_model_config as create_model_config,

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from etude.core import Clock, StepReport
-from etude.engine.callback import Callback, CallbackList, Gradients, RunInfo
+from etude.engine.callback import Callback, Gradients, RunInfo
+from etude.engine.callback_list import CallbackList
 from etude.engine.precision import MixedPrecision
 from etude.multitask.gradients import TaskGradients, TaskGradientWatcher
 

@@ -18,9 +18,10 @@ from etude import (
     Trainer,
 )
 from etude.callbacks.gradient_health import Judge
-from etude.cli.main import _errors_in_words
+from etude.cli.process import errors_in_words
 from etude.core import Clock, TrainingError
-from etude.engine.callback import CallbackList, Gradients, RunInfo
+from etude.engine.callback import Gradients, RunInfo
+from etude.engine.callback_list import CallbackList
 from etude.engine.precision import MixedPrecision
 
 # --- findings
@@ -314,7 +315,7 @@ def test_error_about_updates_that_are_not_finite_names_the_layer(monkeypatch, cp
         run.train()
     (note,) = raised.value.__notes__
     assert note.startswith("layer second: the gradient is NaN")
-    with pytest.raises(SystemExit), _errors_in_words():
+    with pytest.raises(SystemExit), errors_in_words():
         raise raised.value
     first, second = capsys.readouterr().err.splitlines()
     assert "not finite in the last 6 steps" in first

@@ -8,7 +8,8 @@ from hypothesis import given, strategies as st
 
 from etude import Callback
 from etude.core import ConfigError
-from etude.engine.callback import HOOKS, CallbackList
+from etude.engine.callback import HOOKS
+from etude.engine.callback_list import CallbackList
 
 NO_ARGUMENTS = ("on_save_begin", "on_save_end")
 TWO_ARGUMENTS = {"on_validation_end", "on_epoch_end", "on_phase_begin", "on_notice"}

@@ -11,7 +11,8 @@ from torch import nn
 from etude import Callback, DataLoader, GradientAccumulator, Trainer
 from etude.checkpoint.store import read_meta
 from etude.core import ConfigError, DataError, TrainingError
-from etude.engine.callback import HOOKS, CallbackList
+from etude.engine.callback import HOOKS
+from etude.engine.callback_list import CallbackList
 
 SAMPLES, BATCH = 20, 8  # three steps per epoch
 

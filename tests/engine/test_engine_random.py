@@ -10,7 +10,8 @@ from torch import nn
 from etude import Trainer
 from etude.core.buffers import probing
 from etude.core.random import RunRandom, aside, rng_state, set_seed
-from etude.engine.callback import HOOKS, Callback, CallbackList
+from etude.engine.callback import HOOKS, Callback
+from etude.engine.callback_list import CallbackList
 
 STEP_HOOKS = {"on_step_begin", "on_gradients", "on_step_end"}
 OTHER_HOOKS = sorted(set(HOOKS) - STEP_HOOKS)

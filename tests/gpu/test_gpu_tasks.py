@@ -9,7 +9,7 @@ from torch import nn
 from etude import Callback, Trainer
 from etude.config.registry import lookup
 from etude.core.batch import JointBatch
-from etude.engine.callback import CallbackList
+from etude.engine.callback_list import CallbackList
 from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
 from etude.engine.update import Updater

@@ -10,7 +10,8 @@ from etude import Callback, EarlyStopping, Trainer
 from etude.callbacks import LRSchedule, ModelCheckpoint
 from etude.checkpoint.store import read_meta
 from etude.core import Clock, TrainingError
-from etude.engine.callback import CallbackList, RunInfo, RunParts
+from etude.engine.callback import RunInfo, RunParts
+from etude.engine.callback_list import CallbackList
 from etude.multitask import CurriculumCallback
 from etude.multitask.curriculum import Phase, Ramp, Start
 from run_files import records

@@ -7,7 +7,8 @@ import torch
 from curriculum_runs import ACCUMULATION, STEPS, Diary, Model, loader, phases, run, tasks, trainer
 
 from etude import Trainer
-from etude.engine.callback import CallbackList, RunParts
+from etude.engine.callback import RunParts
+from etude.engine.callback_list import CallbackList
 from etude.multitask import CurriculumCallback
 from etude.multitask.curriculum import Curriculum, Phase, Ramp, Start
 from etude.optim import AdamW

@@ -34,7 +34,7 @@ from etude.core import ConfigError, TrainingError
 from etude.core.batch import JointBatch
 from etude.core.buffers import BufferGuard
 from etude.distributed import World
-from etude.engine.callback import CallbackList
+from etude.engine.callback_list import CallbackList
 from etude.engine.objective import ObjectiveParts
 from etude.engine.precision import MixedPrecision
 from etude.multitask.gradients import TaskGradientWatcher

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from etude.callbacks.progress import ProgressDisplay
     from etude.callbacks.recorder import RunRecorder
     from etude.callbacks.text_samples import TextSamples
-    from etude.engine.callback import Callback, CallbackList, RunInfo
+    from etude.engine.callback import Callback, RunInfo
+    from etude.engine.callback_list import CallbackList
 
 __all__ = [
     "EMA",

@@ -23,7 +23,7 @@ class EarlyStopping(Callback):
     Epochs without validation are not counted if a validation metric is monitored. NaN is not an improvement. A new
     phase of the run restarts the count.
 
-    >>> from etude.engine.callback import CallbackList
+    >>> from etude.engine.callback_list import CallbackList
     >>> callbacks = CallbackList([EarlyStopping(monitor="loss", patience=2)])
     >>> for epoch, loss in enumerate([0.5, 0.4, 0.4, 0.41]):
     ...     callbacks.on_epoch_end(epoch, {"loss": loss})

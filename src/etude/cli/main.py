@@ -1,16 +1,9 @@
 """The `etude` command: parses arguments, calls the library, prints the results. Imports torch only when needed."""
 
-import contextlib
-import errno
 import gc
 import importlib
-import io
 import logging
-import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,10 +11,9 @@ import typer
 from typer.core import TyperGroup
 
 from etude.cli.data import data_app, tokenize
+from etude.cli.process import WarningLines, errors_in_words, is_main, signals_stop, watched_output
 from etude.lazy import import_room
 
-_MAX_LINE = 2000
-"""Maximum length of an error message."""
 ROOM_COMMANDS = {"compare": "etude.multitask.compare.command"}
 """Command → module of an optional package with a function of that name, which calls `context.obj()` for a runner."""
 
@@ -52,7 +44,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the requested command."""
-        with _errors_in_words():
+        with errors_in_words():
             return super().invoke(ctx)
 
 
@@ -132,7 +124,7 @@ def evaluate(
     path, metrics = _load("evaluate_run")(
         run_dir, split=split, which=checkpoint, data=data, overrides=overrides or []
     )
-    if _is_main():
+    if is_main():
         print(f"{path} on the {split} split:" if data is None else f"{path} on {data}:")
         _print_metrics(metrics)
 
@@ -147,7 +139,7 @@ def predict(
 ) -> None:
     """Predict the samples of a file with a run: classes and probabilities, or numbers."""
     found = _load("predict_run")(run_dir, data, out=out, which=checkpoint, overrides=overrides or [])
-    if _is_main():
+    if is_main():
         what = "numbers" if found.classes is None else f"probabilities of {len(found.classes)} classes"
         print(f"{out}: {len(found.values):,} predictions, {what}")
 
@@ -281,126 +273,12 @@ def _print_metrics(metrics: dict[str, float]) -> None:
         print(f"  {name:<{width}} {shown}{percent}")
 
 
-@contextlib.contextmanager
-def _errors_in_words() -> Iterator[None]:
-    """Print errors that a user can cause, one line each, with exit code 2; other errors keep their traceback."""
-    try:
-        yield
-    except Exception as error:
-        from etude.core.errors import EtudeError
-
-        if not isinstance(error, EtudeError):
-            raise
-        for line in () if error.reported_elsewhere else (*str(error).splitlines(), *getattr(error, "__notes__", ())):
-            _complain(line)
-        raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt as stop:
-        if _is_main():
-            _complain("; ".join(["stopped at once", *getattr(stop, "__notes__", ())]))
-        raise SystemExit(130) from None
-
-
-def _is_main() -> bool:
-    """Whether this process is the one that prints."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _complain(line: str) -> None:
-    # Import nothing of the library here: it would load torch, whose import may be what was interrupted.
-    line = line if len(line) <= _MAX_LINE else f"{line[: _MAX_LINE - 1]}…"
-    with contextlib.suppress(OSError):  # the terminal is gone or the disk is full: there is nowhere to print
-        print(f"etude: {line}", file=sys.stderr, flush=True)
-
-
-class WarningLines(logging.Handler):
-    """Prints log messages of the library in the same form as errors."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print one message."""
-        _complain(record.getMessage())
-
-
-class WatchedOutput:
-    """Standard output that records whether writing failed."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        self.error: OSError | None = None
-
-    def write(self, text: str) -> Any:
-        """Write like any file."""
-        return self._try(self.stream.write, text)
-
-    def flush(self) -> None:
-        """Flush like any file."""
-        self._try(self.stream.flush)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def _try(self, action: Any, *arguments: Any) -> Any:
-        try:
-            return action(*arguments)
-        except OSError as error:
-            self.error = error
-            raise
-
-
-@contextlib.contextmanager
-def _signals_stop() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP stop like Ctrl-C, with one line and exit code 130, also during setup."""
-    process, before = os.getpid(), {}
-
-    def stop(number: int, _frame: Any) -> None:
-        if os.getpid() != process:  # in a forked child, restore the default behaviour
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        raise KeyboardInterrupt
-
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # so that a launcher can end its processes
-    for name in ("SIGTERM", "SIGHUP") if alone and threading.current_thread() is threading.main_thread() else ():
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # unless nohup ignores it
-            before[number] = signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _watched_output() -> Iterator[None]:
-    """Report in one line that standard output cannot be written; say nothing if the reader closed the pipe."""
-    if sys.stdout is None:  # closed from the start: Python prints nothing
-        yield
-        return
-    watched: Any = WatchedOutput(sys.stdout)
-    sys.stdout = watched
-    try:
-        try:
-            yield
-        finally:
-            watched.flush()
-    except OSError as error:
-        if watched.error is not error:
-            raise
-        if error.errno == errno.EPIPE:
-            raise SystemExit(1) from None
-        _complain(f"cannot write the output: {error.strerror}; redirect it elsewhere")
-        raise SystemExit(2) from None
-    finally:
-        # Python flushes its output again at exit, and would print its own error.
-        sys.stdout = watched.stream if watched.error is None else io.StringIO()
-
-
 def main() -> None:
     """Run the command line."""
     logger = logging.getLogger("etude")
     if not any(isinstance(handler, (WarningLines, logging.NullHandler)) for handler in logger.handlers):
-        logger.addHandler(WarningLines(logging.WARNING) if _is_main() else logging.NullHandler())
-    with _watched_output(), _signals_stop():
+        logger.addHandler(WarningLines(logging.WARNING) if is_main() else logging.NullHandler())
+    with watched_output(), signals_stop():
         app()
 
 

@@ -15,7 +15,7 @@ from etude.core import Batch, Task, Terms, TrainingError
 from etude.core.task import check_terms
 from etude.distributed import World
 from etude.distributed.parallel import RankTask, check_gradients, idle_output, local_gradients
-from etude.engine.callback import CallbackList
+from etude.engine.callback_list import CallbackList
 from etude.engine.precision import MixedPrecision
 
 Counts = dict[str, Tensor | float]

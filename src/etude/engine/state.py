@@ -26,7 +26,7 @@ from etude.core.model import clean_state_dict
 from etude.core.random import RunRandom, aside, check_rng_state, mix
 from etude.core.run_layout import folder_name
 from etude.distributed import World
-from etude.engine.callback import CallbackList
+from etude.engine.callback_list import CallbackList
 from etude.engine.compiled import DECISIONS, CompiledTask
 from etude.engine.precision import MixedPrecision
 from etude.engine.step_log import RunningSums, StepLog

@@ -11,7 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from etude.config import RunDraft, Selection, build_selection
 from etude.core import ConfigError
-from etude.engine.callback import CallbackList, RunParts
+from etude.engine.callback import RunParts
+from etude.engine.callback_list import CallbackList
 from etude.engine.recompute import recompute_activations
 from etude.experiment.build import data_key
 from etude.experiment.config import ExperimentConfig

@@ -15,7 +15,7 @@ from etude.core.batch import STREAM, JointBatch, is_empty
 from etude.core.task import LossTerm
 from etude.distributed import World
 from etude.distributed.parallel import idle_output, local_gradients
-from etude.engine.callback import CallbackList
+from etude.engine.callback_list import CallbackList
 from etude.engine.objective import Counts, Objective, ObjectiveParts
 from etude.multitask.gradients import LOSS, TaskGradientWatcher, TaskRows, shared_model
 

@@ -26,7 +26,8 @@ from etude.config.selection import plain
 from etude.core import CheckpointError, Clock, ConfigError, RunFolderError
 from etude.core.files import write_text
 from etude.core.run_layout import folder_name
-from etude.engine.callback import Callback, CallbackList
+from etude.engine.callback import Callback
+from etude.engine.callback_list import CallbackList
 from etude.engine.state import Saver, TrainState
 from etude.monitor import FINISHED, RunFolder
 from etude.trainer.arguments import expect

@@ -11,7 +11,8 @@ from etude.core import Clock, ConfigError, Loader, Task, TrainingError
 from etude.core.loader import StatefulLoader
 from etude.core.model_record import model_record
 from etude.distributed import World
-from etude.engine.callback import CallbackList, RunInfo, RunParts
+from etude.engine.callback import RunInfo, RunParts
+from etude.engine.callback_list import CallbackList
 from etude.engine.compiled import saves_time
 from etude.engine.loop import Loop, Plan
 from etude.engine.state import TrainState

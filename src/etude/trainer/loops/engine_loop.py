@@ -14,7 +14,8 @@ from etude.core import Clock, ConfigError, Task
 from etude.core.loader import StatefulLoader
 from etude.core.model import unwrap
 from etude.core.random import RunRandom, rng_state, set_rng_state
-from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
+from etude.engine.callback import Callback, RunInfo, RunParts
+from etude.engine.callback_list import CallbackList
 from etude.engine.loop import Loop, Plan
 from etude.engine.state import Saver, TrainState
 from etude.engine.step import GradientAccumulator, Step

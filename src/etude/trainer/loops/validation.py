@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from etude.core import Batch, Clock, ConfigError, Task
 from etude.core.model import unwrap
-from etude.engine.callback import Callback, CallbackList, RunInfo, RunParts
+from etude.engine.callback import Callback, RunInfo, RunParts
+from etude.engine.callback_list import CallbackList
 from etude.engine.meter import count_tokens
 from etude.trainer.arguments import LossLike, MetricsLike, as_callbacks, check_model, measure, plain_task
 from etude.trainer.config import TrainerConfig
