@@ -13,3 +13,10 @@ def no_waiting():
 
     yield switch
     torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def undo_determinism():
+    """After the test, torch may use any algorithm again."""
+    yield
+    torch.use_deterministic_algorithms(False)

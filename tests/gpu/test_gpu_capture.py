@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from captured_runs import assert_same, captured, data, net, trained
 from torch import nn
 
 from etude import BasicTrainingLoop, Callback, DataLoader, Trainer
@@ -16,7 +17,7 @@ from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
 from etude.multitask.weighting import DynamicWeightAverage, UncertaintyWeighting
 from etude.optim import SGD, Adam, AdamW, RMSprop
 
-pytestmark = [pytest.mark.gpu]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("undo_determinism")]
 
 OPTIMIZERS = {
     "adamw": lambda p: AdamW(p, lr=1e-2),
@@ -29,54 +30,17 @@ OPTIMIZERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def deterministic():
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(8 * 36, 10)
-    )
-
-
-def data(samples=70 * 16 + 5, bad=None):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(samples, 1, 8, 8, generator=generator)
-    y = torch.randint(10, (samples,), generator=generator)
-    if bad is not None:
-        x[bad] = float("nan")
-    return x, y
-
-
 def train(model, capture, folder=None, *, optimizer="adamw", callbacks=(), tensors=None, resume=False, **config):
-    settings = {"epochs": 2, "batch_size": 16, "deterministic": True, "capture": capture, "log_interval": 10}
-    trainer = Trainer(
+    return trained(
         model,
         tensors or data(),
-        config={**settings, **config},
+        capture=capture,
+        config={"epochs": 2, "log_interval": 10, **config},
         optimizer=OPTIMIZERS[optimizer],
         callbacks=callbacks,
         output_dir=folder,
         resume=resume,
-        progress=False,
     )
-    trainer.train()
-    return trainer
-
-
-def captured(trainer):
-    return bool(trainer.step.capture is not None and trainer.step.capture._graphs)
-
-
-def assert_same(one, other):
-    mine, theirs = one.model.state_dict(), other.model.state_dict()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    states = [list(each.optimizer.state_dict()["state"].values()) for each in (one, other)]
-    for a, b in zip(*states, strict=True):
-        assert all(torch.equal(a[key], b[key]) for key in a if isinstance(a[key], torch.Tensor))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -3,35 +3,21 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from captured_runs import assert_same, captured, data, net, trained
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from etude import AlternatingTask, Callback, LossTerm, Trainer
+from etude import AlternatingTask, Callback, LossTerm
 from etude.callbacks import EMA
 from etude.optim import SGD, AdamW, RMSprop
 
-pytestmark = [pytest.mark.gpu]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("undo_determinism")]
 
-GENERATOR = torch.Generator().manual_seed(1)
-DATA = torch.randn(640, 1, 8, 8, generator=GENERATOR), torch.randint(3, (640,), generator=GENERATOR)
-BAD = DATA[0].clone(), DATA[1]
-BAD[0][333] = float("nan")
+DATA, BAD = data(640, classes=3), data(640, bad=333, classes=3)
 GROUPS = [{"params": "0", "lr": 1e-4}]
 
 
-@pytest.fixture(autouse=True)
-def deterministic():
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3))
-
-
 class Turns(AlternatingTask):
-    turns = {"early": ["0", "1"], "late": "4"}  # noqa: RUF012
+    turns = {"early": ["0", "1"], "late": "5"}  # noqa: RUF012
     steps = {"early": 2}  # noqa: RUF012
 
     def __call__(self, model, batch, *, metrics):
@@ -47,45 +33,33 @@ CASES = {
     "ema skipped": {"config": {"ema": 0.9}, "data": BAD},
     "freeze": {"config": {"freeze": ["0", "1"], "unfreeze": {1: "1", 2: "0"}}},
     "groups": {"optimizer": lambda m: AdamW(m, groups=GROUPS, decay_only_matrices=True), "warmup": 30},
-    "fused": {"optimizer": lambda m: [SGD(m[:2].parameters(), momentum=0.9), AdamW(m[4].parameters())]},
-    "mixed": {"optimizer": lambda m: [RMSprop(m[:2].parameters()), AdamW(m[4].parameters())], "warmup": 30},
+    "fused": {"optimizer": lambda m: [SGD(m[:2].parameters(), momentum=0.9), AdamW(m[5].parameters())]},
+    "mixed": {"optimizer": lambda m: [RMSprop(m[:2].parameters()), AdamW(m[5].parameters())], "warmup": 30},
     "turns": {"task": Turns},
     "mixup": {"config": {"batch_transform": {"name": "mixup_cutmix", "num_classes": 3}}},
 }
 
 
 def train(name, capture, folder=None, *, resume=False, callbacks=(), max_steps=None):
-    case, model = CASES[name], net()
-    config = {"epochs": 4, "batch_size": 16, "deterministic": True, "capture": capture, "precision": "fp32"}
-    trainer = Trainer(
+    case, model = CASES[name], net(3)
+    config = {"epochs": 4, "precision": "fp32", "warmup_steps": case.get("warmup"), "max_steps": max_steps}
+    return trained(
         model.cuda(),
         case.get("data", DATA),
-        config={**config, "warmup_steps": case.get("warmup"), "max_steps": max_steps, **case.get("config", {})},
+        capture=capture,
+        config={**config, **case.get("config", {})},
         optimizer=case["optimizer"](model) if "optimizer" in case else None,
         task=case["task"]() if "task" in case else None,
         callbacks=callbacks,
-        progress=False,
         output_dir=folder,
         resume=resume,
     )
-    trainer.train()
-    return trainer
-
-
-def state(trainer):
-    averages = [one.state_dict()["weights"] for one in trainer.callbacks if isinstance(one, EMA)]
-    return {**trainer.model.state_dict(), **{f"ema.{k}": v for one in averages for k, v in one.items()}}
-
-
-def assert_same(one, other):
-    mine, theirs = state(one), state(other)
-    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_captured_run_has_the_bytes_of_an_uncaptured_one(name):
     mine, theirs = train(name, "on"), train(name, "off")
-    assert mine.step.capture._graphs
+    assert captured(mine)
     assert_same(mine, theirs)
 
 
