@@ -159,5 +159,10 @@ def test_as_a_callback_in_python():
 def test_a_notice_names_the_epoch_once(caplog):
     with caplog.at_level("INFO", logger="etude"):
         run(4)[0].train()
-    found = [record.message for record in caplog.records if "parameter tensors are trained" in record.message]
-    assert [message.split(":")[0] for message in found] == ["epoch 1", "epoch 2"]
+    found = [record.message.split(":")[0] for record in caplog.records if "unfreeze" in record.message]
+    assert found == ["unfreeze.1", "unfreeze.2"]
+
+
+def test_an_epoch_that_the_run_does_not_have_is_a_warning(caplog):
+    run(2)[0].train()
+    assert [record.message.split(":")[0] for record in caplog.records] == ["unfreeze.2"]

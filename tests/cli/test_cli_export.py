@@ -104,3 +104,25 @@ def test_overrides_that_would_be_ignored_are_refused(etude, tmp_path, to):
     outcome = etude("export", str(tmp_path), "model.hidden=[4]", "--to", to)
     assert outcome.code == 2
     assert "model.hidden" in outcome.err
+
+
+def test_files_that_no_export_has_written_stay(run, etude, tmp_path):
+    for name in ("README.md", "config.json"):
+        folder = tmp_path / name.lower()
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        outcome = etude("export", run, "--to", "hub", "--out", folder)
+        assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome
+        assert name in outcome.err
+        assert (folder / name).read_text() == "mine"
+        assert [path.name for path in folder.iterdir()] == [name]
+
+
+def test_only_what_was_written_is_listed(run, etude, tmp_path):
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "notes.txt").write_text("mine")
+    for _ in range(2):  # its own files are replaced
+        outcome = etude("export", run, "--to", "hub", "--out", tmp_path / "hub")
+        assert outcome.code == 0, outcome.err
+        assert "README.md, config.json, model.safetensors" in outcome.out
+        assert "notes" not in outcome.out

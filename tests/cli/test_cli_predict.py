@@ -272,3 +272,40 @@ def test_facts_of_another_version_are_one_line(train, etude, monkeypatch):
     outcome = etude("predict", "run", "--data", "d.csv", "--out", "p.csv")
     assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome
     assert "columns" in outcome.err
+
+
+def test_the_data_is_not_replaced_by_its_predictions(train, etude):
+    write_csv()
+    train({"name": "csv", "path": "d.csv", "target": "y"}, TABLE)
+    before = Path("d.csv").read_bytes()
+    outcome = etude("predict", "run", "--data", "d.csv", "--out", "./d.csv")
+    assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome
+    assert Path("d.csv").read_bytes() == before
+
+
+@pytest.mark.parametrize("settings", [{"monitor": "val_f1"}, {"restore_best": True}])
+def test_runs_judged_by_a_metric_of_validation(train, etude, settings):
+    write_csv()
+    training = {"epochs": 1, "batch_size": 16, "device": "cpu", **settings}
+    train({"name": "csv", "path": "d.csv", "target": "y"}, TABLE, metrics=["f1"], training=training)
+    outcome = etude("predict", "run", "--data", "d.csv", "--out", "p.csv")
+    assert (outcome.code, outcome.err) == (0, "")
+    outcome = etude("evaluate", "run", "--data", "d.csv")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "f1" in outcome.out
+
+
+def test_a_nan_is_no_class_and_valid_json(train, etude):
+    write_arrays()
+    train({"name": "arrays", "path": "d.npz"}, TABLE)
+    x = np.load("d.npz")["x"][:3].astype(np.float32)
+    x[1, 2] = np.nan
+    np.save("x.npy", x)
+    for name in ("p.csv", "p.jsonl"):
+        outcome = etude("predict", "run", "--data", "x.npy", "--out", name)
+        assert outcome.code == 0
+        assert len(outcome.err.splitlines()) == 1
+        assert "NaN" in outcome.err
+    assert [bool(row["prediction"]) for row in rows()] == [True, False, True]
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in Path("p.jsonl").read_text().splitlines()]
+    assert lines[1] == {"prediction": None, "probabilities": dict.fromkeys("012")}

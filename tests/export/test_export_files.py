@@ -68,7 +68,7 @@ def test_a_folder_for_the_hub(tmp_path):
         "me/net", {"val_accuracy": 0.875, "val_loss": float("nan"), "loss": 0.5}, "tabular-classification", "csv"
     )
     files = save_hub(model, tmp_path, card)
-    assert {file.name for file in files} == {"config.json", "model.safetensors", "README.md", "kept.txt"}
+    assert {file.name for file in files} == {"config.json", "model.safetensors", "README.md"}
     again = rebuild_model(json.loads((tmp_path / "config.json").read_text())["model"])
     again.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
     x = torch.rand(2, 4)

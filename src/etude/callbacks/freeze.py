@@ -1,5 +1,6 @@
 """Freeze parameters by name, and unfreeze them at the beginning of epochs."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -75,11 +76,15 @@ class Freeze(Callback):
     def on_train_begin(self, run: RunInfo) -> None:
         """Find the parameters, if that has not been done: a loop of your own may call only the hooks."""
         self._find(run.model)
+        last = math.inf if run.total_epochs is None else run.total_epochs - 1
+        if late := [epoch for epoch in self.unfreeze if epoch > last]:
+            self.notify(f"unfreeze.{late[0]}: not in this run, whose last epoch is {last}")
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Train the parameters whose epoch has come, and put modules that are still frozen into eval mode."""
         if self._model is not None and (changed := self._apply(epoch)):
-            self.notify(f"epoch {epoch}: {changed} more parameter tensors are trained", event="unfreeze", epoch=epoch)
+            what = f"{changed} more parameter tensor{'s' * (changed != 1)}"
+            self.notify(f"unfreeze.{epoch}: {what} trained from now on", event="unfreeze", epoch=epoch)
 
     def _find(self, model: nn.Module) -> None:
         """Find the epoch of every parameter that is frozen at first."""

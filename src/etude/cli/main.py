@@ -141,7 +141,7 @@ def predict(
     found = _load("predict_run")(run_dir, data, out=out, which=checkpoint, overrides=overrides or [])
     if is_main():
         what = "numbers" if found.classes is None else f"probabilities of {len(found.classes)} classes"
-        print(f"{out}: {len(found.values):,} predictions, {what}")
+        print(f"{out}: {len(found.values):,} prediction{'s' * (len(found.values) != 1)}, {what}")
 
 
 @app.command()

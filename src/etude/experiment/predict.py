@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch import Tensor
 from etude.core import ConfigError, TrainingError
 from etude.core.files import replacing
 from etude.experiment.run import opened_run
+
+logger = logging.getLogger("etude")
 
 SUFFIXES = (".csv", ".jsonl", ".npy")
 _INDEPENDENT = ("multi_label",)
@@ -35,11 +38,19 @@ class Predictions:
     independent: bool = False
     """Whether a sample may have several classes."""
 
-    def labels(self) -> list[str] | None:
-        """Return the predicted class of each sample; None for numbers and for independent classes."""
+    def labels(self) -> list[str | None] | None:
+        """Return the predicted class of each sample; None for numbers and for independent classes.
+
+        A sample whose probabilities are NaN has no class.
+        """
         if self.classes is None or self.independent:
             return None
-        return [self.classes[place] for place in self.values.argmax(1).tolist()]
+        places = zip(self.values.argmax(1).tolist(), np.isnan(self.values).any(1).tolist(), strict=True)
+        return [None if is_nan else self.classes[place] for place, is_nan in places]
+
+    def num_nan(self) -> int:
+        """Return how many samples have a NaN among their values."""
+        return int(np.isnan(self.values.reshape(len(self.values), -1)).any(1).sum())
 
     def write(self, path: Path) -> None:
         """Write a .csv, .jsonl or .npy file, complete or not at all."""
@@ -73,7 +84,7 @@ class Predictions:
         else:
             titles = ["prediction"] if table.shape[1] == 1 else [f"prediction_{i}" for i in range(table.shape[1])]
         heads = ["file"] * (self.names is not None) + ["prediction"] * (labels is not None)
-        columns: list[Sequence[str]] = [one for one in (self.names, labels) if one is not None]
+        columns: list[Sequence[str | None]] = [one for one in (self.names, labels) if one is not None]
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*heads, *titles])
         writer.writerows([*(column[row] for column in columns), *values] for row, values in enumerate(numbers))
@@ -81,7 +92,11 @@ class Predictions:
     def _records(self) -> Iterator[dict[str, Any]]:
         labels = self.labels()
         single = self.classes is None and self.values.ndim == 2 and self.values.shape[1] == 1
-        for row, values in enumerate((self.values[:, 0] if single else self.values).astype(float).tolist()):
+        table = (self.values[:, 0] if single else self.values).astype(float)
+        if not (finite := np.isfinite(table)).all():  # JSON has no NaN
+            table = table.astype(object)
+            table[~finite] = None
+        for row, values in enumerate(table.tolist()):
             record: dict[str, Any] = {} if self.names is None else {"file": self.names[row]}
             if labels is not None:
                 record["prediction"] = labels[row]
@@ -104,7 +119,7 @@ def predict_run(
     The file is prepared as in training: the same standardisation, categories and tokenizer; labels are not needed,
     nor is the data of the training. Raises ConfigError or DataError if the file does not fit.
     """
-    target = None if out is None else _checked(Path(out))
+    target = None if out is None else _checked(Path(out), Path(data).expanduser())
     with opened_run(run_dir, which, list(overrides)) as run:
         trainer, other = run.with_file(data, labelled=False)
         output = trainer.predict(other.part)
@@ -117,6 +132,10 @@ def predict_run(
         independent = loss is not None and loss.component.name in _INDEPENDENT
         meta = run.checkpoint.meta
         found = as_predictions(output, meta["model_sizes"], meta.get("data") or {}, other.names, independent)
+        if count := found.num_nan():
+            logger.warning(
+                "%d of the predictions are NaN; look at their values in %s, and at the weights", count, data
+            )
         if target is not None:
             run.world.attempt(lambda: found.write(target), here=run.world.is_main)
         return found
@@ -150,8 +169,8 @@ def as_predictions(
     return Predictions(values.float().numpy(), classes, names, independent)
 
 
-def _checked(path: Path) -> Path:
-    """Return the path of a new file; raise ConfigError if it cannot be written."""
+def _checked(path: Path, data: Path) -> Path:
+    """Return the path of a new file; raise ConfigError if it cannot be written, or is the data itself."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{path}: predictions are written as {', '.join(SUFFIXES)}; choose such a name")
     if path.is_dir() or not path.absolute().parent.is_dir():
@@ -159,4 +178,6 @@ def _checked(path: Path) -> Path:
             "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.absolute().parent}"
         )
         raise ConfigError(f"{path} {problem}; choose another file")
+    if path.exists() and data.exists() and path.samefile(data):
+        raise ConfigError(f"{path} is the data, which the predictions would replace; choose another file")
     return path

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 
 from etude.config import dump_yaml
+from etude.core import ConfigError
 from etude.core.files import write_text
 from etude.core.model_record import model_record
 from etude.export.weights import save_weights
@@ -71,6 +72,7 @@ class Card:
         return "\n".join(["---", dump_yaml(about).strip(), "---", "", f"# {self.name}", "", *table, use])
 
 
+_MARK = "Trained with [etude]"
 _USE_PLAIN = """Trained with [etude](https://pypi.org/project/etude/). `config.json` says how the model was built.
 
 ```python
@@ -93,10 +95,15 @@ def save_hub(model: nn.Module, folder: str | Path, card: Card, tokenizer: str | 
     """Write the files of a model repository and return their paths; other files of the folder stay.
 
     A Hugging Face model writes its own config and weights with `save_pretrained`, and its tokenizer is written in
-    transformers' form. `tokenizer` is a tokenizer.json, or a folder with the files of a tokenizer.
+    transformers' form. `tokenizer` is a tokenizer.json, or a folder with the files of a tokenizer. Raises ConfigError
+    if the folder has a README.md or config.json that no export has written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for name, mark in (("README.md", _MARK), ("config.json", '"architectures"')):
+        if (folder / name).is_file() and mark not in (folder / name).read_text(errors="replace"):
+            raise ConfigError(f"{folder / name} is not of a model repository; choose a folder without it")
+    before = _files(folder)
     if isinstance(model, SavesItself):
         card.transformers_class = type(model).__name__
         model.save_pretrained(str(folder))
@@ -117,7 +124,13 @@ def save_hub(model: nn.Module, folder: str | Path, card: Card, tokenizer: str | 
     elif tokenizer is not None:
         logger.warning("the tokenizer %s does not exist any more: not exported", tokenizer)
     write_text(folder / "README.md", card.text())
-    return sorted(path for path in folder.iterdir() if path.is_file())
+    return sorted(path for path, version in _files(folder).items() if before.get(path) != version)
+
+
+def _files(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return the files of a folder with what changes when one is written."""
+    found = {path: path.stat() for path in folder.iterdir() if path.is_file()}
+    return {path: (facts.st_ino, facts.st_mtime_ns) for path, facts in found.items()}
 
 
 def _save_tokenizer(source: Path, folder: Path, *, in_their_form: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from etude.checkpoint import Checkpoint
-from etude.core import Batch, ConfigError, EtudeError, RunFolderError, Task
+from etude.core import Batch, ConfigError, RunFolderError, Task
 from etude.distributed import World
 from etude.experiment.build import build_data
 from etude.experiment.config import load_config
@@ -70,11 +70,11 @@ def export_run(
     try:
         place.mkdir(parents=True, exist_ok=True)
         return _export(folder, checkpoint, to, place, overrides, import_class)
-    except EtudeError:
+    except BaseException as error:
         if is_new:
             shutil.rmtree(place, ignore_errors=True)
-        raise
-    except OSError as error:
+        if not isinstance(error, OSError):
+            raise
         raise RunFolderError(f"cannot write into {place}: {error.strerror or error}; choose another --out") from error
 
 

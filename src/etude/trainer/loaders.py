@@ -342,7 +342,7 @@ def _warn_of_no_validation(config: TrainerConfig) -> None:
     """Warn about settings that need validation data if there is none."""
     given = " and ".join(f"training.{name}" for name in config.changed(_OF_VALIDATION) if getattr(config, name))
     if given:
-        logger.warning("there is no validation data, so %s has no effect; pass a val_loader", given)
+        logger.warning("there is no validation data, so there is no effect of %s; pass a val_loader", given)
 
 
 # ------------------------------------------------------------------------------------------------ several processes

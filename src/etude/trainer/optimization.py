@@ -310,7 +310,7 @@ def _given(scheduler: SchedulerLike, config: TrainerConfig) -> PlannedSchedule |
     if idle := [
         f"training.{name}" for name in ("scheduler_type", "warmup_steps") if getattr(config, name) is not None
     ]:
-        logger.warning("a scheduler is given, so %s has no effect; remove one of them", " and ".join(idle))
+        logger.warning("a scheduler is given, so there is no effect of %s; remove one of them", " and ".join(idle))
     if isinstance(scheduler, (str, Mapping)):
         return _named_schedule(scheduler)
     if isinstance(scheduler, PlannedSchedule):

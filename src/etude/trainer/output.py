@@ -292,9 +292,9 @@ def _warn_of_ignored(output_dir: Any, config: TrainerConfig) -> None:
     """Warn about settings that have no effect."""
     given = " and ".join(f"training.{name}" for name in config.changed(_SAVING))
     if given and output_dir is None and config.save_checkpoints:
-        logger.warning("nothing is saved without an output_dir, so %s has no effect", given)
+        logger.warning("nothing is saved without an output_dir, so there is no effect of %s", given)
     elif given and output_dir is not None and not config.save_checkpoints:
-        logger.warning("training.save_checkpoints is false, so %s has no effect", given)
+        logger.warning("training.save_checkpoints is false, so there is no effect of %s", given)
 
 
 def _as_folder(output_dir: Any, checkpoint_dir: str | None) -> RunFolder | None:

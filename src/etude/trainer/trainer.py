@@ -150,7 +150,8 @@ class Trainer:
         self.callbacks = CallbackList(listed)
         self.callbacks.bind(self._parts())
         self.meta = {"model": model_record(self.model), **(meta or {}), **self.callbacks.facts(), **self.task.facts()}
-        check_judge(self.config, has_validation=self.loaders.validation is not None)
+        if self.loaders.train is not None:  # without training data nothing is judged
+            check_judge(self.config, has_validation=self.loaders.validation is not None)
         self.state = self._new_state()
         if self.config.restore_best:
             self.output.judge.load_best = partial(self.output.load_best, self.model, self.state.clock)
