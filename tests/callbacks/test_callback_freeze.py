@@ -147,6 +147,27 @@ def test_mistakes_are_one_line(settings, words):
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([None], "freeze is None"),
+        ([[]], r"freeze is \[\]"),
+        ([""], "freeze is ''"),
+        ([["body", 3]], r"freeze is \['body', 3\]"),
+        ([{"body": 1}], "freeze is {'body': 1}"),
+        (["body", ["body"]], r"unfreeze is \['body'\].*must map"),
+        (["body", "body"], "unfreeze is 'body'.*must map"),
+        (["body", {1: None}], r"unfreeze\.1 is None"),
+        (["body", {1: [2]}], r"unfreeze\.1 is \[2\]"),
+        (["body", {"a": "body", 1: "body"}], "unfreeze: 'a'"),
+        (["body", {True: "body"}], "unfreeze: True"),
+    ],
+)
+def test_wrong_types_in_python_are_one_line(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        Freeze(*arguments)
+
+
 def test_as_a_callback_in_python():
     torch.manual_seed(0)
     model = Net()

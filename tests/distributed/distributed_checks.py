@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+import torchmetrics
 from distributed_tasks import many_tasks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -22,6 +23,7 @@ from etude.distributed.world import run_collective
 from etude.engine.callback import Callback
 from etude.engine.evaluation import evaluate
 from etude.engine.stopping import Interrupted, Interrupts
+from etude.metrics.metric_set import MetricSet
 from etude.optim import AdamW, clip_gradients
 from etude.optim.optimizers import choose_kernel
 
@@ -296,6 +298,52 @@ def interrupted_validation() -> None:
         with pytest.raises(Interrupted):
             evaluate(nn.Linear(4, 2), task, loader, world=w, interrupts=interrupts)
         w.barrier()
+
+
+def metrics_of_an_empty_share() -> None:
+    """A rank without samples does not know that predictions are class ids: it must gather what the others do."""
+    ids, labels = torch.tensor([2, 1, 2, 0, 1]), torch.tensor([2, 1, 0, 0, 2])
+    with world() as w:
+        for training in (True, False):
+            measures = MetricSet.of(["accuracy", "f1", "mae"], in_training=True)
+            for _ in range(2):  # the second time after a reset
+                measures.begin(training=training)
+                if w.rank == 0:
+                    measures.update(ids, labels, training=training)
+                found = measures.results(w, torch.device("cpu"), training=training)
+                assert found["accuracy"] == 3 / 5
+                assert found["mae"] == pytest.approx(3 / 5)
+
+
+class Longest(torchmetrics.Metric):
+    """Keeps a list that is not reduced, as metrics of detection do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("kept", default=[], dist_reduce_fx=None)
+        self.add_state("total", default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, predictions, labels) -> None:
+        self.kept += [predictions, labels]
+        self.total += 1
+
+    def compute(self):
+        flat = torch.cat(self.kept)
+        return {"sum": (flat * torch.arange(len(flat))).sum(), "batches": self.total}
+
+
+def lists_of_different_lengths() -> None:
+    """Ranks with different numbers of batches gather the lists of a metric of torchmetrics, in their order."""
+    with world() as w:
+        measures = MetricSet.of({"longest": Longest()})
+        batches = [[], [(torch.ones(2), torch.zeros(3)), (torch.arange(2.0), torch.ones(1))]]
+        for _ in range(2):
+            measures.begin(training=False)
+            for batch in batches[w.rank]:
+                measures.update(*batch, training=False)
+            found = measures.results(w, torch.device("cpu"), training=False)
+            flat = [one for batch in batches[1] for part in batch for one in part.tolist()]
+            assert found == {"sum": sum(place * one for place, one in enumerate(flat)), "batches": 2}
 
 
 def sharded_parameters() -> None:

@@ -26,3 +26,8 @@ def test_weights_that_become_zero(runs):
 
 def test_terms_without_numbers(runs):
     runs.call(2, "terms_without_numbers").ok()
+
+
+@pytest.mark.parametrize("check", ["metrics_of_an_empty_share", "lists_of_different_lengths"])
+def test_metrics_where_a_rank_has_no_samples(runs, check):
+    runs.call(2, check).ok()

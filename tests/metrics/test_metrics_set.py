@@ -250,6 +250,10 @@ def test_names():
         ([3], "3"),
         ({"mine": 3}, "metrics.mine"),
         ({"loss": "f1"}, "metrics.loss"),
+        ([{"name": "torchmetrics", "metric": "no.such.F1Score"}], "'no.such.F1Score'"),
+        ([{"name": "torchmetrics", "metric": "classification.NoSuch"}], "'classification.NoSuch'"),
+        ([{"name": "torchmetrics", "metric": "functional.f1_score"}], "'functional.f1_score'"),
+        ([{"name": "torchmetrics", "metric": "F1Score", "arguments": {"tsk": 3}}], "F1Score.*'t(a)?sk'"),
     ],
 )
 def test_what_is_no_metric_is_refused_with_its_place(metrics, words):

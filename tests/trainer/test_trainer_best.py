@@ -235,3 +235,30 @@ def test_a_metric_may_come_in_a_later_phase_also_after_a_resume(phases):
     else:
         with pytest.raises(TrainingError, match="val_f1"):
             second.on_validation_end(0, {"val_loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"monitor": "val_loss", "mode": "max"}, ["largest 'val_loss'"]),
+        ({"mode": "max"}, ["largest 'val_loss'"]),
+        ({"monitor": "val_loss", "mode": "min"}, []),
+        ({"monitor": "val_thing", "mode": "min"}, []),
+    ],
+)
+def test_a_mode_that_contradicts_the_metric_is_one_warning_at_the_start(settings, words, tmp_path, caplog):
+    trainer(SCORES, tmp_path, epochs=1, **settings).train()
+    found = [record.getMessage() for record in caplog.records if "mode is" in record.getMessage()]
+    assert [word for word, text in zip(words, found, strict=True) if word in text] == words
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["message"] for event in events if event["kind"] == "warning"] == found
+
+
+@pytest.mark.parametrize("of_run", [True, False])
+def test_a_callback_warns_of_its_own_mode_only(of_run, caplog):
+    one = trainer(SCORES, epochs=1, **({"mode": "max"} if of_run else {}))
+    stopping = EarlyStopping() if of_run else EarlyStopping("val_loss", mode="max")
+    one.callbacks.append(stopping)
+    one.train()
+    odd = [record.getMessage() for record in caplog.records if "mode is" in record.getMessage()]
+    assert [text.startswith("EarlyStopping") for text in odd] == [not of_run]

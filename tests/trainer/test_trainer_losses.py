@@ -200,3 +200,15 @@ def test_another_loss_for_validation_of_an_epoch():
     assert result.parts["val_loss"] == pytest.approx(F.l1_loss(model(data[0]), data[1]).item())
     with pytest.raises(ConfigError, match="val_loss"):
         loop.run_epoch(model, F.mse_loss, lambda: None, lambda: None, [data], None)
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_a_validation_loss_without_validation_data_is_one_warning(validates, caplog):
+    data = torch.randn(8, 3), torch.randn(8, 2)
+    trainer = Trainer(
+        nn.Linear(3, 2), data, data if validates else None, config=QUIET, loss="mse", val_loss="l1", progress=False
+    )
+    assert trainer.evaluate(data)["loss"] == pytest.approx(F.l1_loss(trainer.model(data[0]), data[1]).item())
+    assert not caplog.records
+    trainer.train()
+    assert ["val_loss" in record.getMessage() for record in caplog.records] == [True] * (not validates)

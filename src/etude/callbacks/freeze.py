@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 from etude.config.registry import register
 from etude.core import ConfigError
 from etude.core.model import clean_name, unwrap
-from etude.core.spelling import names_matching
+from etude.core.spelling import as_patterns, names_matching
 from etude.engine.callback import Callback, RunInfo, RunParts
 
 Patterns = str | Sequence[str]
@@ -37,8 +38,8 @@ class Freeze(Callback):
     ) -> None:
         """Patterns are those of parameters, such as `backbone.*.bias`, or of modules, such as `backbone`."""
         super().__init__()
-        self.patterns = _listed(params)
-        self.unfreeze = {epoch: _listed(patterns) for epoch, patterns in sorted((unfreeze or {}).items())}
+        self.patterns = as_patterns(params, "freeze")
+        self.unfreeze = _by_epoch({} if unfreeze is None else unfreeze)
         self.eval_mode = eval_mode
         self.uses_all_parameters = not self.unfreeze
         self._model: nn.Module | None = None
@@ -46,13 +47,6 @@ class Freeze(Callback):
         """The epoch from which a parameter is trained, infinite if never, by name."""
         self._trained: set[str] = set()
         self._in_eval: list[nn.Module] = []
-        if not self.patterns:
-            raise ConfigError("freeze needs a pattern of parameter names, such as 'backbone.*'")
-        for epoch in self.unfreeze:
-            if not isinstance(epoch, int) or epoch < 1:
-                raise ConfigError(
-                    f"unfreeze: {epoch!r} is not an epoch above 0; what is trained from the start is not frozen"
-                )
 
     def prepare(self, model: nn.Module) -> None:
         """Freeze what is never unfrozen, so that the optimizer does not get it."""
@@ -133,5 +127,13 @@ class Freeze(Callback):
         return list(found)
 
 
-def _listed(patterns: Patterns) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns)
+def _by_epoch(unfreeze: Any) -> dict[int, list[str]]:
+    """Return the patterns of every epoch, in order."""
+    if not isinstance(unfreeze, Mapping):
+        raise ConfigError(f"unfreeze is {unfreeze!r:.60}; it must map epochs to patterns: {{3: 'backbone'}}")
+    for epoch in unfreeze:
+        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 1:
+            raise ConfigError(
+                f"unfreeze: {epoch!r} is not an epoch above 0; what is trained from the start is not frozen"
+            )
+    return {epoch: as_patterns(unfreeze[epoch], f"unfreeze.{epoch}") for epoch in sorted(unfreeze)}

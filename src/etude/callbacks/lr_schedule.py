@@ -77,6 +77,8 @@ class LRSchedule(Callback):
                 "LRSchedule belongs to another optimizer than the one that trains; build the scheduler from the "
                 "optimizer given to the trainer"
             )
+        if self.monitored is not None:
+            self.monitored.begin(run)
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
         """Restart a scheduler that waits for improvement: metrics of different phases are not comparable."""

@@ -8,7 +8,7 @@ from typing import Any, NotRequired
 
 from etude.checkpoint import check_kind, record_of
 from etude.core import ConfigError, TrainingError
-from etude.core.monitor import DEFAULT_MONITOR, Mode, mode_of
+from etude.core.monitor import DEFAULT_MONITOR, Mode, mode_of, odd_mode
 from etude.core.spelling import suggest
 from etude.engine.callback import Logs, RunInfo
 
@@ -51,6 +51,8 @@ class Monitored:
         """Take the metric that the run monitors, unless another one is set; a new run begins without values."""
         if self._is_of_run and run.best is not None:
             self.name, self.mode = run.best.name, run.best.mode
+        elif run.is_main and (odd := odd_mode(self.name, self.mode)) is not None:
+            logger.warning("%s: %s", self._owner, odd)
         if run.clock.step == 0:
             self.reset()
 

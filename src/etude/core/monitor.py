@@ -46,6 +46,22 @@ def mode_of(name: str, mode: Mode | None, owner: str) -> Mode:
     return mode or known or "min"
 
 
+def odd_mode(name: str, mode: Mode) -> str | None:
+    """Return a warning if `mode` contradicts the name of a metric, so that its worst value is the best; else None.
+
+    >>> odd_mode("val_loss", "max")
+    "the largest 'val_loss' counts as the best, because mode is max; the usual mode of this metric is min"
+    >>> odd_mode("val_loss", "min"), odd_mode("val_thing", "max")
+    (None, None)
+    """
+    if (known := known_mode(name)) in (None, mode):
+        return None
+    which = "smallest" if mode == "min" else "largest"
+    return (
+        f"the {which} '{name}' counts as the best, because mode is {mode}; the usual mode of this metric is {known}"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """A value of the monitored metric."""

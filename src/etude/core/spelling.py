@@ -1,8 +1,9 @@
 """Names in error messages: the closest match, the available names, shortened values."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from etude.core.errors import ConfigError
 
@@ -46,7 +47,26 @@ def nearest(word: str, names: Iterable[str], *, cutoff: float = 0.6) -> str | No
     return by_lower[close[0]] if close else None
 
 
-def names_matching(patterns: Iterable[str], names: Iterable[str], where: str) -> list[str]:
+def as_patterns(patterns: Any, where: str) -> list[str]:
+    """Return one pattern of names, or several, as a list; raise ConfigError, with the place `where`, for others.
+
+    >>> as_patterns("head", "freeze")
+    ['head']
+    """
+    found = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(found, Iterable) or isinstance(found, Mapping | bytes):
+        found = [found]
+    found = list(found)
+    for one in found or [None]:
+        if not isinstance(one, str) or not one:
+            raise ConfigError(
+                f"{where} is {patterns!r:.60}; it must be a pattern of parameter names, such as 'backbone.*', or a "
+                "list of them"
+            )
+    return found
+
+
+def names_matching(patterns: str | Iterable[str], names: Iterable[str], where: str) -> list[str]:
     """Return the names, such as those of parameters, that match a pattern, or are inside a module that does.
 
     Raises ConfigError, with the place `where`, for a pattern that matches nothing.
@@ -55,7 +75,7 @@ def names_matching(patterns: Iterable[str], names: Iterable[str], where: str) ->
     ['body.0.weight', 'head.bias']
     """
     names, found = list(names), set()
-    for pattern in patterns:
+    for pattern in as_patterns(patterns, where):
         if not (matched := {one for one in names if fnmatchcase(one, pattern) or fnmatchcase(one, f"{pattern}.*")}):
             parts = dict.fromkeys(".".join(one.split(".")[:end]) for one in names for end in range(1, 9))
             close = nearest(pattern.rstrip(".*"), parts, cutoff=0.5)

@@ -78,8 +78,7 @@ class AlternatingObjective(Objective):
         trained = {id(param) for param in parts.params}
         named = {clean_name(name): param for name, param in unwrap(parts.model).named_parameters()}
         for turn, patterns in task.turns.items():
-            listed = [patterns] if isinstance(patterns, str) else patterns
-            for name in names_matching(listed, named, f"{type(task).__name__}.turns.{turn}"):
+            for name in names_matching(patterns, named, f"{type(task).__name__}.turns.{turn}"):
                 if id(named[name]) in trained:
                     self._turns.setdefault(named[name], set()).add(turn)
 

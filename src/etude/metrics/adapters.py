@@ -105,13 +105,35 @@ class TorchMetric(Measure):
         if world.size > 1:
             self.metric.to(device)
             called = world.host_max([int(self.metric.update_called)])[0]
+            lists = self._gathered_lists(world)
             self.metric.sync(dist_sync_fn=lambda tensor, group: _gathered(world, tensor))  # noqa: ARG005
             # The state of all ranks is the state from now on.
             self.metric._is_synced, self.metric._cache = False, None
             for key, first in self.metric._defaults.items():  # lists were joined to tensors; `reset` needs lists
                 if isinstance(first, list) and isinstance(joined := getattr(self.metric, key), Tensor):
                     setattr(self.metric, key, [joined])
+            for key, joined in lists.items():
+                setattr(self.metric, key, joined)
             self.metric._update_count = max(self.metric._update_count, called)
+
+    def _gathered_lists(self, world: World) -> dict[str, list[Tensor]]:
+        """Take lists that are not reduced out of the metric; return those of all ranks.
+
+        torchmetrics would gather their tensors one by one: ranks with fewer samples would do fewer collectives.
+        """
+        metric, own = self.metric, dict[str, Tensor]()
+        keys = [
+            key for key, how in metric._reductions.items() if how is None and isinstance(metric._defaults[key], list)
+        ]
+        for key in keys:
+            if all(isinstance(one, Tensor) for one in getattr(metric, key)):
+                own |= {f"{place} {key}": one for place, one in enumerate(getattr(metric, key))}
+                setattr(metric, key, [])
+        found: dict[str, list[Tensor]] = {}
+        for tensors in _everyone(world, own) if keys else ():
+            for name in sorted(tensors, key=lambda name: int(name.split()[0])):
+                found.setdefault(name.split(maxsplit=1)[1], []).append(tensors[name].to(metric.device))
+        return found
 
     def merge(self, other: Self) -> None:
         """Add what another metric of the same kind has seen."""
@@ -144,10 +166,16 @@ def _gathered(world: World, tensor: Tensor) -> list[Tensor]:
 
     The function of torchmetrics needs the same dtype and number of dimensions on every rank, which those lack.
     """
-    own = save({"": tensor.detach().cpu().contiguous()})
-    found = world.gather_bytes(torch.frombuffer(bytearray(own), dtype=torch.uint8))
-    tensors = [load(one.numpy().tobytes())[""].to(tensor.device) for one in found]
+    tensors = [found[""].to(tensor.device) for found in _everyone(world, {"": tensor})]
     return [one for one in tensors if one.numel()] or tensors
+
+
+def _everyone(world: World, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return the named tensors of every rank, on the host."""
+    own = save({name: one.detach().cpu().clone().contiguous() for name, one in tensors.items()})
+    return [
+        load(one.numpy().tobytes()) for one in world.gather_bytes(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+    ]
 
 
 def _plain(state: Any) -> Any:
@@ -171,7 +199,11 @@ def torch_metric(metric: str, arguments: dict[str, Any] | None = None) -> TorchM
         raise ConfigError(
             f"torchmetrics has no metric '{metric}'; name one by its path, such as classification.BinaryF1Score"
         )
-    return TorchMetric(found(**(arguments or {})), snake_case(kind))
+    try:
+        made = found(**(arguments or {}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"torchmetrics' {metric} refuses its arguments: {error}") from error
+    return TorchMetric(made, snake_case(kind))
 
 
 def snake_case(name: str) -> str:

@@ -81,6 +81,8 @@ class Together:
         """The metrics that are updated; the others read the counts of one of these."""
         self._reading: list[Accuracy] = []
         """Those that read the counts of other metrics."""
+        self._may_read = False
+        """Whether there are such after a reset, on every rank."""
         self.reset()
 
     def update(self, predictions: Any, labels: Any) -> None:
@@ -117,12 +119,15 @@ class Together:
             if isinstance(metric, Accuracy):
                 metric.source = next((one for one in leaders.values() if metric.can_read(one)), None)
         self._reading = [one for one in self.metrics.values() if isinstance(one, Accuracy) and one.source is not None]
+        self._may_read = bool(self._reading)
         shared = (Accuracy, ClassCounts)
         self.counting = [one for one in self.metrics.values() if not isinstance(one, shared) or one.source is None]
 
     def results(self, world: World, device: torch.device, *, keep: bool) -> dict[str, float]:
         """Return all values over all ranks; with `keep` every rank keeps its own state. Synchronises."""
         own = self.state_dict() if keep and world.size > 1 else None
+        if self._may_read and world.size > 1 and world.host_max([int(not self._reading)])[0]:
+            self._count_apart()  # a rank without samples has seen no class ids, and must gather the same metrics
         for metric in self.counting:
             metric.gather(world, device)
         found = {name: value for metric in self.metrics.values() for name, value in metric.results().items()}

@@ -178,7 +178,7 @@ def _share(said: Mapping[str, Any], supplied: Mapping[str, Any], place: int) -> 
     taken: set[str] = set()
     mine: set[str] = set()
     for number, one in enumerate(patterns[: place + 1]):
-        found = names_matching([one] if isinstance(one, str) else one, params.names.values(), f"patterns.{number}")
+        found = names_matching(one, params.names.values(), f"patterns.{number}")
         mine = {name for name in found if name not in taken}
         taken |= mine
     chosen = [param for param in params if params.names[id(param)] in mine]

@@ -10,6 +10,7 @@ import torch
 from etude.core import Clock, ConfigError, Loader, Task, TrainingError
 from etude.core.loader import StatefulLoader
 from etude.core.model_record import model_record
+from etude.core.monitor import odd_mode
 from etude.distributed import World
 from etude.engine.callback import RunInfo, RunParts
 from etude.engine.callback_list import CallbackList
@@ -299,6 +300,8 @@ class Trainer:
         self._is_training = True
         try:
             self.callbacks.on_train_begin(self._info())
+            for warning in self._warnings():
+                self.callbacks.on_notice(warning, {"step": self.state.clock.step})
             if validation is not None and trials:
                 check_validation(self.model, self.val_task, validation, trials, self.machine)
             result = loop.run()
@@ -310,6 +313,14 @@ class Trainer:
         finally:
             self._is_training = False
         return dict(result)
+
+    def _warnings(self) -> list[str]:
+        """Return what the user may not intend, on the process that prints."""
+        judge = self.output.judge.best
+        found = [odd_mode(judge.name, judge.mode)]
+        if self.val_task is not self.task and self.loaders.validation is None:
+            found.append("there is no validation data, so only `evaluate` uses the validation loss (val_loss)")
+        return [one for one in found if one is not None and self.machine.world.is_main]
 
     def _info(self) -> RunInfo:
         return RunInfo(
