@@ -152,6 +152,7 @@ def test_in_a_config_file_the_data_knows_the_classes(tmp_path):
         ({"name": "mixup", "num_classes": 3, "alhpa": 1.0}, "alpha"),
         ({"name": "mixup"}, "mixup.* needs num_classes"),
         ({"name": "mixup", "num_classes": 3, "alpha": 0.0}, "alpha"),
+        (lambda batch: batch, "batch, random"),
     ],
 )
 def test_mistakes_are_one_line(transform, word):

@@ -182,6 +182,21 @@ def test_a_function_may_return_a_number_and_nothing_else():
         values({"text": lambda p, y: "x"}, logits, labels)
 
 
+def test_a_function_may_select_samples():
+    logits, labels = sample()
+    (found,) = values({"recall0": lambda p, y: p[y == 0].argmax(1) == 0}, logits, labels, range(2, 60, 2)).values()
+    assert found == pytest.approx(sk.recall_score(labels, logits.argmax(1), labels=[0], average=None)[0])
+
+
+def test_values_that_are_not_those_of_samples_are_one_warning(caplog):
+    logits, labels = sample()
+    values({"off": off, "selected": lambda p, y: off(p, y)[y > 0]}, logits, labels, [10, 20, 30, 40, 50])
+    assert not caplog.records
+    values({"by_class": lambda p, y: torch.ones(4)}, logits, labels, [10, 20, 30, 40, 50])
+    (record,) = caplog.records
+    assert "by_class" in record.getMessage()
+
+
 def test_metrics_of_torchmetrics_by_object_collection_and_path():
     logits, labels = sample()
     classes = {"num_classes": 4, "average": "macro"}
@@ -351,6 +366,11 @@ def test_binary_and_multi_label_inputs():
 def test_names_for_only_some_classes_are_refused_with_the_first_results(metric):
     with pytest.raises(ConfigError, match="class_names"):
         values([metric(class_names=["a", "b"])], *sample(3, 50, 3))
+
+
+def test_classes_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="'a'"):
+        values([F1(average="none", class_names=["a", "b", "a"])], *sample(3, 50, 3))
 
 
 @pytest.mark.parametrize("normalized", [None, "true", "predicted", "all"])

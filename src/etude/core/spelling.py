@@ -41,9 +41,12 @@ def nearest(word: str, names: Iterable[str], *, cutoff: float = 0.6) -> str | No
     'batch_size'
     >>> nearest("colour", ["epochs"]) is None
     True
+    >>> nearest("f1", ["val_loss", "val_f1"])
+    'val_f1'
     """
     by_lower = {name.lower(): name for name in names}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    close = close or [name for name in by_lower if name.endswith(f"_{word.lower()}")]
     return by_lower[close[0]] if close else None
 
 

@@ -209,4 +209,7 @@ def named_scores(name: str, scores: Sequence[float], class_names: Sequence[str] 
     name = name.removesuffix(PER_CLASS)
     if len(names) != len(scores):
         raise ConfigError(f"{name}: there are {len(names)} class_names, but {len(scores)} classes; name all of them")
+    if len(set(names)) != len(names):
+        twice = next(one for place, one in enumerate(names) if one in names[:place])
+        raise ConfigError(f"{name}: two classes are named '{twice}' in class_names; rename one")
     return {f"{name}_{one}": score for one, score in zip(names, scores, strict=True)}

@@ -1,5 +1,6 @@
 """`Loaders`: turns any data that users pass into batches on the device, and knows how many steps a run has."""
 
+import inspect
 import logging
 from collections.abc import Iterator
 from random import Random
@@ -265,9 +266,20 @@ def _transform_of(config: TrainerConfig) -> BatchTransform | None:
     given: Any = config.batch_transform
     made = build_selection(given, path=f"training.{_TRANSFORM}") if isinstance(given, Selection) else given
     if made is not None:
-        expect(f"config.{_TRANSFORM}", made, callable(made), "a name, or a function of (batch, random)")
+        fits = callable(made) and _takes_two(made)
+        expect(f"config.{_TRANSFORM}", made, fits, "a name, or a function of (batch, random)")
     transform: BatchTransform | None = made
     return transform
+
+
+def _takes_two(function: Any) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return True
+    return True
 
 
 def _inner(loader: Loader | None) -> Loader | None:
