@@ -217,32 +217,6 @@ def test_metrics_of_torchmetrics_by_object_collection_and_path():
         build_metrics({"name": "torchmetrics", "metric": "NoSuch"})
 
 
-class Boxes(torchmetrics.Metric):
-    """Like metrics of detection: lists of mappings in, a mapping of values out."""
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("scores", default=[], dist_reduce_fx=None)
-
-    def update(self, predictions, targets):
-        self.scores += [one["scores"] for one in predictions if len(targets)]
-
-    def compute(self):
-        return {
-            "map": torch.cat(self.scores).mean(),
-            "map_50": torch.tensor(0.5),
-            "map_per_class": torch.tensor([0.25, 1.0]),
-        }
-
-
-def test_a_metric_of_lists_reports_its_values_by_their_keys():
-    metrics = MetricSet.of([Boxes()])
-    for part in (0.2, 0.6):
-        metrics.update([{"scores": torch.tensor([part])}], [{}], training=False)
-    found = metrics.results(World(), CPU, training=False)
-    assert found == pytest.approx({"map": 0.4, "map_50": 0.5, "map_class0": 0.25, "map_class1": 1.0})
-
-
 def test_names():
     own = build_metrics([F1(3), F1(3, average="none"), F1(3), {"name": "accuracy", "k": 5}, off])
     assert list(own) == ["f1", "f1_per_class", "f1_2", "accuracy_top5", "off"]

@@ -1,6 +1,7 @@
 """Other people's metrics as ours: functions of predictions and labels, and metrics of torchmetrics."""
 
 import importlib
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from etude.config.registry import register
 from etude.core.batch import num_samples
 from etude.core.errors import ConfigError, TrainingError
 from etude.distributed import World
-from etude.metrics.base import Measure, Metric, named_scores
+from etude.metrics.base import PER_CLASS, Measure, Metric, named_scores
 
 logger = logging.getLogger("etude")
 
@@ -80,7 +81,8 @@ class FunctionMetric(Metric):
 class TorchMetric(Measure):
     """A metric of torchmetrics: it is updated with predictions and labels, and ranks combine its state as it says.
 
-    A result with several values is reported by their keys (`map_50` …), or as `name_class0` … if it is a vector.
+    A result with several values is reported by their keys (`map_50` …), after the metric's name if it was given one
+    (`boxes_map_50`); a vector is reported as `name_class0` …, by the metric's own `classes` if its result has them.
     """
 
     def __init__(self, metric: Any, name: str) -> None:
@@ -102,62 +104,54 @@ class TorchMetric(Measure):
         return self.metric.compute() if self.metric.update_called else math.nan
 
     def results(self) -> dict[str, float]:
-        """Return the values by name."""
+        """Return the values by name. Raises ConfigError for a value that is not a number or one per class."""
         value = self.compute()
         if not isinstance(value, Mapping):
             return self._named(self.name, value)
+        kind = type(self.metric).__name__
+        prefix = "" if self.name in (kind, snake_case(kind)) else f"{self.name}_"
+        classes = [f"class{one}" for one in value["classes"].reshape(-1).tolist()] if "classes" in value else None
         found: dict[str, float] = {}
         for key, one in value.items():
-            if isinstance(one, Tensor) and one.numel() > 1:
-                found |= self._named(str(key), one)
-            elif not isinstance(one, Tensor) or one.numel():
-                found[str(key)] = float(one)
+            of_classes = classes is not None and str(key).endswith(PER_CLASS)
+            if of_classes and bool((one != -1).any()):  # -1 without class_metrics
+                found |= named_scores(prefix + key, one.reshape(-1).tolist(), classes)
+            elif not of_classes and not (classes is not None and key == "classes"):
+                found |= self._named(f"{prefix}{key}", one)
         return found
 
     def _named(self, name: str, value: Any) -> dict[str, float]:
-        if not isinstance(value, Tensor) or value.numel() == 1:
+        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
             return {name: float(value)}
-        if value.dim() == 1:
-            return named_scores(name, value.tolist(), None)
+        if isinstance(value, Tensor) and value.dim() == 1:
+            return named_scores(name, value.tolist(), None) if value.numel() else {}
+        shape = f"has a result of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is {value!r:.60}"
         raise ConfigError(
-            f"the metric {name} has a result of shape {tuple(value.shape)}, which is not a number; set its average, or "
-            "use ConfusionMatrix of etude.metrics for a matrix"
+            f"the metric {name} {shape}, which is not a number; set its average, turn extended_summary off, or use "
+            "ConfusionMatrix of etude.metrics for a matrix"
         )
 
     def gather(self, world: World, device: torch.device) -> None:
-        """Combine the state of all ranks."""
-        if world.size > 1:
-            self.metric.to(device)
-            called = world.host_max([int(self.metric.update_called)])[0]
-            lists = self._gathered_lists(world)
-            self.metric.sync(dist_sync_fn=lambda tensor, group: _gathered(world, tensor))  # noqa: ARG005
-            # The state of all ranks is the state from now on.
-            self.metric._is_synced, self.metric._cache = False, None
-            for key, first in self.metric._defaults.items():  # lists were joined to tensors; `reset` needs lists
-                if isinstance(first, list) and isinstance(joined := getattr(self.metric, key), Tensor):
-                    setattr(self.metric, key, [joined])
-            for key, joined in lists.items():
-                setattr(self.metric, key, joined)
-            self.metric._update_count = max(self.metric._update_count, called)
+        """Combine the state of all ranks.
 
-    def _gathered_lists(self, world: World) -> dict[str, list[Tensor]]:
-        """Take lists that are not reduced out of the metric; return those of all ranks.
-
-        torchmetrics would gather their tensors one by one: ranks with fewer samples would do fewer collectives.
+        Lists are gathered here: torchmetrics needs as many elements on every rank, and mixes those of the ranks.
         """
-        metric, own = self.metric, dict[str, Tensor]()
-        keys = [
-            key for key, how in metric._reductions.items() if how is None and isinstance(metric._defaults[key], list)
-        ]
-        for key in keys:
-            if all(isinstance(one, Tensor) for one in getattr(metric, key)):
-                own |= {f"{place} {key}": one for place, one in enumerate(getattr(metric, key))}
-                setattr(metric, key, [])
-        found: dict[str, list[Tensor]] = {}
-        for tensors in _everyone(world, own) if keys else ():
-            for name in sorted(tensors, key=lambda name: int(name.split()[0])):
-                found.setdefault(name.split(maxsplit=1)[1], []).append(tensors[name].to(metric.device))
-        return found
+        if world.size == 1:
+            return
+        metric = self.metric
+        called = world.host_max([int(metric.update_called)])[0]
+        lists = {key: getattr(metric, key) for key, first in metric._defaults.items() if isinstance(first, list)}
+        for key, own in lists.items():
+            elements = own if isinstance(own, list) else [own]
+            lists[key] = _all_elements(world, elements, device)
+            setattr(metric, key, [])
+        metric.to(device)
+        metric.sync(dist_sync_fn=lambda tensor, group: _all_elements(world, [tensor], device))  # noqa: ARG005
+        # The state of all ranks is the state from now on.
+        metric._is_synced, metric._cache = False, None
+        for key, elements in lists.items():
+            setattr(metric, key, elements)
+        metric._update_count = max(metric._update_count, called)
 
     def merge(self, other: Self) -> None:
         """Add what another metric of the same kind has seen."""
@@ -178,32 +172,45 @@ class TorchMetric(Measure):
         """Restore the state of the metric."""
         self.reset()
         for key, one in state["states"].items():
-            moved = (
-                [each.to(self.metric.device) for each in one] if isinstance(one, list) else one.to(self.metric.device)
-            )
-            setattr(self.metric, key, moved)
+            setattr(self.metric, key, _restored(one, self.metric.device))
         self.metric._update_count = state["updates"]
 
 
-def _gathered(world: World, tensor: Tensor) -> list[Tensor]:
-    """Return the tensors of all ranks, without the empty ones of ranks that had no samples.
-
-    The function of torchmetrics needs the same dtype and number of dimensions on every rank, which those lack.
-    """
-    tensors = [found[""].to(tensor.device) for found in _everyone(world, {"": tensor})]
-    return [one for one in tensors if one.numel()] or tensors
-
-
-def _everyone(world: World, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return the named tensors of every rank, on the host."""
-    own = save({name: one.detach().cpu().clone().contiguous() for name, one in tensors.items()})
-    return [
-        load(one.numpy().tobytes()) for one in world.gather_bytes(torch.frombuffer(bytearray(own), dtype=torch.uint8))
-    ]
+def _all_elements(world: World, elements: list[Any], device: torch.device) -> list[Any]:
+    """Return the elements of all ranks, in the order of the ranks; each may have another number of them."""
+    plain = [_plain(one) for one in elements]
+    tensors = {
+        f"{place}": one.detach().cpu().contiguous() for place, one in enumerate(plain) if not isinstance(one, str)
+    }
+    texts = {f"{place}": one for place, one in enumerate(plain) if isinstance(one, str)}
+    blobs = world.gather_bytes(torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8))
+    others = world.gather_text(json.dumps(texts)) if any(world.host_max([len(texts)])) else ["{}"] * len(blobs)
+    found: list[Any] = []
+    for blob, text in zip(blobs, others, strict=True):
+        rank: dict[str, Any] = {**load(blob.numpy().tobytes()), **json.loads(text)}
+        found += [_restored(rank[key], device) for key in sorted(rank, key=int)]
+    return found
 
 
 def _plain(state: Any) -> Any:
-    return [one.clone() for one in state] if isinstance(state, list) else state.clone()
+    """Return a state as tensors, lists and texts: a mask, which is a tuple with encoded bytes, as JSON."""
+    if isinstance(state, list):
+        return [_plain(one) for one in state]
+    return (
+        state.clone() if isinstance(state, Tensor) else json.dumps(state, default=lambda data: data.decode("latin1"))
+    )
+
+
+def _restored(state: Any, device: torch.device) -> Any:
+    if isinstance(state, list):
+        return [_restored(one, device) for one in state]
+    return state.to(device) if isinstance(state, Tensor) else _as_mask(json.loads(state))
+
+
+def _as_mask(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_as_mask(one) for one in value)
+    return value.encode("latin1") if isinstance(value, str) else value
 
 
 @register("metric", "torchmetrics")
@@ -221,11 +228,12 @@ def torch_metric(metric: str, arguments: dict[str, Any] | None = None) -> TorchM
     found = getattr(home, kind, None)
     if not isinstance(found, type) or not issubclass(found, nn.Module):
         raise ConfigError(
-            f"torchmetrics has no metric '{metric}'; name one by its path, such as classification.BinaryF1Score"
+            f"torchmetrics has no metric '{metric}'; name one by its path, such as classification.BinaryF1Score (those "
+            "of detection need torchvision and pycocotools)"
         )
     try:
         made = found(**(arguments or {}))
-    except (TypeError, ValueError) as error:
+    except (ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"torchmetrics' {metric} refuses its arguments: {error}") from error
     return TorchMetric(made, snake_case(kind))
 

@@ -130,7 +130,14 @@ class Together:
             self._count_apart()  # a rank without samples has seen no class ids, and must gather the same metrics
         for metric in self.counting:
             metric.gather(world, device)
-        found = {name: value for metric in self.metrics.values() for name, value in metric.results().items()}
+        found: dict[str, float] = {}
+        for metric in self.metrics.values():
+            results = metric.results()
+            if twice := found.keys() & results.keys():
+                raise ConfigError(
+                    f"two metrics report '{min(twice)}'; name one of them: metrics={{'{metric.name}_2': …}}"
+                )
+            found |= results
         if own is not None:
             self.load_state_dict(own)
         return found
