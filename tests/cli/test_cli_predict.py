@@ -192,9 +192,9 @@ def test_evaluating_the_training_file_gives_the_numbers_of_its_split(train, etud
     write()
     loss = {"loss": "mse"} if case == "numbers" else {}
     train({**data, "validation": 0.0, "test": 0.0}, model, **loss)
-    _, expected = evaluate_run("run", split="train")
+    expected = evaluate_run("run", split="train").metrics
     Path(file).rename(f"other{Path(file).suffix}")
-    _, found = evaluate_run("run", data=f"other{Path(file).suffix}")
+    found = evaluate_run("run", data=f"other{Path(file).suffix}").metrics
     assert found == pytest.approx(expected, rel=1e-4)
     outcome = etude("evaluate", "run", "--data", f"other{Path(file).suffix}")
     assert outcome.code == 0, outcome.err

@@ -89,3 +89,28 @@ def test_an_existing_file_is_kept(etude, lenet, tmp_path):
     assert out.read_text() == "mine"
     assert etude("eject", config, out, "training.seed=5", "--overwrite").code == 0
     assert "SEED = 5" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("plain", "plain.py"), ("plain.txt", "plain.py"), ("no/such/plain.py", "no/such"), ("folder.py", "folder")],
+)
+def test_only_files_of_python_code_in_folders_that_exist(etude, lenet, tmp_path, name, words):
+    (tmp_path / "folder.py").mkdir()
+    config, before = lenet(), sorted(tmp_path.rglob("*"))
+    error = etude("eject", config, tmp_path / name, "--overwrite").error
+    assert words in error
+    assert len(error.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_existing_samples_beside_the_file_are_kept(etude, tmp_path):
+    (tmp_path / "table.csv").write_text("a,b,y\n" + "1,2,0.5\n3,4,1.5\n" * 20)
+    data = {"name": "csv", "path": str(tmp_path / "table.csv"), "target": "y"}
+    config = tmp_path / "table.json"
+    config.write_text(json.dumps({"model": {"name": "mlp", "hidden": [4]}, "data": data, "training": TRAINING}))
+    (beside := tmp_path / "plain.data.safetensors").write_text("mine")
+    assert str(beside) in etude("eject", config, tmp_path / "plain.py").error
+    assert beside.read_text() == "mine"
+    assert not (tmp_path / "plain.py").exists()
+    assert etude("eject", config, tmp_path / "plain.py", "--overwrite").code == 0

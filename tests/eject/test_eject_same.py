@@ -70,6 +70,7 @@ def test_transformer_as_a_program_from_its_run_folder(etude, language, tmp_path)
 def assert_program_ends_alike(etude, config, source, tmp_path):
     expected, metrics = trained(config, tmp_path / "run")
     out, weights = tmp_path / "out" / "plain.py", tmp_path / "plain.safetensors"
+    out.parent.mkdir()
     outcome = etude("eject", source, out)
     assert outcome.code == 0, outcome.err
     assert str(out) in outcome.out

@@ -71,7 +71,7 @@ def test_every_weighting_trains_and_samples_are_counted_once(load, weighting, dr
 
 def test_evaluate_a_run_with_tasks(load):
     outcome = train(load(), run_dir="run", progress=False)
-    _, numbers = evaluate_run("run", split="validation", which="last")
+    numbers = evaluate_run("run", split="validation", which="last").metrics
     assert numbers["quality/f1"] == pytest.approx(outcome.metrics["val_quality/f1"])
     assert numbers["annotation/loss"] == pytest.approx(outcome.metrics["val_annotation/loss"])
 
@@ -84,7 +84,7 @@ def test_evaluate_measures_the_tasks_of_the_checkpoints_phase_as_they_were(load,
     ]
     outcome = train(load("training.epochs=1", curriculum=phases), run_dir="run", progress=False)
     with caplog.at_level(logging.WARNING, "etude"):
-        _, numbers = evaluate_run("run", split="validation", which="last")
+        numbers = evaluate_run("run", split="validation", which="last").metrics
     assert {f"val_{name}" for name in numbers} == {name for name in outcome.metrics if name.startswith("val_")}
     assert numbers["annotation/loss"] == pytest.approx(outcome.metrics["val_annotation/loss"])
     assert "phase 1, which does not train writing, quality: not evaluated" in caplog.text

@@ -1,6 +1,7 @@
 """Plain weights and folders for the Hub: opened by safetensors, transformers and huggingface_hub."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from etude import TensorData, Trainer
-from etude.core import ConfigError, EtudeError
+from etude.core import ConfigError, EtudeError, RunFolderError
 from etude.core.model_record import rebuild_model
-from etude.export import export_run, save_hub, save_weights
+from etude.export import export_run, save_hub, save_program, save_weights
 from etude.export.hub import Card
 from etude.models import MLP, CausalTransformerLM, LeNet5
 
@@ -170,3 +171,39 @@ def test_frozen_weights_are_in_the_file(tmp_path, trainable_only):
     (path,) = export_run(tmp_path / "run", "state_dict").files
     found = load_file(path)
     assert all(torch.equal(value, found[name]) for name, value in trainer.model.state_dict().items())
+
+
+BATCH = torch.rand(4, 4)
+WRITERS = {
+    "weights": lambda folder: save_weights(MLP(4, [64], 3), folder / "model.safetensors"),
+    "program": lambda folder: save_program(MLP(4, [64], 3), BATCH, folder / "model.pt2").path,
+    "hub": lambda folder: save_hub(MLP(4, [64], 3), folder, Card("mine", {}))[-1],
+}
+
+
+@pytest.fixture
+def small_files():
+    """Files may have 500 bytes, as if the disk were full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+def test_functions_make_the_folder_as_the_command_does(writer, tmp_path):
+    assert writer(tmp_path / "not" / "there").is_file()
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+def test_functions_say_in_one_line_where_they_cannot_write(writer, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match=f"{tmp_path}/file.*; choose"):
+        writer(tmp_path / "file")
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+def test_functions_on_a_full_disk_leave_no_half_of_a_file(writer, tmp_path, small_files):
+    with pytest.raises(RunFolderError, match=f"{tmp_path}/out.*File too large"):
+        writer(tmp_path / "out")
+    assert not [path.name for path in (tmp_path / "out").iterdir() if path.suffix in (".safetensors", ".pt2")]

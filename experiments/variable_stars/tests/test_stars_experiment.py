@@ -147,7 +147,7 @@ def test_numbers_are_those_of_the_trained_weights(made, tmp_path):
     run = finished_run("both", 3, tmp_path, overrides(made))
     numbers = numbers_of(run)
     held = open_split(made[0], "test")
-    _, result = evaluate_run(run, which="last")
+    result = evaluate_run(run, which="last").metrics
     assert numbers["ce"] == pytest.approx(result["loss_ce"], rel=1e-4)
     model = trained_model(run).model
     guess = runner(model, held.vocab)(held.tokens[:, :-1])

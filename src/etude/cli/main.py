@@ -121,12 +121,12 @@ def evaluate(
     checkpoint: Weights = "best",
 ) -> None:
     """Evaluate a checkpoint of a run on a split of its data, or on another file."""
-    path, metrics = _load("evaluate_run")(
-        run_dir, split=split, which=checkpoint, data=data, overrides=overrides or []
-    )
+    found = _load("evaluate_run")(run_dir, split=split, which=checkpoint, data=data, overrides=overrides or [])
     if is_main():
-        print(f"{path} on the {split} split:" if data is None else f"{path} on {data}:")
-        _print_metrics(metrics)
+        print(f"{found.path} on the {split} split:" if data is None else f"{found.path} on {data}:")
+        _print_metrics(found.metrics)
+        for file in found.files:
+            print(f"made {file}")
 
 
 @app.command()

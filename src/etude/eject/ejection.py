@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from etude.core import ConfigError, TrainingError
-from etude.core.files import write_text
+from etude.core.files import write_bytes, write_text
 from etude.core.model import clean_state_dict
 from etude.core.random import aside
 from etude.core.spelling import shorten
@@ -41,21 +41,38 @@ def eject(
 ) -> list[Path]:
     """Write an experiment, or that of a run folder, as one file of plain PyTorch; return the files written.
 
-    Raises ConfigError, with the key, if it has something that cannot be written plainly.
+    The file ends with .py and its folder exists. Raises ConfigError, with the key, if the experiment has something
+    that cannot be written plainly.
     """
     path = Path(out)
-    if path.exists() and not overwrite:
-        raise ConfigError(f"{path} already exists; choose another file, or use --overwrite")
+    _check_place(path, overwrite)
     if Path(source).is_dir():
         config = _config_of_run(RunFolder.open(source), overrides)
     else:
         config = load_experiment_config(source, overrides=overrides)
     made = ejected(config, of=str(source))
+    if made.tensors:
+        _check_free(path.with_suffix(DATA_SUFFIX), overwrite)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         return made.write(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}); choose another file") from error
+
+
+def _check_place(path: Path, overwrite: bool) -> None:
+    """Raise ConfigError if a file of Python code cannot be written there."""
+    if path.suffix != ".py":
+        raise ConfigError(f"{path} does not end with .py; choose a name such as {path.with_suffix('.py')}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: the folder {path.parent} does not exist; create it, or choose another file")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; choose another file")
+    _check_free(path, overwrite)
+
+
+def _check_free(path: Path, overwrite: bool) -> None:
+    if path.exists() and not overwrite:
+        raise ConfigError(f"{path} already exists; choose another file, or use --overwrite")
 
 
 def _config_of_run(folder: RunFolder, overrides: Sequence[str]) -> ExperimentConfig:
@@ -90,7 +107,7 @@ class Ejected:
         """Write the file, and `NAME.data.safetensors` beside it if it reads samples from there; return both."""
         beside = [path.with_suffix(DATA_SUFFIX)] if self.tensors else []
         for one in beside:
-            save_file({key: value.contiguous() for key, value in self.tensors.items()}, one)
+            write_bytes(one, save({key: value.contiguous() for key, value in self.tensors.items()}))
         write_text(path, self.text)
         return [path, *beside]
 

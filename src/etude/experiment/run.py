@@ -4,10 +4,11 @@ import contextlib
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
+from typing import Any, NamedTuple
 
 from etude.checkpoint import (
     Checkpoint,
@@ -19,6 +20,7 @@ from etude.checkpoint import (
 )
 from etude.checkpoint.trust import errors_of
 from etude.core import ConfigError, DataError, RunFolderError
+from etude.core.files import write_text
 from etude.core.monitor import Best
 from etude.core.spelling import suggest
 from etude.data.splits import OtherData
@@ -31,6 +33,12 @@ from etude.monitor import RunFolder, default_run_dir
 from etude.trainer import Trainer, resolve_device
 
 logger = logging.getLogger("etude")
+
+_ONLY_TRAINING = (
+    *("warmup_steps", "scheduler_type", "use_scheduler"),
+    *("validate_interval", "validate_every_steps", "keep_best", "restore_best", "monitor", "mode"),
+)
+"""Settings that have no effect on a model that is evaluated."""
 
 
 @dataclass(slots=True)
@@ -51,6 +59,16 @@ class RunOutcome:
     """The metric by which the run is judged, with its last and its best value."""
     samples: str = ""
     """Texts sampled from a language model at the end, if a callback did so."""
+
+
+class Evaluated(NamedTuple):
+    """The result of an evaluation."""
+
+    path: Path
+    """The checkpoint."""
+    metrics: dict[str, float]
+    files: list[Path]
+    """Files of metrics, such as a confusion matrix, on the process that writes."""
 
 
 def train_experiment(
@@ -121,19 +139,38 @@ def evaluate_run(
     which: str | int = "best",
     data: str | Path | None = None,
     overrides: Sequence[str] = (),
-) -> tuple[Path, dict[str, float]]:
-    """Evaluate a checkpoint of a run (`best`, `last` or a step number); return its path and the metrics.
+) -> Evaluated:
+    """Evaluate a checkpoint of a run (`best`, `last` or a step number).
 
-    It is evaluated on a split of the run's data, or on another file, `data`, which is prepared as in training.
+    It is evaluated on a split of the run's data, or on another file, `data`, which is prepared as in training. Files of
+    metrics, such as a confusion matrix, are written into `metrics/SPLIT` of the run folder, or `metrics/data-NAME`.
     """
     with opened_run(run_dir, which, overrides) as run:
+        loader: Any
         if data is not None:
             trainer, other = run.with_file(data, labelled=True)
-            return run.checkpoint.path, trainer.evaluate(other.part)
-        splits = build_data(run.config, run.world)
-        if (loader := splits.loader(split)) is None:
-            raise ConfigError(f"the data of this run has no split {split!r}{suggest(split, splits.names)}")
-        return run.checkpoint.path, run.trainer(splits).evaluate(loader)
+            loader, name = other.part, f"data-{Path(data).stem}"
+        else:
+            splits = build_data(run.config, run.world)
+            if (loader := splits.loader(split)) is None:
+                raise ConfigError(f"the data of this run has no split {split!r}{suggest(split, splits.names)}")
+            trainer, name = run.trainer(splits), split
+        metrics, files = trainer.evaluate(loader), trainer.task.files()
+        written = _write_files(Path(run_dir) / "metrics" / name, files) if run.world.is_main else []
+        return Evaluated(run.checkpoint.path, metrics, written)
+
+
+def _write_files(folder: Path, files: Mapping[str, str]) -> list[Path]:
+    """Write files of metrics and return their paths; a folder that cannot be written is a warning."""
+    paths = {folder / name: text for name, text in files.items()}
+    try:
+        for path, text in paths.items():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(path, text)
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", folder, error.strerror or error)
+        return []
+    return list(paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +183,7 @@ class OpenedRun:
 
     def trainer(self, data: Data) -> Trainer:
         """Return a trainer with the weights of the checkpoint, which writes nothing."""
-        trainer = build_trainer(self.config, data=data, world=self.world, progress=False)
+        trainer = build_trainer(_not_trained(self.config), data=data, world=self.world, progress=False)
         with errors_of(self.checkpoint.path):
             trainer.check_facts(self.checkpoint.meta, self.checkpoint.path)
             for feature in data.features:
@@ -173,6 +210,14 @@ class OpenedRun:
             reason = f"{type(error).__name__}: {error}"
             raise DataError(f"{file} cannot be prepared by the facts of {self.checkpoint.path} ({reason})") from error
         return trainer, replace(other, part=data.loader_over(other.part))
+
+
+def _not_trained(config: ExperimentConfig) -> ExperimentConfig:
+    """Return a config without what only training uses, of which warnings would be irrelevant."""
+    training = config.training
+    defaults = {name: type(training).model_fields[name].default for name in _ONLY_TRAINING}
+    training = training.model_copy(update={**defaults, "save_checkpoints": False})
+    return replace(config, sections={**config.sections, "scheduler": None, "training": training})
 
 
 @contextlib.contextmanager

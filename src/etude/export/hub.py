@@ -15,7 +15,7 @@ from etude.config import dump_yaml
 from etude.core import ConfigError
 from etude.core.files import write_text
 from etude.core.model_record import model_record
-from etude.export.weights import save_weights
+from etude.export.weights import save_weights, writing_into
 from etude.lazy import package_version
 
 logger = logging.getLogger("etude")
@@ -99,11 +99,22 @@ def save_hub(model: nn.Module, folder: str | Path, card: Card, tokenizer: str | 
     if the folder has a README.md or config.json that no export has written.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, mark in (("README.md", _MARK), ("config.json", '"architectures"')):
-        if (folder / name).is_file() and mark not in (folder / name).read_text(errors="replace"):
-            raise ConfigError(f"{folder / name} is not of a model repository; choose a folder without it")
-    before = _files(folder)
+    with writing_into(folder):
+        for name, mark in (("README.md", _MARK), ("config.json", '"architectures"')):
+            if (folder / name).is_file() and mark not in (folder / name).read_text(errors="replace"):
+                raise ConfigError(f"{folder / name} is not of a model repository; choose a folder without it")
+        before = _files(folder)
+        _write(model, folder, card, tokenizer)
+        return sorted(path for path, version in _files(folder).items() if before.get(path) != version)
+
+
+def _files(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return the files of a folder with what changes when one is written."""
+    found = {path: path.stat() for path in folder.iterdir() if path.is_file()}
+    return {path: (facts.st_ino, facts.st_mtime_ns) for path, facts in found.items()}
+
+
+def _write(model: nn.Module, folder: Path, card: Card, tokenizer: str | Path | None) -> None:
     if isinstance(model, SavesItself):
         card.transformers_class = type(model).__name__
         model.save_pretrained(str(folder))
@@ -124,13 +135,6 @@ def save_hub(model: nn.Module, folder: str | Path, card: Card, tokenizer: str | 
     elif tokenizer is not None:
         logger.warning("the tokenizer %s does not exist any more: not exported", tokenizer)
     write_text(folder / "README.md", card.text())
-    return sorted(path for path, version in _files(folder).items() if before.get(path) != version)
-
-
-def _files(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Return the files of a folder with what changes when one is written."""
-    found = {path: path.stat() for path in folder.iterdir() if path.is_file()}
-    return {path: (facts.st_ino, facts.st_mtime_ns) for path, facts in found.items()}
 
 
 def _save_tokenizer(source: Path, folder: Path, *, in_their_form: bool) -> None:

@@ -19,6 +19,7 @@ from etude.core.model import Forward, ModelCall, unwrap
 from etude.core.spelling import shorten
 from etude.engine.evaluation import eval_mode
 from etude.engine.prediction import readable, tensors_in_output
+from etude.export.weights import writing_into
 
 OPSET = 18
 """Version of ONNX's operators for the older exporter."""
@@ -85,7 +86,9 @@ def save_program(model: nn.Module, batch: Batch, path: str | Path) -> Saved:
     def make(program: Program, file: Path) -> str:
         exported = torch.export.export(program, program.example(), dynamic_shapes=_dynamic(program), strict=False)
         # Without calls of Python functions, which masks of transformers have and a file cannot hold.
-        torch.export.save(exported.run_decompositions({}), file)
+        stream = io.BytesIO()  # on a full disk torch's own writer ends the process
+        torch.export.save(exported.run_decompositions({}), stream)
+        file.write_bytes(stream.getbuffer())
         return "torch.export"
 
     def load(file: Path) -> Run:
@@ -116,6 +119,8 @@ def save_onnx(model: nn.Module, batch: Batch, path: str | Path) -> Saved:
             options = {"dynamo": True, "dynamic_shapes": _dynamic(program), "external_data": False, "verbose": False}
             torch.onnx.export(program, program.example(), str(file), **options, **names)
             return "dynamo"
+        except OSError:  # of the disk
+            raise
         except Exception as error:  # of the exporter, or of the model's own code
             reason = _reason(error)
         axes = {name: {0: "batch"} for name in (*program.names, *outputs)}
@@ -168,12 +173,20 @@ def _save(
     load: Callable[[Path], Run],
 ) -> Saved:
     """Make a file beside its destination, load and compare it, and only then put it in place."""
-    with eval_mode(model), torch.no_grad(), tempfile.TemporaryDirectory(dir=path.parent) as folder, _quiet():
+    with (
+        writing_into(path.parent),
+        eval_mode(model),
+        torch.no_grad(),
+        tempfile.TemporaryDirectory(dir=path.parent) as folder,
+        _quiet(),
+    ):
         program = example_program(model, batch).eval()
         file = Path(folder) / path.name
         try:
             exporter = make(program, file)
             run = load(file)
+        except OSError:  # of the disk
+            raise
         except Exception as error:  # of the exporter, or of the model's own code
             raise ConfigError(f"{type(model).__name__} cannot be exported: {_reason(error)}") from error
         difference, sizes = _compare(program, run)

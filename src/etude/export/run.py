@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from etude.checkpoint import Checkpoint
-from etude.core import Batch, ConfigError, RunFolderError, Task
+from etude.core import Batch, ConfigError, Task
 from etude.distributed import World
 from etude.experiment.build import build_data
 from etude.experiment.config import load_config
@@ -17,7 +17,7 @@ from etude.experiment.load import model_of, read_weights
 from etude.experiment.run import OpenedRun
 from etude.export.hub import Card, save_hub
 from etude.export.program import Saved, save_onnx, save_program
-from etude.export.weights import save_weights
+from etude.export.weights import save_weights, writing_into
 from etude.monitor import RunFolder
 
 Format = Literal["state_dict", "hub", "torch", "onnx"]
@@ -68,14 +68,12 @@ def export_run(
         )
     is_new = not place.exists()
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        return _export(folder, checkpoint, to, place, overrides, import_class)
-    except BaseException as error:
+        with writing_into(place):
+            return _export(folder, checkpoint, to, place, overrides, import_class)
+    except BaseException:
         if is_new:
             shutil.rmtree(place, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
-        raise RunFolderError(f"cannot write into {place}: {error.strerror or error}; choose another --out") from error
+        raise
 
 
 def _export(

@@ -1,13 +1,14 @@
 """Plain weights: one safetensors file that `load_state_dict` accepts."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save
 from torch import Tensor, nn, strided
 
-from etude.core import ConfigError
+from etude.core import ConfigError, RunFolderError
 from etude.core.files import write_bytes
 from etude.core.model import clean_state_dict
 
@@ -16,7 +17,8 @@ def save_weights(state: Mapping[str, Any] | nn.Module, path: str | Path) -> Path
     """Write the state of a model, so that `model.load_state_dict(load_file(path))` restores it.
 
     Safetensors refuses tensors that share memory, so tied weights are written under each of their names: a model that
-    ties them accepts that. Raises ConfigError for state that is not a tensor.
+    ties them accepts that. Raises ConfigError for state that is not a tensor, and RunFolderError if the file cannot be
+    written.
     """
     state = clean_state_dict(state) if isinstance(state, nn.Module) else state
     for name, value in state.items():
@@ -25,5 +27,20 @@ def save_weights(state: Mapping[str, Any] | nn.Module, path: str | Path) -> Path
         if value.layout is not strided:
             raise ConfigError(f"{name} is a sparse tensor, which safetensors does not hold")
     copies = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
-    write_bytes(path, save(copies, {"format": "pt"}))
+    with writing_into(Path(path).parent):
+        write_bytes(path, save(copies, {"format": "pt"}))
     return Path(path)
+
+
+@contextlib.contextmanager
+def writing_into(folder: Path) -> Iterator[None]:
+    """Create a folder to write into; raise RunFolderError if that, or writing, fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except RunFolderError:
+        raise
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot write into {folder}: {error.strerror or error}; choose another folder, or free some space"
+        ) from error
